@@ -1,25 +1,24 @@
 """The allow-list of endpoints that registrations over HTTP may name, so that clients cannot make the service connect anywhere.
 
-`EndpointAllowList.check` parses an endpoint more strictly than libzmq does and compares it with the patterns. It does not
-resolve names. `EndpointAllowList.check_addresses` checks every address of a name after it was resolved. The allow-list rejects
-some spellings that libzmq 4.3.5 accepts: `SOURCE;TARGET`, IPv4 addresses in hexadecimal, in octal, as one number or in
-brackets, zone ids, and text after the port. An IPv4-mapped IPv6 address counts as IPv4.
+`EndpointAllowList.check` parses an endpoint more strictly than libzmq does and compares it with the patterns. It rejects some
+spellings that libzmq 4.3.5 accepts: `SOURCE;TARGET`, IPv4 addresses in hexadecimal, in octal, as one number or in brackets,
+zone ids, and text after the port. An IPv4-mapped IPv6 address counts as IPv4.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvevents.client.schemas import MAX_NAME_BYTES
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError
 from kvevents.service.access import Address, Network
+from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.errors import ServiceError
 
 DEFAULT_ALLOW: Final = (
@@ -50,18 +49,16 @@ _FORBIDDEN: Final = tuple(
 )
 """Networks whose addresses only a pattern for exactly that address allows."""
 _NAT64: Final = IPv6Network("64:ff9b::/96")
-_EVERYWHERE: Final = IPv4Address(0)
-"""Address that libzmq binds for the host `*`."""
 
-_ENDPOINT: Final = re.compile(r"(?:\[(?P<six>[^\[\]]*)\]|(?P<host>[^:\[\]]+)):(?P<port>[1-9][0-9]{0,4})")
-_PATTERN: Final = re.compile(
-    r"(?:\[(?P<six>[^\[\]]*)\]|(?P<host>[^:\[\]]+)):(?P<ports>\*|[1-9][0-9]{0,4}(?:-[1-9][0-9]{0,4})?)"
-)
+_PORT: Final = r"[1-9][0-9]{0,4}"
+_LOCATION: Final = re.compile(rf"(?:\[(?P<six>[^\[\]%]*)\]|(?P<host>[^:\[\]]+)):(?P<ports>\*|{_PORT}(?:-{_PORT})?)")
+"""A host and its port; in a pattern also a network, and a range of ports."""
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _MAX_NAME: Final = 253
 _NUMERIC: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
 """Hosts whose last label is a number: some parsers read them as IPv4 addresses (`inet_aton`, WHATWG's URL standard)."""
 _FORMS: Final = "tcp://HOST:PORT, ipc:///PATH or inproc://NAME"
+_UNCOVERED: Final = "no pattern of the allow-list covers"
 
 
 class EndpointRefusedError(ServiceError):
@@ -70,47 +67,29 @@ class EndpointRefusedError(ServiceError):
     def __init__(self, endpoint: str, reason: str, hint: str) -> None:
         text = endpoint if len(endpoint) <= MAX_NAME_BYTES else f"{endpoint[:64]}..."
         super().__init__(f"endpoint {text!r} is refused: {reason}", "endpoint-refused", hint)
-        self.endpoint = endpoint
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+class _Target(NamedTuple):
     """A parsed tcp endpoint."""
 
-    endpoint: str
     host: str
     """Host name in lower case, without a final dot."""
     port: int
     address: Address | None
     """The host's address; None if the host is a name."""
 
-    def refusal(self, reason: str, hint: str) -> EndpointRefusedError:
-        """Return the error that refuses this endpoint."""
-        return EndpointRefusedError(self.endpoint, reason, hint)
 
-
-@dataclass(frozen=True, slots=True)
-class _TcpPattern:
+class _TcpPattern(NamedTuple):
     """A pattern for tcp: a network or names, and ports."""
 
     network: Network | None
     name: str
     """A host name, or a suffix of names that begins with a dot; empty for a network."""
-    first: int
-    last: int
+    ports: range
 
     def has_name(self, target: _Target) -> bool:
         fits = target.host.endswith(self.name) if self.name.startswith(".") else target.host == self.name
-        return bool(self.name) and fits and self.has_port(target.port)
-
-    def has_port(self, port: int) -> bool:
-        return self.first <= port <= self.last
-
-    def covers(self, address: Address, port: int) -> bool:
-        return self.network is not None and address in self.network and self.has_port(port)
-
-    def is_exactly(self, address: Address, port: int) -> bool:
-        return self.covers(address, port) and self.network is not None and self.network.num_addresses == 1
+        return bool(self.name) and fits and target.port in self.ports
 
 
 class EndpointAllowList:
@@ -129,71 +108,55 @@ class EndpointAllowList:
         self._tcp_patterns = [_tcp_pattern(pattern, location) for pattern, transport, location in split if transport == "tcp"]
         self._paths = [_path(pattern, transport, location) for pattern, transport, location in split if transport != "tcp"]
 
-    def check(self, endpoint: str, *, bind: bool = False) -> bool:
+    def check(self, endpoint: str, addresses: Iterable[str | Address] | None = None) -> bool:
         """Raise `EndpointRefusedError` for an endpoint that is invalid or that no pattern allows.
 
-        Return whether its host is a name: its addresses need `check_addresses` too. With `bind` the service listens at the
-        endpoint. That is allowed on loopback, and where a pattern names exactly that address or path, since libzmq deletes a
-        file that is at the path.
+        Return whether its host is a name. Such an endpoint must be checked once more, with all `addresses` of the name: each
+        must be allowed, and there must be one.
         """
-        _check_characters(endpoint)
+        if len(endpoint) > MAX_NAME_BYTES:
+            raise EndpointRefusedError(endpoint, f"it has more than {MAX_NAME_BYTES} characters", f"write {_FORMS}")
+        if not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
+            raise EndpointRefusedError(endpoint, "it has invalid characters", f"write {_FORMS} in plain ASCII")
         transport, _, location = endpoint.partition("://")
         if transport != "tcp":
-            self._check_path(endpoint, transport, location, bind=bind)
+            self._check_path(endpoint, transport, location)
             return False
-        target = _target(endpoint, bind=bind)
+        target = _target(endpoint, location)
         if target.address is not None:
-            self._check_address(target, target.address, bind=bind)
-            return False
-        if not any(
-            pattern.has_name(target) or (pattern.network and pattern.has_port(target.port)) for pattern in self._tcp_patterns
+            self._check_address(endpoint, target, target.address)
+        elif addresses is not None:
+            resolved = [_normalize_address(ipaddress.ip_address(address)) for address in addresses]
+            if not resolved:
+                raise EndpointRefusedError(endpoint, f"{target.host} has no address", "check the name and the resolver")
+            for address in resolved:
+                self._check_address(endpoint, target, address)
+        elif not any(
+            pattern.has_name(target) or (pattern.network and target.port in pattern.ports) for pattern in self._tcp_patterns
         ):
-            raise target.refusal("no pattern of the allow-list covers it", _hint(target.host, target.port))
-        return True
+            raise EndpointRefusedError(endpoint, f"{_UNCOVERED} it", _hint(target.host, target.port))
+        return target.address is None
 
-    def check_addresses(self, endpoint: str, addresses: Iterable[str | Address], *, bind: bool = False) -> None:
-        """Check an endpoint and every address of its host.
-
-        Raises `EndpointRefusedError` if one address is not allowed, or without any address. `addresses` is ignored unless the
-        endpoint is tcp.
-        """
-        self.check(endpoint, bind=bind)
-        if not endpoint.startswith("tcp://"):
-            return
-        target = _target(endpoint, bind=bind)
-        resolved = [_normalize_address(ipaddress.ip_address(address)) for address in addresses]
-        if not resolved:
-            raise target.refusal(f"{target.host} has no address", "check the name and the resolver")
-        for address in resolved:
-            self._check_address(target, address, bind=bind)
-
-    def _check_address(self, target: _Target, address: Address, *, bind: bool) -> None:
-        port = target.port
-        if any(pattern.is_exactly(address, port) for pattern in self._tcp_patterns):
+    def _check_address(self, endpoint: str, target: _Target, address: Address) -> None:
+        of_port = [pattern.network for pattern in self._tcp_patterns if pattern.network and target.port in pattern.ports]
+        networks = [network for network in of_port if address in network]
+        if any(network.num_addresses == 1 for network in networks):
             return
         subject = f"{address}" if target.address else f"it resolves to {address}, which"
-        exact = f"add a pattern for exactly this address to `allow`: {_format(address, port)}"
         if kind := _forbidden_kind(address):
-            raise target.refusal(f"{subject} is {kind}", exact)
-        if bind and not address.is_loopback:
-            raise target.refusal(f"{subject} is not loopback, and the service listens for engines on loopback only", exact)
-        if not any(pattern.covers(address, port) or pattern.has_name(target) for pattern in self._tcp_patterns):
-            reason = (
-                "no pattern of the allow-list covers it" if target.address else f"{subject} no pattern of the allow-list covers"
-            )
-            raise target.refusal(reason, _hint(str(address), port))
+            exact = f"add a pattern for exactly this address to `allow`: {_format(str(address), target.port)}"
+            raise EndpointRefusedError(endpoint, f"{subject} is {kind}", exact)
+        if not networks and not any(pattern.has_name(target) for pattern in self._tcp_patterns):
+            reason = f"{_UNCOVERED} it" if target.address else f"{subject} {_UNCOVERED}"
+            raise EndpointRefusedError(endpoint, reason, _hint(str(address), target.port))
 
-    def _check_path(self, endpoint: str, transport: str, location: str, *, bind: bool) -> None:
-        if transport not in _PATHS:
-            raise EndpointRefusedError(endpoint, "the service does not support its transport", f"write {_FORMS}")
-        parts = location.split("/")
-        if not _PATHS[transport](parts):
-            raise EndpointRefusedError(endpoint, "its path is not plain", f"write {_FORMS} without '.', '..' and empty parts")
-        if not any(kind == transport and _matches_parts(parts, pattern, exactly=bind) for kind, pattern in self._paths):
-            wording = "exactly this path" if bind else "this path"
-            raise EndpointRefusedError(
-                endpoint, "no pattern of the allow-list covers it", f"add a pattern for {wording} to `allow`: {endpoint}"
-            )
+    def _check_path(self, endpoint: str, transport: str, location: str) -> None:
+        parts = _plain_parts(transport, location)
+        if not parts:
+            hint = f"write {_FORMS} without '.', '..' and empty parts"
+            raise EndpointRefusedError(endpoint, "its transport or its path is not supported", hint)
+        if not any(kind == transport and _matches_parts(parts, pattern) for kind, pattern in self._paths):
+            raise EndpointRefusedError(endpoint, f"{_UNCOVERED} it", f"add a pattern for this path to `allow`: {endpoint}")
 
     def __repr__(self) -> str:
         return f"<AllowList {', '.join(self.patterns)}>"
@@ -202,48 +165,28 @@ class EndpointAllowList:
 # --- endpoints --------------------------------------------------------------------------------------------------------------
 
 
-def _check_characters(endpoint: str) -> None:
-    if len(endpoint) > MAX_NAME_BYTES:
-        raise EndpointRefusedError(endpoint, f"it has more than {MAX_NAME_BYTES} characters", f"write {_FORMS}")
-    if not endpoint.isascii() or not endpoint.isprintable() or " " in endpoint:
-        raise EndpointRefusedError(endpoint, "it has invalid characters", f"write {_FORMS} in plain ASCII")
-
-
-def _target(endpoint: str, *, bind: bool) -> _Target:
-    match = _ENDPOINT.fullmatch(endpoint.partition("://")[2])
-    if match is None or int(match["port"]) > MAX_PORT:
+def _target(endpoint: str, location: str) -> _Target:
+    match = _LOCATION.fullmatch(location)
+    if match is None or not match["ports"].isdecimal() or int(match["ports"]) > MAX_PORT:
         raise EndpointRefusedError(
             endpoint,
             f"it is not tcp://HOST:PORT with a port from 1 to {MAX_PORT}",
-            "write one host and one port, and an IPv6 address in brackets",
+            "write one host and one port, and an IPv6 address in brackets, without a zone",
         )
-    host = (match["host"] or "").lower().removesuffix(".")
-    address = _parse_address(endpoint, match["six"], match["host"] or "", bind=bind)
-    if address is None and not _is_name(host):
-        raise EndpointRefusedError(endpoint, f"invalid host name {match['host']!r}", "write a name or an address")
-    if address is None and bind:
-        raise EndpointRefusedError(endpoint, "the service can listen only at an address", "replace the name by an address")
-    return _Target(endpoint, host, int(match["port"]), address)
-
-
-def _parse_address(endpoint: str, ipv6: str | None, host: str, *, bind: bool) -> Address | None:
-    """Return the address that the text of a host means; None for a name."""
+    six, text = match["six"], match["host"] or ""
+    host, address = text.lower().removesuffix("."), None
     try:
-        if ipv6 is not None:
-            return _normalize_address(IPv6Address(_without_zone(ipv6)))
-        if host == "*" and bind:
-            return _EVERYWHERE
-        return IPv4Address(host) if _NUMERIC.fullmatch(host.lower()) else None
+        if six is not None:
+            address = _normalize_address(IPv6Address(six))
+        elif _NUMERIC.fullmatch(text.lower()):
+            address = IPv4Address(text)
     except ValueError as error:
         raise EndpointRefusedError(
-            endpoint, f"invalid address {host or ipv6!r}", "write IPv4 as four decimal numbers, IPv6 without a zone"
+            endpoint, f"invalid address {text or six!r}", "write IPv4 as four decimal numbers"
         ) from error
-
-
-def _without_zone(text: str) -> str:
-    if "%" in text:
-        raise ValueError(text)
-    return text
+    if address is None and not _is_name(host):
+        raise EndpointRefusedError(endpoint, f"invalid host name {text!r}", "write a name or an address")
+    return _Target(host, int(match["ports"]), address)
 
 
 def _is_name(host: str) -> bool:
@@ -266,65 +209,59 @@ def _forbidden_kind(address: Address) -> str | None:
     return next((kind for network, kind in _FORBIDDEN for alias in aliases if alias in network), None)
 
 
-def _is_plain_path(parts: Sequence[str]) -> bool:
-    return len(parts) > 1 and not parts[0] and _is_plain_key(parts[1:])
+def _plain_parts(transport: str, location: str) -> list[str]:
+    """Return the parts of a path or a name; empty for another transport and for a path that is not plain.
+
+    An ipc path is absolute, so it is not an abstract socket.
+    """
+    path = location.removeprefix("/") if transport == "ipc" else location
+    is_known = transport == "inproc" or (transport == "ipc" and path != location)
+    parts = path.split("/")
+    return parts if is_known and not {"", ".", ".."} & set(parts) else []
 
 
-def _is_plain_key(parts: Sequence[str]) -> bool:
-    return not {"", ".", ".."} & set(parts)
-
-
-_PATHS: Final[dict[str, Callable[[Sequence[str]], bool]]] = {"ipc": _is_plain_path, "inproc": _is_plain_key}
-"""Transports with paths, and a check that a path is plain. An ipc path is absolute, so it is not an abstract socket."""
-
-
-def _matches_parts(parts: Sequence[str], pattern: Sequence[str], *, exactly: bool) -> bool:
-    if exactly:
-        return parts == pattern and not {"*", "?", "["} & set("".join(parts))
+def _matches_parts(parts: list[str], pattern: list[str]) -> bool:
     return len(parts) == len(pattern) and all(fnmatchcase(part, glob) for part, glob in zip(parts, pattern, strict=True))
 
 
 def _hint(host: str, port: int) -> str:
-    address = f"[{host}]" if ":" in host else host
-    return f"add a pattern such as tcp://{address}:{port} to `allow` in the service's configuration, or name the engine there"
+    example = _format(host, port)
+    return f"add a pattern such as {example} to `allow` in the service's configuration, or name the engine there"
 
 
-def _format(address: Address, port: int) -> str:
-    return f"tcp://[{address}]:{port}" if isinstance(address, IPv6Address) else f"tcp://{address}:{port}"
+def _format(host: str, port: int) -> str:
+    return f"tcp://{bracket_host(host)}:{port}"
 
 
 # --- patterns ---------------------------------------------------------------------------------------------------------------
 
 
 def _tcp_pattern(pattern: str, location: str) -> _TcpPattern:
-    match = _PATTERN.fullmatch(location)
+    match = _LOCATION.fullmatch(location)
     if match is None:
         raise _pattern_error(pattern, "expected tcp://HOST:PORT, where PORT is a number, a range such as 5000-6000, or *")
-    first, last = _ports(pattern, match["ports"])
+    ports = _ports(pattern, match["ports"])
     host = (match["host"] or "").lower().removesuffix(".")
     if match["six"] is not None or "/" in host or _NUMERIC.fullmatch(host):
-        return _TcpPattern(_network(pattern, match["six"], host), "", first, last)
-    name = host[1:] if host.startswith("*.") else host
+        return _TcpPattern(_network(pattern, match["six"], host), "", ports)
     if not _is_name(host.removeprefix("*.")):
         raise _pattern_error(
             pattern,
             f"expected a name, *.SUFFIX, address or network instead of {host!r}; all addresses are 0.0.0.0/0 and [::/0]",
         )
-    return _TcpPattern(None, name, first, last)
+    return _TcpPattern(None, host.removeprefix("*"), ports)
 
 
-def _ports(pattern: str, text: str) -> tuple[int, int]:
-    if text == "*":
-        return 1, MAX_PORT
-    first, _, last = text.partition("-")
+def _ports(pattern: str, text: str) -> range:
+    first, _, last = ("1", "", str(MAX_PORT)) if text == "*" else text.partition("-")
     if not int(first) <= int(last or first) <= MAX_PORT:
         raise _pattern_error(pattern, f"expected ports from 1 to {MAX_PORT}, the smaller first")
-    return int(first), int(last or first)
+    return range(int(first), int(last or first) + 1)
 
 
 def _network(pattern: str, ipv6: str | None, host: str) -> Network:
     try:
-        network = IPv4Network(host) if ipv6 is None else IPv6Network(_without_zone(ipv6))
+        network = IPv4Network(host) if ipv6 is None else IPv6Network(ipv6)
     except ValueError as error:
         raise _pattern_error(pattern, f"{error}") from error
     if isinstance(network, IPv6Network) and network.network_address.ipv4_mapped and network.prefixlen >= 96:
@@ -333,8 +270,7 @@ def _network(pattern: str, ipv6: str | None, host: str) -> Network:
 
 
 def _path(pattern: str, transport: str, location: str) -> tuple[str, list[str]]:
-    parts = location.split("/")
-    if transport not in _PATHS or not _PATHS[transport](parts):
+    if not (parts := _plain_parts(transport, location)):
         raise _pattern_error(pattern, f"expected {_FORMS}")
     return transport, parts
 

@@ -42,63 +42,38 @@ AUDIT_SECONDS: Final = 30.0
 _LOAD_PATHS: Final = frozenset({"", "/", METRICS_PATH, "/load"})
 
 
-async def addresses_of(endpoint: str) -> list[str]:
-    """Return the addresses of a TCP endpoint; empty for another kind. Raises `socket.gaierror` and `TimeoutError`."""
-    target = split_tcp(endpoint)
-    if target is None:
-        return []
-    async with asyncio.timeout(RESOLVE_SECONDS):
-        records = await asyncio.get_running_loop().getaddrinfo(target[0].strip("[]"), target[1], type=socket.SOCK_STREAM)
-    return [str(address[4][0]) for address in records]
-
-
-async def check_allowed(allow_list: EndpointAllowList, registration: Registration) -> None:
-    """Raise `EndpointRefusedError` if a client's registration has an endpoint that the allow list excludes.
+async def check_allowed(allow_list: EndpointAllowList, *endpoints: str) -> None:
+    """Raise `EndpointRefusedError` if the allow list excludes one of these endpoints, or an address of its name.
 
     A name that does not resolve is allowed. The prober checks it again later.
     """
-    for endpoint, bind in check_endpoints(allow_list, registration):
-        await _check_addresses(allow_list, endpoint, bind=bind)
+    for endpoint in endpoints:
+        if allow_list.check(endpoint) and (target := split_tcp(endpoint)) is not None:
+            with suppress(socket.gaierror, TimeoutError):
+                async with asyncio.timeout(RESOLVE_SECONDS):
+                    records = await asyncio.get_running_loop().getaddrinfo(*target, type=socket.SOCK_STREAM)
+                allow_list.check(endpoint, [str(address[4][0]) for address in records])
 
 
-async def check_url_allowed(allow_list: EndpointAllowList, url: str) -> None:
-    """Raise `EndpointRefusedError` if the allow list excludes the server of a URL."""
-    target = load_target(url) or ""
-    if allow_list.check(target, bind=False):
-        await _check_addresses(allow_list, target, bind=False)
+def endpoints_of(registration: Registration) -> list[str]:
+    """Return the endpoints to which a client's registration makes the service connect.
 
-
-async def _check_addresses(allow_list: EndpointAllowList, endpoint: str, *, bind: bool) -> None:
-    with suppress(socket.gaierror, TimeoutError):
-        allow_list.check_addresses(endpoint, await addresses_of(endpoint), bind=bind)
-
-
-def check_endpoints(allow_list: EndpointAllowList, registration: Registration) -> list[tuple[str, bool]]:
-    """Raise `EndpointRefusedError` as `check_allowed`, but resolve no names. Return the endpoints with a host name.
-
-    With each endpoint it returns whether the service listens there.
+    Raises `EndpointRefusedError` for a load at a path that has none.
     """
-    if registration.load is not None and is_load_url(registration.load):
-        parts = urlsplit(registration.load)
-        if parts.path not in _LOAD_PATHS or parts.query:
-            raise EndpointRefusedError(
-                registration.load, "no load is read at this path", "write http://HOST:PORT, or its /load"
-            )
-    return [(endpoint, bind) for endpoint, bind in _endpoints(registration) if allow_list.check(endpoint, bind=bind)]
+    endpoints = [tcp_of(registration.endpoint), registration.replay_endpoint]
+    if (load := registration.load) is not None:
+        parts = urlsplit(load) if is_load_url(load) else None
+        if parts is not None and (parts.path not in _LOAD_PATHS or parts.query):
+            raise EndpointRefusedError(load, "no load is read at this path", "write http://HOST:PORT, or its /load")
+        endpoints.append(load_target(load))
+    if registration.url is not None and is_load_url(registration.url):
+        endpoints.append(load_target(registration.url))
+    return [endpoint for endpoint in endpoints if endpoint is not None]
 
 
-def _endpoints(registration: Registration) -> list[tuple[str, bool]]:
-    """Return the endpoints to which a registration makes the service connect, and whether it listens there instead."""
-    bind = registration.bind
-    url = registration.url if is_load_url(registration.url or "") else None
-    polls = [(load_target(target), False) for target in (registration.load, url)]
-    endpoints = [(tcp_of(registration.endpoint), bind), (registration.replay_endpoint, bind), *polls]
-    return [(endpoint, binds) for endpoint, binds in endpoints if endpoint is not None]
-
-
-def load_target(load: str | None) -> str | None:
+def load_target(load: str) -> str:
     """Return the endpoint from which a load is read; of a URL, the endpoint of its server."""
-    if load is None or not is_load_url(load):
+    if not is_load_url(load):
         return load
     parts = urlsplit(load)
     return f"tcp://{bracket_host(parts.hostname or '')}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
@@ -143,10 +118,8 @@ class Prober:
                 task.cancel()
 
     def _round(self, now: float) -> None:
-        targets: set[tuple[Member, EndpointField]] = set()
-        for member in list(self._fleet.members.values()):
-            if (field := _endpoint_to_probe(member)) is not None:
-                targets.add((member, field))
+        members = list(self._fleet.members.values())
+        targets = {(member, field) for member in members if (field := _endpoint_to_probe(member)) is not None}
         for target in [former for former in self._probes if former not in targets]:
             del self._probes[target]
             self._note(*target, None)
@@ -173,22 +146,17 @@ class Prober:
                 self._note(member, field, fault)
 
     async def _fault_of(self, member: Member, field: EndpointField, *, is_patient: bool) -> SourceFault | None:
-        registration = member.registration
+        registration, seconds = member.registration, self._settings.connect_seconds
+        has_keys = registration.curve is not None or self._fleet.curve is not None
         if field == "replay_endpoint":
-            return await fault_of_replay(registration, self._settings.connect_seconds, has_keys=self._has_keys(registration))
-        fault = await fault_of(registration, self._settings.connect_seconds, has_keys=self._has_keys(registration))
+            return await fault_of_replay(registration.replay_endpoint or "", seconds, has_keys=has_keys)
+        fault = None if registration.bind else await fault_of(registration.endpoint, seconds, has_keys=has_keys)
         if fault is not None or is_patient or member.trust != Trust.CONNECTING:
             return fault
         if registration.bind:
             return SourceFault(Reason.NO_PEER, f"no engine has connected to {registration.endpoint} so far")
-        if self._has_keys(registration):
-            return SourceFault(
-                Reason.KEYS, f"{registration.endpoint} does not accept the CURVE keys that are set for this source"
-            )
-        return None
-
-    def _has_keys(self, registration: Registration) -> bool:
-        return registration.curve is not None or self._fleet.curve is not None
+        sentence = f"{registration.endpoint} does not accept the CURVE keys that are set for this source"
+        return SourceFault(Reason.KEYS, sentence) if has_keys else None
 
     async def _audit(self) -> None:
         for member in list(self._fleet.members.values()):
@@ -200,7 +168,7 @@ class Prober:
         if member.origin != HTTP:
             return True
         try:
-            await check_allowed(self._allow_list, member.registration)
+            await check_allowed(self._allow_list, *endpoints_of(member.registration))
         except EndpointRefusedError as error:
             log.error("%s: %s; it is no longer followed", member.registration.label, error)  # noqa: TRY400 - a sentence says it
             with suppress(KVEventsError):
@@ -212,9 +180,8 @@ class Prober:
         former = member.faults.get(field)
         if fault == former:
             return
-        member.faults = {name: item for name, item in member.faults.items() if name != field}
-        if fault is not None:
-            member.faults = {**member.faults, field: fault}
+        others = {name: item for name, item in member.faults.items() if name != field}
+        member.faults = others if fault is None else {**others, field: fault}
         if fault is not None and (former is None or former.reason != fault.reason):
             log.warning("%s: %s", member.registration.label, fault.sentence)
         if fault is None and former is not None and self._fleet.members.get(member.registration.key) is member:
@@ -247,28 +214,21 @@ _MEANINGS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
 """The reason and the sentence for each outcome of a handshake that found no ZeroMQ socket."""
 
 
-async def fault_of(registration: Registration, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Probe the endpoint. Return why there is no connection; None if no fault is found."""
-    endpoint = registration.endpoint
-    if registration.bind:
-        return None
-    handshake = await _perform_handshake(endpoint, seconds)
-    if fault := _fault_of(handshake, endpoint, seconds, has_keys=has_keys):
+async def fault_of(endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
+    """Probe the endpoint of a publisher. Return why there is no connection; None if no fault is found."""
+    handshake = await perform_handshake_async(endpoint, seconds)
+    fault = _fault_of(handshake, endpoint, seconds, has_keys=has_keys)
+    if fault is not None or handshake.outcome == "curve" or handshake.is_publisher:
         return fault
-    if handshake.outcome == "curve" or handshake.is_publisher:
-        return None
     sentence = f"{endpoint} is a {handshake.detail} socket, not a publisher"
     if handshake.detail == "ROUTER":
         sentence += ": a replay port; are endpoint and replay_endpoint swapped?"
     return SourceFault(Reason.WRONG_SOCKET, sentence)
 
 
-async def fault_of_replay(registration: Registration, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Probe the replay endpoint. Return why it does not answer; None if no fault is found."""
-    endpoint = registration.replay_endpoint
-    if endpoint is None:
-        return None
-    handshake = await _perform_handshake(endpoint, seconds)
+async def fault_of_replay(endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
+    """Probe a replay endpoint. Return why it does not answer; None if no fault is found."""
+    handshake = await perform_handshake_async(endpoint, seconds)
     fault = _fault_of(handshake, endpoint, seconds, has_keys=has_keys)
     if fault is not None:
         return SourceFault(Reason(f"replay-{fault.reason}"), f"replay_endpoint: {fault.sentence}")
@@ -278,13 +238,6 @@ async def fault_of_replay(registration: Registration, seconds: float, *, has_key
     if handshake.is_publisher:
         sentence += "; name the port that the engine was given as replay_endpoint"
     return SourceFault(Reason.REPLAY_WRONG_SOCKET, sentence)
-
-
-async def _perform_handshake(endpoint: str, seconds: float) -> Handshake:
-    try:
-        return await perform_handshake_async(endpoint, seconds)
-    except UnicodeError as error:
-        return Handshake("unknown-host", str(error))
 
 
 def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:

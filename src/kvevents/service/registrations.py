@@ -20,7 +20,7 @@ from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, 
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.member import HTTP
 from kvevents.service.fleet.registration import Key, Lease, Registration
-from kvevents.service.prober import check_allowed, check_endpoints
+from kvevents.service.prober import check_allowed, endpoints_of
 from kvevents.service.state_store import SavedRegistration, StateStore
 from kvevents.stream import Checkpoint
 
@@ -115,7 +115,8 @@ class Registrations:
         for entry in entries:
             registration = entry.registration
             try:
-                check_endpoints(self._allow_list, registration)  # the allow-list may have changed since
+                for endpoint in endpoints_of(registration):
+                    self._allow_list.check(endpoint)  # the allow-list may have changed since
                 self._fleet.register(registration, HTTP, resume=self._resume)
                 self._grant_lease(registration.key, entry.lease_seconds)
                 if entry.is_draining:
@@ -131,7 +132,7 @@ class Registrations:
         The newest registration decides whether there is a lease, which begins now. Registrations of discovery have no lease.
         """
         self._check_follows()
-        await check_allowed(self._allow_list, registration)
+        await check_allowed(self._allow_list, *endpoints_of(registration))
         member = self._fleet.members.get(registration.key)
         if member is not None and member.origin != HTTP:
             return self._find_owned(member.registration, registration)

@@ -21,7 +21,7 @@ from kvevents.service.errors import RefusedError, ServiceError, TooMuchError, Un
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.http.messages import Body, HttpRequest, Response, answer
 from kvevents.service.http.queries import answer_query
-from kvevents.service.prober import check_url_allowed
+from kvevents.service.prober import check_allowed, load_target
 from kvevents.service.registrations import Client, InstanceQuery
 from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, model_of, pick
 from kvevents.service.service import Service
@@ -177,7 +177,7 @@ async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registra
     if not body.url:
         raise ServiceError("neither endpoint nor url is given", "bad-shape", _HINT, status=422)
     provider = EngineProvider(body.url, Template(model=pick(body, MODEL), **_facts(body)), str(body.instance_id))
-    await check_url_allowed(service.allow_list, body.url)
+    await check_allowed(service.allow_list, load_target(body.url))
     try:
         finding = await provider.query()
     except EngineQueryError as error:
