@@ -163,7 +163,7 @@ def _decode(line: bytes, path: Path, number: int) -> RecordedFrame | None:
     except (msgspec.DecodeError, ValueError) as error:
         if not line.endswith(b"\n") and _starts_as_recording(line):
             return None
-        raise RecordingError(f"{path}, line {number}: {error}") from error
+        raise RecordingError(f"{path}, line {number}: no frame of a recording: {error}") from error
 
 
 def _open(path: Path) -> BinaryIO:
