@@ -19,8 +19,10 @@ from kvevents.client.names import worker_name
 from kvevents.client.schemas import (
     DEFAULT_GROUP,
     MatchAnswer,
+    MatchRequest,
     ScoredCandidate,
     Selection,
+    SelectRequest,
     SourceView,
     TrustStatus,
     WorkerMatch,
@@ -178,11 +180,7 @@ def run(args: Namespace) -> int:
     body: dict[str, Any] = {"model": args.model or sources.only_model(), "tokens": tokens, **scope}
     if args.whole_prompt:
         body["whole_prompt"] = True
-    answer: MatchAnswer | Selection
-    if args.select:
-        answer = client.send(protocol.post("/v1/select", body | {"explain": True}, Selection, is_repeatable=False))
-    else:
-        answer = client.send(protocol.post("/v1/match", body, MatchAnswer))
+    answer = client.select(SelectRequest(**body, explain=True)) if args.select else client.match(MatchRequest(**body))
     console = Console()
     if write_record(_record(answer), args.output, console):
         return OK

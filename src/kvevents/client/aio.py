@@ -8,24 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
-from kvevents.client import protocol
+from kvevents.client import protocol, schemas
 from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
-from kvevents.client.schemas import (
-    DrainAnswer,
-    DrainRequest,
-    MatchAnswer,
-    MatchManyAnswer,
-    MatchManyRequest,
-    MatchRequest,
-    ReadyAnswer,
-    RegisterRequest,
-    Reservation,
-    ReservationUpdate,
-    Selection,
-    SelectRequest,
-    SourcesAnswer,
-    UnregisterRequest,
-)
 from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
 
 T = TypeVar("T")
@@ -71,49 +55,49 @@ class AsyncClient:
 
     # --- prompts
 
-    async def match(self, request: MatchRequest, *, deadline: float | None = None) -> MatchAnswer:
+    async def match(self, request: schemas.MatchRequest, *, deadline: float | None = None) -> schemas.MatchAnswer:
         """Return how much of a prompt each worker holds."""
         return await self.send(protocol.match(request), deadline=deadline)
 
-    async def match_many(self, request: MatchManyRequest, *, deadline: float | None = None) -> MatchManyAnswer:
+    async def match_many(self, request: schemas.MatchManyRequest, *, deadline: float | None = None) -> schemas.MatchManyAnswer:
         """Return how much of several prompts each worker holds."""
         return await self.send(protocol.match_many(request), deadline=deadline)
 
-    async def select(self, request: SelectRequest, *, deadline: float | None = None) -> Selection:
+    async def select(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> schemas.Selection:
         """Return the worker that should take a prompt."""
         return await self.send(protocol.select(request), deadline=deadline)
 
-    def reserve(self, request: SelectRequest, *, deadline: float | None = None) -> AsyncReservedWorker:
+    def reserve(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> AsyncReservedWorker:
         """Return a context manager that selects a worker, and counts the prompt as its load until the end."""
         return AsyncReservedWorker(self, protocol.with_reservation_name(request), deadline)
 
-    async def reservation(self, name: str, *, deadline: float | None = None) -> Reservation:
+    async def reservation(self, name: str, *, deadline: float | None = None) -> schemas.Reservation:
         """Return an open reservation."""
         return await self.send(protocol.reservation(name), deadline=deadline)
 
     # --- the fleet
 
-    async def sources(self, *, deadline: float | None = None, **filters: str) -> SourcesAnswer:
+    async def sources(self, *, deadline: float | None = None, **filters: str) -> schemas.SourcesAnswer:
         """Return the sources, of one `instance`, `model`, `tenant` or `group` if given."""
         return await self.send(protocol.sources(filters), deadline=deadline)
 
-    async def register(self, request: RegisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
+    async def register(self, request: schemas.RegisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
         """Register a rank of an engine, and return the service's answer."""
         return await self.send(protocol.register(request), deadline=deadline)
 
-    async def unregister(self, request: UnregisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
+    async def unregister(self, request: schemas.UnregisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
         """Unregister an engine, or a rank of it, and return the service's answer."""
         return await self.send(protocol.unregister(request), deadline=deadline)
 
-    async def drain(self, request: DrainRequest, *, deadline: float | None = None) -> DrainAnswer:
+    async def drain(self, request: schemas.DrainRequest, *, deadline: float | None = None) -> schemas.DrainAnswer:
         """Exclude an engine, or a rank of it, from selections while its stream is followed; or end that."""
         return await self.send(protocol.drain(request), deadline=deadline)
 
-    async def ready(self, *, deadline: float | None = None) -> ReadyAnswer:
+    async def ready(self, *, deadline: float | None = None) -> schemas.ReadyAnswer:
         """Return whether the service is ready for queries, and why not."""
         return await self.send(protocol.ready(), deadline=deadline)
 
-    async def wait_ready(self, seconds: float = 60.0) -> ReadyAnswer:
+    async def wait_ready(self, seconds: float = 60.0) -> schemas.ReadyAnswer:
         """Wait until the service is ready. Raises `ServiceRequestError` after `seconds`."""
         wait = protocol.ReadyWait(seconds, time.monotonic)
         while True:
@@ -176,14 +160,14 @@ class AsyncReservedWorker(protocol.Reserving[AsyncClient]):
     async def __aexit__(self, *_: object) -> None:
         await self._finish()
 
-    async def first_token(self) -> Reservation | None:
+    async def first_token(self) -> schemas.Reservation | None:
         """Report the first token of the answer; None if the service did not take it."""
-        call = protocol.update(self.id, ReservationUpdate(first_token=True))
+        call = protocol.update(self.id, schemas.ReservationUpdate(first_token=True))
         return await self._send(call)
 
-    async def output(self, tokens: int) -> Reservation | None:
+    async def output(self, tokens: int) -> schemas.Reservation | None:
         """Report the number of tokens of the answer so far; None if the service did not take it."""
-        call = protocol.update(self.id, ReservationUpdate(output_tokens=tokens))
+        call = protocol.update(self.id, schemas.ReservationUpdate(output_tokens=tokens))
         return await self._send(call)
 
     async def _finish(self, deadline: float | None = None) -> None:

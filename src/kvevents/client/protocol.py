@@ -20,24 +20,7 @@ from uuid import uuid4
 import msgspec
 
 from kvevents.backoff import Backoff
-from kvevents.client.schemas import (
-    DrainAnswer,
-    DrainRequest,
-    MatchAnswer,
-    MatchManyAnswer,
-    MatchManyRequest,
-    MatchRequest,
-    Problem,
-    ReadyAnswer,
-    RegisterRequest,
-    Reservation,
-    ReservationUpdate,
-    Reserve,
-    Selection,
-    SelectRequest,
-    SourcesAnswer,
-    UnregisterRequest,
-)
+from kvevents.client import schemas
 from kvevents.client.typed_json import decode_json
 from kvevents.errors import ConfigError, ExternalError
 
@@ -102,19 +85,14 @@ def get(path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *
     return Call("GET", f"{path}?{urlencode(parameters)}" if parameters else path, kind, also=also)
 
 
-def post(path: str, body: Mapping[str, Any], kind: type[T], *, is_repeatable: bool = True) -> Call[T]:
-    """Return the call of an endpoint with a body."""
-    return Call("POST", path, kind, msgspec.json.encode(body), is_repeatable=is_repeatable)
+def post(path: str, request: msgspec.Struct, kind: type[T], *, also: int = OK, is_repeatable: bool = True) -> Call[T]:
+    """Return the call of an endpoint with a request, of which the fields that are not as by default are sent.
 
-
-def _changed_fields(request: Any) -> dict[str, Any]:
-    """Return the fields of a request that are not as by default, so that the service's own defaults count."""
-    kind: Any = type(request)
-    return {
-        field.encode_name: value
-        for field in _fields(kind)
-        if (value := getattr(request, field.name)) is not msgspec.UNSET and value != _default(field)
-    }
+    So the service's own defaults count.
+    """
+    given = ((field, getattr(request, field.name)) for field in _fields(type(request)))
+    body = {field.encode_name: value for field, value in given if value is not msgspec.UNSET and value != _default(field)}
+    return Call("POST", path, kind, msgspec.json.encode(body), also, is_repeatable)
 
 
 @cache
@@ -127,70 +105,70 @@ def _default(field: msgspec.structs.FieldInfo) -> object:
     return field.default if factory is msgspec.NODEFAULT else factory()
 
 
-def match(request: MatchRequest) -> Call[MatchAnswer]:
+def match(request: schemas.MatchRequest) -> Call[schemas.MatchAnswer]:
     """Ask how much of a prompt the workers hold."""
-    return post("/v1/match", _changed_fields(request), MatchAnswer)
+    return post("/v1/match", request, schemas.MatchAnswer)
 
 
-def match_many(request: MatchManyRequest) -> Call[MatchManyAnswer]:
+def match_many(request: schemas.MatchManyRequest) -> Call[schemas.MatchManyAnswer]:
     """Ask how much of several prompts the workers hold."""
-    return post("/v1/match_many", _changed_fields(request), MatchManyAnswer)
+    return post("/v1/match_many", request, schemas.MatchManyAnswer)
 
 
-def select(request: SelectRequest) -> Call[Selection]:
+def select(request: schemas.SelectRequest) -> Call[schemas.Selection]:
     """Ask for the worker of a prompt. A reservation gets a name here, so that the call can be repeated."""
-    if request.reserve is True or (isinstance(request.reserve, Reserve) and request.reserve.id is None):
+    if request.reserve is True or (isinstance(request.reserve, schemas.Reserve) and request.reserve.id is None):
         request = with_reservation_name(request)
-    return post("/v1/select", _changed_fields(request), Selection, is_repeatable=isinstance(request.reserve, Reserve))
+    return post("/v1/select", request, schemas.Selection, is_repeatable=isinstance(request.reserve, schemas.Reserve))
 
 
-def with_reservation_name(request: SelectRequest) -> SelectRequest:
+def with_reservation_name(request: schemas.SelectRequest) -> schemas.SelectRequest:
     """Return a request with a reservation that has a name."""
-    reserve = request.reserve if isinstance(request.reserve, Reserve) else Reserve()
+    reserve = request.reserve if isinstance(request.reserve, schemas.Reserve) else schemas.Reserve()
     return msgspec.structs.replace(request, reserve=msgspec.structs.replace(reserve, id=reserve.id or str(uuid4())))
 
 
-def reservation(name: str) -> Call[Reservation]:
+def reservation(name: str) -> Call[schemas.Reservation]:
     """Ask for a reservation."""
-    return get(f"/v1/reservations/{name}", Reservation)
+    return get(f"/v1/reservations/{name}", schemas.Reservation)
 
 
-def update(name: str, changes: ReservationUpdate) -> Call[Reservation]:
+def update(name: str, changes: schemas.ReservationUpdate) -> Call[schemas.Reservation]:
     """Change a reservation, and restart its time."""
-    return post(f"/v1/reservations/{name}", _changed_fields(changes), Reservation)
+    return post(f"/v1/reservations/{name}", changes, schemas.Reservation)
 
 
-def finish(name: str) -> Call[Reservation]:
+def finish(name: str) -> Call[schemas.Reservation]:
     """End a reservation."""
-    return Call("DELETE", f"/v1/reservations/{name}", Reservation)
+    return Call("DELETE", f"/v1/reservations/{name}", schemas.Reservation)
 
 
-def sources(filters: Mapping[str, str]) -> Call[SourcesAnswer]:
+def sources(filters: Mapping[str, str]) -> Call[schemas.SourcesAnswer]:
     """Ask for the fleet."""
-    return get("/v1/sources", SourcesAnswer, filters)
+    return get("/v1/sources", schemas.SourcesAnswer, filters)
 
 
-def ready() -> Call[ReadyAnswer]:
+def ready() -> Call[schemas.ReadyAnswer]:
     """Ask whether the service is ready for queries."""
-    return get("/readyz", ReadyAnswer, also=UNAVAILABLE)
+    return get("/readyz", schemas.ReadyAnswer, also=UNAVAILABLE)
 
 
-def register(request: RegisterRequest) -> Call[dict[str, Any]]:
+def register(request: schemas.RegisterRequest) -> Call[dict[str, Any]]:
     """Register a rank of an engine. An equal registration changes nothing, so the call can be repeated."""
-    return Call("POST", "/register", dict[str, Any], msgspec.json.encode(_changed_fields(request)), also=201)
+    return post("/register", request, dict[str, Any], also=201)
 
 
-def unregister(request: UnregisterRequest) -> Call[dict[str, Any]]:
+def unregister(request: schemas.UnregisterRequest) -> Call[dict[str, Any]]:
     """Unregister an engine. Repeated, it would be an error."""
-    return post("/unregister", _changed_fields(request), dict[str, Any], is_repeatable=False)
+    return post("/unregister", request, dict[str, Any], is_repeatable=False)
 
 
-def drain(request: DrainRequest) -> Call[DrainAnswer]:
+def drain(request: schemas.DrainRequest) -> Call[schemas.DrainAnswer]:
     """Exclude an engine from selections, or end that. Repeated, it changes nothing."""
-    return post("/v1/drain", _changed_fields(request), DrainAnswer)
+    return post("/v1/drain", request, schemas.DrainAnswer)
 
 
-def unusable(selection: Selection) -> ServiceRequestError:
+def unusable(selection: schemas.Selection) -> ServiceRequestError:
     """Return the error of a selection that reserved no worker."""
     sentence = f"no worker can be reached; the least bad one is {selection.instance} rank {selection.rank}"
     return ServiceRequestError(sentence, "no-usable-worker", selection.trust.reason or "see /v1/sources")
@@ -203,13 +181,13 @@ class Reserving(Generic[T]):
     end fails.
     """
 
-    def __init__(self, client: T, request: SelectRequest, deadline: float | None) -> None:
+    def __init__(self, client: T, request: schemas.SelectRequest, deadline: float | None) -> None:
         self._client = client
         self._request = request
         self._deadline = deadline
-        self.id = request.reserve.id if isinstance(request.reserve, Reserve) and request.reserve.id else ""
+        self.id = request.reserve.id if isinstance(request.reserve, schemas.Reserve) and request.reserve.id else ""
         """Name of the reservation."""
-        self.selection: Selection
+        self.selection: schemas.Selection
         """The selected worker."""
 
     @property
@@ -228,10 +206,10 @@ class Endpoint:
         parts = urlsplit(url)
         try:
             self.port = parts.port
-        except ValueError as error:
-            raise _invalid(url) from error
+        except ValueError:
+            parts = urlsplit("")
         if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise _invalid(url)
+            raise ConfigError(f"invalid url of a service {url!r}: expected http://HOST:PORT or https://HOST:PORT")
         self.url = url
         self.base = url.rstrip("/")
         self.prefix = parts.path.rstrip("/")
@@ -278,13 +256,9 @@ class Endpoint:
         return ServiceRequestError(problem.detail, problem.reason, hint, status)
 
 
-def _invalid(url: str) -> ConfigError:
-    return ConfigError(f"invalid url of a service {url!r}: expected http://HOST:PORT or https://HOST:PORT")
-
-
-def _problem(content: bytes) -> Problem | None:
+def _problem(content: bytes) -> schemas.Problem | None:
     try:
-        return decode_json(content, Problem)
+        return decode_json(content, schemas.Problem)
     except msgspec.MsgspecError:
         return None
 
@@ -382,7 +356,7 @@ class ReadyWait:
         """Seconds for the next request."""
         return min(max(self._end - self._now(), 0.001), DEADLINE)
 
-    def check(self, answer: ReadyAnswer) -> ReadyAnswer | None:
+    def check(self, answer: schemas.ReadyAnswer) -> schemas.ReadyAnswer | None:
         """Return the answer if the service is ready; None to ask again. Raises `ServiceRequestError` at the end."""
         if answer.ready:
             return answer

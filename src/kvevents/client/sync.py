@@ -14,24 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
-from kvevents.client import protocol
+from kvevents.client import protocol, schemas
 from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
-from kvevents.client.schemas import (
-    DrainAnswer,
-    DrainRequest,
-    MatchAnswer,
-    MatchManyAnswer,
-    MatchManyRequest,
-    MatchRequest,
-    ReadyAnswer,
-    RegisterRequest,
-    Reservation,
-    ReservationUpdate,
-    Selection,
-    SelectRequest,
-    SourcesAnswer,
-    UnregisterRequest,
-)
 
 if TYPE_CHECKING:
     from kvevents.routing.http_client import HttpErrorKind
@@ -83,49 +67,49 @@ class Client:
 
     # --- prompts
 
-    def match(self, request: MatchRequest, *, deadline: float | None = None) -> MatchAnswer:
+    def match(self, request: schemas.MatchRequest, *, deadline: float | None = None) -> schemas.MatchAnswer:
         """Return how much of a prompt each worker holds."""
         return self.send(protocol.match(request), deadline=deadline)
 
-    def match_many(self, request: MatchManyRequest, *, deadline: float | None = None) -> MatchManyAnswer:
+    def match_many(self, request: schemas.MatchManyRequest, *, deadline: float | None = None) -> schemas.MatchManyAnswer:
         """Return how much of several prompts each worker holds."""
         return self.send(protocol.match_many(request), deadline=deadline)
 
-    def select(self, request: SelectRequest, *, deadline: float | None = None) -> Selection:
+    def select(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> schemas.Selection:
         """Return the worker that should take a prompt."""
         return self.send(protocol.select(request), deadline=deadline)
 
-    def reserve(self, request: SelectRequest, *, deadline: float | None = None) -> ReservedWorker:
+    def reserve(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> ReservedWorker:
         """Return a context manager that selects a worker, and counts the prompt as its load until the end."""
         return ReservedWorker(self, protocol.with_reservation_name(request), deadline)
 
-    def reservation(self, name: str, *, deadline: float | None = None) -> Reservation:
+    def reservation(self, name: str, *, deadline: float | None = None) -> schemas.Reservation:
         """Return an open reservation."""
         return self.send(protocol.reservation(name), deadline=deadline)
 
     # --- the fleet
 
-    def sources(self, *, deadline: float | None = None, **filters: str) -> SourcesAnswer:
+    def sources(self, *, deadline: float | None = None, **filters: str) -> schemas.SourcesAnswer:
         """Return the sources, of one `instance`, `model`, `tenant` or `group` if given."""
         return self.send(protocol.sources(filters), deadline=deadline)
 
-    def register(self, request: RegisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
+    def register(self, request: schemas.RegisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
         """Register a rank of an engine, and return the service's answer."""
         return self.send(protocol.register(request), deadline=deadline)
 
-    def unregister(self, request: UnregisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
+    def unregister(self, request: schemas.UnregisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
         """Unregister an engine, or a rank of it, and return the service's answer."""
         return self.send(protocol.unregister(request), deadline=deadline)
 
-    def drain(self, request: DrainRequest, *, deadline: float | None = None) -> DrainAnswer:
+    def drain(self, request: schemas.DrainRequest, *, deadline: float | None = None) -> schemas.DrainAnswer:
         """Exclude an engine, or a rank of it, from selections while its stream is followed; or end that."""
         return self.send(protocol.drain(request), deadline=deadline)
 
-    def ready(self, *, deadline: float | None = None) -> ReadyAnswer:
+    def ready(self, *, deadline: float | None = None) -> schemas.ReadyAnswer:
         """Return whether the service is ready for queries, and why not."""
         return self.send(protocol.ready(), deadline=deadline)
 
-    def wait_ready(self, seconds: float = 60.0) -> ReadyAnswer:
+    def wait_ready(self, seconds: float = 60.0) -> schemas.ReadyAnswer:
         """Wait until the service is ready. Raises `ServiceRequestError` after `seconds`."""
         wait = protocol.ReadyWait(seconds, time.monotonic)
         while True:
@@ -219,13 +203,13 @@ class ReservedWorker(protocol.Reserving[Client]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._send(protocol.finish(self.id))
 
-    def first_token(self) -> Reservation | None:
+    def first_token(self) -> schemas.Reservation | None:
         """Report the first token of the answer; None if the service did not take it."""
-        return self._send(protocol.update(self.id, ReservationUpdate(first_token=True)))
+        return self._send(protocol.update(self.id, schemas.ReservationUpdate(first_token=True)))
 
-    def output(self, tokens: int) -> Reservation | None:
+    def output(self, tokens: int) -> schemas.Reservation | None:
         """Report the number of tokens of the answer so far; None if the service did not take it."""
-        return self._send(protocol.update(self.id, ReservationUpdate(output_tokens=tokens)))
+        return self._send(protocol.update(self.id, schemas.ReservationUpdate(output_tokens=tokens)))
 
     def _send(self, call: Call[T], deadline: float | None = None) -> T | None:
         try:
