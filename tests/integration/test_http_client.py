@@ -54,10 +54,10 @@ async def test_a_closed_idle_connection_is_replaced_once() -> None:
         await reader.readuntil(b"\r\n\r\n")
 
     async with serving(serve) as url, HttpConnections(BOUNDS, idle_seconds=60.0) as connections:
-        assert [await connections.post(url, {}, b"") for _ in range(3)] == [OK] * 3
+        assert [await connections.send("POST", url, {}, b"") for _ in range(3)] == [OK] * 3
         assert remaining == []
         with pytest.raises(HttpError) as caught:
-            await connections.post(url, {}, b"")
+            await connections.send("POST", url, {}, b"")
         assert caught.value.kind == "closed"
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
@@ -102,10 +101,6 @@ class HttpConnections:
         """Send GET and return the response. A certificate must be for `server_name` or the URL's host. Raises `HttpError`."""
         return await self.send("GET", url, headers, server_name=server_name)
 
-    async def post(self, url: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Send POST and return the response. Raises `HttpError`."""
-        return await self.send("POST", url, headers, body)
-
     async def send(
         self,
         method: str,
@@ -123,21 +118,23 @@ class HttpConnections:
         """
         bounds, loop = self._bounds, asyncio.get_running_loop()
         limit = bounds.connect_seconds or bounds.seconds if seconds is None else seconds
-        async with _map_errors(), asyncio.timeout(limit) as deadline:
-            options: dict[str, Any] = {"headers": headers, "data": body, "server_hostname": server_name}
-            if self._traces:
-                options["trace_request_ctx"] = lambda: deadline.reschedule(loop.time() + bounds.seconds)
-            target = URL(url, encoded=True)
-            try:
-                return await self._exchange(method, target, options)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if isinstance(error, aiohttp.ClientConnectorError) or not (is_repeatable and self._may_retry):
-                    raise
-                return await self._exchange(method, target, options)
-
-    @property
-    def _may_retry(self) -> bool:
-        return self._reuses_connections and not self._session.closed
+        options: dict[str, Any] = {"headers": headers, "data": body, "server_hostname": server_name}
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                if self._traces:
+                    options["trace_request_ctx"] = lambda: deadline.reschedule(loop.time() + bounds.seconds)
+                target = URL(url, encoded=True)
+                try:
+                    return await self._exchange(method, target, options)
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                    may_retry = is_repeatable and self._reuses_connections and not self._session.closed
+                    if isinstance(error, aiohttp.ClientConnectorError) or not may_retry:
+                        raise
+                    return await self._exchange(method, target, options)
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:
+            cause = _cause_of(error)
+            kind = next((kind for error_type, kind in _ERROR_KINDS if isinstance(cause, error_type)), "unreachable")
+            raise HttpError(kind, _detail(cause)) from error
 
     async def _exchange(self, method: str, url: URL, options: dict[str, Any]) -> Answer:
         async with self._session.request(method, url, allow_redirects=False, **options) as response:
@@ -176,23 +173,6 @@ _ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
     (aiohttp.ClientPayloadError, "not-http"),
     (aiohttp.ClientResponseError, "not-http"),
 )
-
-
-@asynccontextmanager
-async def _map_errors() -> AsyncGenerator[None, None]:
-    """Convert errors of aiohttp and of the system to `HttpError`."""
-    try:
-        yield
-    except (aiohttp.ClientError, OSError, UnicodeError) as error:
-        cause = _cause_of(error)
-        raise HttpError(_error_kind(cause), _detail(cause)) from error
-
-
-def _error_kind(cause: BaseException) -> HttpErrorKind:
-    for error_type, kind in _ERROR_KINDS:
-        if isinstance(cause, error_type):
-            return kind
-    return "unreachable"
 
 
 def _cause_of(error: Exception) -> BaseException:

@@ -66,8 +66,7 @@ class LoadPoller:
         self._settings: Final = settings
         self._targets: dict[str, _Target] = {}
         self._slots: Final = asyncio.Semaphore(settings.at_once)
-        self._connections: HttpConnections | None = None
-        """Opened with the first URL."""
+        self._http: HttpConnections | None = None
 
     def add(self, readings: Readings) -> None:
         """Poll the URL of a source, and store what it reports of its rank."""
@@ -95,15 +94,8 @@ class LoadPoller:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._connections is not None:
-            await self._connections.close()
-
-    @property
-    def _http(self) -> HttpConnections:
-        if self._connections is None:
-            limits = RequestLimits(self._settings.request_seconds, MAX_METRICS_BYTES)
-            self._connections = HttpConnections(limits, idle_seconds=_IDLE_INTERVALS * self._settings.poll_seconds)
-        return self._connections
+        if self._http is not None:
+            await self._http.close()
 
     async def _poll(self, target: _Target) -> None:
         try:
@@ -133,6 +125,9 @@ class LoadPoller:
     async def _request(self, target: _Target) -> str:
         """Request one answer and store what it reports. Return what has failed; empty if nothing has."""
         try:
+            if self._http is None:
+                limits = RequestLimits(self._settings.request_seconds, MAX_METRICS_BYTES)
+                self._http = HttpConnections(limits, idle_seconds=_IDLE_INTERVALS * self._settings.poll_seconds)
             async with self._slots:
                 answer = await self._http.get(target.url, _HEADERS)
             for readings in target.ranks:

@@ -23,15 +23,8 @@ import zmq
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.routing.engine_load import MAX_LOAD_BYTES, EngineLoad, decode_load
-from kvevents.routing.load_readings import (
-    LoadReading,
-    LoadSettings,
-    LoadSource,
-    OnLoad,
-    Readings,
-    Worker,
-    is_load_url,
-)
+from kvevents.routing.load_readings import LoadReading, LoadSettings, LoadSource, OnLoad, Readings, is_load_url
+from kvevents.routing.policy_types import Worker
 from kvevents.wire.framing import Malformed, parse_live
 from kvevents.zeromq.name_resolver import Lookup, NameResolver, has_name
 from kvevents.zeromq.sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context

@@ -21,8 +21,6 @@ from kvevents.stream import Trust
 
 MAX_IN_FLIGHT: Final = 65_536
 """Default limit of remembered requests, about 250 bytes each. It is four times as many as 64 workers with 256 requests each."""
-
-
 EXPIRY_SECONDS: Final = 300.0
 """Default time after which a request without an end counts as finished."""
 HALF_LIFE: Final = 10.0
@@ -78,106 +76,13 @@ class _WorkerLoad:
 
 
 class _Request:
+    """A request in flight: of `length` prompt tokens, of which the worker must compute `waiting`."""
+
     __slots__ = ("is_decoding", "length", "sent_at", "waiting", "worker")
 
     def __init__(self, worker: _WorkerLoad, length: int, waiting: int, sent_at: float) -> None:
         self.worker, self.length, self.waiting, self.sent_at = worker, length, waiting, sent_at
         self.is_decoding = False
-
-
-class InFlightRequests:
-    """Requests in flight by key, and the load of each worker. Not thread-safe.
-
-    Above `max_in_flight` requests the oldest ones count as finished, and so does each after `expiry_seconds`.
-    """
-
-    def __init__(
-        self,
-        max_in_flight: int = MAX_IN_FLIGHT,
-        expiry_seconds: float = EXPIRY_SECONDS,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_in_flight = max_in_flight
-        self._expiry_seconds = expiry_seconds
-        self._clock = clock
-        self._workers: dict[Worker, _WorkerLoad] = {}
-        self._requests: dict[Hashable, _Request] = {}
-        self.evicted = 0
-        """Requests that counted as finished because too many were in flight."""
-        self.expired = 0
-        """Requests that counted as finished because they had no end in time."""
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """All workers, in the order in which they were added."""
-        return tuple(self._workers)
-
-    def add_worker(self, worker: Worker) -> None:
-        """Add a worker, which begins with the mean load of the others. Does nothing if it exists."""
-        if worker not in self._workers:
-            loads = [astuple(entry.load) for entry in self._workers.values()]
-            mean = Load(*(sum(part) // len(loads) for part in zip(*loads, strict=True))) if loads else IDLE
-            self._workers[worker] = _WorkerLoad(mean if mean.requests else IDLE, self._clock())
-
-    def remove_worker(self, worker: Worker) -> None:
-        """Remove a worker with its load. Does nothing if it does not exist."""
-        self._workers.pop(worker, None)
-
-    def loads(self, engine_load: Callable[[Worker], EngineLoad | None] | None) -> list[tuple[Worker, Load]]:
-        """Return the load of every worker, as a choice counts it, including the reports of engines."""
-        now = self._clock()
-        entries = self._workers.items()
-        return [(worker, entry.current(engine_load(worker) if engine_load else None, now)) for worker, entry in entries]
-
-    def load(self, worker: Worker) -> Load | None:
-        """Return the load of a worker; None if it does not exist."""
-        entry = self._workers.get(worker)
-        return entry.load if entry else None
-
-    def add(self, key: Hashable, worker: Worker, length: int, waiting: int) -> None:
-        """Add a request of `length` prompt tokens, of which the worker must compute `waiting`. Replaces an equal key."""
-        self.finish(key)
-        entry = self._workers[worker]
-        entry.add(waiting)
-        self._requests[key] = _Request(entry, length, waiting, self._clock())
-        if len(self._requests) > self._max_in_flight:
-            self.evicted += 1
-            self.finish(next(iter(self._requests)))
-
-    def expire(self) -> None:
-        """Finish the requests whose time is over."""
-        oldest = self._clock() - self._expiry_seconds
-        while self._requests:
-            key, request = next(iter(self._requests.items()))
-            if request.sent_at >= oldest:
-                return
-            self.expired += 1
-            self.finish(key)
-
-    def record_first_token(self, key: Hashable) -> None:
-        """Record that the prompt is computed. Does nothing for an unknown key, or if it was recorded before."""
-        request = self._requests.get(key)
-        if request is None or request.is_decoding:
-            return
-        request.is_decoding = True
-        load = request.worker.load
-        request.worker.load = Load(
-            load.requests, load.waiting_tokens - request.waiting, load.decoding + 1, load.decoding_tokens + request.length
-        )
-
-    def finish(self, key: Hashable) -> None:
-        """Remove a request that was answered, failed or was cancelled. Does nothing for an unknown key."""
-        self.record_first_token(key)
-        request = self._requests.pop(key, None)
-        if request is None:
-            return
-        load = request.worker.load
-        request.worker.load = Load(
-            load.requests - 1, load.waiting_tokens, load.decoding - 1, load.decoding_tokens - request.length
-        )
 
 
 # --- the router
@@ -317,34 +222,45 @@ class Router:
         self._engine_load = engine_load
         self._overlay_seconds = overlay_seconds
         self._whole_prompt = whole_prompt
-        self._requests = InFlightRequests(max_in_flight, expiry_seconds, clock)
-        self._lock = threading.Lock()
+        self._max_in_flight = max_in_flight
+        self._expiry_seconds = expiry_seconds
+        self._clock = clock
+        self._workers: dict[Worker, _WorkerLoad] = {}
+        self._requests: dict[Hashable, _Request] = {}
+        self._lock = threading.RLock()
+        self.evicted = 0
+        """Requests that counted as finished because more than `max_in_flight` existed: a caller of `route` omits `finish`."""
+        self.expired = 0
+        """Requests that counted as finished `expiry_seconds` after they were routed."""
 
     # --- workers
 
     def add(self, worker: Worker) -> None:
         """Add a worker to choose from. Does nothing if it was added before."""
         with self._lock:
-            self._requests.add_worker(worker)
+            if worker not in self._workers:
+                loads = [astuple(entry.load) for entry in self._workers.values()]
+                mean = Load(*(sum(part) // len(loads) for part in zip(*loads, strict=True))) if loads else IDLE
+                self._workers[worker] = _WorkerLoad(mean if mean.requests else IDLE, self._clock())
 
     def remove(self, worker: Worker) -> None:
         """Remove a worker with its load, but not from the index. Does nothing if it is unknown."""
         with self._lock:
-            self._requests.remove_worker(worker)
+            self._workers.pop(worker, None)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
         """All workers to choose from, in the order in which they were added."""
         with self._lock:
-            return self._requests.workers
+            return tuple(self._workers)
 
     def load(self, worker: Worker) -> Load:
         """Return the known load of a worker. Raises `UnknownSourceError` if it was not added."""
         with self._lock:
-            load = self._requests.load(worker)
-        if load is None:
+            entry = self._workers.get(worker)
+        if entry is None:
             raise UnknownSourceError(f"the router has no worker {worker[0]!r} with rank {worker[1]}: add it first")
-        return load
+        return entry.load
 
     # --- requests
 
@@ -367,11 +283,11 @@ class Router:
         prompt = Prompt(len(tokens), session)
         matches = {} if ignores_cache else self._look_up(tokens, prompt.length, namespace)
         with self._lock:
-            self._requests.finish(key)
-            self._requests.expire()
+            self.finish(key)
+            self._expire()
             all_candidates = self._candidates(matches, without)
             if not all_candidates:
-                workers = len(self._requests.workers)
+                workers = len(self._workers)
                 raise NoWorkerError(
                     f"all {workers} workers are excluded: exclude fewer in `without`, or add others"
                     if workers
@@ -380,7 +296,7 @@ class Router:
             candidates = nearest(all_candidates, [distance_of(candidate.trust) for candidate in all_candidates])
             choice = self.policy.choose(prompt, candidates)
             chosen = choice.chosen
-            self._requests.add(key, chosen.worker, prompt.length, prompt.length - chosen.tokens)
+            self._send(key, chosen.worker, prompt.length, prompt.length - chosen.tokens)
         if self._index is not None and self._overlay_seconds:
             self._index.speculate(chosen.worker, tokens, namespace, self._overlay_seconds)
         unreachable = len(all_candidates) - len(candidates)
@@ -411,30 +327,50 @@ class Router:
     def record_first_token(self, key: Hashable) -> None:
         """Record that the answer begins, so that the prompt waits no more. Does nothing for an unknown key or a second call."""
         with self._lock:
-            self._requests.record_first_token(key)
+            request = self._requests.get(key)
+            if request is None or request.is_decoding:
+                return
+            request.is_decoding = True
+            load = request.worker.load
+            request.worker.load = Load(
+                load.requests, load.waiting_tokens - request.waiting, load.decoding + 1, load.decoding_tokens + request.length
+            )
 
     def finish(self, key: Hashable) -> None:
         """Record that the answer ended, failed or was cancelled. Does nothing for an unknown key or a second call."""
         with self._lock:
-            self._requests.finish(key)
+            self.record_first_token(key)
+            request = self._requests.pop(key, None)
+            if request is not None:
+                load = request.worker.load
+                request.worker.load = Load(
+                    load.requests - 1, load.waiting_tokens, load.decoding - 1, load.decoding_tokens - request.length
+                )
 
     @property
     def in_flight(self) -> int:
         """Number of requests in flight, including requests of removed workers."""
         return len(self._requests)
 
-    @property
-    def evicted(self) -> int:
-        """Requests that counted as finished because more than `max_in_flight` existed: a caller of `route` omits `finish`."""
-        return self._requests.evicted
-
-    @property
-    def expired(self) -> int:
-        """Requests that counted as finished `expiry_seconds` after they were routed."""
-        return self._requests.expired
-
     def __repr__(self) -> str:
         return f"<Router {self.policy.name}, {len(self.workers)} workers, {self.in_flight} requests in flight>"
+
+    def _send(self, key: Hashable, worker: Worker, length: int, waiting: int) -> None:
+        entry = self._workers[worker]
+        entry.add(waiting)
+        self._requests[key] = _Request(entry, length, waiting, self._clock())
+        if len(self._requests) > self._max_in_flight:
+            self.evicted += 1
+            self.finish(next(iter(self._requests)))
+
+    def _expire(self) -> None:
+        oldest = self._clock() - self._expiry_seconds
+        while self._requests:
+            key, request = next(iter(self._requests.items()))
+            if request.sent_at >= oldest:
+                return
+            self.expired += 1
+            self.finish(key)
 
     def _look_up(self, tokens: Any, length: int, namespace: Namespace | None) -> dict[Worker, tuple[int, dict[str, int], int]]:
         """Return what each worker holds of the prompt: tokens on any tiers, tokens by tier, and how many might be gone."""
@@ -450,11 +386,12 @@ class Router:
     def _candidates(
         self, matches: Mapping[Worker, tuple[int, Mapping[str, int], int]], without: Collection[Worker]
     ) -> Sequence[Candidate]:
-        trust = self._trust
+        trust, engine_load, now = self._trust, self._engine_load, self._clock()
         candidates: list[Candidate] = []
-        for worker, load in self._requests.loads(self._engine_load):
+        for worker, entry in self._workers.items():
             if worker in without:
                 continue
+            load = entry.current(engine_load(worker) if engine_load else None, now)
             tokens, tiers, uncertain = matches.get(worker, _NOTHING)
             report = "EXACT" if trust is None else trust(worker)
             inexact: tuple[str, ...] = () if isinstance(report, str) else report.inexact_tiers
