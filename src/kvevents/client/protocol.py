@@ -270,10 +270,7 @@ _STATUS_HINTS: Final = {
 }
 _OTHER_PORT: Final = "check the port, and whether the URL begins with https://"
 _TROUBLES: Final[dict[HttpErrorKind, tuple[str, str]]] = {
-    "untrusted": (
-        "the certificate of {url} is not trusted: {detail}",
-        "name the authority that signed it with --tls-ca",
-    ),
+    "untrusted": ("the certificate of {url} is not trusted: {detail}", "name the authority that signed it with --tls-ca"),
     "no-tls": ("the TLS handshake with {url} failed: {detail}", "check whether the URL begins with http://"),
     "unknown-host": ("the host name {host} cannot be resolved: {detail}", "check the name"),
     "timeout": ("{url} does not answer within {seconds} s", "see its log, or raise --timeout"),

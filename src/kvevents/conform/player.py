@@ -15,27 +15,8 @@ from functools import singledispatchmethod
 from typing import Any, Final, Self
 
 from kvevents.conform import scenario as steps
-from kvevents.conform.scenario import (
-    Check,
-    Cut,
-    HalfOpen,
-    Restart,
-    Scenario,
-    ScenarioEngine,
-    Skip,
-    Stall,
-    Store,
-    payloads,
-)
-from kvevents.conform.target import (
-    POLL_SECONDS,
-    Driver,
-    EngineRegistration,
-    RejectedError,
-    Target,
-    TargetError,
-    wait_until,
-)
+from kvevents.conform.scenario import Check, Cut, HalfOpen, Restart, Scenario, ScenarioEngine, Skip, Stall, Store, payloads
+from kvevents.conform.target import POLL_SECONDS, Driver, EngineRegistration, RejectedError, Target, TargetError, wait_until
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, judge, worst
 from kvevents.recording import LiveBatch
 from kvevents.testing import FaultProxy, Faults, TapePlayer

@@ -165,10 +165,7 @@ class Relay:
         undo.callback(self._upstreams.close)
         self._has_begun = self._has_gaps = restored.was_resumed
         self._heartbeats = HeartbeatSchedule(
-            self._sequencer,
-            self._buffer,
-            heartbeat=settings.heartbeat,
-            trust_interval=limits.trust_interval,
+            self._sequencer, self._buffer, heartbeat=settings.heartbeat, trust_interval=limits.trust_interval
         )
         self._checkpoints = CheckpointWriter(
             self._journal,

@@ -13,16 +13,7 @@ from typing import Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.errors import EncodeError
-from kvevents.events import (
-    ATTESTATION_MASK,
-    MEDIUM_ALL,
-    TIERS,
-    AllBlocksCleared,
-    BlockStored,
-    Heartbeat,
-    KVEvent,
-    KVEventBatch,
-)
+from kvevents.events import ATTESTATION_MASK, MEDIUM_ALL, TIERS, AllBlocksCleared, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex, tier_of
 from kvevents.publisher.compaction import MAX_RANKS
 from kvevents.relay.output_sequencer import (

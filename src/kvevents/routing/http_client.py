@@ -133,7 +133,9 @@ class HttpConnections:
                     return await self._exchange(method, target, options)
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             cause = _cause_of(error)
-            kind = next((kind for error_type, kind in _ERROR_KINDS if isinstance(cause, error_type)), "unreachable")
+            kind: HttpErrorKind = next(
+                (kind for error_type, kind in _ERROR_KINDS if isinstance(cause, error_type)), "unreachable"
+            )
             raise HttpError(kind, _detail(cause)) from error
 
     async def _exchange(self, method: str, url: URL, options: dict[str, Any]) -> Answer:

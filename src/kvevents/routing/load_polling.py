@@ -17,14 +17,7 @@ from typing import Final
 from kvevents.backoff import Backoff, jittered
 from kvevents.prometheus import require
 from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
-from kvevents.routing.load_readings import (
-    MAX_METRICS_BYTES,
-    LoadError,
-    LoadSettings,
-    Readings,
-    ReportedLoad,
-    check_load_url,
-)
+from kvevents.routing.load_readings import MAX_METRICS_BYTES, LoadError, LoadSettings, Readings, ReportedLoad, check_load_url
 
 _logger: Final = logging.getLogger(__name__)
 MAX_PAUSE_SECONDS: Final = 2.0

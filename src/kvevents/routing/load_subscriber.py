@@ -117,11 +117,7 @@ class LoadSubscriber:
     """
 
     def __init__(
-        self,
-        sources: Iterable[LoadSource] = (),
-        *,
-        settings: LoadSettings = _DEFAULT_SETTINGS,
-        on_load: OnLoad | None = None,
+        self, sources: Iterable[LoadSource] = (), *, settings: LoadSettings = _DEFAULT_SETTINGS, on_load: OnLoad | None = None
     ) -> None:
         self._settings: Final = settings
         self._on_load: Final = on_load
