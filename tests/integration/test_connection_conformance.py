@@ -18,6 +18,7 @@ from kvevents.testing import zmtp
 from kvevents.wire import live_frames
 from resource_cases import leave_nothing_open
 from tools.ports import LOOPBACK
+from zmtp_peer import command
 
 BATCH = zmtp.message(live_frames(TOPIC, 9, PAYLOAD))
 
@@ -303,7 +304,7 @@ def open_connected_reader(**options: Any) -> Iterator[tuple[Any, Any, Reader]]:
         b"\xf8" * 20,
         b"\x02" + (1 << 40).to_bytes(8, "big"),
         zmtp.message([TOPIC, bytes(8), bytes(5_000)]),
-        zmtp.command(b"ERROR", b"\x03bad"),
+        command(b"ERROR", b"\x03bad"),
         b"",
     ],
     ids=["cut off", "garbage", "a terabyte", "too large", "an error", "nothing"],
@@ -348,9 +349,9 @@ def test_a_ping_is_answered_with_its_context() -> None:
     """No batch before or after the ping is lost."""
     with open_connected_reader() as (_, engine, reader):
         engine.publish(0)
-        engine.send_bytes(zmtp.command(b"PING", b"\0\x64context"))
+        engine.send_bytes(command(b"PING", b"\0\x64context"))
         engine.publish(1)
-        reader.read_until(lambda: zmtp.command(b"PONG", b"context") in engine.received)
+        reader.read_until(lambda: command(b"PONG", b"context") in engine.received)
         engine.publish(2)
         reader.read_until(lambda: len(reader.recorder.log) == 4)
         assert reader.recorder.log == ["up", 0, 1, 2]
@@ -390,7 +391,7 @@ def test_a_peer_that_closes_during_the_handshake_is_logged_once(caplog: pytest.L
 
 
 FLOODS = {
-    "pings": zmtp.command(b"PING", b"\0\0" + b"x" * 16) * 1_000,
+    "pings": command(b"PING", b"\0\0" + b"x" * 16) * 1_000,
     "odd messages": zmtp.message([TOPIC] * 9) * 1_000,
     "batches": BATCH * 1_000,
 }

@@ -242,7 +242,7 @@ def test_a_reply_waits_for_its_consumer(connect: Connect) -> None:
         tape.play()
         peer.dealer.setsockopt(zmq.RCVHWM, 1)
         peer.request_replay(0)
-        assert tape.wait_for_request(SECONDS) == 0
+        assert tape.wait_until(lambda counts: counts.requests == 1, SECONDS)
         assert peer.live(8000)
         assert [int.from_bytes(frames[2]) for frames in peer.reply()[:-1]] == list(range(8000))
 
@@ -385,7 +385,6 @@ def test_a_truncated_buffer_replies_from_its_oldest_batch(connect: Connect) -> N
         peer = connect(tape)
         tape.play()
         assert peer.request_and_receive(0) == [*replayed(7, 8, 9), END]
-        assert [batch.seq for batch in tape.replay_buffer] == [7, 8, 9]
 
 
 def test_a_silent_engine_never_answers(connect: Connect) -> None:
@@ -394,7 +393,7 @@ def test_a_silent_engine_never_answers(connect: Connect) -> None:
         peer = connect(tape)
         tape.play()
         peer.request_replay(0)
-        assert tape.wait_for_request(SECONDS) == 0
+        assert tape.wait_until(lambda counts: counts.requests == 1, SECONDS)
         tape.faults = Faults()
         assert peer.request_and_receive(1) == [*replayed(1), END]
         assert tape.counts.withheld == 2
@@ -567,27 +566,6 @@ def refuses_connections(endpoint: str) -> bool:
     return False
 
 
-def test_a_paused_engine_hangs(connect: Connect) -> None:
-    """A paused tape neither publishes nor replies, with all sockets open. It continues where it was."""
-    with TapePlayer(batches(4)) as tape:
-        peer = connect(tape)
-        tape.play(2)
-        tape.pause()
-        assert "paused" in repr(tape)
-        with pytest.raises(UsageError, match="resume"):
-            tape.play()
-        playing = tape.start_playing()
-        peer.request_replay(0)
-        tape.send_raw([b"still", b"open"])
-        assert peer.live(3) == [live_frames(*batches(4)[0]), live_frames(*batches(4)[1]), [b"still", b"open"]]
-        assert tape.counts.requests == 0
-        assert not playing.done()
-        tape.resume()
-        assert playing.result(SECONDS) == 2
-        assert peer.seqs(2) == [2, 3]
-        assert peer.reply()[:2] == replayed(0, 1)
-
-
 # Playing
 
 
@@ -654,7 +632,7 @@ def test_gaps_are_the_recorded_times_between_batches() -> None:
     gaps = []
     for _ in range(6):
         gaps.append(playlist.next_gap())
-        assert playlist.take().gap == gaps[-1]
+        playlist.take()
     assert gaps == [0.0, 2.5, 0.0, 0.0, 0.0, 0.0]
 
 
@@ -696,14 +674,12 @@ def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
 # Waiting and ending
 
 
-def test_requests_are_returned_in_order_and_once(connect: Connect) -> None:
-    """Every wait returns the next request, also if it arrived before the wait."""
+def test_requests_are_logged_in_order(connect: Connect) -> None:
+    """The log has every request, oldest first."""
     with TapePlayer(batches(1)) as tape:
         peer = connect(tape)
         for start in (4, 2, 4):
             peer.request_and_receive(start)
-        assert [tape.wait_for_request(SECONDS) for _ in range(3)] == [4, 2, 4]
-        assert tape.wait_for_request(0) is None
         assert tape.requests == [4, 2, 4]
 
 

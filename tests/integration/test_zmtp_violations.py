@@ -18,18 +18,18 @@ from kvevents.stream import Batch, FetchRequest, Source
 from kvevents.subscriber import Subscriber, ZmqTransport
 from kvevents.subscriber.zmq_transport import LiveSocket, ZmqConnection
 from kvevents.testing import zmtp
-from zmtp_peer import DEADLINE, LIMITS, OPTIONS, PUB, Peer, PeerConnection, batch, peer
+from zmtp_peer import DEADLINE, GREETING, LIMITS, OPTIONS, PUB, Peer, PeerConnection, batch, command, peer
 
 __all__ = ["peer"]
 
 _MAX = 10_000
-XPUB = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x04XPUB\x08Identity\x00\x00\x00\x00")
-ROUTER = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00")
+XPUB = command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x04XPUB\x08Identity\x00\x00\x00\x00")
+ROUTER = command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00")
 
 
 def complete_handshake(line: PeerConnection, ready: bytes = PUB) -> None:
     """Complete the handshake as a socket of the type that `ready` names."""
-    line.send(zmtp.GREETING)
+    line.send(GREETING)
     line.read(zmtp.GREETING_BYTES)
     line.send(ready)
     assert line.command()[0] == b"READY"
@@ -61,7 +61,7 @@ def act_as_router(line: PeerConnection) -> None:
 
 def demand_other_mechanism(line: PeerConnection) -> None:
     """Demand the security mechanism PLAIN."""
-    line.send(zmtp.GREETING[:12] + b"PLAIN" + zmtp.GREETING[17:])
+    line.send(GREETING[:12] + b"PLAIN" + GREETING[17:])
     assert line.is_closed()
 
 
@@ -74,7 +74,7 @@ def send_too_large_message(line: PeerConnection) -> None:
 
 def send_invalid_handshake(line: PeerConnection) -> None:
     """Send a ZMTP greeting, then garbage."""
-    line.send(zmtp.GREETING, bytes((zmtp.COMMAND, 5)) + b"\xffjunk")
+    line.send(GREETING, bytes((zmtp.COMMAND, 5)) + b"\xffjunk")
     assert line.is_closed()
 
 
@@ -164,8 +164,8 @@ def test_a_connecting_publisher_reconnects_after_a_zmtp_violation(peer: Callable
     received = threading.Event()
 
     def router(line: PeerConnection) -> None:
-        complete_handshake(line, zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03SUB"))
-        line.send(zmtp.command(b"SUBSCRIBE", b""))
+        complete_handshake(line, command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03SUB"))
+        line.send(command(b"SUBSCRIBE", b""))
         assert line.read(1)
         received.set()
         line.stay_open()

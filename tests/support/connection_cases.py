@@ -27,12 +27,12 @@ from kvevents.wire import (
     replay_end_frames,
 )
 from tools.ports import LOOPBACK, reserve_port
+from zmtp_peer import GREETING, PUB
 
 DEADLINE: Final = 60.0
 """Seconds after which a test fails."""
 TOPIC: Final = b"kv"
 PAYLOAD: Final = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\xc0"
-PUBLISHER: Final = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00")
 OPTIONS: Final = SocketOptions(reconnect_ms=10, reconnect_max_ms=40, handshake_ms=20_000, max_message_bytes=4_000)
 
 
@@ -149,7 +149,7 @@ class RealEngine:
     def _greet(self, connection: socket.socket) -> None:
         """Complete the handshake, then read until the subscriber closes."""
         with suppress(OSError), connection:
-            connection.sendall(zmtp.GREETING + PUBLISHER)
+            connection.sendall(GREETING + PUB)
             connection.recv(zmtp.GREETING_BYTES, socket.MSG_WAITALL)
             for expected in ("READY", "SUBSCRIBE"):
                 if expected == "SUBSCRIBE":

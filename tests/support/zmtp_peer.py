@@ -17,7 +17,16 @@ from kvevents.testing import zmtp
 DEADLINE: Final = 60.0
 LIMITS: Final = StreamLimits(replay_timeout=2.0, reply_idle_timeout=0.5, idle_before_probe=0.2, max_probe_interval=1.0)
 OPTIONS: Final = SocketOptions(reconnect_ms=10, reconnect_max_ms=40, handshake_ms=20_000)
-PUB: Final = zmtp.command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00")
+GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+"""Signature, version 3.1, mechanism NULL, client role, padding."""
+
+
+def command(name: bytes, data: bytes = b"") -> bytes:
+    """Encode a command."""
+    return zmtp.encode_frame(zmtp.COMMAND, bytes((len(name),)) + name + data)
+
+
+PUB: Final = command(b"READY", b"\x0bSocket-Type\x00\x00\x00\x03PUB\x08Identity\x00\x00\x00\x00")
 
 
 def batch(seq: int, payload: bytes = b"\x93\xcb\0\0\0\0\0\0\0\0\x90\xc0") -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, cycle
 from os import PathLike
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -25,8 +25,6 @@ class NextBatch(NamedTuple):
     """A batch to play."""
 
     batch: LiveBatch
-    gap: float
-    """Recorded seconds between the previous batch and this one."""
     is_restart: bool
     """Whether the recorded engine was restarted before this batch."""
 
@@ -95,7 +93,6 @@ class Playlist:
         """Return the next batch and advance. Raise `ConfigError` if the tape is empty."""
         if not self._batches:
             raise ConfigError("the tape is empty: there is nothing to play")
-        gap = self.next_gap()
         if self._position == len(self._batches):
             self._position = 0
             self._rounds += 1
@@ -107,7 +104,7 @@ class Playlist:
         self._position += 1
         self._last_seq = batch_on_tape.seq + self._shift
         payload = restamp(batch_on_tape.payload, self._rounds * self._span) if self._rounds else batch_on_tape.payload
-        return NextBatch(LiveBatch(batch_on_tape.topic, self._last_seq, payload, batch_on_tape.t), gap, is_restart)
+        return NextBatch(LiveBatch(batch_on_tape.topic, self._last_seq, payload, batch_on_tape.t), is_restart)
 
     def _load(self, batches: Sequence[LiveBatch]) -> None:
         self._batches = batches
@@ -191,7 +188,7 @@ class Faults:
     def reply(self, replay_buffer: Iterable[LiveBatch], start: int, number: int) -> Reply:
         """Return the reply to request `number` (from 0) of a tape: stored batches from `start` on, subject to the faults."""
         if self.faulty_replies is not None and number >= self.faulty_replies:
-            return _without_replay_faults(self).reply(replay_buffer, start, 0)
+            return Faults(reply_shape=self.reply_shape).reply(replay_buffer, start, 0)
         stored = [batch for batch in replay_buffer if batch.seq >= start]
         if self.replay_silent:
             return Reply(iter(()), len(stored))
@@ -219,20 +216,6 @@ class Reply(NamedTuple):
     """Frames of each message, without the identity."""
     withheld: int
     """Requested batches that are not among the messages."""
-
-
-def _without_replay_faults(faults: Faults) -> Faults:
-    return replace(
-        faults,
-        replay_send_limit=None,
-        replay_holes=(),
-        lose_end_marker=False,
-        replay_silent=False,
-        replay_endless=False,
-        replay_foreign=None,
-        replay_junk=(),
-        faulty_replies=None,
-    )
 
 
 def _is_selected(loss: Loss, seq: int, draw: str) -> bool:

@@ -23,12 +23,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
+from typing import Any, Final, Literal, Self, TypeAlias
 
 from kvevents.endpoints import connectable
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing.ports import ReservedPort, reserve_port
-from kvevents.testing.proxy_pipe import DirectionCounts, DirectionFaults, Pipe, Rule
+from kvevents.testing.proxy_pipe import DirectionCounts, DirectionFaults, Pipe, Rule, change_counts
 from kvevents.testing.zmtp import message
 
 LINGER_SECONDS: Final = 1.0
@@ -38,8 +38,6 @@ LOOP_ROUNDS_TO_CONNECT: Final = 4
 
 Direction: TypeAlias = Literal["down", "up"]
 """`down`: from the upstream endpoint to the clients of the proxy. `up`: from the clients to upstream."""
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +138,7 @@ class FaultProxy:
         """
         if isinstance(rule, int | float) and not (0 <= rule <= 1 or (isinstance(rule, int) and rule >= 0)):
             raise ConfigError(f"invalid drop rule {rule}: expected a count of 0 or more or a share from 0.0 to 1.0")
-
-        async def apply() -> None:
-            faults = self._directions[direction]
-            faults.rule = rule
-            faults.random.seed(seed)
-
-        self._run_in_loop(apply)
+        self._run_in_loop(lambda: self._directions[direction].set_drops(rule, seed))
 
     def reorder(self, share: float, *, direction: Direction = "down", seed: int = 0) -> None:
         """Swap a share of the messages with the following message, if both arrive together.
@@ -156,13 +148,7 @@ class FaultProxy:
         """
         if not 0.0 <= share <= 1.0:
             raise ConfigError(f"invalid reorder share {share}: expected 0.0 to 1.0")
-
-        async def apply() -> None:
-            faults = self._directions[direction]
-            faults.swap_share = float(share)
-            faults.random.seed(seed)
-
-        self._run_in_loop(apply)
+        self._run_in_loop(lambda: self._directions[direction].set_swaps(float(share), seed))
 
     def inject(self, frames: Sequence[bytes], *, direction: Direction = "down") -> None:
         """Send a message of any frames on every connection that has carried a message in this direction.
@@ -171,39 +157,21 @@ class FaultProxy:
         """
         if not frames:
             raise ConfigError("cannot inject a message without frames: give at least one frame")
-        raw = message(frames)
-
-        async def apply() -> None:
-            self._directions[direction].inject(raw)
-
-        self._run_in_loop(apply)
+        self._run_in_loop(lambda: self._directions[direction].inject(message(frames)))
 
     def delay(self, seconds: float | None = None, *, direction: Direction = "down") -> None:
         """Hold every message, in order, for some seconds, or until `release` if None. With 0, later messages are not held."""
         if seconds is not None and seconds < 0:
             raise ConfigError(f"invalid delay {seconds}: expected 0 or more seconds, or None")
-
-        async def apply() -> None:
-            faults = self._directions[direction]
-            faults.holds_all, faults.delay = seconds is None, seconds or 0.0
-
-        self._run_in_loop(apply)
+        self._run_in_loop(lambda: self._directions[direction].set_delay(seconds))
 
     def release(self, n: int | None = None, *, direction: Direction = "down") -> None:
         """Release the `n` messages that were held longest, or all of them. Messages that arrive later are held again."""
-
-        async def apply() -> None:
-            self._directions[direction].release(n)
-
-        self._run_in_loop(apply)
+        self._run_in_loop(lambda: self._directions[direction].release(n))
 
     def stall(self) -> None:
         """Stop reading and writing, with all connections open, as a network that loses packets. New connections stall too."""
-
-        async def apply() -> None:
-            self._flow.clear()
-
-        self._run_in_loop(apply)
+        self._run_in_loop(self._flow.clear)
 
     def half_open(self) -> None:
         """Stall the connections that are open now; new ones work. It is as if a peer had been replaced without closing.
@@ -211,22 +179,18 @@ class FaultProxy:
         `heal` does not resume these connections; `cut` ends them.
         """
 
-        async def apply() -> None:
-            is_stalled = not self._flow.is_set()
+        def apply() -> None:
+            is_flowing = self._flow.is_set()
             self._flow.clear()
             self._flow = asyncio.Event()
-            if not is_stalled:
+            if is_flowing:
                 self._flow.set()
 
         self._run_in_loop(apply)
 
     def resume(self) -> None:
         """End a stall but no other fault."""
-
-        async def apply() -> None:
-            self._flow.set()
-
-        self._run_in_loop(apply)
+        self._run_in_loop(self._flow.set)
 
     def cut(self, *, refuse: bool = False) -> None:
         """Close every connection at once; held messages are lost. With `refuse`, refuse new connections until `heal`."""
@@ -287,11 +251,18 @@ class FaultProxy:
 
     # --- the thread
 
-    def _run_in_loop(self, apply: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    def _run_in_loop(self, apply: Callable[[], Coroutine[Any, Any, None] | None]) -> None:
+        """Run a function in the thread of the event loop, and wait until it and the coroutine that it returns are complete."""
+
+        async def run() -> None:
+            coroutine = apply()
+            if coroutine is not None:
+                await coroutine
+
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the proxy is closed")
-            return asyncio.run_coroutine_threadsafe(apply(), self._loop).result()
+            asyncio.run_coroutine_threadsafe(run(), self._loop).result()
 
     def _run(self, listener: socket.socket, ready: Future[None]) -> None:
         try:
@@ -396,10 +367,7 @@ class FaultProxy:
                     self._failure = self._failure or result
 
     def _count(self, **changes: int) -> None:
-        with self._condition:
-            for name, change in changes.items():
-                setattr(self._counts, name, getattr(self._counts, name) + change)
-            self._condition.notify_all()
+        change_counts(self._condition, self._counts, **changes)
 
 
 async def _close_writer(writer: asyncio.StreamWriter, linger: float) -> None:

@@ -37,6 +37,14 @@ class DirectionCounts:
     """Bytes forwarded, including handshakes and commands."""
 
 
+def change_counts(condition: threading.Condition, counts: object, **changes: int) -> None:
+    """Add to counters that `condition` guards."""
+    with condition:
+        for name, change in changes.items():
+            setattr(counts, name, getattr(counts, name) + change)
+        condition.notify_all()
+
+
 @dataclass(slots=True, eq=False)
 class Chunk:
     """Bytes to forward, and the future that they wait for, if any."""
@@ -64,35 +72,36 @@ class DirectionFaults:
         self.delay = 0.0
         """Seconds for which messages are held."""
         self._gates: deque[asyncio.Future[None]] = deque()
-        self._pipes: set[Pipe] = set()
+        self.pipes: set[Pipe] = set()
+        """Pipes of the current connections."""
+
+    def set_drops(self, rule: Rule, seed: int) -> None:
+        """Drop messages by `rule`."""
+        self.rule = rule
+        self.random.seed(seed)
+
+    def set_swaps(self, share: float, seed: int) -> None:
+        """Swap a share of the messages."""
+        self.swap_share = share
+        self.random.seed(seed)
+
+    def set_delay(self, seconds: float | None) -> None:
+        """Hold messages for some seconds, or until `release` if None."""
+        self.holds_all, self.delay = seconds is None, seconds or 0.0
 
     def heal(self) -> None:
         """End all faults and release the held messages."""
         self.rule, self.swap_share, self.holds_all, self.delay = None, 0.0, False, 0.0
         self.release(None)
 
-    def add(self, pipe: Pipe) -> None:
-        """Add the pipe of a new connection."""
-        self._pipes.add(pipe)
-
-    def remove(self, pipe: Pipe) -> None:
-        """Remove the pipe of a connection that has ended."""
-        self._pipes.discard(pipe)
-
     def inject(self, raw: bytes) -> None:
         """Send an extra message on every connection that has carried a message before."""
-        count = sum(pipe.inject(raw) for pipe in self._pipes)
-        with self.condition:
-            self.counts.injected += count
-            self.condition.notify_all()
+        self.count(injected=sum(pipe.inject(raw) for pipe in self.pipes))
 
     def draw_swap(self) -> bool:
         """Decide whether the next message is swapped with the following one, and count it."""
         is_swapped = bool(self.swap_share) and self.random.random() < self.swap_share
-        if is_swapped:
-            with self.condition:
-                self.counts.swapped += 1
-                self.condition.notify_all()
+        self.count(swapped=is_swapped)
         return is_swapped
 
     def release(self, n: int | None) -> None:
@@ -106,17 +115,12 @@ class DirectionFaults:
         if segment.kind != "message":
             return Chunk(segment.raw, is_command=segment.kind == "command")
         is_dropped = self._drops(segment.frames)
-        with self.condition:
-            self.counts.messages += 1
-            self.counts.dropped += is_dropped
-            self.condition.notify_all()
+        self.count(messages=1, dropped=is_dropped)
         return None if is_dropped else Chunk(segment.raw, self._gate() if self.holds_all or self.delay else None)
 
-    def count_forwarded(self, size: int) -> None:
-        """Count forwarded bytes."""
-        with self.condition:
-            self.counts.bytes += size
-            self.condition.notify_all()
+    def count(self, **changes: int) -> None:
+        """Change counters."""
+        change_counts(self.condition, self.counts, **changes)
 
     def _drops(self, frames: tuple[bytes, ...]) -> bool:
         rule = self.rule
@@ -133,19 +137,14 @@ class DirectionFaults:
         """Return a future for which a held message waits. `release` or the timer of the message completes it."""
         loop = asyncio.get_running_loop()
         gate: asyncio.Future[None] = loop.create_future()
-        gate.add_done_callback(lambda _: self._count_held(-1))
-        self._count_held(1)
+        gate.add_done_callback(lambda _: self.count(held=-1))
+        self.count(held=1)
         if not self.holds_all:
             loop.call_later(self.delay, _open_gate, gate)
         while self._gates and self._gates[0].done():
             self._gates.popleft()
         self._gates.append(gate)
         return gate
-
-    def _count_held(self, change: int) -> None:
-        with self.condition:
-            self.counts.held += change
-            self.condition.notify_all()
 
 
 def _open_gate(gate: asyncio.Future[None]) -> bool:
@@ -180,11 +179,11 @@ class Pipe:
     async def run(self) -> None:
         """Forward everything until the sender has closed and everything is sent."""
         tasks = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._send())]
-        self._faults.add(self)
+        self._faults.pipes.add(self)
         try:
             await asyncio.gather(*tasks)
         finally:
-            self._faults.remove(self)
+            self._faults.pipes.discard(self)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -262,7 +261,7 @@ class Pipe:
             await self._flow.wait()
             self._writer.write(chunk.raw)
             await self._writer.drain()
-            self._faults.count_forwarded(len(chunk.raw))
+            self._faults.count(bytes=len(chunk.raw))
             self._chunks.remove(chunk)
             self._commands -= chunk.is_command
             self._queued_bytes -= len(chunk.raw)

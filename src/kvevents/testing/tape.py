@@ -21,10 +21,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import replace
 from math import ceil
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
 
@@ -116,8 +115,6 @@ class TapePlayer:
         self._wake_writer, self._wake_reader = socket.socketpair()
         self._lock = threading.Lock()
         self._is_closed = False
-        self._is_paused = False
-        self._returned_requests = 0
         self._thread = threading.Thread(target=self._run, name="kvevents-tape", daemon=True)
         self._thread.start()
 
@@ -166,12 +163,6 @@ class TapePlayer:
         with self._sockets.condition:
             return list(self._sockets.log)
 
-    @property
-    def replay_buffer(self) -> list[LiveBatch]:
-        """Batches that are stored for replay."""
-        with self._sockets.condition:
-            return list(self._sockets.replay_buffer)
-
     def batches(self, incarnation: int | None = None) -> list[tuple[int, bytes]]:
         """Return number and payload of every batch that a lossless subscriber delivers, of one incarnation or (None) of all."""
         return [
@@ -182,7 +173,7 @@ class TapePlayer:
 
     def __repr__(self) -> str:
         counts = self.counts
-        state = "closed" if self._is_closed else "paused" if self._is_paused else "open" if self._sockets.is_open else "stopped"
+        state = "closed" if self._is_closed else "open" if self._sockets.is_open else "stopped"
         return (
             f"<TapePlayer {self.endpoint} {state}, incarnation {counts.incarnations - 1}, {counts.published} published,"
             f" {counts.dropped} dropped, {counts.requests} requests>"
@@ -194,10 +185,8 @@ class TapePlayer:
         """Publish the next `n` batches, or the rest of the tape and `times - 1` rounds more. Return the number published.
 
         A tape starts again at its end. `rate` is in batches per second, `recorded` for the recorded times, None for as fast as
-        possible. It returns early if the tape is stopped or closed meanwhile. Raise `UsageError` if it is paused or stopped.
+        possible. It returns early if the tape is stopped or closed meanwhile. Raise `UsageError` if it is stopped.
         """
-        if self._is_paused:
-            raise UsageError("the tape is paused: resume() continues it")
         return self.start_playing(n, rate=rate, times=times).result()
 
     def start_playing(self, n: int | None = None, *, rate: Rate = None, times: int = 1) -> Future[int]:
@@ -224,14 +213,6 @@ class TapePlayer:
         """Close the sockets, as a process that has ended. `restart` opens them again on the same ports."""
         self._run_in_thread(lambda: self._stop(abrupt))
 
-    def pause(self) -> None:
-        """Stop publishing and answering, with all sockets open, as a process that hangs. Requests wait in the ROUTER socket."""
-        self._run_in_thread(lambda: self._set_paused(True))
-
-    def resume(self) -> None:
-        """End a pause: plays continue, and requests that waited are answered."""
-        self._run_in_thread(lambda: self._set_paused(False))
-
     def send_raw(self, frames: Sequence[bytes]) -> None:
         """Send any frames from the PUB socket, such as malformed ones. Subscriptions are compared with the first frame."""
         self._run_in_thread(lambda: self._sockets.send(frames))
@@ -252,16 +233,6 @@ class TapePlayer:
         """Wait for a condition such as `lambda counts: counts.replayed == 100`. Return False after `timeout` seconds."""
         with self._sockets.condition:
             return self._sockets.condition.wait_for(lambda: condition(self._sockets.counts), timeout)
-
-    def wait_for_request(self, timeout: float) -> int | None:
-        """Return the start of the oldest replay request that was not returned before; None after `timeout` seconds."""
-        sockets = self._sockets
-        with sockets.condition:
-            if not sockets.condition.wait_for(lambda: sockets.counts.requests > self._returned_requests, timeout):
-                return None
-            count = sockets.counts.requests - self._returned_requests
-            self._returned_requests += 1
-            return sockets.requests[-min(count, len(sockets.requests))]
 
     # --- closing
 
@@ -299,30 +270,25 @@ class TapePlayer:
             with self._lock:
                 self._is_closed = True
             self._end_plays()
-            self._cancel_actions()
+            self._run_actions()
             self._sockets.destroy()
             self._wake_writer.close()
             self._wake_reader.close()
 
     def _run_once(self) -> None:
         """Publish the batches that are due, send replies, wait for input, then run the actions and read requests."""
-        wait = None if self._is_paused else self._send_due()
+        waits = (self._publish_due(), self._sockets.send_replies())
+        wait = min((wait for wait in waits if wait is not None), default=None)
         poller = zmq.Poller()
         poller.register(self._wake_reader, zmq.POLLIN)
-        for open_socket in () if self._is_paused else self._sockets.open_sockets():
+        for open_socket in self._sockets.open_sockets():
             poller.register(open_socket, zmq.POLLIN)
         ready = dict(poller.poll(None if wait is None else ceil(1000 * wait)))
         if self._wake_reader.fileno() in ready:
             self._wake_reader.recv(4096)
             self._run_actions()
-        if not self._is_paused:
-            self._sockets.read_subscriptions()
-            self._sockets.read_requests()
-
-    def _send_due(self) -> float | None:
-        """Publish and reply. Return the seconds until there is more to send; None if there is nothing."""
-        waits = (self._publish_due(), self._sockets.send_replies())
-        return min((wait for wait in waits if wait is not None), default=None)
+        self._sockets.read_subscriptions()
+        self._sockets.read_requests()
 
     def _publish_due(self) -> float | None:
         for _ in range(MESSAGES_PER_ROUND):
@@ -342,18 +308,15 @@ class TapePlayer:
         return 0.0
 
     def _run_actions(self) -> None:
-        with suppress(Empty):
-            while True:
-                action, result = self._actions.get_nowait()
-                try:
-                    result.set_result(action())
-                except BaseException as error:  # noqa: BLE001  the calling thread raises it
-                    result.set_exception(error)
-
-    def _cancel_actions(self) -> None:
-        with suppress(Empty):
-            while True:
-                self._actions.get_nowait()[1].set_exception(ClosedError("the tape was closed meanwhile"))
+        while not self._actions.empty():
+            action, result = self._actions.get()
+            if self._is_closed:
+                result.set_exception(ClosedError("the tape was closed meanwhile"))
+                continue
+            try:
+                result.set_result(action())
+            except BaseException as error:  # noqa: BLE001  the calling thread raises it
+                result.set_exception(error)
 
     def _enqueue(self, play: _Play) -> None:
         if not self._sockets.is_open:
@@ -374,9 +337,6 @@ class TapePlayer:
     def _stop(self, abrupt: bool) -> None:
         self._end_plays()
         self._sockets.close(0 if abrupt else LINGER_MS)
-
-    def _set_paused(self, is_paused: bool) -> None:
-        self._is_paused = is_paused
 
     def _end_plays(self) -> None:
         while self._plays:

@@ -182,7 +182,7 @@ class TapeSockets:
 
         With `is_seen` False the batch is not sent live.
         """
-        batch, _, is_restart = self.playlist.take()
+        batch, is_restart = self.playlist.take()
         if is_restart:
             self._clear_buffer()
         outcome = self._outcome(batch.seq, is_seen)

@@ -18,9 +18,7 @@ LONG: Final = 0x02
 """Flag: the size of the frame takes 8 bytes."""
 COMMAND: Final = 0x04
 """Flag: the frame is a command."""
-GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-"""Signature, version 3.1, mechanism NULL, client role, padding."""
-GREETING_BYTES: Final = len(GREETING)
+GREETING_BYTES: Final = 64
 MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
 """Longest message that is recognised, four times the limit of a payload. If a connection sends a longer one, the rest of the
 stream is forwarded without splitting it, so that memory is bounded and no bytes are lost."""
@@ -35,15 +33,11 @@ recognised; with CURVE they are encrypted and numbered."""
 
 def message(frames: Sequence[bytes]) -> bytes:
     """Encode a message of at least one frame."""
-    return b"".join([*(_frame(MORE, frame) for frame in frames[:-1]), _frame(0, frames[-1])])
+    return b"".join([*(encode_frame(MORE, body) for body in frames[:-1]), encode_frame(0, frames[-1])])
 
 
-def command(name: bytes, data: bytes = b"") -> bytes:
-    """Encode a command."""
-    return _frame(COMMAND, bytes((len(name),)) + name + data)
-
-
-def _frame(flags: int, body: bytes) -> bytes:
+def encode_frame(flags: int, body: bytes) -> bytes:
+    """Encode a frame. Its flags are completed for a long one."""
     if len(body) <= _MAX_SHORT_SIZE:
         return bytes((flags, len(body))) + body
     return bytes((flags | LONG,)) + len(body).to_bytes(8, "big") + body
