@@ -21,7 +21,7 @@ from discovery_fetch_cases import Engine as Web
 from kvevents.service.errors import UnavailableError
 from kvevents.service.fleet.event_bus import MAX_KEPT, EventBus, LossEvent
 from kvevents.service.http import v1
-from kvevents.service.http.messages import Headers, HttpRequest
+from kvevents.service.http.messages import Decoders, Headers, HttpRequest
 from kvevents.service.service import Service as ServiceInProcess
 from kvevents.service.settings import Limits, ServiceSettings
 from service_cases import (
@@ -682,7 +682,7 @@ def test_listeners_are_limited_and_counted_until_they_leave(service: Service) ->
 async def test_clients_of_events_that_connect_at_once_are_limited() -> None:
     """A client counts from its request on, not from the first event that is sent to it."""
     service = ServiceInProcess(ServiceSettings(limits=Limits(max_listeners=1)))
-    request = HttpRequest("GET", "/v1/events", b"", Headers([]), b"")
+    request = HttpRequest("GET", "/v1/events", b"", Headers([]), b"", Decoders(), Limits())
     first = v1.events(service, request)
     with pytest.raises(UnavailableError, match="1 clients are connected"):
         v1.events(service, request)

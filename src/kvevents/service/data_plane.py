@@ -25,6 +25,10 @@ from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0
 """Time for clients to read the last responses after the control plane stopped."""
+DURATION_BOUNDS: Final = (0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.0256, 0.1, 0.5, 2.0)
+"""Bounds of the histogram of response times, in seconds from a request's headers to its response."""
+MATCH_RATIO_BOUNDS: Final = (0.0, 0.01, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+"""Bounds of the histogram of the fraction of a prompt's tokens that the best worker holds."""
 
 
 class HistogramCounts(msgspec.Struct):

@@ -29,9 +29,8 @@ from kvevents.client.schemas import StatsAnswer
 from kvevents.events import TIERS
 from kvevents.index import IndexStats
 from kvevents.prometheus import Table, by_label, families, family, labelled, one_of, registry
-from kvevents.service.data_plane import Counts, HistogramCounts
+from kvevents.service.data_plane import DURATION_BOUNDS, MATCH_RATIO_BOUNDS, Counts, HistogramCounts
 from kvevents.service.fleet.member import Member
-from kvevents.service.metrics import Metrics
 from kvevents.service.service import Service
 from kvevents.stream import StreamCounters, TrustState
 
@@ -89,10 +88,10 @@ def _collect(service: Service) -> Iterator[Metric]:
     answers = scrape.counts.answers
     ratio_text = "Fraction of a prompt's tokens that the best worker holds."
     ratios = {} if answers.depth is None else {"": answers.depth}
-    yield _histogram("kvevents_lookup_match_ratio", ratio_text, Metrics.MATCH_RATIO_BOUNDS, ratios)
+    yield _histogram("kvevents_lookup_match_ratio", ratio_text, MATCH_RATIO_BOUNDS, ratios)
     time_text = "Time from the request's headers to the response."
     seconds = {path: answers_of_path.seconds for path, answers_of_path in answers.requests.items()}
-    yield _histogram("kvevents_http_request_duration_seconds", time_text, Metrics.DURATION_BOUNDS, seconds, "path")
+    yield _histogram("kvevents_http_request_duration_seconds", time_text, DURATION_BOUNDS, seconds, "path")
     yield from service.index_source.collect()
 
 
@@ -292,7 +291,7 @@ _SERVICE: Final[Table[_Scrape]] = {
     ),
     "http_ignored_fields_total": (
         "Unknown fields in request bodies that the service ignored.",
-        lambda s: by_label("path", dict(s.service.metrics.ignored_fields)),
+        lambda s: by_label("path", dict(s.service.ignored_fields)),
     ),
     "reservations_open": (
         "Reservations of `/v1/select` that were neither finished nor expired.",

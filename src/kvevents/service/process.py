@@ -22,6 +22,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.access import Access, Role
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.certificates import check_tls
+from kvevents.service.data_plane import DURATION_BOUNDS, MATCH_RATIO_BOUNDS
 from kvevents.service.discovery.runner import check_engines
 from kvevents.service.http.app import App, OriginPolicy
 from kvevents.service.http.routes import ENDPOINTS
@@ -203,8 +204,8 @@ def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[s
         "select": {name: getattr(_SELECT, name) for name in ("tiers", "trust", "wait_weight", "load_weight")},
         "paths": paths,
         "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe or endpoint.pool == METRICS],
-        "seconds": service.metrics.DURATION_BOUNDS,
-        "depths": service.metrics.MATCH_RATIO_BOUNDS,
+        "seconds": DURATION_BOUNDS,
+        "depths": MATCH_RATIO_BOUNDS,
         "threads": min(MAX_THREADS, cpus),
         "tls": config.tls,
     }

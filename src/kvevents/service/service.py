@@ -26,7 +26,6 @@ from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import SEPARATOR, Key
 from kvevents.service.http.thread_pools import ThreadPools
 from kvevents.service.index_source import FollowedEngines, IndexSource, OpenIndexSource
-from kvevents.service.metrics import Metrics
 from kvevents.service.prober import Prober
 from kvevents.service.registrations import Registrations
 from kvevents.service.selection_cache import SelectionCache
@@ -71,7 +70,8 @@ class Service:
         self.fleet = _fleet(config, timing)
         self.fleet.why_incomplete = self._why_incomplete
         self.pools = ThreadPools(config.limits.max_waiting)
-        self.metrics = Metrics()
+        self.ignored_fields = Counter[str]()
+        """Unknown fields of request bodies that were ignored, by path."""
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
         self.data_plane = DataPlane(self.fleet, self.health, self.readiness)
         self.selections = SelectionCache()

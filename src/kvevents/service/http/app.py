@@ -19,17 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import AbstractContextManager, suppress
 from http import HTTPStatus
-from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from kvevents.service.access import Access, Caller, HostPatterns, Role, address_of, host_of, is_loopback
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
-from kvevents.service.http.messages import RAW, Headers, HttpRequest, Lookup, Response, StreamingResponse, problem
-from kvevents.service.http.routes import ROUTES, AsyncHandler, Handler, Route, item_of, match_path
+from kvevents.service.http.messages import RAW, AnyResponse, Headers, HttpRequest, Response, StreamingResponse, problem
+from kvevents.service.http.routes import ROUTES, Route, item_of, match_path
 from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings
@@ -38,14 +37,9 @@ from kvevents_native import _native
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-AnyResponse: TypeAlias = Response | StreamingResponse
-
 log = logging.getLogger(__name__)
 ADMITTED: Final = Response(status=204)
 """Response to the headers of a request whose body the data plane may receive now."""
-_HEADERS: Final[dict[int, tuple[tuple[bytes, bytes], ...]]] = {
-    401: ((b"www-authenticate", b"Bearer"),),
-}
 
 
 class _Sending(NamedTuple):
@@ -107,8 +101,9 @@ class App:
             error = UnavailableError("the service stopped before the request was complete", "ending", "retry")
             response = problem(error)
         if isinstance(response, Response):
-            is_empty = response.status == HTTPStatus.NOT_MODIFIED  # it has no body, and says nothing about one
-            headers = [*response.headers] if is_empty else _head(response.kind, len(response.body), *response.headers)
+            headers = [*response.headers]
+            if response.status != HTTPStatus.NOT_MODIFIED:  # which has no body, and says nothing about one
+                headers += [(b"content-type", response.kind), (b"content-length", b"%d" % len(response.body))]
             request.respond(response.status, headers, response.body if has_body else b"")
             return
         try:
@@ -137,65 +132,68 @@ class App:
             del self._open_streams[stream.number]
             await response.pieces.aclose()  # type: ignore[attr-defined]  # it is a generator
 
-    async def _respond_with_span(self, request: _native.Request) -> AnyResponse:
-        path = unquote(request.path)
-        headers = request.headers
+    async def _respond_with_span(self, native: _native.Request) -> AnyResponse:
+        path = unquote(native.path)
         if self._tracer is None or path in _UNTRACED:
-            return await self._respond(request, path, headers, None)
+            return await self._respond(native, path)
         response = None
-        if request.announced is not None:
-            response = await self._respond(request, path, headers, None)
+        if native.announced is not None:
+            response = await self._respond(native, path)
             if response is ADMITTED:  # the whole request follows, and has the span
                 return response
-        with start_span(self._tracer, request.method, path, headers) as span:
-            response = response or await self._respond(request, path, headers, span)
+        with start_span(self._tracer, native.method, path, native.headers) as span:
+            response = response or await self._respond(native, path, span)
             finish_span(span, response)
             return response
 
-    async def _respond(
-        self, native: _native.Request, path: str, fields: Sequence[tuple[str, bytes]], span: Span | None
-    ) -> AnyResponse:
-        route = match_path(path)
-        if route is None:
+    async def _respond(self, native: _native.Request, path: str, span: Span | None = None) -> AnyResponse:
+        methods = ROUTES.get(match_path(path) or "")
+        if methods is None:
             return problem(
                 ServiceError(f"no endpoint {path}", "no-such-path", "see /openapi.json for all endpoints", status=404)
             )
-        methods = ROUTES[route]
         endpoint = methods.get("GET" if native.method == "HEAD" else native.method)
         if endpoint is None:
             return _not_allowed(native.method, path, methods)
         try:
-            return await self._admit(endpoint, native, Headers(fields), span)
-        except Exception as error:  # noqa: BLE001 - the client gets a response to every error
-            return _error_response(endpoint, error)
+            return await self._admit(endpoint, native, path, span)
+        except ServiceError as error:
+            return problem(error, ((b"www-authenticate", b"Bearer"),) if error.code == HTTPStatus.UNAUTHORIZED else ())
+        except Exception:
+            log.exception("%s %s failed", endpoint.method, endpoint.path)
+            hint = "see the log of the service, and report the error"
+            return problem(ServiceError("internal error", "internal", hint, status=500))
 
-    async def _admit(self, endpoint: Route, native: _native.Request, headers: Headers, span: Span | None) -> AnyResponse:
+    async def _admit(self, endpoint: Route, native: _native.Request, path: str, span: Span | None) -> AnyResponse:
         """Check the caller, handle the request if its body is here, and log it if it is refused and would change something."""
+        headers = Headers(native.headers)
         caller = self.service.access.caller(headers.authorization)
-        is_authorized = False
         try:
             self._authorize(endpoint, headers, caller)
-            is_authorized = True
-            return await self._respond_to(caller, endpoint, native, headers, span)
+            if native.announced is not None:
+                _check_announced(native.announced, self.service.settings.limits.max_body_bytes)
+                return ADMITTED
+            request = HttpRequest(
+                method=native.method,
+                path=path,
+                query=native.query,
+                headers=headers,
+                body=native.body,
+                decoders=endpoint.decoders,
+                limits=self.service.settings.limits,
+                caller=caller.name,
+                peer=native.peer,
+                item=item_of(endpoint.path, path),
+            )
+            _read_parameters(endpoint, request)
+            response = await self._handle(endpoint, request)
         except ServiceError as error:
-            if not is_authorized or endpoint.role is Role.REGISTER:
-                request = f"{endpoint.method} {endpoint.path}"
-                self.service.audit.log_refusal(request, caller=caller.name, peer=native.peer, reason=error.sentence)
+            if endpoint.role is Role.REGISTER or isinstance(error, UnauthorizedError):
+                name = f"{endpoint.method} {endpoint.path}"
+                self.service.audit.log_refusal(name, caller=caller.name, peer=native.peer, reason=error.sentence)
             raise
-
-    async def _respond_to(
-        self, caller: Caller, endpoint: Route, native: _native.Request, headers: Headers, span: Span | None
-    ) -> AnyResponse:
-        if native.announced is not None:
-            _check_announced(native.announced, self.service.settings.limits.max_body_bytes)
-            return ADMITTED
-        path = unquote(native.path)
-        sender, item = (caller.name, native.peer), item_of(endpoint.path, path)
-        request = HttpRequest(native.method, path, native.query, headers, native.body, *sender, endpoint.path, item)
-        _read_parameters(endpoint, request)
-        response = await self._handle(endpoint, request)
-        if span is not None and request.lookup is not None:
-            span.set_attributes(_lookup_attributes(request.lookup))
+        if span is not None:
+            span.set_attributes(request.span_attributes)
         return response
 
     def _authorize(self, endpoint: Route, headers: Headers, caller: Caller) -> None:
@@ -210,12 +208,15 @@ class App:
         raise UnauthorizedError("this token does not have the required role", "forbidden", hint, status=403)
 
     async def _handle(self, endpoint: Route, request: HttpRequest) -> AnyResponse:
-        if iscoroutinefunction(endpoint.handler):
-            return await cast("AsyncHandler", endpoint.handler)(self.service, request)
-        handler = cast("Handler", endpoint.handler)
-        if not endpoint.pool:
-            return handler(self.service, request)
-        return await self.service.pools[endpoint.pool].run(handler, self.service, request)
+        try:
+            if not endpoint.pool:
+                response = endpoint.handler(self.service, request)
+            else:
+                response = await self.service.pools[endpoint.pool].run(endpoint.handler, self.service, request)
+            return await response if isinstance(response, Awaitable) else response
+        finally:
+            if request.ignored_fields:
+                self.service.ignored_fields[endpoint.path] += len(request.ignored_fields)
 
 
 def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
@@ -225,14 +226,6 @@ def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
     has_body = endpoint.takes is not None and not (endpoint.raw and request.kind == RAW)
     names = () if has_body else [parameter.name for parameter in endpoint.parameters]
     request.arguments = scope_parameters(request.parameters, names, beside=" beside a body of this type" if has_body else "")
-
-
-def _error_response(endpoint: Route, error: Exception) -> Response:
-    """Return the response for an error: a `ServiceError` as it is; any other error is logged and returned as status 500."""
-    if isinstance(error, ServiceError):
-        return problem(error, _HEADERS.get(error.code, ()))
-    log.error("%s %s failed", endpoint.method, endpoint.path, exc_info=error)
-    return problem(ServiceError("internal error", "internal", "see the log of the service, and report the error", status=500))
 
 
 def _check_announced(length: str, limit: int) -> None:
@@ -246,10 +239,6 @@ def _not_allowed(method: str, path: str, methods: dict[str, Route]) -> Response:
         f"{path} does not support {method}", "method-not-allowed", f"use {' or '.join(sorted(methods))}", status=405
     )
     return problem(error, ((b"allow", ", ".join(allowed_methods).encode()),))
-
-
-def _head(kind: bytes, length: int, *headers: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-    return [(b"content-type", kind), (b"content-length", b"%d" % length), *headers]
 
 
 # --- the origins of requests
@@ -279,16 +268,16 @@ class OriginPolicy:
         return cls(config.host, config.allowed_hosts, checks_host=access.anonymous.role is not Role.NONE)
 
     def check(self, headers: Headers, *, is_read: bool) -> None:
-        """Raise `UnauthorizedError` for a request of another origin, and `ServiceError` (421) for an unknown host name.
+        """Raise `UnauthorizedError` for a request of another origin, or with an unknown host name.
 
         `is_read` says that the request changes nothing, so a link on another site may open it in a browser.
         """
         if self.checks_host and headers.host is not None and not self._is_own_host(host_of(_text(headers.host))):
             hint = "use an address of this service, or add the name to allowed_hosts"
-            raise ServiceError(f"unknown host {_quoted_text(headers.host)!r}", "unknown-host", hint, status=421)
+            raise UnauthorizedError(f"unknown host {_text(headers.host)[:MAX_SHOWN]!r}", "unknown-host", hint, status=421)
         if headers.origin is not None and not self._is_own_origin(headers.origin, headers.host):
             hint = "a browser may send requests only from the service's own page; see allowed_hosts"
-            raise UnauthorizedError(f"foreign origin {_quoted_text(headers.origin)!r}", "foreign-origin", hint, status=403)
+            raise UnauthorizedError(f"foreign origin {_text(headers.origin)[:MAX_SHOWN]!r}", "foreign-origin", hint, status=403)
         if headers.fetch_site not in _OWN_SITE and not (is_read and headers.fetch_mode == b"navigate"):
             hint = "a browser may send requests only from the service's own page"
             raise UnauthorizedError("a page of another origin sent this request", "foreign-origin", hint, status=403)
@@ -308,10 +297,6 @@ class OriginPolicy:
 
 def _text(value: bytes) -> str:
     return value.decode("latin-1").strip(" \t")
-
-
-def _quoted_text(value: bytes) -> str:
-    return _text(value)[:MAX_SHOWN]
 
 
 # --- spans
@@ -339,11 +324,15 @@ def find_tracer() -> Tracer | None:
 
 
 def start_span(tracer: Tracer, method: str, path: str, headers: Sequence[tuple[str, bytes]]) -> AbstractContextManager[Span]:
-    """Return the span of a request, a child of the span that its headers name."""
+    """Return the span of a request, a child of the span that its headers name, by the conventions for HTTP servers."""
     from opentelemetry.propagate import extract  # noqa: PLC0415 - it might not be installed
     from opentelemetry.trace import SpanKind  # noqa: PLC0415
 
-    name, attributes = _name_and_attributes(method, path)
+    known_method, route = method if method in _KNOWN_METHODS else _OTHER_METHOD, match_path(path)
+    attributes = {"http.request.method": known_method, "url.path": path[:MAX_PATH]}
+    name = "HTTP" if known_method == _OTHER_METHOD else known_method
+    if route is not None:
+        name, attributes["http.route"] = f"{known_method} {route}", route
     context = extract({name: value.decode("latin-1") for name, value in headers})
     return tracer.start_as_current_span(name, context, kind=SpanKind.SERVER, attributes=attributes)
 
@@ -356,20 +345,3 @@ def finish_span(span: Span, response: AnyResponse) -> None:
     span.set_attribute("http.response.status_code", int(status))
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         span.set_status(Status(StatusCode.ERROR))
-
-
-def _lookup_attributes(lookup: Lookup) -> dict[str, str | int]:
-    attributes: dict[str, str | int] = {"kvevents.model": lookup.model, "kvevents.longest_matched": lookup.longest}
-    if lookup.tokens:  # unknown for lookups by hash
-        attributes["kvevents.prompt_tokens"] = lookup.tokens
-    return attributes
-
-
-def _name_and_attributes(method: str, path: str) -> tuple[str, dict[str, str]]:
-    """Return the name and the first attributes of a span, by OpenTelemetry's conventions for HTTP servers."""
-    name = method if method in _KNOWN_METHODS else _OTHER_METHOD
-    attributes = {"http.request.method": name, "url.path": path[:MAX_PATH]}
-    route = match_path(path)
-    if route is None:
-        return ("HTTP" if name == _OTHER_METHOD else name), attributes
-    return f"{name} {route}", attributes | {"http.route": route}

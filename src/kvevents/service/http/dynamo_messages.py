@@ -264,14 +264,12 @@ def _rules(*forms: str) -> dict[str, Any]:
     one_of = [{"required": [name], "properties": {name: kinds[name]}} for name in forms if name != "worker_id"]
     if "worker_id" in forms:  # a replay needs no prompt
         one_of.append({"properties": {"worker_id": kinds["worker_id"]}})
-    return {"additionalProperties": True, "anyOf": one_of}
+    return {"anyOf": one_of}
 
 
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     PromptRequest: _rules("token_ids", "isl_tokens"),
     SelectWorkerRequest: _rules("token_ids", "isl_tokens"),
     BookRequest: _rules("token_ids", "isl_tokens", "worker_id"),
-    OutputBlockRequest: {"additionalProperties": True},
-    TieredQueryRequest: {"additionalProperties": True},
 }
 """JSON Schema rules of these bodies that their types do not express."""

@@ -25,16 +25,10 @@ from kvevents.service.http import dynamo_messages as messages
 from kvevents.service.http import reservations
 from kvevents.service.http.indexer_api import read_hashes
 from kvevents.service.http.indexer_listings import id_of
-from kvevents.service.http.messages import Body, HttpRequest, Lookup, Response, answer
+from kvevents.service.http.messages import HttpRequest, Response, answer
 from kvevents.service.http.queries import ask, check_tokens
 from kvevents.service.selection_cache import PendingSelection
 from kvevents.service.service import Service
-
-SELECT: Final = Body.of(messages.SelectWorkerRequest, tolerant=True)
-BOOK: Final = Body.of(messages.BookRequest, tolerant=True)
-PROMPT: Final = Body.of(messages.PromptRequest, tolerant=True)
-OUTPUT_BLOCK: Final = Body.of(messages.OutputBlockRequest, tolerant=True)
-TIERED: Final = Body.of(messages.TieredQueryRequest, tolerant=True)
 
 Worker: TypeAlias = tuple[str, int]
 """Instance and rank."""
@@ -186,12 +180,6 @@ def _fleet(service: Service, body: Any) -> _Fleet:
     return _Fleet(service, Scope(body.model_name, body.tenant_id, body.routing_group, lora or None, salt or None))
 
 
-def _read(decoder: Body, service: Service, request: HttpRequest) -> tuple[Any, Any]:
-    body, tokens = decoder.read_tokens(request, "token_ids", service.settings.limits)
-    service.metrics.record_ignored_fields(request)
-    return body, tokens
-
-
 # --- selections
 
 
@@ -322,10 +310,12 @@ def select_and_reserve(service: Service, request: HttpRequest) -> Response:
 
 
 def _read_selection(service: Service, request: HttpRequest) -> tuple[messages.SelectWorkerRequest, _Fleet, _Prompt]:
-    body, tokens = _read(SELECT, service, request)
+    body, tokens = request.read_tokens("token_ids")
     fleet = _fleet(service, body)
     prompt = _read_prompt(service, body, tokens)
-    request.lookup = Lookup(fleet.scope.model, 0 if prompt.is_hashed else prompt.length, 0)
+    request.span_attributes = {"kvevents.model": fleet.scope.model}
+    if not prompt.is_hashed:
+        request.span_attributes["kvevents.prompt_tokens"] = prompt.length
     return body, fleet, prompt
 
 
@@ -373,7 +363,7 @@ def _start(service: Service, name: str, *, waits: bool) -> None:
 
 def book(service: Service, request: HttpRequest) -> Response:
     """Reserve the worker `worker_id`, or the worker that `/select` returned for `selection_id`."""
-    body, tokens = _read(BOOK, service, request)
+    body, tokens = request.read_tokens("token_ids")
     fleet = _fleet(service, body)
     name = body.selection_id
     if body.worker_id is None:
@@ -445,8 +435,7 @@ def prefill_complete(service: Service, request: HttpRequest) -> Response:
 
 def output_block(service: Service, request: HttpRequest) -> Response:
     """Record that a request has one more block of output."""
-    OUTPUT_BLOCK.read(request, service.settings.limits)
-    service.metrics.record_ignored_fields(request)
+    request.read()
     with service.selections.booking:  # so that two requests add two blocks
         now = _decode_reservation(reservations.ask(service, "GET", request.item))
         scope = Scope(now.model, now.tenant, now.group)
@@ -526,7 +515,7 @@ def potential_loads(service: Service, request: HttpRequest) -> Response:
 
 
 def _read_query(service: Service, request: HttpRequest) -> tuple[messages.PromptRequest, _Fleet, _Prompt]:
-    body, tokens = _read(PROMPT, service, request)
+    body, tokens = request.read_tokens("token_ids")
     fleet = _fleet(service, body)
     return body, fleet, _read_prompt(service, body, tokens)
 
@@ -561,8 +550,7 @@ def _overlap(worker: Worker, held: _Held, size: int) -> messages.WorkerOverlap:
 
 def query_tiered_by_hash(service: Service, request: HttpRequest) -> Response:
     """Return the blocks of a prompt that each rank holds, as Dynamo's routers query a remote index."""
-    body = TIERED.read(request, service.settings.limits)
-    service.metrics.record_ignored_fields(request)
+    body: messages.TieredQueryRequest = request.read()
     fleet = _fleet(service, body)
     hashes = read_hashes(service, body.block_hashes)
     matches = fleet.match(_Prompt(0, None, hashes))

@@ -19,7 +19,7 @@ from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import EngineQueryError, Template, check_endpoint, check_load
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError, UnavailableError
 from kvevents.service.fleet.registration import Registration
-from kvevents.service.http.messages import Body, HttpRequest, Response, answer
+from kvevents.service.http.messages import HttpRequest, Response, answer
 from kvevents.service.http.queries import answer_query
 from kvevents.service.prober import check_allowed, load_target
 from kvevents.service.registrations import Client, InstanceQuery
@@ -74,8 +74,7 @@ class HashQueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True)
 
 
 _HASHES: Final = ("block_hashes", "seq_hashes", "block_hash")
-_TOLERANT: Final[dict[str, Any]] = {"additionalProperties": True}
-_ONE_MODEL: Final[dict[str, Any]] = _TOLERANT | {
+_ONE_MODEL: Final[dict[str, Any]] = {
     "oneOf": [
         {
             "required": [name],
@@ -89,23 +88,17 @@ _ONE_KIND: Final[dict[str, Any]] = {
     "oneOf": [{"required": [name], "properties": {name: {"type": "array"}}} for name in _HASHES]
 }
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
-    RegisterRequest: _TOLERANT
-    | {
+    RegisterRequest: {
         "anyOf": [
             _ONE_MODEL | {"required": ["endpoint"], "properties": {"endpoint": {"minLength": 1}}},
             {"required": ["url"], "properties": {"url": {"type": "string", "minLength": 1}}},
         ]
     },
-    UnregisterRequest: _TOLERANT | {"oneOf": [*_ONE_MODEL["oneOf"], _NO_MODEL]},
+    UnregisterRequest: {"oneOf": [*_ONE_MODEL["oneOf"], _NO_MODEL]},
     QueryRequest: _ONE_MODEL,
-    HashQueryRequest: _TOLERANT | {"allOf": [_ONE_MODEL, _ONE_KIND]},
+    HashQueryRequest: {"allOf": [_ONE_MODEL, _ONE_KIND]},
 }
 """JSON Schema rules of these bodies that their types do not express."""
-
-REGISTER: Final = Body.of(RegisterRequest, tolerant=True)
-UNREGISTER: Final = Body.of(UnregisterRequest, tolerant=True)
-QUERY: Final = Body.of(QueryRequest, tolerant=True)
-HASH_QUERY: Final = Body.of(HashQueryRequest, tolerant=True)
 
 
 # --- registration
@@ -113,14 +106,13 @@ HASH_QUERY: Final = Body.of(HashQueryRequest, tolerant=True)
 
 async def register(service: Service, request: HttpRequest) -> Response:
     """Register a rank of an engine, or all ranks of the engine at a URL; an equal registration is 200."""
-    body: RegisterRequest = REGISTER.read(request, service.settings.limits)
+    body: RegisterRequest = request.read()
     client = Client(request.caller, request.peer)
     try:
         ranks = (_registration(body),) if body.endpoint else await _ask_engine(service, body)
     except ConfigError as error:
         raise RefusedError(str(error), "bad-registration", _HINT) from error
     outcomes = [await service.registrations.register(rank, client, body.lease_seconds) for rank in ranks]
-    service.metrics.record_ignored_fields(request)
     warnings = [f"ignored unknown field {name[:MAX_SHOWN]!r}" for name in request.ignored_fields[:MAX_WARNINGS]]
     warnings += filter(None, (outcome.warning for outcome in outcomes))
     fields: dict[str, Any] = {"warnings": warnings} if warnings else {}
@@ -191,11 +183,10 @@ async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registra
 
 async def unregister(service: Service, request: HttpRequest) -> Response:
     """Unregister a rank of an engine and drop its blocks; without `dp_rank` all ranks of the instance."""
-    body: UnregisterRequest = UNREGISTER.read(request, service.settings.limits)
+    body: UnregisterRequest = request.read()
     scope = (pick(body, names) for names in (MODEL, TENANT, GROUP, LORA, SALT))
     query = InstanceQuery(str(body.instance_id), body.dp_rank, *scope)
     registrations = await service.registrations.unregister(query, Client(request.caller, request.peer))
-    service.metrics.record_ignored_fields(request)
     if body.model_name is not None:
         return Response(b'{"status":"ok"}')
     labels = [f"{registration.instance}|{registration.tenant}|{registration.rank}" for registration in registrations]
@@ -207,8 +198,7 @@ async def unregister(service: Service, request: HttpRequest) -> Response:
 
 def query(service: Service, request: HttpRequest) -> Response:
     """Return how much of a prompt each worker holds."""
-    body, tokens = QUERY.read_tokens(request, "token_ids", service.settings.limits)
-    service.metrics.record_ignored_fields(request)
+    body, tokens = request.read_tokens("token_ids")
     return answer_query(service, request, body, tokens, instance_id=_instance(body))
 
 
@@ -217,13 +207,12 @@ def query_by_hash(service: Service, request: HttpRequest) -> Response:
 
     The hashes include the salt, and the LoRA if the engine's events name it.
     """
-    body: HashQueryRequest = HASH_QUERY.read(request, service.settings.limits)
+    body: HashQueryRequest = request.read()
     queries = {name: hashes for name in _HASHES if (hashes := getattr(body, name)) is not None}
     if len(queries) != 1:
         raise ServiceError("expected either block_hashes or seq_hashes", "bad-shape", _HINT, status=422)
     ((name, hashes),) = queries.items()
     changes = {name: read_hashes(service, hashes), "instance_id": _instance(body)}
-    service.metrics.record_ignored_fields(request)
     return answer_query(service, request, body, **changes)
 
 

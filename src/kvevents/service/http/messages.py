@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -40,18 +40,6 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 class Headers:
     """The headers that the endpoints use; of several headers with one name the first one counts, except for `Accept`."""
 
-    __slots__ = (
-        "authorization",
-        "fetch_mode",
-        "fetch_site",
-        "host",
-        "if_none_match",
-        "kind",
-        "last_event_id",
-        "origin",
-        "wants_msgpack",
-    )
-
     def __init__(self, headers: Sequence[tuple[str, bytes]]) -> None:
         fields = dict(reversed(headers))
         self.authorization: Final = fields.get("authorization")
@@ -60,7 +48,7 @@ class Headers:
         self.kind: Final = fields.get("content-type", b"").partition(b";")[0].strip().lower()
         """Media type of the body in lower case, without parameters; empty if not given."""
         self.host: Final = fields.get("host")
-        self.if_none_match: Final = fields.get("if-none-match")
+        self.if_none_match: Final = fields.get("if-none-match", b"")
         last_event_id = fields.get("last-event-id")
         self.last_event_id: Final = None if last_event_id is None else last_event_id.decode("latin-1")
         self.origin: Final = fields.get("origin")
@@ -84,14 +72,13 @@ def prefers_msgpack(accept: bytes) -> bool:
     return msgpack[0] > 0 and msgpack > other
 
 
-class Lookup(NamedTuple):
-    """Attributes of a span about the query of a request."""
+class Decoders(msgspec.Struct, frozen=True):
+    """Decoders for the request bodies of one endpoint."""
 
-    model: str
-    tokens: int
-    """Tokens of all prompts; 0 for hashes."""
-    longest: int
-    """Tokens that the best worker holds."""
+    json: Any = None
+    msgpack: Any = None
+    known: frozenset[str] | None = None
+    """Known fields, if unknown fields are ignored unless they resemble a known one; None if they are rejected."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,19 +90,20 @@ class HttpRequest:
     query: bytes
     headers: Headers
     body: bytes
+    decoders: Decoders
+    """Decoders of the body."""
+    limits: Limits
     caller: str = ""
     """Name of the caller's token, for the audit log."""
     peer: str = ""
     """Address of the client, for the audit log."""
-    route: str = ""
-    """Path of its route, which clients do not choose."""
     item: str = ""
     """The part of the path at the place of `{id}` in the route's path."""
     ignored_fields: tuple[str, ...] = ()
     """Unknown fields of the body that were ignored."""
     arguments: Mapping[str, str] = field(default_factory=dict)
     """Parameters of the query string that the endpoint knows, under their names of `/v1`."""
-    lookup: Lookup | None = None
+    span_attributes: dict[str, str | int] = field(default_factory=dict)
     """Attributes of its span about its query."""
     _parameters: dict[str, str] | None = None
 
@@ -130,6 +118,52 @@ class HttpRequest:
         if self._parameters is None:
             self._parameters = _parameters(self.query)
         return self._parameters
+
+    def read(self) -> Any:
+        """Return the decoded and checked body. Raises `ServiceError`."""
+        if self.kind in {MSGPACK, MSGPACK_BEFORE}:
+            return self._decode(self.decoders.msgpack, self.body)
+        if self.kind == JSON or self.kind.endswith(b"+json"):
+            return self._decode(self.decoders.json, self.body)
+        # Browsers send forms, text and bodies without a type to other origins without a preflight request.
+        raise ServiceError(
+            f"unsupported content type {self.kind.decode('latin-1')!r}",
+            "unsupported-media-type",
+            "send Content-Type: application/json or application/msgpack",
+            status=415,
+        )
+
+    def read_tokens(self, name: str) -> tuple[Any, Any]:
+        """Return the body and its token ids in field `name`, which are a buffer if possible. Raises `ServiceError`."""
+        extracted_parts = extract_token_array(self.body, name) if self.kind == JSON else None
+        if extracted_parts is not None:
+            return self._decode(self.decoders.json, extracted_parts[0]), extracted_parts[1]
+        value = self.read()
+        return value, getattr(value, name)
+
+    def _decode(self, decoder: Any, body: bytes) -> Any:
+        if len(body) > (limit := self.limits.max_json_bytes):
+            hint = f"limits.max_json_bytes is {limit}; send long prompts as JSON, or as raw token ids to /v1/match"
+            raise TooMuchError(f"the body has {len(body)} bytes beside its token ids", "too-large", hint)
+        try:
+            value = decoder.decode(body)
+        except (ValueError, RecursionError):  # unknown fields are rare; the second attempt reports other errors
+            value = _decode(decoder, self._without_unknown(decoder, body))
+        if decoder is self.decoders.json:
+            _check_repeated(body)
+        return value
+
+    def _without_unknown(self, decoder: Any, body: bytes) -> bytes:
+        """Return a body without its unknown fields, if they are ignored."""
+        known, codec = self.decoders.known, msgspec.json if decoder is self.decoders.json else msgspec.msgpack
+        try:
+            fields = {} if known is None else codec.decode(body, type=dict[str, msgspec.Raw])
+        except (ValueError, RecursionError):
+            return body
+        self.ignored_fields = tuple(name for name in fields if name not in (known or ()))
+        check_unknown(self.ignored_fields)
+        known_fields = {name: value for name, value in fields.items() if name not in self.ignored_fields}
+        return codec.encode(known_fields) if self.ignored_fields else body
 
 
 def _parameters(query: bytes) -> dict[str, str]:
@@ -164,6 +198,9 @@ class StreamingResponse:
     release: Callable[[], None] = lambda: None
 
 
+AnyResponse: TypeAlias = Response | StreamingResponse
+
+
 def answer(value: Any, request: HttpRequest | None = None, *, status: int = 200) -> Response:
     """Return a value as JSON, or as msgpack if the request prefers it."""
     if request is not None and request.headers.wants_msgpack:
@@ -186,75 +223,6 @@ def _shorten(text: str) -> str:
     return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
 
 
-class Body(msgspec.Struct, frozen=True):
-    """Decodes the request bodies of one endpoint."""
-
-    json: Any
-    msgpack: Any
-    known: frozenset[str] | None = None
-    """Known fields, if unknown fields are ignored unless they resemble a known one; None if they are rejected."""
-
-    @classmethod
-    def of(cls, kind: Any, *, tolerant: bool = False) -> Body:
-        """Return decoders for a type that forbids unknown fields; with `tolerant` they ignore fields of other clients."""
-        known = frozenset(kind.__struct_fields__) if tolerant else None
-        return cls(msgspec.json.Decoder(kind), msgspec.msgpack.Decoder(kind), known)
-
-    def read(self, request: HttpRequest, limits: Limits) -> Any:
-        """Decode and check the body. Raises `ServiceError`."""
-        _check_size(len(request.body), limits)
-        kind = request.kind
-        if kind in {MSGPACK, MSGPACK_BEFORE}:
-            decoder = self.msgpack
-        elif kind == JSON or kind.endswith(b"+json"):
-            decoder = self.json
-        else:
-            # Browsers send forms, text and bodies without a type to other origins without a preflight request.
-            raise ServiceError(
-                f"unsupported content type {kind.decode('latin-1')!r}",
-                "unsupported-media-type",
-                "send Content-Type: application/json or application/msgpack",
-                status=415,
-            )
-        return self._decode(request, decoder, request.body)
-
-    def read_tokens(self, request: HttpRequest, name: str, limits: Limits) -> tuple[Any, Any]:
-        """Decode the body and its token ids in field `name`, which are a buffer if possible. Raises `ServiceError`."""
-        extracted_parts = extract_token_array(request.body, name) if request.kind == JSON else None
-        if extracted_parts is not None:
-            _check_size(len(extracted_parts[0]), limits)
-            return self._decode(request, self.json, extracted_parts[0]), extracted_parts[1]
-        value = self.read(request, limits)
-        return value, getattr(value, name)
-
-    def _decode(self, request: HttpRequest, decoder: Any, body: bytes) -> Any:
-        value = self._decode_known(request, decoder, body)
-        if decoder is self.json:
-            _check_repeated(body)
-        return value
-
-    def _decode_known(self, request: HttpRequest, decoder: Any, body: bytes) -> Any:
-        if self.known is None:
-            return _decode(decoder, body)
-        try:
-            return decoder.decode(body)
-        except (ValueError, RecursionError):  # unknown fields are rare; the second attempt reports other errors
-            reduced = self._without_unknown(request, decoder, body)
-            return _decode(decoder, body if reduced is None else reduced)
-
-    def _without_unknown(self, request: HttpRequest, decoder: Any, body: bytes) -> bytes | None:
-        """Encode the body without its unknown fields; None if it has none or is malformed."""
-        codec: Any = msgspec.json if decoder is self.json else msgspec.msgpack
-        try:
-            fields = codec.decode(body, type=dict[str, msgspec.Raw])
-        except (ValueError, RecursionError):
-            return None
-        request.ignored_fields = tuple(name for name in fields if name not in (self.known or ()))
-        check_unknown(request.ignored_fields)
-        known_fields = {name: value for name, value in fields.items() if name not in request.ignored_fields}
-        return codec.encode(known_fields) if request.ignored_fields else None
-
-
 def _check_repeated(body: bytes) -> None:
     """Raise `RefusedError` for a field that occurs twice: programs differ in which one counts, and it can be a tenant."""
 
@@ -268,15 +236,6 @@ def _check_repeated(body: bytes) -> None:
         json.loads(body, object_pairs_hook=check)
     except RecursionError as error:
         raise RefusedError("malformed body: it is nested too deeply", "malformed-body", "send one JSON object") from error
-
-
-def _check_size(size: int, limits: Limits) -> None:
-    if size > limits.max_json_bytes:
-        raise TooMuchError(
-            f"the body has {size} bytes beside its token ids",
-            "too-large",
-            f"limits.max_json_bytes is {limits.max_json_bytes}; send long prompts as JSON, or as raw token ids to /v1/match",
-        )
 
 
 def _decode(decoder: Any, body: bytes) -> Any:

@@ -15,7 +15,7 @@ from msgspec import UNSET, Struct
 from kvevents.service.data_plane import Answered
 from kvevents.service.errors import ServiceError, TooMuchError
 from kvevents.service.fleet.registration import Scope
-from kvevents.service.http.messages import JSON, MSGPACK, HttpRequest, Lookup, Response
+from kvevents.service.http.messages import JSON, MSGPACK, HttpRequest, Response
 from kvevents.service.scope_fields import scope_of
 from kvevents.service.service import Service
 
@@ -39,8 +39,9 @@ def answer_query(service: Service, request: HttpRequest, query: Struct, tokens: 
     fields = {name: value for name, value in values.items() if value is not None and value is not UNSET}
     wants_msgpack = request.path.startswith("/v1/") and request.headers.wants_msgpack
     response = ask(service, scope, request.path, fields, tokens, wants_msgpack=wants_msgpack)
-    count = sum(map(len, fields["prompts"])) if "prompts" in fields else len(tokens)
-    request.lookup = Lookup(scope.model, count, response.longest)
+    request.span_attributes = {"kvevents.model": scope.model, "kvevents.longest_matched": response.longest}
+    if count := sum(map(len, fields["prompts"])) if "prompts" in fields else len(tokens):  # unknown for hashes
+        request.span_attributes["kvevents.prompt_tokens"] = count
     return Response(response.body, kind=MSGPACK if wants_msgpack else JSON)
 
 

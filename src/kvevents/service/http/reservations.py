@@ -9,11 +9,10 @@ import msgspec
 
 from kvevents.client.schemas import MAX_RESERVATION_ID, ReservationUpdate
 from kvevents.service.errors import NotFoundError, UnavailableError
-from kvevents.service.http.messages import JSON, MSGPACK, Body, HttpRequest, Response, answer_json
+from kvevents.service.http.messages import JSON, MSGPACK, HttpRequest, Response, answer_json
 from kvevents.service.http.pages import read_number
 from kvevents.service.service import Service
 
-UPDATE: Final = Body.of(ReservationUpdate)
 _UNCHANGED: Final = ReservationUpdate()
 MAX_LISTED: Final = 10_000
 """Maximum number of reservations of one answer."""
@@ -28,7 +27,7 @@ def show(service: Service, request: HttpRequest) -> Response:
 
 def update(service: Service, request: HttpRequest) -> Response:
     """Change a reservation, and restart its time."""
-    return _answer(service, request, UPDATE.read(request, service.settings.limits))
+    return _answer(service, request, request.read())
 
 
 def finish(service: Service, request: HttpRequest) -> Response:

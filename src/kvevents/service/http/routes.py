@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -23,15 +23,13 @@ from kvevents.service.access import Role
 from kvevents.service.exposition import exposition
 from kvevents.service.http import dynamo_messages as dynamo
 from kvevents.service.http import dynamo_selection, indexer_api, indexer_listings, pages, reservations, v1
-from kvevents.service.http.messages import PROBLEM, HttpRequest, Response, StreamingResponse, answer
+from kvevents.service.http.messages import PROBLEM, AnyResponse, Decoders, HttpRequest, Response, answer
 from kvevents.service.http.thread_pools import FLEET, LISTING, METRICS, QUERIES
 from kvevents.service.service import Service
 from kvevents.stream import TrustState
 
-Handler: TypeAlias = "Callable[[Service, HttpRequest], Response | StreamingResponse]"
-"""Handles a request, in the thread pool of its route."""
-AsyncHandler: TypeAlias = "Callable[[Service, HttpRequest], Awaitable[Response | StreamingResponse]]"
-"""Handles a request in the event loop."""
+Handler: TypeAlias = "Callable[[Service, HttpRequest], AnyResponse | Awaitable[AnyResponse]]"
+"""Handles a request, in the thread pool of its route, or in the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +43,13 @@ class Parameter:
     """JSON Schema of the value."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Route:
     """One row of the table."""
 
     method: str
     path: str
-    handler: Handler | AsyncHandler
+    handler: Handler
     role: Role | None
     """Role that a caller needs; None if the endpoint is public."""
     tag: str
@@ -82,6 +80,16 @@ class Route:
     def summary(self) -> str:
         """First line of the handler's docstring."""
         return (self.handler.__doc__ or "").partition("\n")[0]
+
+    @property
+    def known(self) -> frozenset[str] | None:
+        """Fields of the body, if others are ignored, as in the APIs of Dynamo and Mooncake; None if they are rejected."""
+        return None if self.takes is None or self.tag == "v1" else frozenset(self.takes.__struct_fields__)
+
+    @cached_property
+    def decoders(self) -> Decoders:
+        """Decoders of the body."""
+        return Decoders(msgspec.json.Decoder(self.takes), msgspec.msgpack.Decoder(self.takes), self.known)
 
 
 _NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
@@ -143,11 +151,6 @@ def health(service: Service, request: HttpRequest) -> Response:
     """Return whether the service receives events; 503 if the process must be restarted."""
     status = service.health()
     return answer(status, request, status=503 if status.status == "failed" else 200)
-
-
-def live(service: Service, request: HttpRequest) -> Response:
-    """Return the same as `/health`, under the path that Kubernetes uses."""
-    return health(service, request)
 
 
 def ready(service: Service, request: HttpRequest) -> Response:
@@ -264,7 +267,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _v1("GET", "/v1/events", v1.events, parameters=_FILTERS, headers=_EVENTS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
     _probe("/health", health, gives=schemas.HealthAnswer, also=_FAILED),
-    _probe("/livez", live, gives=schemas.HealthAnswer, also=_FAILED),
+    _probe("/livez", health, gives=schemas.HealthAnswer, also=_FAILED),
     _probe("/readyz", ready, gives=schemas.ReadyAnswer, also=_NOT_READY),
     _public("/metrics", metrics, role=Role.READ, media="text/plain", pool=METRICS),
     _public("/openapi.json", openapi),
@@ -321,6 +324,9 @@ def openapi_document() -> dict[str, Any]:
     schemas, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_REF)
     for kind, rules in (indexer_api.SCHEMA_RULES | dynamo.SCHEMA_RULES).items():
         components[kind.__name__] |= rules
+    for endpoint in ENDPOINTS:
+        if endpoint.known is not None:
+            components[endpoint.takes.__name__]["additionalProperties"] = True
     for kind in kinds:
         for alias in getattr(kind, "ALIASES", ()):
             components[kind.__name__]["properties"].pop(alias, None)

@@ -16,10 +16,8 @@ from kvevents.client.schemas import (
     DrainAnswer,
     DrainRequest,
     MatchManyRequest,
-    MatchRequest,
     Reserve,
     ScopedRequest,
-    SelectRequest,
     SourcesAnswer,
 )
 from kvevents.index import Block
@@ -27,17 +25,13 @@ from kvevents.service.errors import NotFoundError, RefusedError, TooMuchError, U
 from kvevents.service.fleet.event_bus import StreamEvent, Subscription
 from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import Registration, source_name
-from kvevents.service.http.messages import RAW, Body, HttpRequest, Response, StreamingResponse, answer
+from kvevents.service.http.messages import RAW, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.http.pages import cut_page, read_cursor, read_number, tag
 from kvevents.service.http.queries import answer_query, check_tokens
 from kvevents.service.registrations import Client, InstanceQuery
 from kvevents.service.service import Service
 from kvevents.settings import build_decoder_now
 
-MATCH: Final = Body.of(MatchRequest)
-MATCH_MANY: Final = Body.of(MatchManyRequest)
-SELECT: Final = Body.of(SelectRequest)
-DRAIN: Final = Body.of(DrainRequest)
 MAX_PAGE: Final = 10_000
 """Maximum length of a page of `/v1/blocks`, in blocks."""
 DEFAULT_PAGE: Final = 1_000
@@ -61,7 +55,7 @@ def match(service: Service, request: HttpRequest) -> Response:
     if request.kind == RAW:
         query, tokens = _raw_prompt(request)
     else:
-        query, tokens = MATCH.read_tokens(request, "tokens", service.settings.limits)
+        query, tokens = request.read_tokens("tokens")
     return answer_query(service, request, query, tokens)
 
 
@@ -88,14 +82,14 @@ def _raw_prompt(request: HttpRequest) -> tuple[ScopedRequest, Any]:
 
 def match_many(service: Service, request: HttpRequest) -> Response:
     """Return the longest prefix of each of several prompts of one scope that each worker holds."""
-    query: MatchManyRequest = MATCH_MANY.read(request, service.settings.limits)
+    query: MatchManyRequest = request.read()
     check_tokens(service, sum(map(len, query.prompts)))
     return answer_query(service, request, query)
 
 
 def select(service: Service, request: HttpRequest) -> Response:
     """Select the worker for a prompt by what each worker holds, its trust and its load."""
-    query, tokens = SELECT.read_tokens(request, "tokens", service.settings.limits)
+    query, tokens = request.read_tokens("tokens")
     candidates = query.candidates or ()
     if len(candidates) > (limit := service.settings.limits.max_candidates):
         raise TooMuchError(
@@ -123,7 +117,7 @@ def sources(service: Service, request: HttpRequest) -> Response:
 
 async def drain(service: Service, request: HttpRequest) -> Response:
     """Exclude an engine, or one rank of it, from selections while its stream is followed; `draining: false` ends that."""
-    body: DrainRequest = DRAIN.read(request, service.settings.limits)
+    body: DrainRequest = request.read()
     query = InstanceQuery(str(body.instance), body.rank, body.model, body.tenant, body.group)
     client = Client(request.caller, request.peer)
     ranks = await service.registrations.drain(query, client, is_draining=body.draining)
@@ -180,9 +174,8 @@ def events(service: Service, request: HttpRequest) -> StreamingResponse:
             "raise limits.max_listeners, or poll /v1/sources",
         )
     context = ExitStack()
-    last_id = request.headers.last_event_id
     # It counts from now on.
-    subscription = context.enter_context(service.fleet.event_bus.subscribe(last_id))
+    subscription = context.enter_context(service.fleet.event_bus.subscribe(request.headers.last_event_id))
     return StreamingResponse(_events(subscription, request.arguments), b"text/event-stream", release=context.close)
 
 
