@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import re
 import socket
@@ -27,7 +26,6 @@ from kvevents_plane.settings import ConnectionLimits, PlaneSettings
 from nats_cases import needs_nats
 from nats_logins import Key, Operator
 from tools.nats_servers import NatsServer, nats_cluster, nats_server
-from tools.ports import reserve_port
 
 IMPATIENT = ConnectionLimits(reconnect_seconds=0.01, max_reconnect_seconds=0.02)
 """The client reconnects almost at once, so that no test waits for a pause."""
@@ -436,15 +434,13 @@ async def test_a_forbidden_request_fails_at_once(users: NatsServer, caplog: pyte
     assert [record.getMessage() for record in caplog.records] == ['reader: permissions violation for publish to "lane.1"']
 
 
-@pytest.mark.parametrize(
-    ("missing", "fields"), [("nats", {}), ("nkeys", {"nkey": "seed"}), ("aiohttp", {"servers": ("ws://x",)})]
-)
+@pytest.mark.parametrize(("missing", "fields"), [("nats", {}), ("nkeys", {"nkey": "seed"})])
 async def test_a_missing_package_is_an_error_that_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, seed: str, missing: str, fields: dict[str, Any]
 ) -> None:
     fields = {"servers": ("nats://x",)} | fields | ({"nkey": seed} if "nkey" in fields else {})
     monkeypatch.setattr(connection, "find_spec", lambda name: None if name == missing else object())
-    with pytest.raises(MissingDependencyError, match=r"aiohttp" if missing == "aiohttp" else r"kvevents\[plane\]"):
+    with pytest.raises(MissingDependencyError, match=r"kvevents\[plane\]"):
         await connect(PlaneSettings(**fields), name="test")
 
 
@@ -472,27 +468,6 @@ async def test_the_client_reconnects_to_a_server_that_was_killed(tmp_path: Path,
     assert len(lines) - len(set(lines)) == 1  # `connected`, twice
     assert lines[0] == f"bridge: connected to {where}"
     assert lines[-2:] == [f"bridge: connected to {where}", "bridge: closed the connection to its servers"]
-
-
-@pytest.mark.filterwarnings("ignore:parameter 'timeout' of type 'float':DeprecationWarning")  # from nats-py's call of aiohttp
-async def test_a_websocket_client_reconnects_and_closes_its_session(tmp_path: Path) -> None:
-    """pytest fails the test for a session of aiohttp that is still open when it is collected."""
-    address = {"host": "127.0.0.1", "port": reserve_port(), "no_tls": True}
-    states = States()
-    with nats_server(tmp_path, websocket=address) as server:
-        settings = PlaneSettings(servers=(f"ws://127.0.0.1:{address['port']}",), connection=IMPATIENT)
-        async with open_client(settings, name="test", on_state=states) as client:
-            assert await can_publish(client)
-            server.kill()
-            await states.wait("connected", "reconnecting")
-            server.start()
-            await states.wait("connected", "reconnecting", "connected")
-            assert await can_publish(client)
-            server.pause()
-            await await_in_time(close(client, 0.2))
-            server.resume()
-    del client
-    gc.collect()
 
 
 async def test_the_client_leaves_a_server_that_stops_responding_for_another(tmp_path: Path) -> None:

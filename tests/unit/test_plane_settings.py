@@ -55,7 +55,6 @@ def test_only_the_servers_are_required() -> None:
         ({"servers": ("nats://host:70000",)}, "expected nats://HOST:4222"),
         ({"servers": ("nats://host:0",)}, "expected nats://HOST:4222"),
         ({"servers": ("nats://host/partitions",)}, "text after the port"),
-        ({"servers": (URL, "wss://host")}, "servers mix WebSocket and TCP"),
         ({"servers": ("nats://a:b@x", "nats://c:d@y")}, "the URLs have different logins"),
         ({"servers": ("nats://a:b@x",), "token": "t"}, "token and the login in the URL exclude each other"),
         ({"name": ""}, "1 to 32 letters"),
@@ -101,14 +100,8 @@ def test_invalid_files_are_rejected(files: dict[str, str], wrong: dict[str, str]
         PlaneSettings(servers=(URL,), **fields)
 
 
-def test_tls_settings_are_rejected_for_plain_websocket(files: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="ws:// has no TLS"):
-        PlaneSettings(servers=("ws://host",), tls_ca=files["pem"])
-
-
-@pytest.mark.parametrize("url", ["tls://host", "wss://host"])
-def test_a_url_can_require_tls(url: str) -> None:
-    assert PlaneSettings(servers=(url,)).needs_tls
+def test_a_url_can_require_tls() -> None:
+    assert PlaneSettings(servers=("tls://host",)).needs_tls
 
 
 def test_a_certificate_authority_requires_tls(files: dict[str, str]) -> None:
@@ -127,8 +120,7 @@ def test_credentials_and_seed_files_are_read_in_the_format_of_the_nats_tools(fil
         ("tls://u:p@host:1", Login("u", "p"), "tls://host:1"),
         ("nats://t@[::1]", Login(None, None, "t"), "nats://[::1]:4222"),
         ("nats://u:a%40b%2F%25@host", Login("u", "a@b/%"), "nats://host:4222"),
-        ("ws://host/nats", Login(), "ws://host:80/nats"),
-        ("wss://u:@host", Login("u", ""), "wss://host:443"),
+        ("tls://u:@host", Login("u", ""), "tls://host:4222"),
     ],
 )
 def test_a_url_is_split_into_an_address_and_a_login(url: str, login: Login, address: str) -> None:
@@ -153,7 +145,7 @@ def test_text_before_the_host_never_appears_in_errors(user: str, password: str, 
         {"servers": (f"nats://u:1{SECRET}@host",)},
         {"servers": (f"nats://{SECRET}@host:x",)},
         {"servers": (f"http://u:{SECRET}@host",)},
-        {"servers": ("nats://u:tops%2Fecret@host", "wss://host")},
+        {"servers": ("nats://u:tops%2Fecret@host", "ws://host")},
         {"servers": ("nats://u:tops%2Fecret@host",), "token": SECRET},
         {"servers": ("nats://u:tops%2Fecret@host", "nats://u:other@host")},
         {"servers": (URL,), "token": SECRET, "partitions": 0},

@@ -159,8 +159,6 @@ def _require_nats(settings: PlaneSettings) -> None:
     for module in needed:
         if find_spec(module) is None:
             raise MissingDependencyError(f"a plane needs {module}, which is not installed", "plane")
-    if settings.over_web and find_spec("aiohttp") is None:
-        raise MissingDependencyError(f"{settings.server_list}: WebSocket also needs aiohttp: pip install 'nats-py[aiohttp]'")
 
 
 def _nats_failures() -> tuple[type[Exception], ...]:

@@ -24,22 +24,19 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 from asyncio import StreamWriter
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from nats import errors
 from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
-from nats.aio.transport import TcpTransport, WebSocketTransport
+from nats.aio.transport import TcpTransport
 from nats.protocol.parser import PERMISSIONS_ERR
 
 from kvevents_plane.nats_errors import keep_cancellation
 
 _FORBIDDEN_SUBJECT: Final = re.compile(r'publish to "(.*?)"')
-_WEB: Final = ("ws", "wss")
 
 
 class NotPermittedError(errors.AuthorizationError):
@@ -73,8 +70,7 @@ class PlaneClient(Client):
         self._is_closing = True
         await self._end_reconnecting()
         self._abort_transport()
-        if not isinstance(self._transport, WebSocketTransport):  # nats-py also closes its HTTP session
-            self._transport = None  # nats-py would wait for the end of a TLS handshake that has failed
+        self._transport = None  # nats-py would wait for the end of a TLS handshake that has failed
         self._pending.clear()
         self._pending_data_size = 0
         await super().close()
@@ -88,9 +84,6 @@ class PlaneClient(Client):
         match self._transport:
             case TcpTransport(_io_writer=StreamWriter() as writer):
                 writer.transport.abort()
-            case WebSocketTransport(_ws=web) if web is not None and (connected := web.get_extra_info("socket")) is not None:
-                with suppress(OSError):
-                    connected.shutdown(socket.SHUT_RDWR)
 
     async def publish(self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, Any] | None = None) -> None:
         """Publish as nats-py does, but end if the task is cancelled while it waits for the socket."""
@@ -124,8 +117,7 @@ class PlaneClient(Client):
     # ------------------------------------------------------------------------------------------------
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        upgrades = self._current_server is not None and self._current_server.uri.scheme not in _WEB
-        if initial_connection and upgrades and self._needs_tls and not info.get("tls_required"):
+        if initial_connection and self._needs_tls and not info.get("tls_required"):
             raise errors.SecureConnWantedError
         await super()._process_info(info, initial_connection)
 

@@ -28,11 +28,8 @@ MAX_SECRET_BYTES: Final = 64 << 10
 MAX_INBOX: Final = 64
 """Characters of an inbox prefix; NATS appends at least 22 more."""
 
-DEFAULT_PORTS: Final = {"nats": 4222, "tls": 4222, "ws": 80, "wss": 443}
-_WEB: Final = frozenset({"ws", "wss"})
-_ENCRYPTED: Final = frozenset({"tls", "wss"})
+DEFAULT_PORT: Final = 4222
 _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
-_TLS_FIELDS: Final = (*_TLS_FILES, "tls_hostname")
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _SUBJECT: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _SEED: Final = re.compile(r"SU[A-Z2-7]{56}")
@@ -132,8 +129,8 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Settings that exclude each other: the client logs in with one of them."""
 
     servers: tuple[Url, ...]
-    """NATS server of the plane: nats://HOST:4222, or tls://, ws://, wss://; one of a cluster is enough. The client tries others
-    when it is unreachable. `USER:PASSWORD@` or `TOKEN@` may be before the host. With `tls://` nothing is sent without TLS."""
+    """NATS server of the plane: nats://HOST:4222 or tls://HOST:4222; one of a cluster is enough. The client tries others when
+    it is unreachable. `USER:PASSWORD@` or `TOKEN@` may be before the host. With `tls://` nothing is sent without TLS."""
     name: Annotated[Name, "--plane"] = "default"
     """Name of the plane; planes of different names share servers and nothing else. 1 to 32 letters, digits, `-` and `_`."""
     partitions: Annotated[int, "--partitions", Range(1, MAX_PARTITIONS)] = 8
@@ -169,8 +166,6 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError("servers is empty; a plane needs at least one server, such as nats://127.0.0.1:4222")
         for url in self.servers:
             _check_url(url)
-        if len({scheme in _WEB for scheme in self._schemes()}) > 1:
-            raise ConfigError(f"servers mix WebSocket and TCP: {self.server_list}; use one of them for all servers")
         self._check_streams()
         self._check_login()
         self._check_inbox()
@@ -209,11 +204,6 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name in _TLS_FILES:
             if (path := getattr(self, name)) is not None:
                 _read_start(name, path)
-        if "ws" in self._schemes() and any(getattr(self, name) is not None for name in _TLS_FIELDS):
-            raise ConfigError(f"{self.server_list}: ws:// has no TLS; use wss://, or remove the tls_ settings")
-
-    def _schemes(self) -> set[str]:
-        return {urlsplit(url).scheme for url in self.servers}
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -235,13 +225,8 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def needs_tls(self) -> bool:
         """Whether the client sends nothing, not even a login, to a server without TLS."""
-        is_set = any(getattr(self, name) is not None for name in _TLS_FIELDS)
-        return is_set or bool(self._schemes() & _ENCRYPTED)
-
-    @property
-    def over_web(self) -> bool:
-        """Whether the URLs are WebSocket URLs."""
-        return bool(self._schemes() & _WEB)
+        is_set = any(getattr(self, name) is not None for name in (*_TLS_FILES, "tls_hostname"))
+        return is_set or any(urlsplit(url).scheme == "tls" for url in self.servers)
 
     def read_credentials(self) -> Credentials:
         """Read the credentials file. Raises `ConfigError`."""
@@ -313,16 +298,16 @@ def without_login(url: str) -> str:
 
 def _check_url(url: str) -> None:
     shown = without_login(url)
-    expected = "expected nats://HOST:4222, tls://HOST:4222, ws://HOST:80 or wss://HOST:443"
+    expected = "expected nats://HOST:4222 or tls://HOST:4222"
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
         # The original error contains the text at the position of the port, which may be a part of a password.
         raise ConfigError(f"invalid server {shown!r}: {expected}") from None
-    if parts.scheme not in DEFAULT_PORTS or not parts.hostname or port == 0:
+    if parts.scheme not in {"nats", "tls"} or not parts.hostname or port == 0:
         raise ConfigError(f"invalid server {shown!r}: {expected}")
-    if parts.query or parts.fragment or (parts.path.strip("/") and parts.scheme not in _WEB):
+    if parts.query or parts.fragment or parts.path.strip("/"):
         raise ConfigError(
             f"invalid server {shown!r}: text after the port; {expected}, and write / ? # @ in a password as %2F %3F %23 %40"
         )
@@ -330,7 +315,7 @@ def _check_url(url: str) -> None:
 
 def _address(url: SplitResult) -> str:
     host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
-    return f"{url.scheme}://{host}:{url.port or DEFAULT_PORTS[url.scheme]}{url.path if url.scheme in _WEB else ''}"
+    return f"{url.scheme}://{host}:{url.port or DEFAULT_PORT}"
 
 
 def _login_of(url: str) -> Login:
