@@ -81,19 +81,6 @@ def test_importing_kvevents_loads_only_msgspec_and_pyzmq() -> None:
     assert result.stdout.splitlines() == ["[]", "[]"]
 
 
-def test_connecting_to_a_plane_without_its_extra_names_the_extra() -> None:
-    """The settings of a plane can be imported without the extra."""
-    script = (
-        "import sys; sys.modules['nats'] = None;"  # as if it were not installed
-        "import asyncio; from kvevents_plane.settings import PlaneSettings; from kvevents_plane.connection import connect;"
-        "asyncio.run(connect(PlaneSettings(servers=('nats://127.0.0.1',)), name='x'))"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
-    assert result.stderr.splitlines()[-1].endswith(
-        "a plane needs nats, which is not installed: install kvevents[plane], see Install in the documentation"
-    )
-
-
 @pytest.mark.parametrize("package", ["kvevents", "kvevents.routing", "kvevents.subscriber"])
 def test_the_imports_for_type_checkers_are_the_table_of_lazy_imports(package: str) -> None:
     """A name that only one of them has would be an error in a program, or in its checker, but not in both."""

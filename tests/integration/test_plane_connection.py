@@ -17,8 +17,7 @@ import pytest
 
 from certificate_cases import make_certificates
 from discovery_cases import DEADLINE, await_in_time
-from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
-from kvevents_plane import connection
+from kvevents.errors import ConfigError, PlaneError
 from kvevents_plane.connection import close, connect, open_client, require_jetstream
 from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import map_errors
@@ -432,16 +431,6 @@ async def test_a_forbidden_request_fails_at_once(users: NatsServer, caplog: pyte
             await client.request("$JS.API.CONSUMER.X", timeout=0.01)
         assert timed.value.fault in {"timeout", "away"}
     assert [record.getMessage() for record in caplog.records] == ['reader: permissions violation for publish to "lane.1"']
-
-
-@pytest.mark.parametrize(("missing", "fields"), [("nats", {}), ("nkeys", {"nkey": "seed"})])
-async def test_a_missing_package_is_an_error_that_names_the_extra(
-    monkeypatch: pytest.MonkeyPatch, seed: str, missing: str, fields: dict[str, Any]
-) -> None:
-    fields = {"servers": ("nats://x",)} | fields | ({"nkey": seed} if "nkey" in fields else {})
-    monkeypatch.setattr(connection, "find_spec", lambda name: None if name == missing else object())
-    with pytest.raises(MissingDependencyError, match=r"kvevents\[plane\]"):
-        await connect(PlaneSettings(**fields), name="test")
 
 
 # --- faults ------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,1 @@
-"""Beyond one machine: engines' streams in NATS JetStream, a distributed log, from which any number of indexes are built.
-
-Connecting without nats-py raises `MissingDependencyError`.
-"""
+"""Beyond one machine: engines' streams in NATS JetStream, a distributed log, from which any number of indexes are built."""

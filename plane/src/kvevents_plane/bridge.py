@@ -31,7 +31,9 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
+
+from nats.js import JetStreamContext
 
 from kvevents.errors import ConfigError, PlaneError
 from kvevents_plane.bridge_rules import REACHED, EngineLiveness, UnclaimedEngines
@@ -46,6 +48,7 @@ from kvevents_plane.engine_reader import (
     size_of,
 )
 from kvevents_plane.layout import Layout, create_buckets, create_plane
+from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import first_error
 from kvevents_plane.partition_state import TrustReport
 from kvevents_plane.partition_writer import PartitionStatus, PartitionWriter
@@ -63,11 +66,6 @@ from kvevents_plane.records import (
     stream_text,
 )
 from kvevents_plane.settings import BridgeSettings
-
-if TYPE_CHECKING:
-    from nats.js import JetStreamContext
-
-    from kvevents_plane.nats_client import PlaneClient
 
 __all__ = ["Bridge", "BridgeSettings", "BridgeStatus", "PartitionStatus", "Watch"]
 

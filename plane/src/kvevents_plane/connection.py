@@ -10,20 +10,20 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
+import nkeys  # type: ignore[import-untyped]  # it has no types
+from nats import errors
+from nats.aio.client import Client, Server
+from nats.js.api import AccountInfo
+from nats.js.errors import APIError
+
 from kvevents.backoff import Backoff
-from kvevents.errors import ConfigError, MissingDependencyError, PlaneError
+from kvevents.errors import ConfigError, PlaneError
+from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import HINTS, PlaneFault, classify_error, error_text, map_errors
-from kvevents_plane.settings import ConnectionLimits, Credentials, PlaneSettings
-
-if TYPE_CHECKING:
-    from nats.aio.client import Client, Server
-    from nats.js.api import AccountInfo
-
-    from kvevents_plane.nats_client import PlaneClient
+from kvevents_plane.settings import ConnectionLimits, PlaneSettings
 
 STABLE_SECONDS: Final = 1.0
 """Seconds after which a connection counts as stable: the pauses of the next attempts start short again."""
@@ -40,6 +40,8 @@ _FIRST_HINTS: Final[dict[PlaneFault, str]] = {
 """Hints for the first connection, instead of those of `HINTS`."""
 _NO_JETSTREAM: Final = frozenset({None, 10035, 10039, 10076})
 """Error codes of an account without JetStream: no responder, JSNoAccountErr, JSNotEnabledForAccountErr, JSNotEnabledErr."""
+_NATS_FAILURES: Final = (errors.Error, OSError, ValueError)
+"""Exceptions that nats-py raises or lets through for a server that is unreachable or no NATS server."""
 _STATES: Final = {
     "connected": (logging.INFO, "%s: connected to %s"),
     "reconnecting": (logging.WARNING, "%s: lost the connection to %s; reconnecting"),
@@ -51,8 +53,7 @@ DEFAULT_LIMITS: Final = ConnectionLimits()
 
 
 def check_connection(settings: PlaneSettings) -> None:
-    """Raise the errors that `connect` raises before it contacts a server: `ConfigError` and `MissingDependencyError`."""
-    _require_nats(settings)
+    """Raise the errors that `connect` raises before it contacts a server: `ConfigError` for invalid files."""
     _options(settings)
 
 
@@ -62,10 +63,8 @@ async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str
     The servers list the client as `name`. `on_state` is called with `connected`, `reconnecting` or `closed` at each change; it
     runs in the event loop and must neither block nor raise.
 
-    Each server is tried once. Raises `PlaneError` with the reason for each server, `ConfigError` for invalid files, and
-    `MissingDependencyError` without nats-py.
+    Each server is tried once. Raises `PlaneError` with the reason for each server, and `ConfigError` for invalid files.
     """
-    _require_nats(settings)
     options = _options(settings)
     loop = asyncio.get_running_loop()
     end = loop.time() + settings.connection.connect_seconds
@@ -75,7 +74,7 @@ async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str
         try:
             async with asyncio.timeout((end - loop.time()) / (len(addresses) - count)):
                 client = await _open(settings, options, address, ConnectionLog(name, on_state, settings.connection, addresses))
-        except _nats_failures() as error:
+        except _NATS_FAILURES as error:
             failed.append((address, error))
         else:
             client.add_servers(addresses)
@@ -97,7 +96,7 @@ async def open_client(
 
 async def close(client: PlaneClient, seconds: float = DEFAULT_LIMITS.close_seconds) -> None:
     """Send published messages and close the connection, within `seconds` each; messages that could not be sent are lost."""
-    with suppress(*_nats_failures()):
+    with suppress(*_NATS_FAILURES):
         async with asyncio.timeout(seconds):
             if client.is_connected:
                 await client.flush()
@@ -144,35 +143,13 @@ def _at_server(client: Client) -> str:
 
 def _is_without_jetstream(error: BaseException | None) -> bool:
     """Return whether an error says that JetStream is disabled, rather than without a leader or forbidden."""
-    from nats.js import errors  # noqa: PLC0415 - an extra
-
-    return isinstance(error, errors.APIError) and error.err_code in _NO_JETSTREAM
+    return isinstance(error, APIError) and error.err_code in _NO_JETSTREAM
 
 
 # --- the first connection ----------------------------------------------------------------------------------------------------
 
 
-def _require_nats(settings: PlaneSettings) -> None:
-    needed = ["nats"]
-    if settings.credentials is not None or settings.nkey is not None:
-        needed.append("nkeys")
-    for module in needed:
-        if find_spec(module) is None:
-            raise MissingDependencyError(f"a plane needs {module}, which is not installed", "plane")
-
-
-def _nats_failures() -> tuple[type[Exception], ...]:
-    """Return the exceptions that nats-py raises or lets through for a server that is unreachable or no NATS server."""
-    from nats import errors  # noqa: PLC0415 - an extra
-
-    return (errors.Error, OSError, ValueError)
-
-
 async def _open(settings: PlaneSettings, options: dict[str, Any], address: str, states: ConnectionLog) -> PlaneClient:
-    from nats import errors  # noqa: PLC0415 - an extra
-
-    from kvevents_plane.nats_client import PlaneClient  # noqa: PLC0415 - needs it
-
     client = PlaneClient(needs_tls=settings.needs_tls)
     try:
         await client.connect([address], **options, **states.callbacks(client))
@@ -188,7 +165,7 @@ async def _open(settings: PlaneSettings, options: dict[str, Any], address: str, 
 
 
 async def _end(client: PlaneClient, seconds: float) -> None:
-    with suppress(*_nats_failures()):
+    with suppress(*_NATS_FAILURES):
         async with asyncio.timeout(seconds):
             await client.close()
 
@@ -219,8 +196,8 @@ def _options(settings: PlaneSettings) -> dict[str, Any]:
     }
     if settings.credentials is not None:
         _sign(settings.read_credentials().seed, "")
-        options["user_jwt_cb"] = lambda: _credentials(settings).jwt.encode()  # noqa: PLW0108 - read again each time
-        options["signature_cb"] = lambda nonce: _sign_with_file(settings, nonce)
+        options["user_jwt_cb"] = lambda: _read_login(settings)
+        options["signature_cb"] = lambda nonce: _read_login(settings, nonce)
     elif settings.nkey is not None:
         options["nkeys_seed_str"] = settings.read_seed()
         _sign(settings.read_seed(), "")
@@ -246,26 +223,20 @@ def _refuse_password() -> str:
     raise ConfigError("tls_key is encrypted with a password; store the key without a password")
 
 
-def _credentials(settings: PlaneSettings) -> Credentials:
-    """Read the credentials file. Raises `PlaneError`, which nats-py counts as a failed attempt."""
-    try:
-        return settings.read_credentials()
-    except ConfigError as error:
-        raise PlaneError(str(error), fault="denied") from error
+def _read_login(settings: PlaneSettings, nonce: str | None = None) -> bytes:
+    """Return the JWT in the credentials file, or the signature of a nonce.
 
-
-def _sign_with_file(settings: PlaneSettings, nonce: str) -> bytes:
-    """Sign with the seed in the credentials file. Raises `PlaneError`, which nats-py counts as a failed attempt."""
+    Raises `PlaneError`, which nats-py counts as a failed attempt.
+    """
     try:
-        return _sign(_credentials(settings).seed, nonce)
+        credentials = settings.read_credentials()
+        return credentials.jwt.encode() if nonce is None else _sign(credentials.seed, nonce)
     except ConfigError as error:
         raise PlaneError(str(error), fault="denied") from error
 
 
 def _sign(seed: str, nonce: str) -> bytes:
     """Sign a server's nonce. Raises `ConfigError`."""
-    import nkeys  # type: ignore[import-untyped]  # noqa: PLC0415 - an extra; it has no types
-
     try:
         signed: bytes = nkeys.from_seed(bytearray(seed.encode())).sign(nonce.encode())
     except (nkeys.NkeysError, ValueError) as error:

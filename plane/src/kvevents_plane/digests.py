@@ -10,18 +10,17 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
+from nats.js import JetStreamContext
+from nats.js.errors import KeyNotFoundError
 
 from kvevents.errors import PlaneError
 from kvevents.settings import build_decoder_now
 from kvevents_plane.layout import Layout
 from kvevents_plane.nats_errors import map_errors
 from kvevents_plane.records import StreamKey
-
-if TYPE_CHECKING:
-    from nats.js import JetStreamContext
 
 LIST_SECONDS: Final = 5.0
 """Timeout of reading the digests of all replicas."""
@@ -95,8 +94,6 @@ async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, Replic
     The function lists the bucket's subjects and requests each entry, because nats-py's `KeyValue.keys` waits forever if the
     last entry of its list is rewritten meanwhile.
     """
-    from nats.js.errors import KeyNotFoundError  # noqa: PLC0415 - an extra
-
     begin = f"$KV.{layout.digests}."
     digests_by_name: dict[str, ReplicaDigests] = {}
     activity = "reading the digests of the replicas"

@@ -15,19 +15,18 @@ import asyncio
 import hashlib
 import secrets
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
+from nats.js import JetStreamContext, api
+from nats.js.api import StreamInfo
+from nats.js.errors import NotFoundError
 
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.settings import build_decoder_now
 from kvevents_plane.nats_errors import map_errors
 from kvevents_plane.records import HISTORY_HEADER, NEW_HISTORY, PAGE_HEADER, ReceivedMessage, Tail
 from kvevents_plane.settings import PlaneSettings
-
-if TYPE_CHECKING:
-    from nats.js import JetStreamContext
-    from nats.js.api import StreamInfo
 
 LAYOUT: Final = 3
 """Version of these objects; releases with another version cannot use the plane."""
@@ -177,8 +176,6 @@ async def create_plane(js: JetStreamContext, settings: PlaneSettings) -> Layout:
 
 async def create_buckets(js: JetStreamContext, layout: Layout, settings: PlaneSettings) -> None:
     """Create the buckets and the object store of a plane if they are missing. Raises `PlaneError`."""
-    from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
-
     with map_errors(f"creating the buckets of plane {settings.name!r}"):
         for bucket, ttl in ((layout.bucket, None), (layout.digests, DIGEST_SECONDS)):
             try:
@@ -239,8 +236,6 @@ def _stream_fault(info: StreamInfo, layout: Layout, partition: int) -> str | Non
 
 
 def _stream_config(layout: Layout, partition: int, settings: PlaneSettings) -> Any:
-    from nats.js import api  # noqa: PLC0415 - an extra
-
     return api.StreamConfig(
         name=layout.stream(partition),
         description=f"Partition {partition} of the kvevents plane {layout.name!r}",

@@ -12,13 +12,13 @@ import re
 import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
+
+from nats import errors
+from nats.aio.client import Client
+from nats.js import errors as js
 
 from kvevents.errors import PlaneError
-
-if TYPE_CHECKING:
-    from nats.aio.client import Client
 
 PlaneFault: TypeAlias = Literal[
     "away", "backlog", "closed", "conflict", "denied", "exists", "full", "large", "missing", "old", "refused", "timeout", "tls"
@@ -71,6 +71,29 @@ _BY_CODE: Final[dict[int, PlaneFault]] = {
 }
 """Faults by the error codes of nats-server's `server/errors.json`, which are the same in all releases."""
 
+_BY_KIND: Final[tuple[tuple[type[Exception], PlaneFault], ...]] = (
+    (errors.AuthorizationError, "denied"),
+    (js.KeyWrongLastSequenceError, "conflict"),
+    (js.ObjectAlreadyExists, "exists"),
+    (js.NotFoundError, "missing"),
+    (js.NoKeysError, "missing"),
+    (js.ServiceUnavailableError, "away"),
+    (js.NoStreamResponseError, "away"),
+    (js.TooManyStalledMsgsError, "backlog"),
+    (errors.NoRespondersError, "away"),
+    (errors.ConnectionReconnectingError, "away"),
+    (errors.ConnectionClosedError, "closed"),
+    (errors.ConnectionDrainingError, "closed"),
+    (errors.OutboundBufferLimitError, "backlog"),
+    (errors.MaxPayloadError, "large"),
+    (errors.SecureConnWantedError, "tls"),
+    (ssl.SSLError, "tls"),
+    (errors.StaleConnectionError, "away"),
+    (TimeoutError, "timeout"),  # also the base of nats-py's timeouts
+    (errors.Error, "refused"),
+    (OSError, "away"),
+)
+"""Faults by exception type. The first match counts, because some types are subclasses of others."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a file that cannot grow, such as that to which a snapshot is written."""
 _DENIED: Final = re.compile(
@@ -126,8 +149,6 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def classify_error(error: Exception) -> PlaneFault | None:
     """Return the kind of fault of an exception of nats-py or of the sockets below; None for any other exception."""
-    from nats import errors  # noqa: PLC0415 - an extra
-
     code = getattr(error, "err_code", None)
     if isinstance(code, int) and code in _BY_CODE:
         return "full" if _is_without_space(error) else _BY_CODE[code]
@@ -135,7 +156,7 @@ def classify_error(error: Exception) -> PlaneFault | None:
         return "full"
     if type(error) is errors.Error and _DENIED.search(str(error)):
         return "denied"
-    return next((fault for kind, fault in _by_kind() if isinstance(error, kind)), None)
+    return next((fault for kind, fault in _BY_KIND if isinstance(error, kind)), None)
 
 
 def _is_without_space(error: Exception) -> bool:
@@ -150,9 +171,6 @@ def _is_without_space(error: Exception) -> bool:
 
 def error_text(error: Exception) -> str:
     """Return the message of an exception without the frame that nats-py puts around it."""
-    from nats import errors  # noqa: PLC0415 - an extra
-    from nats.js.errors import ServiceUnavailableError  # noqa: PLC0415 - as above
-
     if isinstance(error, errors.SlowConsumerError):  # its own text ends in a memory address
         return f"messages of {error.subject} arrived faster than they were processed, and were dropped"
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -161,7 +179,7 @@ def error_text(error: Exception) -> str:
         return error.strerror or str(error) or "no answer"
     if description := getattr(error, "description", None):
         return str(description)
-    if isinstance(error, ServiceUnavailableError):
+    if isinstance(error, js.ServiceUnavailableError):
         return "JetStream does not answer"
     return str(error).removeprefix("nats: ")
 
@@ -172,33 +190,3 @@ def disconnection_reason(client: Client) -> str:
         return ""
     error = client.last_error
     return "no NATS server is connected: " + ("reconnecting" if error is None else error_text(error))
-
-
-@cache
-def _by_kind() -> tuple[tuple[type[Exception], PlaneFault], ...]:
-    """Return faults by exception type. The first match counts, because some types are subclasses of others."""
-    from nats import errors  # noqa: PLC0415 - an extra
-    from nats.js import errors as js  # noqa: PLC0415 - an extra
-
-    return (
-        (errors.AuthorizationError, "denied"),
-        (js.KeyWrongLastSequenceError, "conflict"),
-        (js.ObjectAlreadyExists, "exists"),
-        (js.NotFoundError, "missing"),
-        (js.NoKeysError, "missing"),
-        (js.ServiceUnavailableError, "away"),
-        (js.NoStreamResponseError, "away"),
-        (js.TooManyStalledMsgsError, "backlog"),
-        (errors.NoRespondersError, "away"),
-        (errors.ConnectionReconnectingError, "away"),
-        (errors.ConnectionClosedError, "closed"),
-        (errors.ConnectionDrainingError, "closed"),
-        (errors.OutboundBufferLimitError, "backlog"),
-        (errors.MaxPayloadError, "large"),
-        (errors.SecureConnWantedError, "tls"),
-        (ssl.SSLError, "tls"),
-        (errors.StaleConnectionError, "away"),
-        (TimeoutError, "timeout"),  # also the base of nats-py's timeouts
-        (errors.Error, "refused"),
-        (OSError, "away"),
-    )

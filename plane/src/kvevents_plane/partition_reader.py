@@ -23,7 +23,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
+
+from nats import errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import api
 
 from kvevents.errors import PlaneError
 from kvevents_plane.layout import (
@@ -44,10 +49,6 @@ from kvevents_plane.records import (
     extend_history,
 )
 from kvevents_plane.settings import ReaderLimits
-
-if TYPE_CHECKING:
-    from nats.aio.client import Client
-    from nats.aio.msg import Msg
 
 log = logging.getLogger(__name__)
 
@@ -394,8 +395,6 @@ class PartitionReader:
             self._interrupted.set()
 
     def _consumer_config(self, inbox: str) -> Any:
-        from nats.js import api  # noqa: PLC0415 - an extra
-
         return api.ConsumerConfig(
             deliver_subject=inbox,
             deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
@@ -447,8 +446,6 @@ class PartitionReader:
             self._interrupted.set()
 
     async def _on_message(self, message: Msg) -> None:
-        from nats import errors  # noqa: PLC0415 - an extra
-
         self._alive_at = asyncio.get_running_loop().time()
         verified = self._verified
         if verified is None or not await verified or self._verified is not verified:

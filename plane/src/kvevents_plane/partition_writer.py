@@ -18,12 +18,13 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvevents.backoff import Backoff
 from kvevents.errors import KVEventsError, PlaneError
 from kvevents_plane.bridge_rules import BridgePeers
 from kvevents_plane.layout import Layout, create_partition, partition_info
+from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import disconnection_reason, map_errors
 from kvevents_plane.page_builder import PageBuilder
 from kvevents_plane.partition_reader import PartitionReader, ReadFailure
@@ -42,9 +43,6 @@ from kvevents_plane.records import (
 )
 from kvevents_plane.settings import PlaneSettings
 from kvevents_plane.snapshots import Snapshots
-
-if TYPE_CHECKING:
-    from kvevents_plane.nats_client import PlaneClient
 
 log = logging.getLogger(__name__)
 

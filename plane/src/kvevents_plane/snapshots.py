@@ -18,9 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import msgspec
+from nats.js import JetStreamContext, api
+from nats.js.api import ObjectInfo
+from nats.js.errors import BadObjectMetaError, DigestMismatchError, NotFoundError
+from nats.js.object_store import ObjectStore
 
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
@@ -30,11 +34,6 @@ from kvevents_plane.layout import Layout, PartitionInfo, has_tail, partition_inf
 from kvevents_plane.nats_errors import map_errors
 from kvevents_plane.partition_state import PartitionState
 from kvevents_plane.records import StreamKey, Tail
-
-if TYPE_CHECKING:
-    from nats.js import JetStreamContext
-    from nats.js.api import ObjectInfo
-    from nats.js.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -279,8 +278,6 @@ class Snapshots:
 
         Raises `SnapshotError` if a chunk is missing, because nats-py would wait for it forever.
         """
-        from nats.js.errors import BadObjectMetaError  # noqa: PLC0415 - an extra
-
         store = await self._js.object_store(self._layout.snapshots)
         try:
             info = await store.get_info(name)
@@ -295,8 +292,6 @@ class Snapshots:
 
     async def _get(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
         """Return an object's bytes, or nothing if they go to a file. Raises `SnapshotError` for a damaged object."""
-        from nats.js.errors import DigestMismatchError  # noqa: PLC0415 - an extra
-
         store = await self._find(name)
         try:
             return (await store.get(name, writeinto=writeinto)).data or b""  # type: ignore[arg-type]  # it only writes
@@ -349,8 +344,6 @@ class Snapshots:
         return snapshot
 
     async def _put(self, snapshot: SnapshotInfo, body: SnapshotBody, path: Path) -> None:
-        from nats.js import api  # noqa: PLC0415 - an extra
-
         with map_errors(f"writing snapshot {snapshot.name}"):
             store = await self._js.object_store(self._layout.snapshots)
             chunk = min(CHUNK_BYTES, self._js._nc.max_payload)  # noqa: SLF001 - the client of the context
@@ -401,8 +394,6 @@ class Snapshots:
 
     async def _sweep(self) -> None:
         """Delete objects that no entry has listed for longer than a process takes to list a new object."""
-        from nats.js.errors import NotFoundError  # noqa: PLC0415 - an extra
-
         try:
             infos = await (await self._js.object_store(self._layout.snapshots)).list(ignore_deletes=True)
         except NotFoundError:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
+from nats.js import JetStreamContext
 
 from kvevents.errors import PlaneError
 from kvevents.stream import printable
@@ -15,9 +16,6 @@ from kvevents_plane.digests import ReplicaDigests, read_digests
 from kvevents_plane.layout import Layout, fetch_message, partition_info
 from kvevents_plane.records import HeartbeatRecord, ReceivedMessage, bridge_name, decode_page
 from kvevents_plane.snapshots import SnapshotInfo, Snapshots
-
-if TYPE_CHECKING:
-    from nats.js import JetStreamContext
 
 BRIDGE_SCAN_PAGES: Final = 32
 """Pages at the end of a partition in which the status looks for bridges."""

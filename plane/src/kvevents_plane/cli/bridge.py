@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
+from prometheus_client.metrics_core import Metric
 
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Span
@@ -39,9 +40,6 @@ from kvevents_plane.bridge import Bridge, BridgeStatus, PartitionStatus, Watch
 from kvevents_plane.connection import check_connection
 from kvevents_plane.nats_errors import first_error
 from kvevents_plane.settings import BridgeOptions, BridgeSettings, PlaneSettings
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
 
 DESCRIPTION: Final = (
     "Subscribe to engines as `kvevents serve` does, and write their events to a log in NATS JetStream. The log has each batch "
@@ -126,7 +124,7 @@ def run(args: Namespace) -> int:
 
 
 def check(config: BridgeCommandSettings) -> None:
-    """Raise the errors of `run_bridge` that need no server: `EndpointError`, `ConfigError` and `MissingDependencyError`."""
+    """Raise the errors of `run_bridge` that need no server: `EndpointError` and `ConfigError`."""
     if config.bridge.metrics_port is not None:
         check_metrics(config.bridge.metrics_port, config.bridge.metrics_host)
     check_connection(config.plane)

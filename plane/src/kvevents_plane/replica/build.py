@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvevents.errors import KVEventsError, PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
@@ -19,16 +19,13 @@ from kvevents.stream import DegradedReason
 from kvevents_plane.digests import ReplicaDigests
 from kvevents_plane.layout import Layout, PartitionInfo, partition_info
 from kvevents_plane.log_subscriber import LogSubscriber
+from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.partition_reader import DEFAULT_LIMITS, OnMessages, PartitionReader, ReadFailure
 from kvevents_plane.partition_state import PartitionState
 from kvevents_plane.records import ReceivedMessage, StreamKey, Tail
 from kvevents_plane.replica.consistency_check import ConsistencyCheck
 from kvevents_plane.settings import ReaderLimits
 from kvevents_plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture, temporary_file
-
-if TYPE_CHECKING:
-    from kvevents_plane.nats_client import PlaneClient
-
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+from nats.js.kv import KeyValue
 
 from kvevents.errors import PlaneError
 from kvevents_plane.digests import ReplicaDigests, missing_pages, read_digests
 from kvevents_plane.layout import Layout
+from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import map_errors
-
-if TYPE_CHECKING:
-    from nats.js.kv import KeyValue
-
-    from kvevents_plane.nats_client import PlaneClient
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,10 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import msgspec
+from prometheus_client.metrics_core import Metric
 
 from kvevents.errors import ConfigError, PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
@@ -23,6 +24,7 @@ from kvevents.service.fleet.registration import Registration
 from kvevents.stream import Checkpoint
 from kvevents_plane.connection import open_client, require_jetstream
 from kvevents_plane.layout import Layout, find_plane
+from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import first_error
 from kvevents_plane.records import StreamKey, stream_text
 from kvevents_plane.replica.build import IndexBuild, Snapshotter
@@ -30,11 +32,6 @@ from kvevents_plane.replica.consistency_check import ConsistencyCheck
 from kvevents_plane.replica.metrics import ReplicaStatus, collect
 from kvevents_plane.settings import PlaneSettings
 from kvevents_plane.snapshots import Snapshots
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
-
-    from kvevents_plane.nats_client import PlaneClient
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,6 @@ from kvevents.errors import ConfigError
 from kvevents.service.index_source import OpenIndexSource
 from kvevents.service.settings import ServiceSettings
 from kvevents.settings import Name, build_decoder_now
-from kvevents_plane.connection import check_connection
-from kvevents_plane.replica.replica import Replica
 from kvevents_plane.settings import PlaneSettings
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -46,11 +44,15 @@ class ReplicaSettings(ServiceSettings, frozen=True, kw_only=True, forbid_unknown
 def index_source(config: ReplicaSettings) -> OpenIndexSource | None:
     """Return what opens the replica that the settings describe; None if the service follows engines.
 
-    Raises `ConfigError` and `MissingDependencyError` for a connection that cannot be made from here.
+    Raises `ConfigError` for a connection that cannot be made from here.
     """
     plane = config.plane
     if plane is None:
         return None
+    # Imported here, because a service that follows engines needs no client of NATS.
+    from kvevents_plane.connection import check_connection  # noqa: PLC0415 - as above
+    from kvevents_plane.replica.replica import Replica  # noqa: PLC0415 - as above
+
     check_connection(plane)
     # Each process has its own name, because several can run on one host.
     host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:50]
