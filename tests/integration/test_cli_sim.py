@@ -12,7 +12,6 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,10 +23,9 @@ from kvevents.cli import main, sim_compare
 from kvevents.cli.command import FAILED, WRONG_USAGE
 from kvevents.cli.sim_compare import WorkerError, add_simulation, read_simulation, run_policies
 from kvevents.errors import ConfigError
-from kvevents.sim.results import Comparison, Disagreement
+from kvevents.sim.results import Comparison, Disagreement, PolicyResult
 from kvevents.sim.routers import POLICIES
 from kvevents.sim.settings import DEFAULT_REQUESTS, SimulationSettings
-from kvevents.sim.simulated_fleet import Progress
 from kvevents.sim.workloads import WORKLOADS, WorkloadName
 from sim_cases import growing_conversations
 from sim_report_cases import result
@@ -215,7 +213,7 @@ def test_a_picture_that_cannot_be_written_is_reported_after_the_table(compare: A
 # --- processes
 
 
-def no_progress(_policy: str, _seed: int, _now: Progress) -> None:
+def ignore(_: PolicyResult) -> None:
     pass
 
 
@@ -233,7 +231,7 @@ def assert_no_child_is_left() -> Iterator[None]:
 TWO = ["random", "round-robin"]
 
 
-def kill_itself(_pipe: Connection, policy: str, _seed: int, _settings: SimulationSettings) -> None:
+def kill_itself(_settings: SimulationSettings, policy: str, _seed: int) -> None:
     """Kill the process for `round-robin`, as the kernel does if it is out of memory; the others wait."""
     if policy == "round-robin":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -243,29 +241,25 @@ def kill_itself(_pipe: Connection, policy: str, _seed: int, _settings: Simulatio
 def test_a_killed_process_is_reported_and_ends_the_others(
     settings: SimulationSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sim_compare, "_run_in_child", kill_itself)
-    with pytest.raises(WorkerError, match="the process for round-robin ended with exit code -9 before its simulation was done"):
-        run_policies(TWO, settings, jobs=2, on_progress=no_progress)
+    monkeypatch.setattr(sim_compare, "_simulate", kill_itself)
+    with pytest.raises(WorkerError, match="a process ended before its simulation was done"):
+        run_policies(TWO, settings, jobs=2, on_result=ignore)
 
 
 def test_an_error_in_a_child_process_is_raised_in_the_parent(salted: Path) -> None:
     settings = SimulationSettings(engines=1, blocks=400, dialect="vllm-0.10.2", trace=str(salted))
     for jobs in (1, 2):
         with pytest.raises(ConfigError, match="has no field for salts"):
-            run_policies(TWO, settings, jobs=jobs, on_progress=no_progress)
+            run_policies(TWO, settings, jobs=jobs, on_result=ignore)
 
 
 def test_more_policies_than_jobs_are_all_simulated(settings: SimulationSettings) -> None:
-    """All policies report progress with each seed, and the results have the order of the given policies and the seeds."""
-    ended: dict[tuple[str, int], Progress] = {}
+    """All results are reported, and returned in the order of the given policies and the seeds."""
+    reported: list[PolicyResult] = []
     policies = ["round-robin", "random", "least-loaded"]
-
-    def on_progress(policy: str, seed: int, progress: Progress) -> None:
-        ended[policy, seed] = progress
-
-    found = run_policies(policies, settings, seeds=2, jobs=2, on_progress=on_progress)
+    found = run_policies(policies, settings, seeds=2, jobs=2, on_result=reported.append)
     assert [(one.policy, one.seed) for one in found] == [(policy, seed) for policy in policies for seed in (0, 1)]
-    assert {(one.policy, one.seed): one.finished for one in found} == {each: now.finished for each, now in ended.items()}
+    assert sorted((one.policy, one.seed) for one in reported) == sorted((one.policy, one.seed) for one in found)
     assert all(one.finished == 3 for one in found)
 
 
@@ -275,7 +269,7 @@ def raise_interrupt(*_: object, **__: object) -> None:
 
 def test_an_interrupt_ends_every_process(settings: SimulationSettings) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_policies(TWO, settings, jobs=2, on_progress=raise_interrupt)
+        run_policies(TWO, settings, jobs=2, on_result=raise_interrupt)
 
 
 def test_an_interrupt_is_reported(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:

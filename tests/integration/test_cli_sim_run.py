@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -19,8 +18,7 @@ from cli_cases import SECONDS, ProcessResult, Program
 from kvevents.cli import main, sim_run
 from kvevents.cli.command import FAILED, WRONG_USAGE
 from kvevents.cli.console import Console
-from kvevents.cli.sim_run import MAX_ROWS, fleet_line, fleet_table, live_view, streams_line
-from kvevents.client.names import worker_name
+from kvevents.cli.sim_run import fleet_line, show_progress, streams_line
 from kvevents.service.discovery.files import read_sources
 from kvevents.sim.network import HIGHEST_PORT
 from kvevents.sim.results import LiveResult, StreamResult
@@ -126,10 +124,8 @@ def test_a_signal_ends_an_endless_run_with_the_table(number: signal.Signals) -> 
 def test_without_a_terminal_progress_is_printed_as_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sim_run, "LINE_SECONDS", 0.0)
     notes = io.StringIO()
-    with (
-        open_fleet(engines=2, pace=20) as fleet,
-        live_view(fleet, Console(notes=notes)) as show,
-    ):
+    with open_fleet(engines=2, pace=20) as fleet:
+        show = show_progress(fleet, Console(notes=notes))
         fleet.run(conversations(4, rate=10))
         for _ in range(3):
             show()
@@ -283,38 +279,16 @@ def test_a_port_in_use_is_reported_in_one_sentence(capsys: pytest.CaptureFixture
 # --- live view
 
 
-def test_the_table_has_a_row_for_each_worker_and_counts_the_rest() -> None:
-    with open_fleet(engines=MAX_ROWS + 2, pace=20) as fleet:
-        fleet.run(conversations(20, rate=100))
-        screen = io.StringIO()
-        Console(screen).lines(fleet_table(fleet))
-        shown = screen.getvalue()
-        title = fleet_line(fleet)
-    assert " ".join(shown.splitlines()).startswith(f"prefix-aware  {title} ")
-    row = r"^(engine-\d+/0) +(EXACT|DEGRADED) +[█·]{24} +[\d,]+ +0 +0 +\d+% +(\d+) +1 *$"
-    rows = re.findall(row, shown, re.MULTILINE)
-    assert [name for name, _, _ in rows] == [worker_name(*view.worker) for view in fleet.views()[:MAX_ROWS]]
-    # A stream without any live batch is not EXACT.
-    assert all((trust == "EXACT") == (batches != "0") for _, trust, batches in rows)
-    assert "and 2 more" in shown
-
-
-def test_a_terminal_gets_the_table_and_a_quiet_run_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_one_line_that_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.StringIO()
-    monkeypatch.setattr(sim_run, "fleet_table", lambda fleet: [[fleet.name], ["a" * 79 + "漢字"]])
     monkeypatch.setattr(sys, "stderr", written)
     monkeypatch.setattr(written, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    fleet: Any = type("Fleet", (), {"name": "mine"})()
-    console: Any = None
     monkeypatch.setattr(sim_run, "FRAME_SECONDS", 0.0)
-    with live_view(fleet, console) as show:
-        show()
-    shown = written.getvalue()
-    assert shown == f"mine\x1b[K\n{'a' * 79}…\x1b[K\n\x1b[J\x1b[2F\x1b[J", "endpoints that were printed before stay"
-    with live_view(fleet, console, quiet=True) as show:
-        show()
-    assert written.getvalue() == shown
+    with open_fleet(engines=2, pace=20) as fleet:
+        show_progress(fleet, Console())()
+        assert written.getvalue().startswith(f"\r\x1b[K{fleet_line(fleet)[:40]}")
+    assert "\n" not in written.getvalue()
 
 
 def test_the_final_state_of_the_streams_is_summarised_in_one_line() -> None:

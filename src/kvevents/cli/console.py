@@ -150,26 +150,20 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
 
 
 @contextmanager
-def live_lines(stream: TextIO, *, whole: bool = False) -> Iterator[Callable[[Sequence[Line]], None]]:
-    """Show lines on a terminal, or on the `whole` terminal, until the end. The yielded function replaces them.
-
-    What does not fit is cut.
-    """
-    shown: list[str] = []
+def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
+    """Show lines on the whole terminal until the end. The yielded function replaces them, and cuts what does not fit."""
 
     def show(lines: Sequence[Line]) -> None:
         columns, rows = terminal_size(stream)
-        back = "\x1b[H" if whole else f"\x1b[{len(shown)}F" if shown else ""
-        shown[:] = [_paint(cut(line, columns), _wants_color(stream)) for line in lines[: rows - 1]]
-        stream.write(back + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
+        shown = [_paint(cut(line, columns), _wants_color(stream)) for line in lines[: rows - 1]]
+        stream.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
         stream.flush()
 
-    stream.write(_ENTER_SCREEN if whole else "")
+    stream.write(_ENTER_SCREEN)
     try:
         yield show
     finally:
-        show([])
-        stream.write(_LEAVE_SCREEN if whole else "")
+        stream.write(_LEAVE_SCREEN)
         stream.flush()
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from argparse import ArgumentParser, Namespace
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
-from multiprocessing import get_context, resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import active_children, get_context, resource_tracker
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final
 
 import msgspec
 
@@ -23,13 +22,13 @@ from kvevents.cli.output import add_output, write_record
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.values import positive_int
 from kvevents.diagnosis.text_format import percentage, plural
-from kvevents.errors import ExternalError, KVEventsError
+from kvevents.errors import ExternalError
 from kvevents.sim.picture import check_picture, write_picture
 from kvevents.sim.report_text import report_settings, rows, summary, traffic_text
 from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.routers import POLICIES
 from kvevents.sim.settings import FleetSettings, SimulationSettings
-from kvevents.sim.simulated_fleet import Progress, simulate
+from kvevents.sim.simulated_fleet import simulate
 
 
 def add_simulation(parser: ArgumentParser, *, without: Collection[str] = ()) -> None:
@@ -51,104 +50,55 @@ def read_simulation(args: Namespace) -> SimulationSettings:
 
 # --- processes
 
-OnProgress: TypeAlias = Callable[[str, int, Progress], None]
-"""Receives the policy and the seed of a simulation, and its progress."""
-
-_SPAWNED: Final = get_context("spawn")
-"""A new process does not inherit the threads and locks of this one."""
-
 
 class WorkerError(ExternalError):
     """A process ended before its simulation did."""
 
 
-class _Run(NamedTuple):
-    policy: str
-    seed: int
-    process: SpawnProcess
-    pipe: Connection
-
-    def end(self) -> None:
-        """End the process, which has nothing to do after its result."""
-        self.process.kill()
-        self.process.join()
-        self.process.close()
-        self.pipe.close()
-
-
 def run_policies(
-    policies: Sequence[str], settings: SimulationSettings, *, seeds: int = 1, jobs: int, on_progress: OnProgress
+    policies: Sequence[str],
+    settings: SimulationSettings,
+    *,
+    seeds: int = 1,
+    jobs: int,
+    on_result: Callable[[PolicyResult], None],
 ) -> list[PolicyResult]:
-    """Return the results in the order of `policies`, each with consecutive seeds.
+    """Return the results in the order of `policies`, each with consecutive seeds; call `on_result` as soon as each is known.
 
     At most `jobs` simulations run at a time, each in a process of its own. Raises the errors of `simulate`, and `WorkerError`.
     No process is left behind after an error.
     """
     planned = [(policy, seed) for policy in policies for seed in range(settings.seed, settings.seed + seeds)]
     if min(jobs, len(planned)) == 1:
-        return [_simulate(settings, *each, partial(on_progress, *each)) for each in planned]
+        results: list[PolicyResult] = []
+        for policy, seed in planned:
+            results.append(_simulate(settings, policy, seed))
+            on_result(results[-1])
+        return results
     resource_tracker.ensure_running()  # before Python 3.12 its start unblocks signals that `_block_interrupts` blocks
-    waiting, running, results = deque(planned), dict[Any, _Run](), dict[tuple[str, int], PolicyResult]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                run = _start(*waiting.popleft(), settings)
-                running[run.pipe] = run
-            for pipe in wait(list(running)):
-                run = running[pipe]
-                message = _receive(run)
-                if isinstance(message, PolicyResult):
-                    results[run.policy, run.seed] = message
-                    running.pop(pipe).end()
-                else:
-                    on_progress(run.policy, run.seed, message)
-    finally:
-        for run in running.values():
-            run.end()
-    return [results[each] for each in planned]
-
-
-def _start(policy: str, seed: int, settings: SimulationSettings) -> _Run:
-    ours, theirs = _SPAWNED.Pipe(duplex=False)
-    process = _SPAWNED.Process(target=_run_in_child, args=(theirs, policy, seed, settings), daemon=True)
-    with theirs, _block_interrupts():
-        process.start()
-    return _Run(policy, seed, process, ours)
-
-
-def _receive(run: _Run) -> Progress | PolicyResult:
-    """Return the next message of a process. Raises its error, and `WorkerError` if it has ended."""
-    try:
-        message: Progress | PolicyResult | KVEventsError = run.pipe.recv()
-    except (EOFError, OSError) as error:
-        run.process.join()
-        raise WorkerError(
-            f"the process for {run.policy} ended with exit code {run.process.exitcode} before its simulation was done; "
-            "if memory is short, use fewer --jobs"
-        ) from error
-    if isinstance(message, KVEventsError):
-        raise message
-    return message
-
-
-def _run_in_child(pipe: Connection, policy: str, seed: int, settings: SimulationSettings) -> None:
-    with suppress(BrokenPipeError):  # the parent process has ended
+    # A spawned process does not inherit the threads and locks of this one.
+    with ProcessPoolExecutor(min(jobs, len(planned)), get_context("spawn")) as pool:
         try:
-            pipe.send(_simulate(settings, policy, seed, pipe.send))
-        except KVEventsError as error:
-            pipe.send(error)
+            with _block_interrupts():
+                futures = [pool.submit(_simulate, settings, policy, seed) for policy, seed in planned]
+            for future in as_completed(futures):
+                on_result(future.result())
+        except BrokenProcessPool as error:
+            raise WorkerError("a process ended before its simulation was done; if memory is short, use fewer --jobs") from error
+        finally:
+            for process in active_children():
+                process.kill()
+    return [future.result() for future in futures]
 
 
-def _simulate(settings: SimulationSettings, policy: str, seed: int, report: Callable[[Progress], None]) -> PolicyResult:
+def _simulate(settings: SimulationSettings, policy: str, seed: int) -> PolicyResult:
     settings = msgspec.structs.replace(settings, seed=seed)
-    result = simulate(settings, policy, settings.generate(), progress=report)
-    report(Progress(result.seconds, result.requests, result.finished + result.refused))
-    return result
+    return simulate(settings, policy, settings.generate())
 
 
 @contextmanager
 def _block_interrupts() -> Iterator[None]:
-    """Block SIGINT in a process that is started here. A terminal sends it to all, and this process ends the others."""
+    """Block SIGINT in processes that are started here. A terminal sends it to all, and this process ends the others."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -199,22 +149,18 @@ def run(args: Namespace) -> int:
     policies = list(dict.fromkeys(args.policy or POLICIES))
     if args.picture is not None:
         check_picture(args.picture)
-    requests, finished = settings.count(), {policy: dict[int, int]() for policy in policies}
-    total = requests * args.seeds
+    requests, done = settings.count(), Counter[str]()
 
-    def on_progress(policy: str, seed: int, progress: Progress) -> None:
-        finished[policy][seed] = progress.finished
-        shares = (f"{name} {percentage(sum(counts.values()), total)}" for name, counts in finished.items())
-        console.progress(", ".join(shares))
+    def on_result(result: PolicyResult) -> None:
+        done[result.policy] += 1
+        console.progress(", ".join(f"{name} {percentage(done[name], args.seeds)}" for name in policies))
 
     try:
         jobs = args.jobs or len(os.sched_getaffinity(0))
-        results = run_policies(policies, settings, seeds=args.seeds, jobs=jobs, on_progress=on_progress)
+        results = run_policies(policies, settings, seeds=args.seeds, jobs=jobs, on_result=on_result)
     except KeyboardInterrupt:
-        done = sum(count >= requests for counts in finished.values() for count in counts.values())
-        console.note(
-            f"interrupted after {done} of {plural(len(policies) * args.seeds, 'simulation')}; their results are discarded"
-        )
+        planned = plural(len(policies) * args.seeds, "simulation")
+        console.note(f"interrupted after {done.total()} of {planned}; their results are discarded")
         return INTERRUPTED
     comparison = Comparison(settings=report_settings(settings, requests=requests, seeds=args.seeds), policies=results)
     if not write_record(comparison, args.output, console):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -15,16 +13,15 @@ from typing import Final
 import msgspec
 
 from kvevents.cli.command import FAILED, OK
-from kvevents.cli.console import TRUST_STYLES, Console, Line, Span, is_terminal, live_lines, table, terminal_size
+from kvevents.cli.console import Console, Span, is_terminal
 from kvevents.cli.options import add_wait_for_subscriber, wait_for_subscriber
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements
 from kvevents.cli.values import factor, positive_int, positive_seconds
-from kvevents.client.names import worker_name
 from kvevents.diagnosis.text_format import duration, percentage, plural
 from kvevents.errors import ConfigError
-from kvevents.sim.live import LiveFleet, WorkerView
+from kvevents.sim.live import LiveFleet
 from kvevents.sim.network import KINDS, WorkerEndpoints, parse_faults
 from kvevents.sim.report_text import report_settings
 from kvevents.sim.requests import Request
@@ -51,9 +48,6 @@ ROUND_PAUSE: Final = 1.0
 """Simulated seconds between two rounds of an endless workload."""
 OWN_SUBSCRIBERS: Final = 1
 """Subscribers of each engine that belong to this command: the router's."""
-MAX_ROWS: Final = 24
-"""Workers in the table; the rest is counted."""
-_BAR_LENGTH: Final = 24
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -101,14 +95,15 @@ def run(args: Namespace) -> int:
         with stop.raising():
             wait_for_subscriber(args, fleet.addresses[0].endpoint, lambda: fleet.sockets.subscribers() > OWN_SUBSCRIBERS)
         began = time.monotonic()
-        with live_view(fleet, console, quiet=args.output in DATA) as show:
+        show = None if args.output in DATA else show_progress(fleet, console)
 
-            def poll(_: LiveFleet) -> None:
+        def poll(_: LiveFleet) -> None:
+            if show is not None:
                 show()
-                if stop.requested or (args.duration is not None and time.monotonic() - began >= args.duration):
-                    fleet.stop()
+            if stop.requested or (args.duration is not None and time.monotonic() - began >= args.duration):
+                fleet.stop()
 
-            result = fleet.run(settings.generate() if is_finite else _repeat(settings), look=poll)
+        result = fleet.run(settings.generate() if is_finite else _repeat(settings), look=poll)
         live = LiveResult(
             settings=report_settings(settings, time_scale=args.time_scale, faults=args.faults),
             policies=[result],
@@ -194,41 +189,27 @@ def streams_line(streams: Sequence[StreamResult], faults: Mapping[str, int]) -> 
 LINE_SECONDS: Final = 5.0
 """Time between two lines of progress without a terminal."""
 FRAME_SECONDS: Final = 0.25
-"""Time between two updates of the table on a terminal."""
+"""Time between two updates of the line on a terminal."""
 
 
-@contextmanager
-def live_view(fleet: LiveFleet, console: Console, *, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """Show the fleet: a table on a terminal, else a line at intervals; nothing if `quiet`.
-
-    The yielded function updates the view if it is due, so it can be called often.
-    """
-    if quiet:
-        yield lambda: None
-        return
-    if is_terminal(sys.stderr):
-        with live_lines(sys.stderr) as show:
-            yield _limit_rate(lambda: show(fleet_table(fleet)), FRAME_SECONDS)
-        return
-    yield _limit_rate(lambda: console.note(fleet_line(fleet)), LINE_SECONDS)
-
-
-def _limit_rate(show: Callable[[], None], seconds: float) -> Callable[[], None]:
-    last = time.monotonic()
+def show_progress(fleet: LiveFleet, console: Console) -> Callable[[], None]:
+    """Return a function that shows the fleet in a line if it is due: on a terminal it replaces that line, else it adds one."""
+    is_live = is_terminal(sys.stderr)
+    seconds, show = (FRAME_SECONDS, console.progress) if is_live else (LINE_SECONDS, console.note)
+    shown_at = time.monotonic()
 
     def show_if_due() -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= seconds:
-            last = now
-            show()
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= seconds:
+            shown_at = time.monotonic()
+            show(fleet_line(fleet))
 
     return show_if_due
 
 
-def fleet_line(fleet: LiveFleet, views: Sequence[WorkerView] | None = None) -> str:
-    """Return the state of the fleet in a line; `views` are its workers, if they are known."""
-    views, progress = fleet.views() if views is None else views, fleet.fleet.progress
+def fleet_line(fleet: LiveFleet) -> str:
+    """Return the state of the fleet in a line."""
+    views, progress = fleet.views(), fleet.fleet.progress
     tally = fleet.fleet.metrics
     exact = sum(view.trust == "EXACT" for view in views)
     counts = fleet.follower.audit.counts
@@ -239,31 +220,3 @@ def fleet_line(fleet: LiveFleet, views: Sequence[WorkerView] | None = None) -> s
         f"{exact} of {len(views)} streams EXACT, {tally.batches:,} batches, "
         f"index and engine agreed on {counts.checked - counts.disagreements:,} of {counts.checked:,}"
     )
-
-
-def fleet_table(fleet: LiveFleet) -> list[Line]:
-    """Return the state of the fleet as a line and a table of its workers."""
-    views = fleet.views()
-    rows = [
-        (
-            worker_name(*view.worker),
-            Span(view.trust, TRUST_STYLES[view.trust]),
-            _bar(view.blocks / fleet.settings.size.blocks),
-            f"{view.blocks:,}",
-            f"{view.running:,}",
-            f"{view.waiting:,}",
-            f"{view.hit_rate:.0%}",
-            f"{view.batches:,}",
-            f"{view.restarts + 1:,}",
-        )
-        for view in views[:MAX_ROWS]
-    ]
-    titles = ("worker", "trust", "cache", "blocks", "running", "waiting", "hit rate", "batches", "starts")
-    more = [[f"and {len(views) - MAX_ROWS:,} more"]] if len(views) > MAX_ROWS else []
-    head = textwrap.wrap(f"{fleet.name}  {fleet_line(fleet, views)}", terminal_size(sys.stderr)[0])
-    return [*([line] for line in head), *table(titles, rows, {"worker", "trust", "cache"}), *more]
-
-
-def _bar(part: float) -> str:
-    full = round(_BAR_LENGTH * min(part, 1.0))
-    return "█" * full + "·" * (_BAR_LENGTH - full)

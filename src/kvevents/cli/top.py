@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
-from kvevents.cli.console import Console, is_terminal, live_lines, terminal_size
+from kvevents.cli.console import Console, is_terminal, terminal_size, whole_screen
 from kvevents.cli.options import add_service, make_client
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.top_view import UNLIMITED, TopView
@@ -103,7 +103,7 @@ def _show_live(poller: Poller, args: Namespace) -> None:
     if not is_terminal(sys.stdout):
         raise CommandLineError("a live view needs a terminal; use --once or --output json")
     view = TopView(args.limit)
-    with live_lines(sys.stdout, whole=True) as show, Keyboard() as keyboard:
+    with whole_screen(sys.stdout) as show, Keyboard() as keyboard:
         while True:
             columns, rows = terminal_size(sys.stdout)
             show(view.draw(poller.poll_or_error(), columns, rows - 1))
