@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Final, Literal, TypeAlias
 
@@ -20,7 +20,7 @@ from kvevents.cli.signals import StopSignal
 from kvevents.diagnosis.text_format import number_range, plural
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Source, Trust
-from kvevents.subscriber import Subscriber
+from kvevents.subscriber import StreamStatus, Subscriber
 
 Detail: TypeAlias = Literal["quiet", "batches", "events", "tokens"]
 
@@ -211,37 +211,15 @@ SETTLE_SECONDS: Final = 1.0
 """Time at the end, also after Ctrl-C, for streams that are still REPLAYING. They need milliseconds."""
 
 
-@dataclass(slots=True)
-class StreamTotals:
-    """Counts of what one stream delivered."""
-
-    batches: int = 0
-    replayed: int = 0
-    unreadable: int = 0
-    """Batches with a part that could not be decoded."""
-    earlier: int = 0
-    """Batches from the beginning of an incarnation that are not available."""
-    gaps: int = 0
-    lost: int = 0
-    compacted: int = 0
-    """Batches that a snapshot represents, so nothing of them is lost."""
-    resets: int = 0
-
-    def add(self, delivery: Delivery) -> None:
-        """Count one delivery."""
-        if isinstance(delivery, Batch):
-            self.batches += 1
-            self.replayed += delivery.replayed
-            self.unreadable += bool(delivery.rejected)
-        elif isinstance(delivery, Gap) and delivery.compacted:
-            self.compacted += delivery.last - delivery.first + 1
-        elif isinstance(delivery, Gap) and delivery.first == 0:
-            self.earlier += delivery.last + 1
-        elif isinstance(delivery, Gap):
-            self.gaps += 1
-            self.lost += delivery.last - delivery.first + 1
-        else:
-            self.resets += 1
+def _count(totals: Counter[str], delivery: Delivery) -> None:
+    """Add a delivery to the counts of its stream, which `_summary` prints."""
+    if isinstance(delivery, Batch):
+        totals.update(batches=1, replayed=delivery.replayed, unreadable=bool(delivery.rejected))
+    elif isinstance(delivery, Reset):
+        totals["resets"] += 1
+    else:
+        kind = "compacted" if delivery.compacted else "earlier" if delivery.first == 0 else "lost"
+        totals.update({kind: delivery.last - delivery.first + 1, "gaps": kind == "lost"})
 
 
 def subscribe(sources: Sequence[Source]) -> Subscriber[Batch]:
@@ -259,7 +237,7 @@ class DeliveryLoop:
     """Iterates over the deliveries of a subscriber until a limit of the command line is reached or a signal comes."""
 
     def __init__(self, subscriber: Subscriber, args: Namespace, stop: StopSignal) -> None:
-        self.totals: dict[tuple[str, int], StreamTotals] = {}
+        self._totals: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
         self._subscriber = subscriber
         self._stop = stop
         self._idle_timeout: float | None = args.idle_timeout
@@ -269,7 +247,7 @@ class DeliveryLoop:
     @property
     def batches(self) -> int:
         """Batches of all streams so far."""
-        return sum(totals.batches for totals in self.totals.values())
+        return sum(totals["batches"] for totals in self._totals.values())
 
     def __iter__(self) -> Iterator[Delivery | None]:
         """Yield deliveries in order, and None from time to time while no delivery waits."""
@@ -282,7 +260,7 @@ class DeliveryLoop:
             delivery = delivery or self._subscriber.receive(timeout=POLL_SECONDS)
             if delivery is not None:
                 self._delivered_at = time.monotonic()
-                self.totals.setdefault((delivery.source, delivery.rank), StreamTotals()).add(delivery)
+                _count(self._totals[delivery.source, delivery.rank], delivery)
                 yield delivery
 
     def _is_over(self, now: float) -> bool:
@@ -294,15 +272,14 @@ class DeliveryLoop:
         """Print a note about each stream, and return the exit code."""
         self._settle()
         for status in self._subscriber.statuses():
-            totals = self.totals.get((status.source, status.rank), StreamTotals())
-            console.note(*_summary(f"{status.source}/{status.rank}", totals, status.trust))
+            console.note(*_summary(status, self._totals[status.source, status.rank]))
             if (
                 status.trust == Trust.DEGRADED
                 and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
                 and not status.counters.live
             ):
                 console.note("nothing came live: send the engine a request; the next batch confirms the replay endpoint")
-        if self.totals or self._idle_timeout is None or self._stop.requested:
+        if any(self._totals.values()) or self._idle_timeout is None or self._stop.requested:
             return OK
         endpoint = self._subscriber.statuses()[0].endpoint
         text = f"nothing arrived within {self._idle_timeout:g} s; `kvevents doctor {endpoint}` finds out why"
@@ -318,17 +295,22 @@ class DeliveryLoop:
             self._subscriber.receive(timeout=POLL_SECONDS)
 
 
-def _summary(stream: str, totals: StreamTotals, trust: Trust) -> list[Part]:
-    parts: list[Part] = [Span(f"{stream}: ", "name"), f"{plural(totals.batches, 'batch')}, {totals.replayed} replayed, "]
-    lost = f"{plural(totals.gaps, 'gap')}, {totals.lost} lost, "
-    parts += [Span(lost, "bad") if totals.gaps else lost, f"{plural(totals.resets, 'reset')}, "]
-    if totals.earlier:
-        parts.append(f"{plural(totals.earlier, 'earlier batch')} not available, ")
-    if totals.compacted:
-        parts.append(f"a snapshot of {plural(totals.compacted, 'older batch')}, ")
-    if totals.unreadable:
-        parts.append(Span(f"{totals.unreadable} not fully readable, ", "warn"))
-    return [*parts, "trust ", Span(str(trust), TRUST_STYLES[trust.name])]
+def _summary(status: StreamStatus, totals: Counter[str]) -> list[Part]:
+    counts = f"{plural(totals['batches'], 'batch')}, {totals['replayed']} replayed, "
+    lost = Span(f"{plural(totals['gaps'], 'gap')}, {totals['lost']} lost", "bad" if totals["gaps"] else "plain")
+    parts: list[Part] = [
+        Span(f"{status.source}/{status.rank}: ", "name"),
+        counts,
+        lost,
+        f", {plural(totals['resets'], 'reset')}, ",
+    ]
+    if totals["earlier"]:
+        parts.append(f"{plural(totals['earlier'], 'earlier batch')} not available, ")
+    if totals["compacted"]:
+        parts.append(f"a snapshot of {plural(totals['compacted'], 'older batch')}, ")
+    if totals["unreadable"]:
+        parts.append(Span(f"{totals['unreadable']} not fully readable, ", "warn"))
+    return [*parts, "trust ", Span(str(status.trust), TRUST_STYLES[status.trust.name])]
 
 
 class TrustChanges:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
 import os
-import socket
+import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -27,7 +25,6 @@ from kvevents.cli.values import (
 )
 from kvevents.client import Client
 from kvevents.client.protocol import TOKEN_VARIABLE
-from kvevents.endpoints import split_tcp
 from kvevents.errors import ConfigError, ExternalError, UsageError
 from kvevents.stream import Source
 from kvevents.zeromq.keys import Curve
@@ -36,17 +33,12 @@ WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
 """Default of `--wait-for-subscriber` without a value."""
 MAX_RANKS: Final = 1024
 """Largest `--ranks`. No engine has more ranks, and without a bound a typing error opens thousands of sockets."""
-FOREVER: Final = math.inf
 POLL_SECONDS: Final = 0.02
 """Seconds between two checks whether a subscriber has connected."""
-_MAX_SLEEP: Final = 60.0
-"""`time.sleep` does not accept infinity."""
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
 DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
 RESPONSE_SECONDS: Final = 5.0
 """Default of `--timeout`. A response takes milliseconds."""
-CONNECT_SECONDS: Final = 1.0
-"""Time of the first attempt to connect to an engine. The subscriber goes on trying after it."""
 
 CURVE_FLAGS: Final = {
     "curve.key_file": "--curve-key",
@@ -217,27 +209,13 @@ def ask_engine(args: Namespace) -> list[Source]:
 
 
 def note_missing_endpoints(args: Namespace, console: Console) -> None:
-    """Print a note if the engine's host does not answer, and if no replay endpoint is given."""
-    if not args.bind and _is_silent(args.endpoint):
-        console.note(Span(f"waiting for {args.endpoint}, which does not answer", "warn"))
+    """Print a note if no replay endpoint is given, or that of the events."""
     if args.replay == args.endpoint:
         console.note(Span(f"{args.replay} cannot be both: events and replay have a port each", "warn"))
     if args.replay is None and not args.no_replay:
         text = "no replay endpoint given: lost batches stay lost; add --replay tcp://HOST:PORT"
         search = "" if args.bind else f" (`kvevents doctor {args.endpoint}` looks for it)"
         console.note(Span(f"{text}{search}, or --no-replay", "warn"))
-
-
-def _is_silent(endpoint: str) -> bool:
-    """Whether a TCP connection gets no answer. The subscriber reports all other faults."""
-    found = split_tcp(endpoint)
-    if found is not None:
-        with suppress(OSError):
-            try:
-                socket.create_connection((found[0].strip("[]"), found[1]), CONNECT_SECONDS).close()
-            except TimeoutError:
-                return True
-    return False
 
 
 def add_limits(parser: ArgumentParser) -> None:
@@ -269,7 +247,7 @@ def add_publisher(parser: ArgumentParser) -> None:
         "--linger",
         nargs="?",
         type=positive_seconds,
-        const=FOREVER,
+        const=threading.TIMEOUT_MAX,
         help="answer replay requests for S seconds after the last batch, or until Ctrl-C without S (default: end at once)",
     )
 
@@ -303,9 +281,7 @@ def linger(args: Namespace, console: Console) -> None:
     if args.linger is None:
         return
     console.note("all batches are published; answering replay requests until Ctrl-C or the end of --linger")
-    until = time.monotonic() + args.linger
-    while (left := until - time.monotonic()) > 0:
-        time.sleep(min(left, _MAX_SLEEP))
+    threading.Event().wait(min(args.linger, threading.TIMEOUT_MAX))
 
 
 # --- the service that a command asks
@@ -363,20 +339,14 @@ def _token(file: Path | None) -> str | None:
         if not given:
             return None
     else:
-        given, origin = _read_token(file), f"--token-file {file}"
-    if not given or len(given) > MAX_TOKEN_BYTES or not all("!" <= char <= "~" for char in given):
+        origin = f"--token-file {file}"
+        try:
+            given = file.read_text("latin-1").strip()
+        except OSError as error:
+            raise ConfigError(f"cannot read {origin}: {error.strerror or error}") from error
+    # Proxies log the header with the token. A prompt that is named by mistake must not be in it: it would be JSON.
+    if not 0 < len(given) <= MAX_TOKEN_BYTES or given[0] in _JSON or not all("!" <= char <= "~" for char in given):
         raise ConfigError(
-            f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters without spaces"
+            f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters, and no JSON"
         )
-    if given[0] in _JSON:
-        # Proxies log the header with the token. A prompt that is named by mistake must not be in it.
-        raise ConfigError(f"{origin} has JSON instead of a token; use --prompt-file for token ids")
     return given
-
-
-def _read_token(file: Path) -> str:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(2 * MAX_TOKEN_BYTES).decode("latin-1").strip()
-    except OSError as error:
-        raise ConfigError(f"cannot read --token-file {file}: {error.strerror or error}") from error

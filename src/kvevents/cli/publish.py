@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 import msgspec
@@ -18,7 +18,7 @@ from kvevents.cli.options import add_curve, add_publisher, linger, read_curve, w
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import positive_int, rate
 from kvevents.diagnosis.text_format import plural
-from kvevents.errors import EncodeError, UsageError
+from kvevents.errors import EncodeError
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.wire import Dialect, encode_batch, resolve_dialect
@@ -39,6 +39,7 @@ EXAMPLES: Final = """\
 
 SHUTDOWN_SECONDS: Final = 5.0
 """Time of a slow subscriber to receive the last batches."""
+STDIN: Final = Path("-")
 BUFFER_STEPS: Final = 10_000
 POLL_SECONDS: Final = 0.02
 MAX_QUEUED: Final = 50_000
@@ -123,7 +124,7 @@ def run(args: Namespace) -> int:
     console = Console()
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
     curve = read_curve(args)
-    with _open_input(args.file) as file, StopSignal() as stop:
+    with nullcontext(sys.stdin.buffer) if args.file == STDIN else args.file.open("rb") as file, StopSignal() as stop:
         options = {"topic": args.topic, "dialect": args.dialect, "buffer_steps": args.buffer_steps, "curve": curve}
         publisher = ZmqEventPublisher(**endpoints, bind=not args.connect, **options)
         feed = LinePublisher(publisher, args.dialect, args.rate, console)
@@ -141,19 +142,6 @@ def run(args: Namespace) -> int:
     return OK if complete and not feed.invalid else FAILED
 
 
-@contextmanager
-def _open_input(name: str) -> Iterator[BinaryIO]:
-    if name == "-":
-        yield sys.stdin.buffer
-        return
-    try:
-        file = open(name, "rb")  # noqa: PTH123, SIM115 - closed below; only an error of open is a usage error
-    except OSError as error:
-        raise UsageError(f"cannot read {name}: {error.strerror}") from error
-    with file:
-        yield file
-
-
 def _print_summary(publisher: ZmqEventPublisher, feed: LinePublisher, console: Console) -> bool:
     """Shut down and print counts. Return whether all batches were sent, as far as is known."""
     report = publisher.shutdown(SHUTDOWN_SECONDS)
@@ -166,7 +154,7 @@ def _print_summary(publisher: ZmqEventPublisher, feed: LinePublisher, console: C
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument(
-        "file", metavar="FILE", nargs="?", default="-", help="file with JSON lines, or - for stdin (default: -)"
+        "file", metavar="FILE", nargs="?", type=Path, default=STDIN, help="file with JSON lines, or - for stdin"
     )
     add_publisher(parser)
     parser.add_argument("--connect", action="store_true", help="connect to --endpoint, where a consumer listens with --bind")

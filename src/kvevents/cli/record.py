@@ -64,7 +64,7 @@ def run(args: Namespace) -> int:
                 if deliveries.batches == args.count:
                     break
             code = deliveries.print_summary(console)
-        if recorder.has_opened:
+        if recorder.writer is not None:
             size = f"{plural(deliveries.batches, 'batch')} ({recorder.bytes:,} bytes)"
             console.note(f"recorded {size} in {args.file}; `kvevents play {args.file}` publishes them")
         return code
@@ -73,39 +73,23 @@ def run(args: Namespace) -> int:
 class Recorder:
     """Writes deliveries to a recording. Each incarnation of a stream is a run.
 
-    An older recording is replaced at the first delivery, so that it is not lost if the engine sends nothing.
+    The file is opened at the first delivery, so that an older recording is not lost if the engine sends nothing.
     """
 
     def __init__(self, path: Path, sources: Iterable[Source]) -> None:
         self.bytes = 0
+        self.writer: RecordingWriter | None = None
+        """The open file; None before the first delivery."""
         self._path = path
         self._sources = {(source.label, source.rank): source for source in sources}
         self._flushed_at = 0.0
-        self._opened: RecordingWriter | None = None if _has_content(path) else self._open()
-
-    def _open(self) -> RecordingWriter:
-        if _has_content(self._path):
-            self._path.unlink()
-        writer = self._opened = RecordingWriter(self._path)
-        for key, source in self._sources.items():
-            self._write_meta(key, 0, replay_endpoint=source.replay_endpoint, topic=source.topic)
-        return writer
-
-    @property
-    def has_opened(self) -> bool:
-        """Whether the file has been created or replaced."""
-        return self._opened is not None
-
-    @property
-    def _writer(self) -> RecordingWriter:
-        return self._opened or self._open()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        if self.writer is not None:
+            self.writer.close()
 
     def record(self, delivery: Delivery) -> None:
         """Write one delivery. Raises `RecordingError` if the file cannot be written."""
@@ -114,7 +98,7 @@ class Recorder:
             frames = tuple(live_frames(delivery.topic, delivery.seq, delivery.payload))
             run = run_name(*key, delivery.incarnation)
             endpoint = self._sources[key].endpoint
-            self._writer.write(RecordedFrame(socket="pub", run=run, endpoint=endpoint, t=time.time(), frames=frames))
+            self._write(RecordedFrame(socket="pub", run=run, endpoint=endpoint, t=time.time(), frames=frames))
             self.bytes += len(delivery.payload)
         elif isinstance(delivery, Reset):
             self._write_meta(key, delivery.incarnation, reset=delivery.reason)
@@ -123,14 +107,23 @@ class Recorder:
 
     def flush(self, now: float) -> None:
         """Flush the file if the last flush was `FLUSH_SECONDS` ago."""
-        if self._opened is not None and now - self._flushed_at >= FLUSH_SECONDS:
+        if self.writer is not None and now - self._flushed_at >= FLUSH_SECONDS:
             self._flushed_at = now
-            self._opened.flush()
+            self.writer.flush()
 
     def _write_meta(self, key: tuple[str, int], incarnation: int, **values: Any) -> None:
         stream = {"source": key[0], "rank": key[1], "incarnation": incarnation, "endpoint": self._sources[key].endpoint}
         run = run_name(*key, incarnation)
-        self._writer.write(RecordedFrame(socket="meta", run=run, t=time.time(), frames=(), meta=stream | values))
+        self._write(RecordedFrame(socket="meta", run=run, t=time.time(), frames=(), meta=stream | values))
+
+    def _write(self, frame: RecordedFrame) -> None:
+        if self.writer is None:
+            if _has_content(self._path):
+                self._path.unlink()
+            self.writer = RecordingWriter(self._path)
+            for key, source in self._sources.items():
+                self._write_meta(key, 0, replay_endpoint=source.replay_endpoint, topic=source.topic)
+        self.writer.write(frame)
 
 
 def run_name(source: str, rank: int, incarnation: int) -> str:
