@@ -123,4 +123,4 @@ def test_publish_ends_if_no_subscriber_connects() -> None:
 
 def test_a_missing_file_is_reported() -> None:
     ended = run("publish", "/no/such/file.jsonl", *ENDPOINTS)
-    assert (ended.code, ended.err) == (2, "kvevents: cannot read /no/such/file.jsonl: No such file or directory\n")
+    assert (ended.code, ended.err) == (2, "kvevents: cannot use /no/such/file.jsonl: No such file or directory\n")

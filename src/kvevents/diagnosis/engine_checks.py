@@ -104,7 +104,7 @@ class EngineChecks:
             comparison = compare(replay, sample.numbers, self.source.curve)
             if (finding := check_stream(replay, comparison)) is not None:
                 yield finding
-            endpoint = replay if comparison.is_same_stream else None
+            endpoint = replay if comparison.agreeing else None
         if (losses := check_losses(sample.numbers, endpoint, self.source.curve)) is not None:
             yield losses
 

@@ -8,8 +8,8 @@ from typing import Final
 
 from kvevents.diagnosis.address import check_replay_address, endpoint_of_rank, next_ranks
 from kvevents.diagnosis.findings import CheckResult, fail, ok, warn
-from kvevents.diagnosis.handshake import perform_handshake
-from kvevents.diagnosis.replay_sample import LiveComparison, Patience, ReplaySample, sample_replay
+from kvevents.diagnosis.handshake import Handshake, perform_handshake
+from kvevents.diagnosis.replay_sample import LiveComparison, Patience, ReplaySample, missing_ranges, sample_replay
 from kvevents.diagnosis.text_format import number_ranges, plural
 from kvevents.diagnosis.traffic import DecodedContents, SequenceNumbers
 from kvevents.wire.decode import begins_with_clear
@@ -112,7 +112,6 @@ def _holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> CheckRes
 # --- whether the endpoint belongs to the stream
 
 
-_OWN: Final = "use this engine's own replay endpoint with --replay"
 _LOSSY: Final = (
     "kvevents repairs this by replay, other consumers do not; check for a slow network or proxy, and whether the engine's send"
     " queue (hwm) is too short"
@@ -127,17 +126,19 @@ def compare(endpoint: str, numbers: SequenceNumbers, curve: Curve | None = None)
     """Request the newest live batches from `endpoint`, and compare them."""
     live = dict(numbers.newest)
     requests = COMPARE_REQUESTS if live else 0
-    return sample_replay(endpoint, live, COMPARE_PATIENCE, curve, requests=requests, any_of=True).compare(live.items())
+    sample = sample_replay(endpoint, live, COMPARE_PATIENCE, curve, requests=requests, any_of=True)
+    return LiveComparison.of(sample, live)
 
 
 def check_stream(endpoint: str, comparison: LiveComparison) -> CheckResult | None:
     """Check whether `endpoint` belongs to the published stream; None if that is unknown."""
-    if comparison.is_same_stream is None:
-        return None
-    if comparison.is_same_stream:
+    if comparison.agreeing:
         text = f"{endpoint} has {plural(comparison.agreeing, 'live batch')} as published: it belongs to this stream"
         return ok("replay", text)
-    return fail("replay", f"{endpoint} belongs to another stream: {comparison.difference}", _OWN)
+    if not comparison.difference:
+        return None
+    text = f"{endpoint} belongs to another stream: {comparison.difference}"
+    return fail("replay", text, "use this engine's own replay endpoint with --replay")
 
 
 def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | None = None) -> CheckResult | None:
@@ -145,14 +146,16 @@ def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | 
 
     `endpoint` is a replay endpoint that belongs to the stream. A batch that it does not have was never published.
     """
+    gaps = missing_ranges(numbers.received)
     if not numbers.received:
         return None
-    if not numbers.missing:
-        return ok("losses", f"{plural(numbers.received, 'live batch')}, no sequence number missing")
-    text = f"{numbers.missing:,} of {numbers.missing + numbers.received:,} live batches did not arrive ({numbers.gaps_text})"
-    if endpoint is None or not numbers.gaps:
+    if not gaps:
+        return ok("losses", f"{plural(len(numbers.received), 'live batch')}, no sequence number missing")
+    missing = sum(last - first + 1 for first, last in gaps)
+    text = f"{missing:,} of {missing + len(numbers.received):,} live batches did not arrive ({number_ranges(gaps)})"
+    if endpoint is None or missing > MAX_MISSING:
         return warn("losses", text, _UNREPAIRED)
-    lost_numbers = {seq for first, last in numbers.gaps for seq in range(first, last + 1)}
+    lost_numbers = {seq for first, last in gaps for seq in range(first, last + 1)}
     sample = sample_replay(endpoint, lost_numbers, COMPARE_PATIENCE, curve, requests=COMPARE_REQUESTS)
     stored = lost_numbers & {batch.seq for batch in sample.batches}
     text += f"; replay has {len(stored):,} of these {len(lost_numbers):,}"
@@ -171,10 +174,8 @@ def find_replay_endpoint(
     if candidate is None:
         return warn("replay", problem, USE_REPLAY), None
     handshake = perform_handshake(candidate)
-    if handshake.outcome not in {"socket", "curve"} or (handshake.outcome == "socket" and handshake.detail != "ROUTER"):
-        is_refused = handshake.outcome == "refused"
-        detail = f"nothing listens at {candidate}" if is_refused else f"{candidate} is not a replay endpoint"
-        return warn("replay", f"{problem}; {detail}", USE_REPLAY), None
+    if handshake.outcome != "curve" and handshake != Handshake("socket", "ROUTER"):
+        return warn("replay", f"{problem}; nothing at {candidate} is a replay endpoint", USE_REPLAY), None
     wait_for_live()
     if not numbers.newest:
         text = f"{problem}; {candidate} may be one, but no live batch arrived to compare with it"
@@ -184,7 +185,7 @@ def find_replay_endpoint(
         text = f"{problem}; {candidate} is open and does not answer replay requests"
         condition = "if it belongs to this engine, which may hang or be busy"
         return warn("replay", text, f"{condition}, try again with --replay {candidate}, then restart it"), None
-    if not comparison.is_same_stream:
+    if not comparison.agreeing:
         return warn("replay", f"{problem}; {candidate} belongs to another stream: {comparison.difference}", USE_REPLAY), None
     text = f"no replay endpoint given; {candidate} has the live batches as published, and is used here"
     return ok("replay", text, f"use --replay {candidate} with other commands"), candidate

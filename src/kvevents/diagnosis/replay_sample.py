@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import ceil
 from typing import Final, NamedTuple
 
@@ -53,8 +54,7 @@ class ReplaySample:
     @property
     def holes(self) -> list[tuple[int, int]]:
         """Ranges of sequence numbers that are missing between the first and the last of one answer."""
-        pairs = zip(self.batches, self.batches[1:], strict=False)
-        return [(batch.seq + 1, successor.seq - 1) for batch, successor in pairs if successor.seq > batch.seq + 1]
+        return missing_ranges([batch.seq for batch in self.batches])
 
     def read(self, socket: zmq.Socket[bytes], patience: Patience, *, is_strict: bool = False) -> bool:
         """Read an answer until it ends, or until a malformed message if `is_strict`. Return whether any message arrived."""
@@ -80,38 +80,34 @@ class ReplaySample:
         self.is_cut = True
         return True
 
-    def compare(self, live: Iterable[tuple[int, bytes]]) -> LiveComparison:
-        """Compare live batches with the batches of the answers."""
-        payloads = {batch.seq: batch.payload for batch in self.batches}
-        numbers: dict[bool | None, list[int]] = {True: [], False: [], None: []}
-        for seq, payload in live:
-            numbers[payloads[seq] == payload if seq in payloads else None].append(seq)
-        return LiveComparison(self.is_answered, len(numbers[True]), numbers[False], numbers[None])
-
 
 class LiveComparison(NamedTuple):
     """The comparison of live batches with those of a replay endpoint."""
 
     is_answered: bool
     agreeing: int
-    different: list[int]
-    """Sequence numbers under which the endpoint holds other contents."""
-    absent: list[int]
-    """Sequence numbers that no answer contained."""
+    """Number of batches that the endpoint has as published."""
+    difference: str
+    """Why the endpoint belongs to another stream; empty if a batch agrees, or if nothing could be compared."""
 
-    @property
-    def is_same_stream(self) -> bool | None:
-        """Whether the endpoint belongs to the stream; None if nothing could be compared."""
-        if self.agreeing:
-            return True
-        return False if self.different or (self.absent and self.is_answered) else None
+    @classmethod
+    def of(cls, sample: ReplaySample, live: dict[int, bytes]) -> LiveComparison:
+        """Compare live batches, by their numbers, with the batches of the answers."""
+        stored = {batch.seq: batch.payload for batch in sample.batches}
+        absent = [seq for seq in live if seq not in stored]
+        different = [seq for seq in live if seq in stored and stored[seq] != live[seq]]
+        agreeing = len(live) - len(absent) - len(different)
+        difference = ""
+        if different and not agreeing:
+            difference = f"its batch #{different[0]} differs from the published one"
+        elif absent and not agreeing and sample.is_answered:
+            difference = f"it does not have {number_range(absent[0], absent[-1])}, which just arrived"
+        return cls(sample.is_answered, agreeing, difference)
 
-    @property
-    def difference(self) -> str:
-        """Return why the endpoint belongs to another stream."""
-        if self.different:
-            return f"its batch #{self.different[0]} differs from the published one"
-        return f"it does not have {number_range(self.absent[0], self.absent[-1])}, which just arrived"
+
+def missing_ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of the numbers that are missing between consecutive ones."""
+    return [(number + 1, successor - 1) for number, successor in pairwise(numbers) if successor > number + 1]
 
 
 def send_request(socket: zmq.Socket[bytes], start: int) -> None:

@@ -8,79 +8,46 @@ from math import ceil
 from types import TracebackType
 from typing import Final, Self
 
-import msgspec
 import zmq
 
 from kvevents.diagnosis.findings import CheckResult, fail, ok, warn
-from kvevents.diagnosis.text_format import number_ranges, plural
+from kvevents.diagnosis.text_format import plural
 from kvevents.endpoints import needs_ipv6
 from kvevents.errors import EndpointError
 from kvevents.stream import DegradedReason, Source, Trust
 from kvevents.subscriber import StreamStatus
-from kvevents.wire import Decoded, Live, decode_batch, parse_live
+from kvevents.wire import Dialect, Live, decode_batch, dialects, parse_live
 from kvevents.zeromq.sockets import connect_or_bind
 from kvevents.zeromq.zap import secure_sockets
 
 MAX_NEWEST: Final = 32
 """Maximum number of batches whose payloads are kept for the comparison with replay."""
-MAX_GAPS: Final = 1_000
-"""Maximum number of gaps whose sequence numbers are kept; further gaps are only counted."""
-MAX_GAP: Final = 10_000
-"""Length of the longest gap whose sequence numbers are kept: the number of batches that an engine keeps."""
 
 
 class SequenceNumbers:
-    """The sequence numbers of one stream's live batches. Several topics have several sequences, so no number is kept then."""
+    """The live batches of one stream since its publisher began. With several topics there are several streams: none is kept."""
 
     def __init__(self, topic: str) -> None:
-        self.received = 0
-        self.missing = 0
-        self.gaps: list[tuple[int, int]] = []
-        """First and last missing number of each gap, the oldest first."""
+        self.received: list[int] = []
         self.newest: deque[tuple[int, bytes]] = deque(maxlen=MAX_NEWEST)
         self._prefix = topic.encode()
-        self._topic: bytes | None = None
-        self._has_several_topics = False
-        self._last: int | None = None
+        self._topics: set[bytes] = set()
 
     def add(self, topic: bytes, seq: int, payload: bytes) -> None:
-        """Count one live batch. A number that is not above the last one begins another incarnation of the publisher."""
-        if self._has_several_topics or not topic.startswith(self._prefix):
+        """Add one live batch. A number that is not above the last one begins another incarnation of the publisher."""
+        if not topic.startswith(self._prefix):
             return
-        if self._topic is not None and topic != self._topic:
-            self._clear()
-            return
-        self._topic = topic
-        if self._last is not None and seq <= self._last:
+        self._topics.add(topic)
+        if len(self._topics) > 1 or (self.received and seq <= self.received[-1]):
+            self.received.clear()
             self.newest.clear()
-            self.gaps.clear()
-        elif self._last is not None and seq > self._last + 1:
-            self._add_gap(self._last + 1, seq - 1)
-        self._last = seq
-        self.received += 1
-        self.newest.append((seq, payload))
-
-    @property
-    def gaps_text(self) -> str:
-        """The missing numbers as text."""
-        return number_ranges(self.gaps) or "before a restart"
-
-    def _add_gap(self, first: int, last: int) -> None:
-        self.missing += last - first + 1
-        if len(self.gaps) < MAX_GAPS and last - first < MAX_GAP:
-            self.gaps.append((first, last))
-
-    def _clear(self) -> None:
-        self._has_several_topics = True
-        self.received = self.missing = 0
-        self.gaps.clear()
-        self.newest.clear()
+        if len(self._topics) == 1:
+            self.received.append(seq)
+            self.newest.append((seq, payload))
 
 
 MAX_DECODED: Final = 20_000
 """Maximum number of messages that are decoded; further messages are only counted. Detecting a dialect takes some 50 us."""
-MAX_COMPARED: Final = 500
-"""Maximum number of batches that are compared to detect the dialect, since half of all batches match several dialects."""
 MAX_PER_TURN: Final = 1_000
 MAX_TOPICS: Final = 1_000
 RECEIVE_HWM: Final = 100_000
@@ -92,8 +59,8 @@ class DecodedContents:
     def __init__(self) -> None:
         self.batches = 0
         self.events: Counter[str] = Counter()
-        self._dialects: Counter[str] = Counter()
-        self._payloads: list[bytes] = []
+        self.dialect: Dialect | None = None
+        """The oldest release that can have written all batches; None if it is unknown."""
         self.rejects: Counter[str] = Counter()
         self.undecodable = 0
         """Payloads without any event that can be decoded."""
@@ -108,45 +75,15 @@ class DecodedContents:
         decoding = decode_batch(payload)
         self.batches += 1
         self.events.update(type(event).__name__ for event in decoding.batch.events)
-        self._add_rejects(decoding)
-        if decoding.batch.data_parallel_rank is not None:
-            self.ranks.add(decoding.batch.data_parallel_rank)
-        if decoding.batch.events or decoding.rejected:
-            # An empty batch has the same bytes in every release.
-            self._dialects[_dialect_name(decoding)] += 1
-            if len(self._payloads) < MAX_COMPARED and not decoding.rejected:
-                self._payloads.append(payload)
-
-    @property
-    def dialects(self) -> Counter[str]:
-        """The oldest release that can have written all batches; if no release can, the releases of the single batches."""
-        if self.rejects or len(self._dialects) < 2:
-            return self._dialects
-        batch = _merge_batches(self._payloads)
-        dialect = None if batch is None else decode_batch(batch).dialect
-        return self._dialects if dialect is None else Counter({dialect.name: self._dialects.total()})
-
-    def _add_rejects(self, decoding: Decoded) -> None:
         for rejection in decoding.rejected:
             self.rejects[rejection.reason] += rejection.count
             self.example = self.example or rejection.detail
         self.undecodable += bool(decoding.rejected) and not decoding.batch.events
-
-
-def _dialect_name(decoding: Decoded) -> str:
-    return decoding.dialect.name if decoding.dialect else "unknown"
-
-
-def _merge_batches(payloads: list[bytes]) -> bytes | None:
-    """Return one batch with the events of all; None if the batches are not arrays of the same length."""
-    try:
-        parts = [msgspec.msgpack.decode(payload, type=list[msgspec.Raw]) for payload in payloads]
-        events = [event for part in parts for event in msgspec.msgpack.decode(part[1], type=list[msgspec.Raw])]
-    except (msgspec.DecodeError, IndexError):
-        return None
-    if len({len(part) for part in parts}) != 1:
-        return None
-    return msgspec.msgpack.encode([parts[0][0], events, *parts[0][2:]])
+        if decoding.batch.data_parallel_rank is not None:
+            self.ranks.add(decoding.batch.data_parallel_rank)
+        if decoding.batch.events and decoding.dialect is not None:  # an empty batch has the same bytes in every release
+            # What one batch contains fits older releases too, whose rows are above that of the writer.
+            self.dialect = max(self.dialect or decoding.dialect, decoding.dialect, key=dialects().index)
 
 
 class TrafficSample:
@@ -279,22 +216,16 @@ def check_decoding(contents: DecodedContents, origin: str) -> CheckResult | None
     """Check whether payloads can be decoded, and which release has written them; None without a batch."""
     if not contents.batches:
         return None
-    dialects = (
-        ", ".join(f"{name} ({count:,})" for name, count in contents.dialects.most_common())
-        or "unknown, since all batches are empty"
-    )
+    release = f"{contents.dialect} ({contents.batches:,})" if contents.dialect else "unknown"
+    batches = f"{plural(contents.batches, 'batch')} {origin}"
     events = ", ".join(f"{count:,} {name}" for name, count in sorted(contents.events.items())) or "no events"
     if not contents.rejects:
-        return ok(
-            "decoding", f"{plural(contents.batches, 'batch')} {origin}: {events}; oldest release with this format: {dialects}"
-        )
+        return ok("decoding", f"{batches}: {events}; oldest release with this format: {release}")
     reasons = ", ".join(f"{reason} ({count:,})" for reason, count in contents.rejects.most_common())
     if contents.undecodable == contents.batches:
-        text = f"none of {plural(contents.batches, 'batch')} {origin} can be decoded: {reasons}; {contents.example}"
+        text = f"none of {batches} can be decoded: {reasons}; {contents.example}"
         return fail("decoding", text, "check the port, and that the engine neither encrypts nor compresses its events")
-    text = (
-        f"{plural(contents.batches, 'batch')} {origin}, not all decodable: {reasons}; {contents.example}; dialects: {dialects}"
-    )
+    text = f"{batches}, not all decodable: {reasons}; {contents.example}; oldest release with this format: {release}"
     return warn("decoding", text, "the rest is delivered; report the engine's release, which may be newer than this kvevents")
 
 
