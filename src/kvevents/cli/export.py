@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,21 +27,15 @@ EXAMPLES: Final = """\
 """
 
 _COUNT_NOTES: Final = {
-    "lost": "{} missing by their sequence numbers; blocks that were resident meanwhile are marked `across_gap`",
-    "compacted": "{} represented by a snapshot, so nothing is lost",
-    "rejected": "{} not decoded ({reasons})",
-    "unplaced": "{} replayed without a known endpoint",
-    "malformed": "{} that are not batches",
-    "unknown_removals": "{} of blocks that were not resident",
-    "dropped": "{} counted as removed: more were resident than fit into memory",
+    "lost": ("batch", "{} missing by their sequence numbers; blocks that were resident meanwhile are marked `across_gap`"),
+    "compacted": ("batch", "{} represented by a snapshot, so nothing is lost"),
+    "rejected": ("event", "{} not decoded ({reasons})"),
+    "unplaced": ("batch", "{} replayed without a known endpoint"),
+    "malformed": ("message", "{} that are not batches"),
+    "unknown_removals": ("removal", "{} of blocks that were not resident"),
+    "dropped": ("block", "{} counted as removed: more were resident than fit into memory"),
 }
-"""The notes about counts that are not 0; their nouns are in `_NOUNS`."""
-_NOUNS: Final = {
-    "rejected": "event",
-    "malformed": "message",
-    "unknown_removals": "removal",
-    "dropped": "block",
-}
+"""The nouns of counts that are not 0, and the notes about them."""
 _NORMAL: Final = frozenset({"compacted", "unknown_removals"})
 """Counts that are normal in a recording that began after the engine."""
 
@@ -60,44 +52,31 @@ def run(args: Namespace) -> int:
 
 def _export(args: Namespace, console: Console) -> int:
     if len(args.paths) < 2:
-        raise CommandLineError(
-            "expected recordings, followed by the directory for the tables: kvevents export run.jsonl.gz out"
-        )
+        raise CommandLineError("expected recordings, followed by the directory for the tables: kvevents export a.jsonl.gz out")
     *recordings, directory = args.paths
 
     def progress(now: ExportProgress) -> None:
-        console.progress(
-            f"{now.recording}: {plural(now.batches, 'batch')}, {plural(now.rows, 'row')} of events; Ctrl-C ends it"
-        )
+        rows = f"{plural(now.rows, 'row')} of events"
+        console.progress(f"{now.recording}: {plural(now.batches, 'batch')}, {rows}; Ctrl-C ends it")
 
-    with _without_garbage_collector():
+    gc.disable()  # rows have no cycles, and traversing them takes a third of the time
+    try:
         done = export(recordings, directory, tokens=args.token_ids, force=args.force, progress=progress)
+    finally:
+        gc.enable()
     _print_result(done, console)
     if args.token_ids:
         console.note(f"prompts can be read from the token ids in {directory}: protect it like the prompts")
     return OK
 
 
-@contextmanager
-def _without_garbage_collector() -> Iterator[None]:
-    """Disable the garbage collector: rows have no cycles, and traversing them takes a third of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def _print_result(done: ExportSummary, console: Console) -> None:
     for message in done.truncated:
         console.note(Span(message, "warn"))
     reasons = ", ".join(f"{count} {reason}" for reason, count in done.reject_reasons.items())
-    for name, text in _COUNT_NOTES.items():
-        count = done.counts.get(name, 0)
-        if count:
-            note = text.format(plural(count, _NOUNS.get(name, "batch")), reasons=reasons)
+    for name, (noun, text) in _COUNT_NOTES.items():
+        if count := done.counts.get(name, 0):
+            note = text.format(plural(count, noun), reasons=reasons)
             console.note(Span(note, "dim" if name in _NORMAL else "warn"))
     rows = ", ".join(f"{name} {count:,}" for name, count in done.rows.items())
     console.note(f"wrote {done.folder} in {done.seconds:.1f} s, {done.bytes:,} bytes; rows: {rows}")
@@ -118,8 +97,7 @@ def _list_queries(args: Namespace, console: Console) -> int:
 def _run_query(args: Namespace, console: Console) -> int:
     query = find_query(args.query)
     if args.sql:
-        for text in query.sql.splitlines():
-            console.line(text)
+        console.lines([text] for text in query.sql.splitlines())
         return OK
     if len(args.paths) != 1:
         raise CommandLineError(f"expected one directory with tables: kvevents export --query {args.query} out")
@@ -130,8 +108,8 @@ def _run_query(args: Namespace, console: Console) -> int:
     else:
         if not answer.rows:
             console.note("the query returned no rows")
-        texts = [all(isinstance(row[at], str | None) for row in answer.rows) for at in range(len(answer.columns))]
-        left = {title for title, is_text in zip(answer.columns, texts, strict=True) if is_text}
+        columns = enumerate(answer.columns)
+        left = {title for at, title in columns if all(isinstance(row[at], str | None) for row in answer.rows)}
         console.lines(table(answer.columns, [[_cell(value) for value in row] for row in answer.rows], left))
     return OK
 

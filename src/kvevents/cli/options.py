@@ -21,6 +21,7 @@ from kvevents.cli.values import (
     endpoint_or_url,
     positive_int,
     positive_seconds,
+    ranks,
     service_url,
 )
 from kvevents.client import Client
@@ -31,8 +32,6 @@ from kvevents.zeromq.keys import Curve
 
 WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
 """Default of `--wait-for-subscriber` without a value."""
-MAX_RANKS: Final = 1024
-"""Largest `--ranks`. No engine has more ranks, and without a bound a typing error opens thousands of sockets."""
 POLL_SECONDS: Final = 0.02
 """Seconds between two checks whether a subscriber has connected."""
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
@@ -64,12 +63,6 @@ def check_directory(file: Path) -> None:
 
 def _reject_token(_text: str) -> NoReturn:
     raise ConfigError("all users of this machine can read arguments; set KVEVENTS_TOKEN, or use --token-file")
-
-
-def _ranks(text: str) -> int:
-    if positive_int(text) > MAX_RANKS:
-        raise ConfigError(f"invalid value {text!r}: expected at most {MAX_RANKS} ranks")
-    return positive_int(text)
 
 
 # --- the engine that a command subscribes to
@@ -153,13 +146,8 @@ def add_source(parser: ArgumentParser) -> None:
     add_engine(parser)
     add_engine_details(parser)
     parser.add_argument("--source-name", metavar="NAME", help="name of the engine in the output (default: its address)")
-    parser.add_argument(
-        "--ranks",
-        type=_ranks,
-        default=1,
-        metavar="N",
-        help="data-parallel ranks of the engine; rank R has the ports of rank 0 plus R (default: 1)",
-    )
+    text = "data-parallel ranks of the engine; rank R has the ports of rank 0 plus R"
+    parser.add_argument("--ranks", type=ranks, default=1, help=text)
 
 
 def read_sources(args: Namespace) -> list[Source]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -14,7 +14,7 @@ from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, table
 from kvevents.cli.options import add_scope, add_service, make_client
 from kvevents.cli.output import add_output, write_record
-from kvevents.client import Client, protocol
+from kvevents.client import Client
 from kvevents.client.names import worker_name
 from kvevents.client.schemas import (
     DEFAULT_GROUP,
@@ -112,24 +112,21 @@ def _token_ids_of(arguments: list[list[int] | str]) -> list[int]:
     if STDIN in arguments:
         if len(arguments) > 1:
             raise CommandLineError("- reads the whole prompt from stdin; remove the other tokens")
-        return _parse_tokens_of(_decode_text(_read(Path(STDIN)), "stdin"), "stdin")
+        return _read_tokens(Path(STDIN))
     return [token for part in arguments for token in part if isinstance(token, int)]
 
 
 def _read_tokens(file: Path) -> list[int]:
     content = _read(file)
-    if file.suffix not in RAW_SUFFIXES:
-        return _parse_tokens_of(_decode_text(content, str(file)), str(file))
-    if len(content) % 4:
-        raise ConfigError(f"{file} has {len(content)} bytes, which is not a multiple of 4; expected 32-bit token ids")
-    return [int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content), 4)]
-
-
-def _parse_tokens_of(text: str, origin: str) -> list[int]:
+    if file.suffix in RAW_SUFFIXES:
+        if len(content) % 4:
+            raise ConfigError(f"{file} has {len(content)} bytes, which is not a multiple of 4; expected 32-bit token ids")
+        return [int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content), 4)]
+    text = _decode_text(content, str(file))
     try:
         return parse_tokens(text)
     except ConfigError as error:
-        raise ConfigError(f"{origin}: {error}") from error
+        raise ConfigError(f"{file}: {error}") from error
 
 
 def _read(file: Path) -> bytes:
@@ -174,20 +171,26 @@ Cells: TypeAlias = list[Part | Line]
 def run(args: Namespace) -> int:
     """Send the query, and print the response."""
     tokens = read_prompt(args)
-    client = make_client(args)
-    scope = {name: given for name in ("tenant", "group", "lora", "salt") if (given := getattr(args, name)) is not None}
-    sources = _Sources(client, scope)
-    body: dict[str, Any] = {"model": args.model or sources.only_model(), "tokens": tokens, **scope}
-    if args.whole_prompt:
-        body["whole_prompt"] = True
+    client, console = make_client(args), Console()
+    scope = {name: getattr(args, name) or DEFAULT_GROUP for name in ("tenant", "group")}
+    model = args.model or _only_model(client, scope)
+    prompt = {"tokens": tokens, "lora": args.lora, "salt": args.salt, "whole_prompt": args.whole_prompt}
+    body: Any = {"model": model, **scope, **prompt}
     answer = client.select(SelectRequest(**body, explain=True)) if args.select else client.match(MatchRequest(**body))
-    console = Console()
     if write_record(_record(answer), args.output, console):
         return OK
+    is_wide = args.output == "wide"
     if isinstance(answer, Selection):
-        _print_selection(answer, console, wide=args.output == "wide")
+        _print_selection(answer, console, wide=is_wide)
+        return OK
+    head: list[Part] = [Span(plural(answer.prompt_tokens, "token"), "bold"), " of model ", Span(model, "name"), ": "]
+    if holding := sum(held.tokens > 0 for held in answer.workers):
+        console.line(*head, f"{plural(holding, 'worker')} {'holds' if holding == 1 else 'hold'} a prefix of them")
     else:
-        _print_matches(answer, body["model"], sources, console, wide=args.output == "wide")
+        console.line(*head, "no worker is known to hold a prefix of them")
+        sources = client.sources(deadline=None, **scope, model=model).sources
+        console.note(_explain_no_match(sources, answer.prompt_tokens))
+    _print_matches(answer, console, wide=is_wide)
     return OK
 
 
@@ -199,67 +202,40 @@ def _record(answer: MatchAnswer | Selection) -> dict[str, Any]:
     return record
 
 
-class _Sources:
-    """The sources of the service for one tenant and group, fetched when they are needed."""
-
-    def __init__(self, client: Client, scope: Mapping[str, str]) -> None:
-        self._client = client
-        self._scope = {name: scope.get(name, DEFAULT_GROUP) for name in ("tenant", "group")}
-
-    def fetch(self, **parameters: str) -> list[SourceView]:
-        return self._client.send(protocol.sources({**self._scope, **parameters})).sources
-
-    def only_model(self) -> str:
-        """Return the model of the fleet. Raises `ExternalError` without any, and `ConfigError` if there are several."""
-        models = sorted({source.model for source in self.fetch()})
-        scope = " ".join(f"{name} {value}" for name, value in self._scope.items())
-        if not models:
-            raise ExternalError(f"no engine of {scope} is registered at {self._client.url}; see `kvevents sources`")
-        if len(models) > 1:
-            raise ConfigError(f"{scope} has several models: {first_names(models)}; name one with --model")
-        return models[0]
-
-    def explain_no_match(self, model: str, prompt: int) -> str:
-        """Return a likely reason that no worker holds a part of a prompt."""
-        sources = self.fetch(model=model)
-        if not any(source.blocks for source in sources):
-            return "no engine of this model has published a block yet; `kvevents top` lists the engines"
-        smallest = min((size for source in sources for size in _block_sizes(source)), default=0)
-        if prompt <= smallest:
-            return (
-                f"the prompt is not longer than a block of {smallest} tokens: engines cache whole blocks, and recompute the "
-                "block of the last token"
-            )
-        return "if an engine should hold it, compare tokens, LoRA and salt with those of `kvevents tail ENDPOINT --token-ids`"
+def _only_model(client: Client, scope: dict[str, str]) -> str:
+    """Return the model of the fleet. Raises `ExternalError` without any, and `ConfigError` if there are several."""
+    models = sorted({source.model for source in client.sources(deadline=None, **scope).sources})
+    place = " ".join(f"{name} {value}" for name, value in scope.items())
+    if not models:
+        raise ExternalError(f"no engine of {place} is registered at {client.url}; see `kvevents sources`")
+    if len(models) > 1:
+        raise ConfigError(f"{place} has several models: {first_names(models)}; name one with --model")
+    return models[0]
 
 
-def _block_sizes(source: SourceView) -> list[int]:
-    declared = source.declared_block_size
-    return source.block_sizes or ([] if declared is None else [declared])
+def _explain_no_match(sources: Sequence[SourceView], prompt: int) -> str:
+    """Return a likely reason that no engine of a model holds a part of a prompt."""
+    if not any(source.blocks for source in sources):
+        return "no engine of this model has published a block yet; `kvevents top` lists the engines"
+    smallest = min((size for source in sources for size in source.block_sizes), default=0)
+    if prompt <= smallest:
+        return (
+            f"the prompt is not longer than a block of {smallest} tokens: engines cache whole blocks, and recompute the "
+            "block of the last token"
+        )
+    return "if an engine should hold it, compare tokens, LoRA and salt with those of `kvevents tail ENDPOINT --token-ids`"
 
 
 # --- the matches
 
 
-def _print_matches(answer: MatchAnswer, model: str, sources: _Sources, console: Console, *, wide: bool) -> None:
-    head: list[Part] = [Span(plural(answer.prompt_tokens, "token"), "bold"), " of model ", Span(model, "name")]
-    holding = sum(held.tokens > 0 for held in answer.workers)
+def _print_matches(answer: MatchAnswer, console: Console, *, wide: bool) -> None:
     # A worker that is not EXACT can hold more than is known, so it is listed even without a match.
     shown = [held for held in answer.workers if held.tokens or held.trust.state != "EXACT"]
-    if holding:
-        console.line(*head, f": {plural(holding, 'worker')} {_hold_verb(holding)} a prefix of them")
-    else:
-        console.line(*head, ": no worker is known to hold a prefix of them")
-        console.note(sources.explain_no_match(model, answer.prompt_tokens))
-    if not shown:
-        return
-    holders = sorted(shown, key=lambda held: (-held.tokens, held.instance, held.rank))
-    rows = [_match_cells(held, answer.prompt_tokens) for held in holders]
-    _print_table(("worker", "tokens", "share", "tiers", "trust"), rows, [held.url for held in holders] * wide, console)
-
-
-def _hold_verb(count: int) -> str:
-    return "holds" if count == 1 else "hold"
+    if shown:
+        shown.sort(key=lambda held: (-held.tokens, held.instance, held.rank))
+        rows = [_match_cells(held, answer.prompt_tokens) for held in shown]
+        _print_table(("worker", "tokens", "share", "tiers", "trust"), rows, [held.url for held in shown] * wide, console)
 
 
 def _match_cells(held: WorkerMatch, prompt: int) -> Cells:

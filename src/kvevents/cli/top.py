@@ -9,9 +9,9 @@ import termios
 import time
 import tty
 from argparse import ArgumentParser, Namespace
-from contextlib import suppress
-from types import TracebackType
-from typing import Any, Final, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Final
 
 import msgspec
 
@@ -35,80 +35,62 @@ EXAMPLES: Final = """\
 """
 
 
+DEFAULT_INTERVAL: Final = 1.0
 _QUIT_KEYS: Final = frozenset(b"qQ\x04")
 """q and Ctrl-D."""
 _STDIN: Final = 0
 
 
-class Keyboard:
-    """Reads single keys without Enter and without echo while it is open. Without a terminal it returns no keys."""
+@contextmanager
+def keyboard() -> Iterator[Callable[[float], bool]]:
+    """Read single keys, without Enter and without echo, from a terminal. The yielded function waits for a number of seconds.
 
-    def __init__(self) -> None:
-        self._previous: list[Any] | None = None
+    It returns True at once if q or Ctrl-D is pressed.
+    """
+    has_keys = sys.stdin is not None and sys.stdin.isatty()
+    previous = termios.tcgetattr(_STDIN) if has_keys else None
 
-    def __enter__(self) -> Self:
-        if sys.stdin is not None and sys.stdin.isatty():
-            self._previous = termios.tcgetattr(_STDIN)
-            tty.setcbreak(_STDIN)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._previous is not None:
-            termios.tcsetattr(_STDIN, termios.TCSADRAIN, self._previous)
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for `seconds`. Return True at once if q or Ctrl-D is pressed."""
-        if self._previous is None:
-            time.sleep(seconds)
-            return False
+    def wait(seconds: float) -> bool:
         until = time.monotonic() + seconds
-        while select.select([_STDIN], [], [], max(until - time.monotonic(), 0.0))[0]:
+        while select.select([_STDIN] if has_keys else [], [], [], max(until - time.monotonic(), 0.0))[0]:
             pressed = os.read(_STDIN, 64)
             if not pressed or _QUIT_KEYS & set(pressed):  # no input: the terminal has closed
                 return True
         return False
 
-
-DEFAULT_INTERVAL: Final = 1.0
+    if has_keys:
+        tty.setcbreak(_STDIN)
+    try:
+        yield wait
+    finally:
+        if previous is not None:
+            termios.tcsetattr(_STDIN, termios.TCSADRAIN, previous)
 
 
 def run(args: Namespace) -> int:
     """Poll until q, Ctrl-D or a signal."""
-    poller = Poller(make_client(args), args.sort)
+    poller, console, view = Poller(make_client(args), args.sort), Console(), TopView(args.limit)
     if args.once:
-        _print_once(poller, args)
+        frame = poller.poll()
+        if not write_record(_limit_sources(frame, args.limit), args.output, console):
+            columns = terminal_size(sys.stdout)[0] if is_terminal(sys.stdout) else UNLIMITED
+            console.lines(view.draw(frame, columns, None))
         return OK
-    with suppress(KeyboardInterrupt):  # the normal end of a live view
-        (_print_records if args.output in DATA else _show_live)(poller, args)
-    return OK
-
-
-def _print_once(poller: Poller, args: Namespace) -> None:
-    frame, console = poller.poll(), Console()
-    if not write_record(_limit_sources(frame, args.limit), args.output, console):
-        columns = terminal_size(sys.stdout)[0] if is_terminal(sys.stdout) else UNLIMITED
-        console.lines(TopView(args.limit).draw(frame, columns, None))
-
-
-def _print_records(poller: Poller, args: Namespace) -> None:
-    console = Console()
-    with Keyboard() as keyboard:
-        while True:
-            write_record(_limit_sources(poller.poll_or_error(), args.limit), args.output, console)
-            if keyboard.wait(args.interval):
-                return
-
-
-def _show_live(poller: Poller, args: Namespace) -> None:
-    if not is_terminal(sys.stdout):
+    is_data = args.output in DATA
+    if not is_data and not is_terminal(sys.stdout):
         raise CommandLineError("a live view needs a terminal; use --once or --output json")
-    view = TopView(args.limit)
-    with whole_screen(sys.stdout) as show, Keyboard() as keyboard:
+    # A signal is the normal end of a live view.
+    with suppress(KeyboardInterrupt), nullcontext() if is_data else whole_screen(sys.stdout) as show, keyboard() as wait:
         while True:
-            columns, rows = terminal_size(sys.stdout)
-            show(view.draw(poller.poll_or_error(), columns, rows - 1))
-            if keyboard.wait(args.interval):
-                return
+            frame = poller.poll_or_error()
+            if show is None:
+                write_record(_limit_sources(frame, args.limit), args.output, console)
+            else:
+                columns, rows = terminal_size(sys.stdout)
+                show(view.draw(frame, columns, rows - 1))
+            if wait(args.interval):
+                break
+    return OK
 
 
 def _limit_sources(frame: PollResult, limit: int | None) -> PollResult:

@@ -13,6 +13,8 @@ from kvevents.endpoints import MAX_PORT, split_tcp, tcp_of, validate_source
 from kvevents.errors import ConfigError
 
 URL_SCHEMES: Final = ("http://", "https://")
+MAX_RANKS: Final = 1024
+"""No engine has more ranks, and without a bound a typing error opens thousands of sockets."""
 _SMALLEST: Final = math.ulp(0.0)
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
@@ -65,25 +67,17 @@ def size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2].upper()])
 
 
-def port(text: str) -> int:
-    """Return a TCP port. 0 means any free port."""
-    if not text.isascii() or not text.isdecimal() or int(text) > MAX_PORT:
-        raise ConfigError(f"invalid port {text!r}: expected a number from 0 to {MAX_PORT}")
+def _integer(text: str, expected: str, least: int = 0, most: float = math.inf, noun: str = "value") -> int:
+    """Return a whole number from `least` to `most`; `expected` describes it."""
+    if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
+        raise ConfigError(f"invalid {noun} {text!r}: expected {expected}")
     return int(text)
 
 
-def positive_int(text: str) -> int:
-    """Return a whole number above 0."""
-    if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"invalid value {text!r}: expected a whole number above 0")
-    return int(text)
-
-
-def whole_number(text: str) -> int:
-    """Return a whole number of 0 or more."""
-    if not text.isascii() or not text.isdecimal():
-        raise ConfigError(f"invalid value {text!r}: expected a whole number, 0 or more")
-    return int(text)
+port: Final = partial(_integer, expected=f"a number from 0 to {MAX_PORT}", most=MAX_PORT, noun="port")
+positive_int: Final = partial(_integer, expected="a whole number above 0", least=1)
+whole_number: Final = partial(_integer, expected="a whole number, 0 or more")
+ranks: Final = partial(_integer, expected=f"from 1 to {MAX_RANKS} ranks", least=1, most=MAX_RANKS)
 
 
 def service_url(text: str) -> str:
@@ -111,7 +105,7 @@ def _url(text: str, owner: str) -> str:
 
 
 PLACEHOLDERS: Final[dict[Any, str]] = {
-    **dict.fromkeys((positive_int, whole_number), "N"),
+    **dict.fromkeys((positive_int, whole_number, ranks), "N"),
     **dict.fromkeys((positive_seconds, seconds), "S"),
     **dict.fromkeys((rate, factor), "X"),
     **dict.fromkeys((service_url, engine_url), "URL"),
