@@ -72,7 +72,7 @@ def names_of(found: Finding) -> set[str | None]:
 
 
 def sentences(found: Finding) -> list[str]:
-    return [fault.sentence for fault in found.faults]
+    return list(found.faults)
 
 
 @asynccontextmanager

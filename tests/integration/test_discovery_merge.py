@@ -16,7 +16,7 @@ from discovery_cases import ManualClock, await_in_time
 from discovery_fetch_cases import Engine
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider
-from kvevents.service.discovery.provider import Adapter, DiscoveryFault, Finding, Provider, SourceTable
+from kvevents.service.discovery.provider import Adapter, Finding, Provider, SourceTable
 from kvevents.service.discovery.runner import EngineDiscovery, MergedFindings, ProviderRunner, merge_findings
 from kvevents.service.fleet.registration import Key, Registration, Scope
 from kvevents.service.settings import EngineSources
@@ -84,7 +84,7 @@ def test_the_first_of_two_conflicting_entries_is_used_and_the_other_is_a_fault()
         "b rank 0": "tcp://h:1",
     }
     (fault,) = found.faults["dns x"]
-    assert fault == DiscoveryFault("a rank 0", "a rank 0 is named twice, with another endpoint: the one of config takes effect")
+    assert fault == "a rank 0 is named twice, with another endpoint: the one of config takes effect"
 
 
 def test_equal_entries_do_not_conflict() -> None:
@@ -98,14 +98,14 @@ def test_equal_entries_do_not_conflict() -> None:
 def test_two_entries_of_one_provider_conflict_too() -> None:
     """A file can contain such entries, for example if a table was copied and not edited completely."""
     found = merge_findings([("file", Finding((registration("a", 1), registration("a", 2, topic="x"))))])
-    assert "another endpoint, topic" in found.faults["file"][0].sentence
+    assert "another endpoint, topic" in found.faults["file"][0]
 
 
 def test_the_number_of_sources_is_bounded() -> None:
     """Excess sources are ignored and counted in a fault of their provider; a source found before does not count again."""
     found = merge_findings([("config", finding("a", "b")), ("dns x", finding("b", "c", "d", "e"))], max_sources=3)
     assert sorted(each.instance for each in found.registrations.values()) == ["a", "b", "c"]
-    assert found.faults == {"dns x": (DiscoveryFault("max_sources", "2 ranks are ignored: max_sources allows 3"),)}
+    assert found.faults == {"dns x": ("2 ranks are ignored: max_sources allows 3",)}
 
 
 @dataclass
@@ -174,9 +174,9 @@ async def test_changes_of_all_providers_are_reported() -> None:
         assert (await received.wait_for(set())).waiting == ("one", "two")
         one.find(finding("a"))
         assert (await received.wait_for({"a rank 0"})).waiting == ("two",)
-        two.find(Finding(finding("b").registrations, (DiscoveryFault("x", "is not there"),)))
+        two.find(Finding(finding("b").registrations, ("is not there",)))
         found = await received.wait_for({"a rank 0", "b rank 0"})
-        assert (found.faults, found.waiting) == ({"two": (DiscoveryFault("x", "is not there"),)}, ())
+        assert (found.faults, found.waiting) == ({"two": ("is not there",)}, ())
         one.find(finding())
         await received.wait_for({"b rank 0"})
     assert one.ended.is_set()
@@ -217,7 +217,7 @@ async def test_the_number_of_providers_is_bounded() -> None:
     async with run_providers(top, max_sources=3) as received:
         top.find(Finding(providers=tuple(ScriptedProvider(str(each)) for each in range(10))))
         found = await received.wait_for(set(), faults=1)
-        assert found.faults["top"] == (DiscoveryFault("max_sources", "8 providers are ignored: max_sources allows 3"),)
+        assert found.faults["top"] == ("8 providers are ignored: max_sources allows 3",)
         assert found.waiting == ("0", "1")
 
 

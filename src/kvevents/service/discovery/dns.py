@@ -18,7 +18,7 @@ from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpClient, EngineProvider
-from kvevents.service.discovery.provider import DEFAULT_TEMPLATE, DiscoveryFault, Finding, Template, bracket_host
+from kvevents.service.discovery.provider import DEFAULT_TEMPLATE, Finding, Template, bracket_host
 
 if TYPE_CHECKING:
     import dns.resolver
@@ -240,10 +240,9 @@ class DnsProvider:
         _, host, port = DnsTarget.parse(self.target)
         return await (self.resolver.services(host) if port is None else self.resolver.addresses(host))
 
-    def _fault(self, error: ResolveError, last: Finding) -> DiscoveryFault:
+    def _fault(self, error: ResolveError, last: Finding) -> str:
         known = len(last.registrations) + len(last.providers)
-        stay = f"; the engines found before ({known}) stay for at most {self.max_stale:g} s" if known else ""
-        return DiscoveryFault(DnsTarget.parse(self.target).host, f"{error}{stay}")
+        return f"{error}" + (f"; the engines found before ({known}) stay for at most {self.max_stale:g} s" if known else "")
 
     def _finding(self, resolved: Resolved) -> Finding:
         scheme, name, port = DnsTarget.parse(self.target)

@@ -44,7 +44,6 @@ from kvevents.service.discovery.provider import (
     MAX_RANKS,
     Adapter,
     BaseUrl,
-    DiscoveryFault,
     EngineQueryError,
     Finding,
     RankEndpoint,
@@ -457,7 +456,7 @@ class EngineProvider:
             try:
                 found = last = await self.query()
             except EngineQueryError as error:
-                found = replace(last, faults=(DiscoveryFault(self.label, str(error)),))
+                found = replace(last, faults=(str(error),))
                 pause = backoff.next_delay()
             else:
                 backoff.reset()
@@ -499,7 +498,7 @@ class EngineProvider:
 
     async def _finding(self, url: BaseUrl, info: EngineInfo) -> Finding:
         if info.off_reason is not None:
-            return Finding(faults=(DiscoveryFault(self.label, f"{self.label} {info.off_reason}"),))
+            return Finding(faults=(f"{self.label} {info.off_reason}",))
         declared = self.declared or Declaration()
         if declared.is_relay:
             self._follow_relays(declared.endpoints(bracket_host(url.host), self.template), info)
@@ -508,7 +507,7 @@ class EngineProvider:
         if model is None:
             raise EngineQueryError(f"{url.join('/v1/models')} lists no model: {self._where_to_name_model}")
         wrong = declared.contradictions(info.endpoints[0], models.names | {model}) if info.endpoints else iter(())
-        faults = [DiscoveryFault(self.label, f"{self.label}: {each}; what it says takes effect") for each in wrong]
+        faults = [f"{self.label}: {each}; what it says takes effect" for each in wrong]
         self._add_configured_ranks(info)
         if not self.template.other_hosts:
             await self._drop_foreign_endpoints(url, info)
@@ -521,10 +520,7 @@ class EngineProvider:
                 info.missing[found.rank] = f"cannot be followed: {error}"
         scope = Scope(model, self.template.tenant, self.template.group)
         adapters = [Adapter(scope._replace(lora=name), path) for name, path in models.adapters]
-        faults += [
-            DiscoveryFault(f"{self.label} rank {rank}", f"rank {rank} of {self.label} {reason}")
-            for rank, reason in sorted(info.missing.items())
-        ]
+        faults += [f"rank {rank} of {self.label} {reason}" for rank, reason in sorted(info.missing.items())]
         return Finding(tuple(registrations), tuple(faults), adapters=tuple(adapters))
 
     @staticmethod

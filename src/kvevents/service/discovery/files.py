@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 from kvevents.backoff import SYSTEM_CLOCK, Clock, jittered
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineProvider
-from kvevents.service.discovery.provider import DiscoveryFault, Finding, SourceTable, parse_table
+from kvevents.service.discovery.provider import Finding, SourceTable, parse_table
 
 CHECK_SECONDS: Final = 1.0
 """Pause between two checks of a file for changes. A check is one `stat`. Unlike inotify it also works over NFS and through the
@@ -82,8 +82,7 @@ class FileProvider:
             return build_finding(read_sources(self.path, alone=self.alone, max_bytes=self.max_bytes))
         except ExceptionGroup as errors:
             note = "; the sources that it named before stay" if known.registrations or known.providers else ""
-            faults = tuple(DiscoveryFault(str(self.path), f"{error}{note}") for error in errors.exceptions[:MAX_FAULTS])
-            return replace(known, faults=faults)
+            return replace(known, faults=tuple(f"{error}{note}" for error in errors.exceptions[:MAX_FAULTS]))
 
 
 def file_stamp(path: Path) -> _Stamp:

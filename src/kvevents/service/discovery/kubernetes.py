@@ -24,7 +24,7 @@ from kvevents.backoff import SYSTEM_CLOCK, Clock
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.service.discovery.object_watch import ObjectWatch, own_namespace
 from kvevents.service.discovery.pods import PODS, POOLS, InferencePool, Pod, PodEngine, read_engine
-from kvevents.service.discovery.provider import DiscoveryFault, Finding
+from kvevents.service.discovery.provider import Finding
 from kvevents.service.settings import KubernetesSettings
 
 SETTLE_SECONDS: Final = 0.1
@@ -149,10 +149,10 @@ class _Namespace:
 def _build_finding(namespaces: list[_Namespace]) -> Finding:
     readings = [reading for namespace in namespaces for reading in namespace.read()]
     engines = [(reading.engine, reading.why_not_ready) for reading in readings if reading.engine is not None]
-    faults = [DiscoveryFault(namespace.name, sentence) for namespace in namespaces for sentence in namespace.faults()]
-    of_pods = [DiscoveryFault(reading.pod.metadata.name, reading.fault) for reading in readings if reading.fault]
+    faults = [sentence for namespace in namespaces for sentence in namespace.faults()]
+    of_pods = [reading.fault for reading in readings if reading.fault]
     if len(of_pods) > MAX_FAULTS:
-        of_pods[MAX_FAULTS:] = [DiscoveryFault("pods", f"{len(of_pods) - MAX_FAULTS} pods more have a fault")]
+        of_pods[MAX_FAULTS:] = [f"{len(of_pods) - MAX_FAULTS} pods more have a fault"]
     return Finding(
         registrations=tuple(registration for engine, _ in engines for registration in engine.registrations),
         faults=(*faults, *of_pods),

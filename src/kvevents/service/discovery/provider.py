@@ -25,16 +25,6 @@ from kvevents.stream.deliveries import check_stores_only
 from kvevents.zeromq.keys import Curve
 
 
-@dataclass(frozen=True, slots=True)
-class DiscoveryFault:
-    """Something that a provider could not find out: a name that does not resolve, a missing rank, a malformed file."""
-
-    subject: str
-    """The instance, file or host name that the fault is about."""
-    sentence: str
-    """What happened and what to do, for people."""
-
-
 class Adapter(NamedTuple):
     """A LoRA adapter that requests name as their model."""
 
@@ -49,7 +39,8 @@ class Finding:
     """All that one provider knows now. A registration that is no longer in it is removed."""
 
     registrations: tuple[Registration, ...] = ()
-    faults: tuple[DiscoveryFault, ...] = ()
+    faults: tuple[str, ...] = ()
+    """What could not be found out, as sentences: a name that does not resolve, a missing rank, a malformed file."""
     providers: tuple[Provider, ...] = ()
     """Further providers, such as engines to query. Each one runs for as long as a finding contains an equal one."""
     adapters: tuple[Adapter, ...] = ()

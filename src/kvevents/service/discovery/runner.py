@@ -15,7 +15,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.discovery.dns import DnsProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider, read_sources
 from kvevents.service.discovery.kubernetes import KubernetesProvider
-from kvevents.service.discovery.provider import DiscoveryFault, Finding, Provider, SourceTable, Template
+from kvevents.service.discovery.provider import Finding, Provider, SourceTable, Template
 from kvevents.service.errors import ConflictError
 from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.settings import DnsTable, EngineSources, Limits
@@ -43,7 +43,7 @@ class MergedFindings:
     """The findings of all providers together."""
 
     registrations: dict[Key, Registration] = field(default_factory=dict)
-    faults: dict[str, tuple[DiscoveryFault, ...]] = field(default_factory=dict)
+    faults: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Faults by the name of the provider. Providers without faults are not in it."""
     waiting: tuple[str, ...] = ()
     """Names of providers without a finding so far. Their engines are missing from the registrations."""
@@ -77,7 +77,8 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
         for registration in finding.registrations:
             known = merged.registrations.get(registration.key)
             if known is not None and known.differences(registration):
-                faults.append(_conflict(known, merged.origins[known.key], registration))
+                differing, origin = ", ".join(known.differences(registration)), merged.origins[known.key]
+                faults.append(f"{known.label} is named twice, with another {differing}: the one of {origin} takes effect")
             elif known is None and len(merged.registrations) >= max_sources:
                 ignored += 1
             elif known is None:
@@ -90,15 +91,8 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
     return merged
 
 
-def _conflict(first: Registration, origin: str, other: Registration) -> DiscoveryFault:
-    differing = ", ".join(first.differences(other))
-    return DiscoveryFault(
-        other.label, f"{other.label} is named twice, with another {differing}: the one of {origin} takes effect"
-    )
-
-
-def _too_many(ignored: int, what: str, most: int) -> DiscoveryFault:
-    return DiscoveryFault("max_sources", f"{ignored} {what} are ignored: max_sources allows {most}")
+def _too_many(ignored: int, what: str, most: int) -> str:
+    return f"{ignored} {what} are ignored: max_sources allows {most}"
 
 
 # --- running
@@ -112,7 +106,7 @@ class _Branch:
     finding: Finding | None = None
     children: dict[Provider, _Branch] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
-    refused: tuple[DiscoveryFault, ...] = ()
+    refused: tuple[str, ...] = ()
     """The fault that some of the children do not run."""
 
     def findings(self) -> Iterator[tuple[str, Finding | None]]:
@@ -278,7 +272,7 @@ class EngineDiscovery:
         self._target.adapters, self._target.unready = frozenset(found.adapters), found.unready
         self._refused = self._target.replace_registrations(DISCOVERED, found.registrations.values(), self._resume)
         self._compare_paths(found)
-        faults = {fault.sentence for each in found.faults.values() for fault in each} | set(self._refused)
+        faults = {sentence for sentences in found.faults.values() for sentence in sentences} | set(self._refused)
         for sentence in sorted(faults - self._logged):
             log.warning("%s", sentence)
         for sentence in sorted(self._logged - faults):
@@ -306,12 +300,11 @@ class EngineDiscovery:
 
     def provider_faults(self) -> list[str]:
         """Return the sentences of the faults of the configured providers, without those of the engines that they found."""
-        found = (self._found.faults.get(provider.name, ()) for provider in self._providers)
-        return [fault.sentence for faults in found for fault in faults]
+        return [sentence for provider in self._providers for sentence in self._found.faults.get(provider.name, ())]
 
     def faults(self) -> dict[str, list[str]]:
         """Return the sentences of all faults by provider."""
-        found = {name: [fault.sentence for fault in faults] for name, faults in self._found.faults.items()}
+        found = {name: list(sentences) for name, sentences in self._found.faults.items()}
         if refused := [*self._refused, *list(self._target.follow_errors.values())]:
             found[FLEET] = refused
         return found
