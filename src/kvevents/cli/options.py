@@ -178,7 +178,7 @@ def ask_engine(args: Namespace) -> list[Source]:
     # Registrations need a model, and this command does not use it.
     finding = asyncio.run(EngineProvider(url, Template(model=url, other_hosts=True)).query())
     if not finding.registrations:
-        raise ExternalError("; ".join(fault.sentence for fault in finding.faults))
+        raise ExternalError("; ".join(finding.faults))
     name, curve = url.partition("://")[2], read_curve(args)
     sources = [
         Source(

@@ -10,19 +10,16 @@ The settings are `[[sources]]` tables, the template for engines found by one nam
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NamedTuple, Protocol, Self
 from urllib.parse import SplitResult, urljoin, urlsplit
 
-from kvevents.client.schemas import DEFAULT_GROUP
 from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp, tcp_of
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.routing.load_readings import check_load_url, is_load_url
-from kvevents.service.fleet.registration import Registration, Scope, check_drafts, check_labels, check_serving_url
-from kvevents.settings import Range, Settings, build_decoder_now, convert
-from kvevents.stream.deliveries import check_stores_only
-from kvevents.zeromq.keys import Curve
+from kvevents.service.fleet.registration import EngineFields, Registration, Scope
+from kvevents.settings import Range, build_decoder_now, convert
 
 
 class Adapter(NamedTuple):
@@ -210,58 +207,21 @@ class BaseUrl:
 # --- tables
 
 
-class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of an engine except its address. All addresses of one DNS name share one template."""
 
-    model: str | None = None
-    """Name of the model; required unless the engine is queried for it."""
     ranks: Annotated[int, Range(1, MAX_RANKS)] = 1
     """Number of data-parallel ranks; their ports count up from that of the first. A queried engine must have at least these."""
     rank: Annotated[int, Range()] = 0
     """Number of the first rank."""
     replay_endpoint: str | None = None
     """Replay endpoint of the first rank. A wildcard host, as in `tcp://*:5558`, means the engine's own host."""
-    block_size: int | None = None
-    """Tokens of a block. If the engine sends blocks of another size, it is DEGRADED."""
-    tenant: str = DEFAULT_GROUP
-    """Tenant of the engine: prompts of other tenants do not match its blocks."""
-    group: str = DEFAULT_GROUP
-    """Routing group of the engine, which separates fleets of one model."""
-    topic: str = ""
-    """Prefix of the topics to receive; the default receives all."""
-    bind: bool = False
-    """Whether to listen at the endpoint, for an engine that connects."""
-    curve: Curve | None = None
-    """CURVE keys for this engine, instead of those of all engines."""
-    lora_name: str | None = None
-    """LoRA of events that do not name one."""
-    salt: str | None = None
-    """Cache salt that a query must contain to match this engine."""
-    load: str | None = None
-    """Where the load is read: `tcp://HOST:PORT` at which the first rank publishes it (SGLang: --load-publish-endpoint), or
-    `http://HOST:PORT` of a server with metrics, which is polled (vLLM). A wildcard host, as in `http://*:8000`, means the
-    engine's own host. A queried engine names it; `none` does not read it."""
     other_hosts: bool = False
     """Whether a queried engine may name endpoints at other hosts than its own, and `ipc` endpoints, and redirect queries to
     another server."""
-    stores_only: tuple[str, ...] = ()
-    """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
-    is not EXACT."""
-    drafts: tuple[int, ...] | None = None
-    """KV cache groups of its draft model (EAGLE, MTP), of which the engine computes the last block of a hit again; an empty
-    list means all groups. None, the default, means no draft model: events do not say whether there is one."""
-    url: str | None = None
-    """Where the engine takes requests, such as `http://10.0.0.7:8000`, which answers return. A wildcard host, as in
-    `http://*:8000`, means the engine's own host. That of a queried engine is its base URL."""
-    labels: Mapping[str, str] = {}
-    """Labels by name, such as `role = "decode"`, which answers return and by which `/v1/select` filters."""
 
     def __post_init__(self) -> None:
-        Settings.__post_init__(self)
-        check_serving_url(self.url)
-        check_labels(self.labels)
-        check_stores_only(self.stores_only)
-        check_drafts(self.drafts)
+        EngineFields.__post_init__(self)
         if self.load not in {None, NO_LOAD}:
             check_load(self._load_of(0, _ANY_HOST) or "")
 
@@ -292,26 +252,21 @@ class Template(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
             load = None
         if load is not None:
             check_load(load)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in EngineFields.__struct_fields__}
+        fields |= {
+            "model": model,
+            "topic": self.topic or found.topic,
+            "block_size": self.block_size or found.block_size,
+            "load": load,
+            "url": found.url if self.url is None else _on_host_of(self.url, found.endpoint),
+        }
         return Registration(
             instance=instance,
             endpoint=found.endpoint,
-            model=model,
             rank=found.rank,
             replay_endpoint=replay,
             replay_is_proven=found.replay_is_proven,
-            topic=self.topic or found.topic,
-            block_size=found.block_size if self.block_size is None else self.block_size,
-            tenant=self.tenant,
-            group=self.group,
-            lora_name=self.lora_name,
-            salt=self.salt,
-            bind=self.bind,
-            curve=self.curve,
-            stores_only=self.stores_only,
-            drafts=self.drafts,
-            load=load,
-            url=found.url if self.url is None else _on_host_of(self.url, found.endpoint),
-            labels=self.labels,
+            **fields,
         )
 
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:

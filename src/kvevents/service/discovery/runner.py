@@ -15,7 +15,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.discovery.dns import DnsProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider, read_sources
 from kvevents.service.discovery.kubernetes import KubernetesProvider
-from kvevents.service.discovery.provider import Finding, Provider, SourceTable, Template
+from kvevents.service.discovery.provider import Finding, Provider, SourceTable
 from kvevents.service.errors import ConflictError
 from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.settings import DnsTable, EngineSources, Limits
@@ -328,9 +328,8 @@ def build_providers(config: EngineSources, watched: Path | None) -> list[Provide
 
 
 def _build_dns_provider(table: DnsTable) -> DnsProvider:
-    fields = {name: getattr(table, name) for name in Template.__struct_fields__}
     try:
-        return DnsProvider(table.target, Template(**fields))
+        return DnsProvider(table.target, table)
     except ConfigError as error:
         raise ConfigError(f"dns {table.target}: {error}") from error
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping
 from hashlib import sha256
-from typing import Final, NamedTuple, TypeAlias
+from typing import Annotated, Final, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
-
-import msgspec
 
 from kvevents.client.schemas import DEFAULT_GROUP, MAX_LABEL_BYTES, MAX_LABELS, MAX_NAME_BYTES
 from kvevents.errors import ConfigError
 from kvevents.service.errors import ConflictError
-from kvevents.settings import build_decoder_now
+from kvevents.settings import Range, Settings, build_decoder_now
 from kvevents.stream import Source
 from kvevents.stream.deliveries import check_stores_only
 from kvevents.zeromq.keys import Curve
@@ -24,9 +22,12 @@ MAX_DRAFT_GROUPS: Final = 64
 """Maximum number of draft groups of one engine. Engines have a few KV cache groups in all."""
 MAX_GROUP: Final = (1 << 31) - 1
 """Largest number of a KV cache group."""
+MAX_RANK: Final = (1 << 32) - 1
 MAX_SHOWN: Final = 40
 """Maximum number of characters of an invalid value that an error quotes."""
 _SCHEMES: Final = frozenset({"http", "https", "grpc"})
+_NAMES: Final = frozenset({"instance", "endpoint", "model", "tenant", "group"})
+"""Fields of a registration that must not be empty."""
 SEPARATOR: Final = "\x1f"
 """Separates the parts of a name inside the index. No part can contain it."""
 
@@ -69,77 +70,81 @@ class Scope(NamedTuple):
         return SEPARATOR.join(parts)
 
 
+class EngineFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What settings and registrations say of an engine beside its name and endpoints.
+
+    Raises `ConfigError` for an invalid field.
+    """
+
+    model: str | None = None
+    """Name of the model; required unless the engine is queried for it."""
+    topic: str = ""
+    """Prefix of the topics to receive; the default receives all."""
+    block_size: Annotated[int | None, Range(1, MAX_BLOCK_SIZE)] = None
+    """Tokens of a block. If the engine sends blocks of another size, it is DEGRADED."""
+    tenant: str = DEFAULT_GROUP
+    """Tenant of the engine: prompts of other tenants do not match its blocks."""
+    group: str = DEFAULT_GROUP
+    """Routing group of the engine, which separates fleets of one model."""
+    bind: bool = False
+    """Whether to listen at the endpoint, for an engine that connects."""
+    curve: Curve | None = None
+    """CURVE keys for this engine, instead of those of all engines."""
+    lora_name: str | None = None
+    """LoRA of events that do not name one."""
+    salt: str | None = None
+    """Cache salt that a query must contain to match this engine."""
+    load: str | None = None
+    """Where the load is read: `tcp://HOST:PORT` at which the first rank publishes it (SGLang: --load-publish-endpoint), or
+    `http://HOST:PORT` of a server with metrics, which is polled (vLLM). A wildcard host, as in `http://*:8000`, means the
+    engine's own host. A queried engine names it; `none` does not read it."""
+    stores_only: tuple[str, ...] = ()
+    """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
+    is not EXACT."""
+    drafts: tuple[int, ...] | None = None
+    """KV cache groups of its draft model (EAGLE, MTP), of which the engine computes the last block of a hit again; an empty
+    list means all groups. None, the default, means no draft model: events do not say whether there is one."""
+    url: str | None = None
+    """Where the engine takes requests, such as `http://10.0.0.7:8000`, which answers return. A wildcard host, as in
+    `http://*:8000`, means the engine's own host. That of a queried engine is its base URL."""
+    labels: Mapping[str, str] = {}
+    """Labels by name, such as `role = "decode"`, which answers return and by which `/v1/select` filters."""
+
+    def __post_init__(self) -> None:
+        Settings.__post_init__(self)
+        check_stores_only(self.stores_only)
+        _check_drafts(self.drafts or ())
+        if self.url is not None:
+            _check_serving_url(self.url)
+        _check_labels(self.labels)
+
+
 @build_decoder_now
-class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One data-parallel rank of one engine, and the scope whose prompts can match it."""
+class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One data-parallel rank of one engine, and the scope whose prompts can match it. Its load and URL have no wildcard."""
 
     instance: str
     """Name of the engine, as routers know it."""
     endpoint: str
     """Endpoint at which it publishes: `tcp://HOST:PORT`."""
     model: str
-    rank: int = 0
+    rank: Annotated[int, Range(0, MAX_RANK)] = 0
     replay_endpoint: str | None = None
-    topic: str = ""
     replay_is_proven: bool = False
     """Whether the engine itself has named both endpoints (`Source.replay_is_proven`)."""
-    block_size: int | None = None
-    """Declared tokens per block; None accepts the block size of the events. Blocks of another size are reported as a fault."""
-    tenant: str = DEFAULT_GROUP
-    """Mooncake's `tenant_id`: a scope."""
-    group: str = DEFAULT_GROUP
-    """Dynamo's `routing_group`: a scope."""
-    lora_name: str | None = None
-    """LoRA of events that do not name one."""
-    salt: str | None = None
-    """Cache salt that a query must contain to match this engine."""
-    bind: bool = False
-    """Listen at `endpoint` instead of connecting to it."""
-    curve: Curve | None = None
-    stores_only: tuple[str, ...] = ()
-    """Tiers whose stores the engine announces and whose removals it does not."""
-    drafts: tuple[int, ...] | None = None
-    """KV cache groups of its draft model (EAGLE, MTP), in which the engine computes the last block of a hit again; an empty
-    list means all groups. None, the default, means no draft model: events do not say whether there is one."""
-    load: str | None = None
-    """Where the load of the rank is read, as in `LoadSource.endpoint`; None if it is not read."""
-    url: str | None = None
-    """Where the engine takes requests, such as `http://10.0.0.7:8000`: answers return it, so that a router can send them."""
-    labels: Mapping[str, str] = {}
-    """Labels by name, such as `role = "decode"`, by which `/v1/select` filters."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "instance",
-            "endpoint",
-            "model",
-            "tenant",
-            "group",
-            "topic",
-            "lora_name",
-            "salt",
-            "replay_endpoint",
-            "load",
-            "url",
-        ):
-            text: str | None = getattr(self, name)
-            if text is None:
+        EngineFields.__post_init__(self)
+        for name in self.__struct_fields__:
+            text = getattr(self, name)
+            if not isinstance(text, str):
                 continue
             if len(text.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES:
                 raise ConfigError(f"{name} has more than {MAX_NAME_BYTES} bytes")
             if not text.isprintable():
                 raise ConfigError(f"{name} {text!r} has unprintable characters")
-        for name in ("instance", "endpoint", "model", "tenant", "group"):
-            if not getattr(self, name):
+            if not text and name in _NAMES:
                 raise ConfigError(f"{name} is empty")
-        if self.rank < 0 or self.rank >= 1 << 32:
-            raise ConfigError(f"rank {self.rank} is not from 0 to 2**32 - 1")
-        check_stores_only(self.stores_only)
-        check_drafts(self.drafts)
-        check_serving_url(self.url)
-        check_labels(self.labels)
-        if self.block_size is not None and not 0 < self.block_size <= MAX_BLOCK_SIZE:
-            raise ConfigError(f"block_size is {self.block_size}; it must be from 1 to {MAX_BLOCK_SIZE} tokens")
 
     @property
     def key(self) -> Key:
@@ -163,8 +168,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """
         if self == other:  # the usual case, and a tenth of the time
             return []
-        names = [name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name)]
-        return [name for name in names if name != "replay_is_proven"]
+        names = (name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name))
+        return sorted(name for name in names if name != "replay_is_proven")
 
     def source(self) -> Source:
         """Return the source for a subscriber."""
@@ -201,10 +206,7 @@ class Lease(NamedTuple):
         return None if seconds is None else cls(seconds, time.monotonic() + seconds, time.time() + seconds)
 
 
-def check_drafts(drafts: Collection[int] | None) -> None:
-    """Raise `ConfigError` unless these can be the KV cache groups of a draft model."""
-    if drafts is None:
-        return
+def _check_drafts(drafts: Collection[int]) -> None:
     if len(drafts) > MAX_DRAFT_GROUPS:
         raise ConfigError(f"drafts has {len(drafts)} KV cache groups; the most is {MAX_DRAFT_GROUPS}, and [] means all")
     for group in drafts:
@@ -212,10 +214,7 @@ def check_drafts(drafts: Collection[int] | None) -> None:
             raise ConfigError(f"drafts has {group}; KV cache groups have numbers from 0 to 2**31 - 1")
 
 
-def check_serving_url(url: str | None) -> None:
-    """Raise `ConfigError` unless this is None or the URL of a server: `http://`, `https://` or `grpc://` with a host."""
-    if url is None:
-        return
+def _check_serving_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         is_server = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0 and parts.username is None
@@ -225,15 +224,15 @@ def check_serving_url(url: str | None) -> None:
         raise ConfigError(f"invalid url {url!r}: expected http://HOST:PORT, https://HOST:PORT or grpc://HOST:PORT")
 
 
-def check_labels(labels: Mapping[str, str]) -> None:
-    """Raise `ConfigError` for too many labels, and for a name or a value that is empty, too long or unprintable."""
+def _check_labels(labels: Mapping[str, str]) -> None:
     if len(labels) > MAX_LABELS:
         raise ConfigError(f"{len(labels)} labels were given; the most is {MAX_LABELS}")
-    length = sum(len(text.encode("utf-8", "surrogatepass")) for text in (*labels, *labels.values()))
-    if length > MAX_LABEL_BYTES:
-        raise ConfigError(f"the labels have {length} bytes together; the most is {MAX_LABEL_BYTES}")
-    for text in (*labels, *labels.values()):
-        if not text or len(text.encode("utf-8", "surrogatepass")) > MAX_NAME_BYTES or not text.isprintable():
+    texts = [*labels, *labels.values()]
+    lengths = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
+    if sum(lengths) > MAX_LABEL_BYTES:
+        raise ConfigError(f"the labels have {sum(lengths)} bytes together; the most is {MAX_LABEL_BYTES}")
+    for text, length in zip(texts, lengths, strict=True):
+        if not 0 < length <= MAX_NAME_BYTES or not text.isprintable():
             raise ConfigError(f"invalid label {text[:MAX_SHOWN]!r}: expected 1 to {MAX_NAME_BYTES} printable bytes")
 
 
@@ -246,15 +245,8 @@ def check_same_engine(registration: Registration, other: Registration) -> None:
             "other-model",
             "ranks of one instance serve one model; give this instance another name",
         )
-    if other.block_size != registration.block_size:
-        raise ConflictError(
-            f"{label} has blocks of {registration.block_size} tokens, and {other.label} of {other.block_size}",
-            "other-block-size",
-            "ranks of one instance have blocks of one size",
-        )
-    if other.drafts != registration.drafts:
-        raise ConflictError(
-            f"{label} has the draft groups {registration.drafts}, and {other.label} {other.drafts}",
-            "other-drafts",
-            "ranks of one instance have one draft model",
-        )
+    for name, what in (("block_size", "blocks of"), ("drafts", "draft groups")):
+        own, different = getattr(registration, name), getattr(other, name)
+        if own != different:
+            sentence = f"{label} has {what} {own}, and {other.label} {what} {different}"
+            raise ConflictError(sentence, f"other-{name.replace('_', '-')}", f"ranks of one instance have the same {name}")

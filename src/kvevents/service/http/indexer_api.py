@@ -176,7 +176,7 @@ async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registra
         raise UnavailableError(str(error), "engine-silent", "register it when it has started, or send its endpoint") from error
     ranks = tuple(registration for registration in finding.registrations if body.dp_rank in {None, registration.rank})
     if not ranks:
-        sentence = "; ".join(fault.sentence for fault in finding.faults) or f"it has no rank {body.dp_rank}"
+        sentence = "; ".join(finding.faults) or f"it has no rank {body.dp_rank}"
         raise RefusedError(sentence, "no-events", "start the engine with KV events, or send its endpoint")
     return ranks
 
