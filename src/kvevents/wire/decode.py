@@ -231,7 +231,11 @@ def decode_fast(payload: bytes, limits: WireLimits) -> KVEventBatch | None:
     try:
         # The type byte of the first event in `[float64, [event, ...`. Any other beginning is treated as a map.
         first = payload[11 if payload[10] != 0xDC else 13] if size > 13 else 0
-        batch = _decode_maps(payload) if first & 0xF0 != 0x90 else _from_arrays(_decode_arrays(payload))
+        if first & 0xF0 != 0x90:
+            batch = _decode_maps(payload)
+        else:
+            arrays = _decode_arrays(payload)
+            batch = KVEventBatch(arrays.ts, [_from_array(event) for event in arrays.events], arrays.data_parallel_rank)
     except MSGPACK_ERRORS:
         return None
     if not 0.0 <= batch.ts <= MAX_SECONDS or len(batch.events) > limits.max_events:
@@ -289,10 +293,6 @@ def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) ->
         event.unknown_fields = unknown_values(unknown, limits, budget)
     result: KVEvent = event
     return result
-
-
-def _from_arrays(batch: _ArrayBatch) -> KVEventBatch:
-    return KVEventBatch(batch.ts, [_from_array(event) for event in batch.events], batch.data_parallel_rank)
 
 
 def _from_array(event: _AnyArray) -> KVEvent:

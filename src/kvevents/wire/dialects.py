@@ -1,6 +1,6 @@
 """How each engine release encodes its batches: one table with one row per change on the wire.
 
-A release between two rows uses the older row. To add an engine release, add a row to `_TABLE`.
+A release between two rows uses the older row. To add an engine release, add a row with `_next`.
 """
 
 from __future__ import annotations
@@ -63,21 +63,26 @@ class Dialect:
 
 _BASE: Final = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id")
 
+# vLLM, vllm/distributed/kv_events.py
+_V0_9_0: Final = Dialect(
+    "vllm", "0.9.0", stored_fields=_BASE, removed_fields=("block_hashes",), has_rank=False, has_signed_hashes=True
+)
+_TABLE: Final = [_V0_9_0]
+
 
 def _next(row: Dialect, since: str, *stored: str, removed: str | None = None, **changes: Any) -> Dialect:
-    """Return the row of a later release, with these fields added to stores, and `removed` to removals.
+    """Add the row of a later release, with these fields added to stores, and `removed` to removals. Return the row.
 
     Added fields are left out of map events when they are nil.
     """
     changes.setdefault("optional_fields", row.optional_fields | {*stored} if row.event_form == "map" else frozenset())
     removed_fields = row.removed_fields if removed is None else (*row.removed_fields, removed)
-    return replace(row, since=since, stored_fields=(*row.stored_fields, *stored), removed_fields=removed_fields, **changes)
+    _TABLE.append(
+        replace(row, since=since, stored_fields=(*row.stored_fields, *stored), removed_fields=removed_fields, **changes)
+    )
+    return _TABLE[-1]
 
 
-# vLLM, vllm/distributed/kv_events.py
-_V0_9_0: Final = Dialect(
-    "vllm", "0.9.0", stored_fields=_BASE, removed_fields=("block_hashes",), has_rank=False, has_signed_hashes=True
-)
 _V0_9_1: Final = _next(_V0_9_0, "0.9.1", has_rank=True)
 _V0_10_2: Final = _next(_V0_9_1, "0.10.2", "medium", removed="medium", has_signed_hashes=False)
 _V0_14: Final = _next(_V0_10_2, "0.14.0", "lora_name")
@@ -85,9 +90,9 @@ _V0_17: Final = _next(_V0_14, "0.17.0", "extra_keys")
 _V0_20: Final = _next(_V0_17, "0.20.0", "group_idx", removed="group_idx")
 _V0_22: Final = _next(_V0_20, "0.22.0", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 _OPTIONAL: Final = frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"})
-_V0_24: Final = _next(_V0_22, "0.24.0", event_form="map", optional_fields=_OPTIONAL)
 # One unreleased commit between 0.23 and 0.24 sent the batch itself as a map; nightly images carry it.
-_V_MAP_BATCH: Final = _next(_V0_24, "main@0181ea3173e5", batch_form="map")
+_V_MAP_BATCH: Final = _next(_V0_22, "main@0181ea3173e5", batch_form="map", event_form="map", optional_fields=_OPTIONAL)
+_V0_24: Final = _next(_V_MAP_BATCH, "0.24.0", batch_form="array")
 _V0_26: Final = _next(_V0_24, "0.26.0", "locality", removed="locality", has_replay_topic=True)
 _V0_29: Final = _next(_V0_26, "0.29.0", "ownership", removed="ownership")
 _V0_30: Final = _next(_V0_29, "0.30.0", "session_id")
@@ -101,30 +106,11 @@ _SALTED: Final = ("cache_salt", "session_id")
 _S0_5_20: Final = _next(_S0_5_9, "0.5.20", *_SALTED, event_form="map", optional_fields=frozenset({"medium", *_SALTED}))
 _S0_5_22: Final = _next(_S0_5_20, "0.5.22", "lora_name", has_replay_topic=True)
 
-_TABLE: Final[tuple[Dialect, ...]] = (
-    _V0_9_0,
-    _V0_9_1,
-    _V0_10_2,
-    _V0_14,
-    _V0_17,
-    _V0_20,
-    _V0_22,
-    _V_MAP_BATCH,
-    _V0_24,
-    _V0_26,
-    _V0_29,
-    _V0_30,
-    _V0_33,
-    _S0_4_6,
-    _S0_4_7,
-    _S0_5_9,
-    _S0_5_20,
-    _S0_5_22,
-)
-
 NEWEST_VLLM: Final = _V0_33
 """The layout of the structs in `kvevents.events`."""
-DECLARED: Final = _next(_V0_33, _V0_33.since, "cache_salt")
+DECLARED: Final = replace(
+    _V0_33, stored_fields=(*_V0_33.stored_fields, "cache_salt"), optional_fields=_V0_33.optional_fields | {"cache_salt"}
+)
 """All fields of `kvevents.events` that engines have, as maps."""
 DEFAULT_DIALECT: Final = replace(_V0_22, is_lossless=True)
 """The dialect of a publisher if no release is named: the last array form of vLLM, and replies without a topic. The decision
@@ -154,7 +140,7 @@ _PHASE: Final = {"dev": -4, "a": -3, "alpha": -3, "b": -2, "beta": -2, "rc": -1,
 
 def dialects() -> tuple[Dialect, ...]:
     """Return every row of the table, with the releases of each engine in order."""
-    return _TABLE
+    return tuple(_TABLE)
 
 
 def _release_key(release: str) -> tuple[tuple[int, ...], int, int] | None:
@@ -199,9 +185,6 @@ def dialect_for(engine: str, release: str = "latest") -> Dialect:
     return newest
 
 
-# --- detection
-
-
 def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
     """Return the dialect for a `Dialect`, a name such as `vllm-0.24` or `sglang-latest`, or None for "as declared".
 
@@ -213,17 +196,10 @@ def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
     return dialect_for(engine, release or "latest")
 
 
+# --- detection -------------------------------------------------------------------------------------------------------------
+
 _HASH_FIELDS: Final = ("block_hashes", "parent_block_hash")
 _decode_hashes: Final = msgspec.msgpack.Decoder(int | bytes | list[int | bytes] | None).decode
-
-
-class _BatchShape(NamedTuple):
-    """The form of a batch and its raw events."""
-
-    form: Form
-    width: int
-    """Number of elements of an array; 0 for a map."""
-    events: msgspec.Raw
 
 
 class _EventShape(NamedTuple):
@@ -249,8 +225,14 @@ def detect_dialect(payload: bytes) -> Dialect | None:
     """Return the first row of the table of dialects that matches all of `payload`; None if no row does."""
     limits = DEFAULT_WIRE_LIMITS
     try:
-        form, width, events = _batch_shape(payload)
-        rows = [row for row in dialects() if row.batch_form == form and (form == "map" or width == 2 + row.has_rank)]
+        if payload and is_map(payload[0]):
+            fields = map_items(payload, "the batch", limits.max_fields)
+            rows = [row for row in _TABLE if row.batch_form == "map"]
+            events = fields["events"] if fields.keys() >= {"ts", "events"} else NIL
+        else:
+            parts = array_items(payload, "the batch", limits.max_fields, "not-a-batch")
+            rows = [row for row in _TABLE if row.batch_form == "array" and len(parts) == 2 + row.has_rank]
+            events = parts[1] if len(parts) > 1 else NIL
         shapes: set[_EventShape] = set()
         for raw in array_items(events, "the list of events", limits.max_events, "too-many-events"):
             shape = _event_shape(raw)
@@ -263,15 +245,6 @@ def detect_dialect(payload: bytes) -> Dialect | None:
     except (DecodeRejectedError, *MSGPACK_ERRORS):
         return None
     return rows[0] if rows else None
-
-
-def _batch_shape(payload: bytes) -> _BatchShape:
-    limit = DEFAULT_WIRE_LIMITS.max_fields
-    if payload and is_map(payload[0]):
-        fields = map_items(payload, "the batch", limit)
-        return _BatchShape("map", 0, fields["events"] if fields.keys() >= {"ts", "events"} else NIL)
-    parts = array_items(payload, "the batch", limit, "not-a-batch")
-    return _BatchShape("array", len(parts), parts[1] if len(parts) > 1 else NIL)
 
 
 def _event_shape(raw: msgspec.Raw) -> _EventShape:

@@ -96,18 +96,15 @@ def batch_rank(batch: EventBatch) -> int | None:
     return getattr(batch, "attn_dp_rank", None) if rank is None else rank
 
 
-def _is_ours(kind: Any) -> bool:
-    """Return whether a type is a KV cache event of kvevents or of `kvevents.compat`, and not a user's own kind of event."""
-    is_event = isinstance(kind, type) and issubclass(kind, KVCacheEvent)
-    return is_event and getattr(getattr(kind, "__struct_config__", None), "tag", None) in _TAGS
-
-
 @cache
 def _converter(kind: Any, dialect: Dialect, keeps_hashes: bool) -> _Converter:
     """Return the function that converts events of type `kind` to the layout of `dialect`, or all but their hashes."""
-    if not _is_ours(kind):
+    # An event of kvevents or of `kvevents.compat`; users' own kinds of events may derive from these.
+    is_event = isinstance(kind, type) and issubclass(kind, KVCacheEvent)
+    tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
+    if not is_event or tag not in _TAGS:
         return _as_declared
-    wire_type = _wire_type(kind.__struct_config__.tag, dialect)
+    wire_type = _wire_type(tag, dialect)
     names = wire_type.__struct_fields__
     convert_hash = _as_declared if keeps_hashes else partial(_wire_hash, dialect.has_signed_hashes)
 
@@ -188,8 +185,9 @@ def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) 
     """Add the fields of kvevents and, to map events, the unknown fields, for which array events have no place."""
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.event_form == "array":
-        if isinstance(event, AllBlocksCleared):
-            return _limited_clear(event, wire_event)
+        if isinstance(event, AllBlocksCleared) and (scope := scope_of(event)):
+            # The event ends with what the clear is limited to. Decoders that ignore that clear everything.
+            return [*msgspec.to_builtins(wire_event), *(scope.get(name) for name in ARRAY_CLEARED)]
         return _extend_array(wire_event, extra, dialect) if extra else wire_event
     extra |= getattr(event, "unknown_fields", None) or {}
     if not extra:
@@ -200,13 +198,6 @@ def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) 
 
 def _is_limited_clear(event: Any) -> bool:
     return isinstance(event, AllBlocksCleared) and scope_of(event) == event.unknown_fields
-
-
-def _limited_clear(event: AllBlocksCleared, wire_event: msgspec.Struct) -> Any:
-    """Return an array event that ends with what the clear is limited to. Decoders that ignore that clear everything."""
-    scope = scope_of(event)
-    fields = [*msgspec.to_builtins(wire_event), *(scope.get(name) for name in ARRAY_CLEARED)]
-    return fields if scope else wire_event
 
 
 def _extend_array(wire_event: msgspec.Struct, extra: dict[str, Any], dialect: Dialect) -> list[Any]:

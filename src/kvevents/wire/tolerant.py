@@ -89,8 +89,16 @@ def decode_tolerant(
         size = f"{len(payload)} bytes; the limit max_payload_bytes is {limits.max_payload_bytes}"
         raise DecodeRejectedError("oversized", f"the payload has {size}")
     raw_ts, raw_events, raw_rank = _envelope(payload, limits)
-    rejections = _RejectionLog(limits.max_rejected)
-    ts, rank = _timestamp(raw_ts, rejections), _rank(raw_rank, rejections)
+    rejected: list[Rejected] = []
+
+    def reject(error: DecodeRejectedError, raw: msgspec.Raw, index: int | None = None) -> None:
+        rejected.append(error.to_record(raw, index))
+        if len(rejected) > limits.max_rejected:
+            first = rejected[0]
+            detail = f"more than {limits.max_rejected} events cannot be read; the first one: {first.reason}: {first.detail}"
+            raise BatchRejectedError("too-many-rejected", detail)
+
+    ts, rank = _timestamp(raw_ts, reject), _rank(raw_rank, reject)
     budget = DecodeBudget(limits.max_free_form_bytes, len(payload))
     events: list[KVEvent] = []
     for index, raw in enumerate(raw_events):
@@ -101,29 +109,11 @@ def decode_tolerant(
         except BatchRejectedError:
             raise
         except DecodeRejectedError as error:
-            rejections.add(error, raw, index)
+            reject(error, raw, index)
         else:
             if event is not None:
                 events.append(event)
-    return KVEventBatch(ts, events, rank), rejections.entries()
-
-
-class _RejectionLog:
-    """Rejections of one batch, up to a limit."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._entries: list[Rejected] = []
-
-    def add(self, error: DecodeRejectedError, raw: msgspec.Raw, index: int | None = None) -> None:
-        if len(self._entries) >= self._limit:
-            first = self._entries[0] if self._entries else error.to_record(raw, index)
-            detail = f"more than {self._limit} events cannot be read; the first one: {first.reason}: {first.detail}"
-            raise BatchRejectedError("too-many-rejected", detail)
-        self._entries.append(error.to_record(raw, index))
-
-    def entries(self) -> tuple[Rejected, ...]:
-        return tuple(self._entries)
+    return KVEventBatch(ts, events, rank), tuple(rejected)
 
 
 # --- the envelope ------------------------------------------------------------------------------------------------------------
@@ -151,8 +141,8 @@ def _envelope(payload: bytes, limits: WireLimits) -> tuple[msgspec.Raw, list[msg
     return parts[0], array_items(parts[1], "the list of events", limits.max_events, "too-many-events"), rank
 
 
-def _timestamp(raw: msgspec.Raw, rejections: _RejectionLog) -> float:
-    """Return seconds since the epoch. If they cannot be read, add a rejection and return 0.0, so that the events are kept."""
+def _timestamp(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw], None]) -> float:
+    """Return seconds since the epoch. If they cannot be read, reject them and return 0.0, so that the events are kept."""
     value: object = None
     with suppress(DecodeRejectedError):
         value = scalar(raw, "the timestamp")
@@ -162,16 +152,16 @@ def _timestamp(raw: msgspec.Raw, rejections: _RejectionLog) -> float:
         if MAX_SECONDS < value <= MAX_SECONDS * 1000:
             return value / 1000
     detail = "the timestamp is neither seconds nor milliseconds since the epoch"
-    rejections.add(DecodeRejectedError("bad-timestamp", detail), raw)
+    reject(DecodeRejectedError("bad-timestamp", detail), raw)
     return 0.0
 
 
-def _rank(raw: msgspec.Raw, rejections: _RejectionLog) -> int | None:
+def _rank(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw], None]) -> int | None:
     with suppress(DecodeRejectedError):
         value = scalar(raw, "the data-parallel rank")
         if value is None or type(value) is int:
             return value
-    rejections.add(DecodeRejectedError("bad-rank", "the data-parallel rank is not an integer"), raw)
+    reject(DecodeRejectedError("bad-rank", "the data-parallel rank is not an integer"), raw)
     return None
 
 
@@ -377,16 +367,13 @@ class FieldReader:
         self._budget.take_bytes(name, len(memoryview(raw)))
         try:
             keys: list[tuple[Any, ...] | None] = _EXTRA_KEYS.decode(raw)
-        except MSGPACK_ERRORS:
-            keys = self._free_form_extra_keys(raw)
+        except MSGPACK_ERRORS:  # of free form
+            values = to_python(raw, name, self._limits.max_nesting - 1, self._budget.take_steps)
+            if not isinstance(values, list) or not all(value is None or isinstance(value, list) for value in values):
+                raise DecodeRejectedError("bad-field", "extra_keys is not a list of lists or nil") from None
+            keys = [None if value is None else tuple(value) for value in values]
         del self._fields[name]
         return keys
-
-    def _free_form_extra_keys(self, raw: msgspec.Raw) -> list[tuple[Any, ...] | None]:
-        values = to_python(raw, "extra_keys", self._limits.max_nesting - 1, self._budget.take_steps)
-        if not isinstance(values, list) or not all(value is None or isinstance(value, list) for value in values):
-            raise DecodeRejectedError("bad-field", "extra_keys is not a list of lists or nil")
-        return [None if value is None else tuple(value) for value in values]
 
     def lookahead(self) -> list[list[int]] | None:
         """Return the lookahead tokens of each block, or None if the field is missing or nil."""
