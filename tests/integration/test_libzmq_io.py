@@ -148,7 +148,7 @@ class _PartialSender:
 
     def send(self, socket: int, topic: bytes, batches: list[tuple[int, bytes]]) -> int:
         assert LIBZMQ is not None
-        done = LIBZMQ.send(socket, topic, batches[:1])
+        done: int = LIBZMQ.send(socket, topic, batches[:1])
         self._event_socket._socket.send(topic, zmq.SNDMORE)
         return done + 1
 
@@ -166,7 +166,7 @@ def test_pyzmq_completes_a_message_that_was_sent_in_part() -> None:
             server.events.poll()
         event_socket = server.events
         assert isinstance(event_socket, EventSocket)
-        event_socket._native = _PartialSender(event_socket)  # type: ignore[assignment]
+        event_socket._native = _PartialSender(event_socket)
         batches = [(seq, b"%d" % seq) for seq in range(3)]
         server.send(batches)
         assert [consumer.recv_multipart() for _ in batches] == [[b"kv", encode_seq(seq), payload] for seq, payload in batches]

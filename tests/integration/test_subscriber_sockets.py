@@ -14,7 +14,7 @@ from kvevents.events import BlockRemoved, EventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Batch, Source, Trust
 from kvevents.subscriber import Subscriber, ZmqTransport
-from kvevents.zeromq.sockets import DEFAULT_SOCKET_OPTIONS, SocketFactory
+from kvevents.zeromq.sockets import DEFAULT_SOCKET_OPTIONS, open_source_socket
 
 DEADLINE = 60.0
 
@@ -58,9 +58,8 @@ def test_inproc_endpoints_are_in_the_context_of_the_caller(has_context: bool, li
 def test_ipv6_is_enabled_for_the_same_endpoints_as_in_publishers(endpoint: str) -> None:
     """Both ends use `endpoints.needs_ipv6`."""
     with zmq.Context() as context:
-        sockets = SocketFactory(context, DEFAULT_SOCKET_OPTIONS, None, is_private=True)
         for kind in (zmq.SUB, zmq.DEALER):
-            with sockets.open(kind, endpoint) as socket:
+            with open_source_socket(context, kind, endpoint, DEFAULT_SOCKET_OPTIONS, None, is_private=True) as socket:
                 assert bool(socket.get(zmq.IPV6)) == needs_ipv6(endpoint)
 
 

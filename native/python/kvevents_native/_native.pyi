@@ -217,13 +217,23 @@ class ResponseStream:
     def close(self) -> None: ...
 
 class Libzmq:
-    """See `kvevents.native_module`. Raises `OSError` where a file that is loaded does not lead to libzmq."""
+    """See `kvevents.zeromq.bulk_transfer`. Raises `OSError` where a file that is loaded does not lead to libzmq.
+
+    A socket is given as pyzmq's `Socket.underlying`; it must be open, and used by no other thread.
+    """
 
     def __new__(cls, module: str) -> Self: ...
-    def send(self, socket: int, topic: bytes, batches: Sequence[tuple[int, bytes]]) -> int: ...
+    def send(self, socket: int, topic: bytes, batches: Sequence[tuple[int, bytes]]) -> int:
+        """Send messages of a topic, a number and a payload. Return the number of frames sent, up to the first refused one."""
     def receive(
         self, socket: int, topic: bytes, first: int, due: int, limit: int
-    ) -> tuple[list[bytes], list[list[bytes]], bool]: ...
+    ) -> tuple[list[bytes], list[list[bytes]], bool]:
+        """Receive waiting messages without blocking: about 1 MiB, and at most `limit` messages.
+
+        Returns three values: the payloads of at most `due` messages with this topic and the numbers from `first` on, the frames
+        of all later messages, and whether no message is left. If all are empty and a message is left, receive it with pyzmq,
+        whose exception has the reason.
+        """
 
 class Scorer:
     """The score of workers, by what tiers and loads are worth."""

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple
 from itertools import chain
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -47,24 +47,6 @@ _NATIVE_LIMITS: Final = astuple(DEFAULT_WIRE_LIMITS)[:6]
 # --- the compactor -----------------------------------------------------------------------------------------------------------
 
 
-class _NativeCompactor(Protocol):
-    """`_native.Compactor`. It is loaded at run time only, so that publishers work without the native module."""
-
-    def apply(self, payload: bytes, own: bool = False) -> None: ...
-    def apply_many(self, batches: list[SequencedPayload]) -> None: ...
-    def events(self) -> list[RankEvents] | None: ...
-    def payloads(self, limit: int, ts: float) -> list[bytes] | None: ...
-    def mark_partial(self) -> None: ...
-    @property
-    def live(self) -> int: ...
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def lost(self) -> str | None: ...
-    @property
-    def partial(self) -> bool: ...
-
-
 class Compactor:
     """Takes the payloads of one stream, oldest first, and stores only blocks that are still live.
 
@@ -74,7 +56,8 @@ class Compactor:
     state of its own, as in an index.
     """
 
-    def __init__(self, native: _NativeCompactor) -> None:
+    def __init__(self, native: Any) -> None:
+        """`native` is a `_native.Compactor`, which is loaded at run time only: publishers work without the native module."""
         self._native = native
 
     @classmethod
@@ -103,14 +86,16 @@ class Compactor:
 
         The latter needs equal hashes under different parents, stored repeatedly; it ends when they are removed.
         """
-        return None if self.unavailable_reason else self._native.events()
+        ranks: list[RankEvents] | None = None if self.unavailable_reason else self._native.events()
+        return ranks
 
     def payloads(self, limit: int, ts: float) -> list[bytes] | None:
         """Return the state as payloads for `restore`, of at most `limit` bytes unless a single block is larger.
 
         None if the history is unavailable. Releases the interpreter lock.
         """
-        return None if self.unavailable_reason else self._native.payloads(limit, ts)
+        payloads: list[bytes] | None = None if self.unavailable_reason else self._native.payloads(limit, ts)
+        return payloads
 
     def mark_gap(self) -> None:
         """Record that a batch at this position was never sent; `partial` is True until the stream is cleared."""
@@ -122,22 +107,23 @@ class Compactor:
 
         `batches` were never seen, `payloads` cannot be read, or `digests` are no numbers.
         """
-        return self._native.lost
+        reason: str | None = self._native.lost
+        return reason
 
     @property
     def partial(self) -> bool:
         """Whether a batch is missing since the stream was last cleared."""
-        return self._native.partial
+        return bool(self._native.partial)
 
     @property
     def live(self) -> int:
         """Blocks with at least one copy."""
-        return self._native.live
+        return int(self._native.live)
 
     @property
     def bytes(self) -> int:
         """Approximate heap memory."""
-        return self._native.bytes
+        return int(self._native.bytes)
 
     def __repr__(self) -> str:
         state = f"unavailable: {self.unavailable_reason}" if self.unavailable_reason else f"{self.live} blocks"
@@ -332,7 +318,10 @@ def _split(event: EventTuple, room: int) -> Iterable[EventTuple]:
     if size <= room or count < 2:
         return (event,)
     step = max(1, count * room // size)
-    return _split_stored(event, step) if event[0] == "stored" else _split_removed(event, step)
+    if event[0] == "stored":
+        return _split_stored(event, step)
+    kind, hashes, *fields = event
+    return ((kind, hashes[start : start + step], *fields) for start in range(0, count, step))
 
 
 def _split_stored(event: EventTuple, step: int) -> Iterator[EventTuple]:
@@ -348,12 +337,6 @@ def _split_stored(event: EventTuple, step: int) -> Iterator[EventTuple]:
         yield (kind, hashes[start:stop], parent, tokens[start * tokens_per_block : stop * tokens_per_block], pairs, *fields)
         # Stores without tokens are copies of blocks that already have a place in a chain.
         parent = hashes[min(stop, len(hashes)) - 1] if tokens else parent
-
-
-def _split_removed(event: EventTuple, step: int) -> Iterator[EventTuple]:
-    kind, hashes, *fields = event
-    for start in range(0, len(hashes), step):
-        yield (kind, hashes[start : start + step], *fields)
 
 
 _STORED_FIELDS: Final = (

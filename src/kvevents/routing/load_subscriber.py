@@ -27,7 +27,7 @@ from kvevents.routing.load_readings import LoadReading, LoadSettings, LoadSource
 from kvevents.routing.policy_types import Worker
 from kvevents.wire.framing import Malformed, parse_live
 from kvevents.zeromq.name_resolver import Lookup, NameResolver, has_name
-from kvevents.zeromq.sockets import SocketFactory, SocketOptions, connect_or_bind, endpoint_errors, private_context
+from kvevents.zeromq.sockets import SocketOptions, connect_or_bind, endpoint_errors, open_source_socket, private_context
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class LoadSubscriber:
     def _connect(self, source: LoadSource) -> _Stream:
         security = secure_sockets(self._context, source.curve, source.endpoint)
         try:
-            socket = SocketFactory(self._context, _OPTIONS, security, is_private=True).open(zmq.SUB, source.endpoint)
+            socket = open_source_socket(self._context, zmq.SUB, source.endpoint, _OPTIONS, security, is_private=True)
         except EndpointError:
             if security is not None:
                 security.close()

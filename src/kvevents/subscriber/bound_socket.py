@@ -21,22 +21,13 @@ from kvevents.errors import ConfigError
 from kvevents.stream import Source, Stream
 from kvevents.subscriber.multiplexer import Connection
 from kvevents.subscriber.socket_owner import SocketOwner, StallDetector
-from kvevents.zeromq.sockets import (
-    SocketFactory,
-    connect_or_bind,
-    disable_monitor,
-    endpoint_errors,
-    monitor_event,
-    monitor_value,
-    open_monitor,
-)
+from kvevents.zeromq.sockets import Socket, connect_or_bind, disable_monitor, endpoint_errors, open_monitor, read_monitor
 
 _SRCFD: Final = 2
 """The property of a message that pyzmq does not name: the descriptor of its connection."""
 _ACCEPTED: Final = zmq.Event.ACCEPTED
 _HANDSHAKE_SUCCEEDED: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DISCONNECTED: Final = zmq.Event.DISCONNECTED
-_MAX_EVENTS: Final = 1_000
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +98,6 @@ class BoundSocket:
         self._owner: Final = owner
         self._stalls: Final = stalls
         self._security: Final = owner.secure(source)
-        self._sockets: Final = SocketFactory(owner.context, owner.options, self._security, is_private=owner.owns_context)
         self._feeds: list[TopicFeed] = []
         self._by_topic: dict[bytes, TopicFeed | None] = {}
         """The source of each topic that was received; None if it has none."""
@@ -127,12 +117,12 @@ class BoundSocket:
 
     def _open(self) -> None:
         owner, endpoint = self._owner, self.endpoint
-        self._sub = owner.register(self._sockets.open(zmq.SUB, endpoint))
-        self._monitor: zmq.Socket[bytes] | None = None
+        self._sub = owner.open_socket(zmq.SUB, endpoint, self._security)
+        self._monitor: Socket | None = None
         try:
             with endpoint_errors(endpoint, f"cannot follow {endpoint}"):
                 self._monitor = owner.register(open_monitor(self._sub, _ACCEPTED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED))
-                self._sub.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
+                self._sub.set(zmq.RCVHWM, owner.options.receive_hwm)
                 owner.watch(self._sub, self._connections)
                 owner.watch(self._monitor, self._connections)
                 address = connect_or_bind(self._sub, endpoint, bind=True)
@@ -179,7 +169,7 @@ class BoundSocket:
         for feed in [feed for feed in self._feeds if feed.connection is None and feed.source.topic == topic]:
             self._feeds.remove(feed)
             self._by_topic[topic.encode()] = None
-            if len(self._ignored) < self._sockets.options.max_topics:
+            if len(self._ignored) < self._owner.options.max_topics:
                 del self._by_topic[topic.encode()]
                 self._ignored[topic.encode()] = feed.descriptor
 
@@ -262,7 +252,7 @@ class BoundSocket:
         """Return the feed with the longest prefix of a topic. A source by topic opens another one for it."""
         feeds = [feed for feed in self._feeds if topic.startswith(feed.source.topic.encode())]
         feed_of_topic = max(feeds, key=lambda feed: (len(feed.source.topic), not feed.source.by_topic), default=None)
-        limit = self._sockets.options.max_topics
+        limit = self._owner.options.max_topics
         if feed_of_topic is not None and feed_of_topic.source.by_topic:
             name, parent, feed_of_topic = topic.decode(errors="backslashreplace"), feed_of_topic.source, None
             if len(self._by_topic) < limit and name.isprintable():
@@ -305,14 +295,7 @@ class BoundSocket:
         self._open()
 
     def _read_monitor(self) -> list[tuple[int, int]]:
-        events: list[tuple[int, int]] = []
-        while self._monitor is not None and len(events) < _MAX_EVENTS:
-            try:
-                message = self._monitor.recv_multipart(zmq.DONTWAIT)
-            except zmq.Again:
-                break
-            events.append((monitor_event(message), monitor_value(message)))
-        return events
+        return [] if self._monitor is None else read_monitor(self._monitor)
 
     def _close(self) -> None:
         if self._monitor is not None:

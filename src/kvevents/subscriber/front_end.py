@@ -152,9 +152,14 @@ class FrontEnd(Generic[BatchT]):
         """The time at which the last of these calls returned, or a task last ran in one."""
         self._lock = threading.RLock()
         try:
-            for source in [sources] if isinstance(sources, (Source, str)) else sources:
-                self.add(source)
-                _warn_without_replay(source)
+            for given in [sources] if isinstance(sources, (Source, str)) else sources:
+                self.add(given)
+                source = Source(given) if isinstance(given, str) else given
+                # Services, which add sources later, show it as their trust.
+                if source.replay_endpoint is None and not source.by_topic:
+                    log.warning(
+                        "%s has no replay endpoint: what is lost stays lost, so it is never EXACT", printable(source.label)
+                    )
         except BaseException:
             self._close()
             raise
@@ -396,10 +401,3 @@ class FrontEnd(Generic[BatchT]):
         with self._lock:
             state = "closed" if self._is_closed else self._multiplexer.describe(self._unread_seconds)
             return f"<{type(self).__name__} {state}>"
-
-
-def _warn_without_replay(source: Source | str) -> None:
-    """Warn of a source whose losses cannot be repaired. Services, which add sources later, show it as their trust."""
-    checked_source = Source(source) if isinstance(source, str) else source
-    if checked_source.replay_endpoint is None and not checked_source.by_topic:
-        log.warning("%s has no replay endpoint: what is lost stays lost, so it is never EXACT", printable(checked_source.label))

@@ -15,7 +15,7 @@ import zmq
 
 from kvevents.stream import Source
 from kvevents.subscriber.multiplexer import Connection
-from kvevents.zeromq.sockets import SocketOptions, disable_monitor, private_context
+from kvevents.zeromq.sockets import Socket, SocketOptions, disable_monitor, open_source_socket, private_context
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class StallDetector:
 class SocketOwner:
     """The sockets of one transport, and the selector that watches them."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]] | None, options: SocketOptions) -> None:
+    def __init__(self, context: zmq.Context[Socket] | None, options: SocketOptions) -> None:
         self.options = options
         self.owns_context = context is None
         self.context = context or private_context()
@@ -65,7 +65,7 @@ class SocketOwner:
         self.found_sources: list[Source] = []
         """Sources that were found by their topic."""
         self.process = os.getpid()
-        self._sockets: set[zmq.Socket[bytes]] = set()
+        self._sockets: set[Socket] = set()
         self._securities: set[SocketSecurity] = set()
         pipe = self.wake_reader, self.wake_writer = os.pipe()
         # Garbage collection finalizes a context before its sockets, and then waits for them for ever.
@@ -88,7 +88,12 @@ class SocketOwner:
             self._securities.discard(security)
             security.close()
 
-    def register(self, socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    def open_socket(self, kind: int, endpoint: str, security: SocketSecurity | None) -> Socket:
+        """Return a new socket for an endpoint. Close it with `close_socket`. Raise `EndpointError`."""
+        is_private = self.owns_context
+        return self.register(open_source_socket(self.context, kind, endpoint, self.options, security, is_private=is_private))
+
+    def register(self, socket: Socket) -> Socket:
         """Return a new socket. Close it with `close_socket`."""
         self._sockets.add(socket)
         return socket
@@ -97,7 +102,7 @@ class SocketOwner:
         """Let `wait` report these connections when the state of a socket changes."""
         self.selector.register(socket.fileno(), selectors.EVENT_READ, connections)
 
-    def close_socket(self, socket: zmq.Socket[bytes]) -> None:
+    def close_socket(self, socket: Socket) -> None:
         """Stop watching a socket, and close it. Idempotent."""
         self._sockets.discard(socket)
         if not socket.closed:
@@ -108,8 +113,8 @@ class SocketOwner:
 
 def _abandon(
     process: int,
-    context: zmq.Context[zmq.Socket[bytes]] | None,
-    sockets: Collection[zmq.Socket[bytes]],
+    context: zmq.Context[Socket] | None,
+    sockets: Collection[Socket],
     securities: Collection[SocketSecurity],
     descriptors: Collection[int],
 ) -> None:

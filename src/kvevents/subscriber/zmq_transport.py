@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import zmq
 import zmq.backend
@@ -26,20 +26,21 @@ from kvevents.subscriber.smg_connection import SmgConnection
 from kvevents.subscriber.socket_owner import SocketOwner, StallDetector
 from kvevents.wire import replay_request_frames
 from kvevents.wire.framing import encode_seq
-from kvevents.zeromq.bulk_transfer import LibzmqIO, libzmq_io
+from kvevents.zeromq.bulk_transfer import libzmq_io
 from kvevents.zeromq.name_resolver import Lookup, NameResolver
 from kvevents.zeromq.sockets import (
     DEFAULT_SOCKET_OPTIONS,
-    SocketFactory,
+    Socket,
     SocketOptions,
     check_descriptors,
     connect_or_bind,
     destroy_context,
     disable_monitor,
     endpoint_errors,
-    monitor_event,
     open_monitor,
+    read_monitor,
 )
+from kvevents.zeromq.zap import SocketSecurity
 
 _CONNECTED: Final = zmq.Event.CONNECTED
 """A peer accepts TCP connections. The handshake shows whether it is a publisher."""
@@ -47,8 +48,6 @@ _HANDSHAKE_SUCCEEDED: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DISCONNECTED: Final = zmq.Event.DISCONNECTED
 _CONNECT_RETRIED: Final = zmq.Event.CONNECT_RETRIED
 _MONITOR_EVENTS: Final = _CONNECTED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED | _CONNECT_RETRIED
-_MONITOR_LIMIT: Final = 1_000
-"""Maximum number of monitor events that are read at once."""
 _UNREACHABLE: Final = "nothing listens there, or it cannot be reached"
 _NOT_A_PUBLISHER: Final = "the peer is not an event publisher, has other CURVE keys, or closes each connection at once"
 
@@ -71,7 +70,7 @@ class ZmqTransport(SocketOwner):
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        context: zmq.Context[Socket] | None = None,
         options: SocketOptions = DEFAULT_SOCKET_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -171,7 +170,7 @@ class ZmqConnection:
     def __init__(self, source: Source, transport: ZmqTransport) -> None:
         self._source = source
         self._transport = transport
-        self._replay: zmq.Socket[bytes] | None = None
+        self._replay: Socket | None = None
         self._postponed_request: FetchRequest | None = None
         """A replay request that waits for an address."""
         self._read_ahead = 0
@@ -179,9 +178,8 @@ class ZmqConnection:
         self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
         self._as_set: Final = frozenset({self}).__iter__
         self._security = transport.secure(source)
-        self._sockets = SocketFactory(transport.context, transport.options, self._security, is_private=transport.owns_context)
         try:
-            self._live = transport.bind(source, self) if source.bind else LiveSocket(source, self._sockets, transport, self)
+            self._live = transport.bind(source, self) if source.bind else LiveSocket(source, self._security, transport, self)
         except BaseException:
             transport.end_security(self._security)
             raise
@@ -229,10 +227,10 @@ class ZmqConnection:
                 self._postponed_request = None if lookup.error else request
                 return
             endpoint = lookup.endpoints[0]
-            self._replay = self._transport.register(self._sockets.open(zmq.DEALER, endpoint))
+            self._replay = self._transport.open_socket(zmq.DEALER, endpoint, self._security)
             try:
                 # An engine's ROUTER drops what exceeds 1,000 queued messages, so a whole replay buffer should have room here.
-                self._replay.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
+                self._replay.set(zmq.RCVHWM, self._transport.options.receive_hwm)
                 connect_or_bind(self._replay, endpoint, bind=False)
                 with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):
                     self._transport.watch(self._replay, self._as_set)
@@ -264,10 +262,13 @@ class ZmqConnection:
 class LiveSocket:
     """A SUB socket and its monitor. The selector reports `connection` when either is readable."""
 
-    def __init__(self, source: Source, sockets: SocketFactory, transport: ZmqTransport, connection: ZmqConnection) -> None:
+    def __init__(
+        self, source: Source, security: SocketSecurity | None, transport: ZmqTransport, connection: ZmqConnection
+    ) -> None:
         self._source = source
-        self._sockets = sockets
+        self._security = security
         self._transport = transport
+        self._options = transport.options
         self._stalls = transport.stalls
         self._connection = connection
         self._connections: Final = frozenset({connection}).__iter__
@@ -294,16 +295,16 @@ class LiveSocket:
         """A connection has ended and libzmq reports that it will retry. This does not count as a failed attempt."""
         self.fault = ""
         """Why there is no connection. It has been logged."""
-        self._monitor: zmq.Socket[bytes] | None = None
+        self._monitor: Socket | None = None
         self._open()
 
     def _open(self) -> None:
         source = self._source
-        self._sub = self._transport.register(self._sockets.open(zmq.SUB, source.endpoint))
+        self._sub = self._transport.open_socket(zmq.SUB, source.endpoint, self._security)
         try:
             with endpoint_errors(source.endpoint, f"cannot follow {source.endpoint}"):
                 self._monitor = self._transport.register(open_monitor(self._sub, _MONITOR_EVENTS))
-                self._sub.set(zmq.RCVHWM, self._sockets.options.receive_hwm)
+                self._sub.set(zmq.RCVHWM, self._options.receive_hwm)
                 self._sub.subscribe(source.topic.encode())
                 self._transport.watch(self._sub, self._connections)
                 self._transport.watch(self._monitor, self._connections)
@@ -321,7 +322,7 @@ class LiveSocket:
         self._lookup = None
         if lookup.error:
             self._set_fault(lookup.error)
-            self.reopen_at = now + self._sockets.options.reconnect_max_ms / 1000
+            self.reopen_at = now + self._options.reconnect_max_ms / 1000
         else:
             address = lookup.endpoints[self._attempts % len(lookup.endpoints)]
             self._attempts += 1
@@ -364,7 +365,7 @@ class LiveSocket:
             # Any of the messages may be from the new connection.
             had_ended = False
             self._feed_disconnected(stream)
-            capacity = self._sockets.options.receive_hwm or math.inf
+            capacity = self._options.receive_hwm or math.inf
             self._old_messages_left = 0 if changes[-1] == _DISCONNECTED else capacity + 1
         if payloads:
             stream.receive_run(payloads, now)
@@ -389,7 +390,7 @@ class LiveSocket:
         libzmq resolve a name again, since it has only the address.
         """
         is_down = newest in ((_DISCONNECTED, _CONNECT_RETRIED) if self._is_named else (_DISCONNECTED,))
-        due = self.reopen_at or now + self._sockets.options.reconnect_max_ms / 1000
+        due = self.reopen_at or now + self._options.reconnect_max_ms / 1000
         self.reopen_at = due if is_down else None
 
     def _abandon_socket(self, stream: Stream) -> None:
@@ -441,8 +442,7 @@ class LiveSocket:
     def _read_monitor(self) -> list[int]:
         if self._monitor is None or not is_readable(self._monitor):
             return []
-        messages, _ = receive_messages(self._monitor, _MONITOR_LIMIT)
-        return [monitor_event(frames) for frames in messages]
+        return [event for event, _ in read_monitor(self._monitor)]
 
     def close(self) -> None:
         """Close both sockets. Idempotent."""
@@ -458,12 +458,12 @@ class LiveSocket:
 # pyzmq's wrappers cost three times what libzmq does here, so these functions call its backend directly.
 
 
-def is_readable(socket: zmq.Socket[bytes]) -> bool:
+def is_readable(socket: Socket) -> bool:
     """Return whether a message can be received. Receiving and catching `zmq.Again` would cost three times as much."""
     return bool(int(_get(socket, _EVENTS)) & _POLLIN)
 
 
-def receive_messages(socket: zmq.Socket[bytes], limit: int) -> tuple[list[list[bytes]], bool]:
+def receive_messages(socket: Socket, limit: int) -> tuple[list[list[bytes]], bool]:
     """Return up to `limit` messages, each a list of frames, and whether the socket is drained."""
     messages: list[list[bytes]] = []
     try:
@@ -488,9 +488,7 @@ class ReceivedBatches(NamedTuple):
     """Whether the socket holds no more messages."""
 
 
-def receive_batches(
-    native: LibzmqIO | None, socket: zmq.Socket[bytes], topic: bytes, numbers: range, limit: int
-) -> ReceivedBatches:
+def receive_batches(native: Any | None, socket: Socket, topic: bytes, numbers: range, limit: int) -> ReceivedBatches:
     """Receive up to `limit` messages; batches with this topic and the expected sequence numbers are reduced to their payloads.
 
     A message with more or fewer than three frames is never an expected batch. Without `native` only pyzmq is used.

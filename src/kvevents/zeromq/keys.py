@@ -67,7 +67,10 @@ def read_pair(path: Path) -> KeyPair:
     public, secret = (next(_values_of(text, name), "") for name in ("public-key", "secret-key"))
     if z85_decode(public) is None or z85_decode(secret) is None:
         raise ConfigError(f"{path} holds no pair of CURVE keys; `kvevents keys NAME` creates NAME{SECRET_SUFFIX}")
-    _check_mode(path, status)
+    forbidden_mode = _GROUP_OR_OTHERS_MODE if status.st_uid == os.geteuid() else _OTHERS_MODE
+    if status.st_mode & forbidden_mode:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ConfigError(f"{path} holds a secret key and others may read or change it (mode {mode:04o}): chmod 600 {path}")
     return KeyPair(public, secret)
 
 
@@ -138,13 +141,6 @@ def _read_file(path: Path) -> tuple[str, os.stat_result]:
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is not a key file: it is longer than {MAX_FILE_BYTES} bytes")
     return content.decode(errors="replace"), status
-
-
-def _check_mode(path: Path, status: os.stat_result) -> None:
-    forbidden = _GROUP_OR_OTHERS_MODE if status.st_uid == os.geteuid() else _OTHERS_MODE
-    if status.st_mode & forbidden:
-        mode = stat.S_IMODE(status.st_mode)
-        raise ConfigError(f"{path} holds a secret key and others may read or change it (mode {mode:04o}): chmod 600 {path}")
 
 
 def _write(path: Path, text: str, mode: int, *, replace: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
-import sys
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -137,47 +137,40 @@ class SocketOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 DEFAULT_SOCKET_OPTIONS: Final = SocketOptions()
 
 
-class SocketFactory:
-    """Opens the sockets of one source, all with the same options and keys.
+def open_source_socket(
+    context: zmq.Context[Socket],
+    kind: int,
+    endpoint: str,
+    options: SocketOptions,
+    security: SocketSecurity | None,
+    *,
+    is_private: bool,
+) -> Socket:
+    """Return a configured socket for the endpoint of a source that is not connected yet. Raise `EndpointError`.
 
     An inproc endpoint exists only within one context. That is the caller's context or, if `context` is private, the
     process-wide one.
     """
+    with endpoint_errors(endpoint, f"cannot open a socket for {endpoint}"):
+        is_shared = is_private and endpoint.startswith("inproc://")
+        socket: Socket = (zmq.Context.instance() if is_shared else context).socket(kind)
+    socket.linger = 0
+    socket.set(zmq.MAXMSGSIZE, options.max_message_bytes)
+    socket.set(zmq.RECONNECT_IVL, options.reconnect_ms)
+    socket.set(zmq.RECONNECT_IVL_MAX, options.reconnect_max_ms)
+    socket.set(zmq.HANDSHAKE_IVL, options.handshake_ms)
+    socket.set(zmq.HEARTBEAT_IVL, options.heartbeat_ms)
+    socket.set(zmq.HEARTBEAT_TIMEOUT, options.heartbeat_timeout_ms)
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, options.keepalive_idle_s)
+    if needs_ipv6(endpoint):
+        socket.set(zmq.IPV6, 1)
+    if security is not None:
+        security.apply(socket)
+    return socket
 
-    def __init__(
-        self,
-        context: zmq.Context[Socket],
-        options: SocketOptions,
-        security: SocketSecurity | None,
-        *,
-        is_private: bool,
-    ) -> None:
-        self.options = options
-        self._context = context
-        self._security = security
-        self._is_private = is_private
 
-    def open(self, kind: int, endpoint: str) -> Socket:
-        """Return a configured socket for `endpoint` that is not connected yet. Raise `EndpointError`."""
-        with endpoint_errors(endpoint, f"cannot open a socket for {endpoint}"):
-            is_shared = self._is_private and endpoint.startswith("inproc://")
-            context = zmq.Context.instance() if is_shared else self._context
-            socket: Socket = context.socket(kind)
-        options = self.options
-        socket.linger = 0
-        socket.set(zmq.MAXMSGSIZE, options.max_message_bytes)
-        socket.set(zmq.RECONNECT_IVL, options.reconnect_ms)
-        socket.set(zmq.RECONNECT_IVL_MAX, options.reconnect_max_ms)
-        socket.set(zmq.HANDSHAKE_IVL, options.handshake_ms)
-        socket.set(zmq.HEARTBEAT_IVL, options.heartbeat_ms)
-        socket.set(zmq.HEARTBEAT_TIMEOUT, options.heartbeat_timeout_ms)
-        socket.set(zmq.TCP_KEEPALIVE, 1)
-        socket.set(zmq.TCP_KEEPALIVE_IDLE, options.keepalive_idle_s)
-        if needs_ipv6(endpoint):
-            socket.set(zmq.IPV6, 1)
-        if self._security is not None:
-            self._security.apply(socket)
-        return socket
+_MAX_EVENTS_PER_READ: Final = 1_000
 
 
 def open_monitor(socket: Socket, events: int) -> Socket:
@@ -188,17 +181,17 @@ def open_monitor(socket: Socket, events: int) -> Socket:
             return socket.get_monitor_socket(events)
 
 
-def monitor_event(message: list[bytes]) -> int:
-    """Return the event of a message of `open_monitor`: its first frame begins with 16 bits in the order of the machine.
+def read_monitor(monitor: Socket) -> list[tuple[int, int]]:
+    """Return the events that wait at a socket of `open_monitor`, each with its value, such as the descriptor of a connection.
 
     pyzmq has a function for this in a module that imports asyncio.
     """
-    return int.from_bytes(message[0][:2], sys.byteorder)
-
-
-def monitor_value(message: list[bytes]) -> int:
-    """Return the value of a message of `open_monitor`, such as the descriptor of a connection: 32 bits after the event."""
-    return int.from_bytes(message[0][2:6], sys.byteorder)
+    events: list[tuple[int, int]] = []
+    with suppress(zmq.Again):
+        while len(events) < _MAX_EVENTS_PER_READ:
+            event, value = struct.unpack("=HI", monitor.recv_multipart(zmq.DONTWAIT)[0])
+            events.append((event, value))
+    return events
 
 
 def disable_monitor(socket: Socket) -> None:
@@ -246,7 +239,6 @@ FLUSH_GRACE: Final = 0.1
 """Seconds that ZeroMQ has to flush a closed socket when no other time is left."""
 
 _RECONNECT_EVENTS: Final = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
-_MAX_EVENTS_PER_POLL: Final = 100
 
 
 @contextmanager
@@ -274,7 +266,10 @@ def close_socket(socket: Socket, deadline: float | None) -> float:
     """
     now = monotonic()
     linger = 0.0 if deadline is None else max(deadline - now, FLUSH_GRACE)
-    _unbind_inproc(socket)
+    with suppress(zmq.ZMQError):  # a terminated context has no names
+        endpoint = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
+        if endpoint.startswith("inproc://"):
+            socket.unbind(endpoint)  # close() frees the name later, and the next publisher may want it before
     socket.close(linger=int(linger * 1000))
     return now + int(linger * 1000) / 1000
 
@@ -288,14 +283,6 @@ def start_termination(context: zmq.Context[Any]) -> threading.Thread:
     with suppress(RuntimeError):
         thread.start()
     return thread
-
-
-def _unbind_inproc(socket: Socket) -> None:
-    """Free the inproc name of the socket now; close() frees it later, and the next publisher may want it before."""
-    with suppress(zmq.ZMQError):  # a terminated context has no names
-        endpoint = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
-        if endpoint.startswith("inproc://"):
-            socket.unbind(endpoint)
 
 
 class Reconnector:
@@ -320,10 +307,7 @@ class Reconnector:
 
     def poll(self, now: float) -> None:
         """Read the monitor, and connect again if that is due; `now` is in monotonic seconds."""
-        for _ in range(_MAX_EVENTS_PER_POLL):
-            if not cast("int", self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-                break
-            event = monitor_event(self._monitor.recv_multipart(zmq.DONTWAIT))
+        for event, _ in read_monitor(self._monitor):
             self._reconnect_at = now + self._delay if event == zmq.Event.DISCONNECTED else None
         if self._reconnect_at is not None and now >= self._reconnect_at:
             self._reconnect_at = None

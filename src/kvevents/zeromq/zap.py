@@ -117,7 +117,8 @@ class SocketSecurity:
         self._settings = settings
         self._curve = curve
         self._label = label
-        self._handler: _ZapHandler | None = None
+        self.handler: _ZapHandler | None = None
+        """The handler that answers for this end."""
         self._logged_refusals, self._logged_at = 0, float("-inf")
         self._logged_errors: list[str] = []
         if self.allow_list is not None:
@@ -132,16 +133,16 @@ class SocketSecurity:
             socket.zap_domain = self.domain.encode()
             socket.handshake_ivl = int(1000 * self._settings.handshake_timeout)
 
-    def attach(self, handler: _ZapHandler) -> None:
-        """Remember the handler that answers for this end."""
-        self._handler = handler
-
     def is_allowed(self, key: bytes, address: str) -> bool:
         """Whether the owner of `key` (32 bytes) may connect; counts and logs a refusal."""
         if self.allow_list is None:
             return True
         self.allow_list.refresh()
-        self._log_errors(self.allow_list.errors)
+        errors = self.allow_list.errors
+        if errors != self._logged_errors:
+            self._logged_errors = errors
+            if errors:
+                logger.warning("%s: %d files of curve.allowed cannot be used: %s", self._label, len(errors), errors[0])
         if key in self.allow_list.keys:
             return True
         self.refusals += 1
@@ -151,7 +152,7 @@ class SocketSecurity:
 
     def close(self) -> None:
         """Refuse all further connections. A second call does nothing."""
-        handler, self._handler = self._handler, None
+        handler, self.handler = self.handler, None
         if handler is not None:
             _detach(handler, self)
         if self.refusals > self._logged_refusals:
@@ -164,12 +165,6 @@ class SocketSecurity:
         logger.warning(
             "%s: refused %d %s of unknown keys%s; add the key to curve.allowed to accept it", self._label, count, noun, detail
         )
-
-    def _log_errors(self, errors: list[str]) -> None:
-        if errors != self._logged_errors:
-            self._logged_errors = errors
-            if errors:
-                logger.warning("%s: %d files of curve.allowed cannot be used: %s", self._label, len(errors), errors[0])
 
 
 def secure_sockets(
@@ -188,7 +183,7 @@ def secure_sockets(
             if handler is None:
                 handler = _registry.handlers[context.underlying] = _ZapHandler(context)
             handler.domains[security.domain.encode()] = security
-        security.attach(handler)
+        security.handler = handler
     return security
 
 
@@ -236,15 +231,13 @@ class _ZapHandler:
 
     def _answer(self, request: list[bytes]) -> list[bytes]:
         version, request_id, domain, address, _, mechanism, *credentials = request
-        is_accepted = mechanism == b"CURVE" and self._is_allowed(domain, address, credentials[0])
+        security, is_accepted = self.domains.get(domain), False
+        if mechanism == b"CURVE":
+            # Without a domain, it is a server without an allow-list, which accepts every client that knows its key.
+            is_accepted = not domain or (
+                security is not None and security.is_allowed(credentials[0], address.decode(errors="replace"))
+            )
         return [version, request_id, *(_ACCEPTED if is_accepted else _REFUSED), b"", b""]
-
-    def _is_allowed(self, domain: bytes, address: bytes, key: bytes) -> bool:
-        if not domain:
-            # A CURVE server without an allow-list in the same context accepts every client that knows its key.
-            return True
-        security = self.domains.get(domain)
-        return security is not None and security.is_allowed(key, address.decode(errors="replace"))
 
 
 class _Registry:
