@@ -29,7 +29,6 @@ from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import (
     FLUSH_GRACE,
     Reconnector,
-    Socket,
     close_socket,
     connect_or_bind,
     open_socket,
@@ -206,19 +205,15 @@ class EventServer:
         )
         cleanup.callback(self.events.close, None)
         if self._replay_endpoint is not None:
-            socket, self.replay_bound = self._open_router(self._replay_endpoint)
+            with open_socket(self._context, zmq.ROUTER, self.security, self._replay_endpoint) as socket:
+                socket.sndhwm = settings.replay.send_limit
+                socket.tcp_maxrt = int(settings.replay.unread_timeout * 1000)
+                socket.affinity = _REPLY_AFFINITY if self._owns_context else 0
+                self.replay_bound = connect_or_bind(socket, self._replay_endpoint, bind=True, role="replay")
             cleanup.callback(socket.close, linger=0)
             self._replay = ReplayServer(socket, self._buffer, replay_topic, settings.replay, settings.log_interval)
             cleanup.callback(self._replay.close)
             self._replay_thread = threading.Thread(target=self._replay.run, daemon=True, name="zmq-replay")
-
-    def _open_router(self, endpoint: str) -> tuple[Socket, str]:
-        settings = self._settings.replay
-        with open_socket(self._context, zmq.ROUTER, self.security, endpoint) as socket:
-            socket.sndhwm = settings.send_limit
-            socket.tcp_maxrt = int(settings.unread_timeout * 1000)
-            socket.affinity = _REPLY_AFFINITY if self._owns_context else 0
-            return socket, connect_or_bind(socket, endpoint, bind=True, role="replay")
 
     # --- state ----------------------------------------------------------------------------------------------------------------
 

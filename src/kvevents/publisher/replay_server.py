@@ -240,24 +240,21 @@ class ReplayServer:
     # --- requests
 
     def _wait(self) -> None:
+        """Wait for a request; while replies are in progress, at most until the next turn."""
         sockets: list[tuple[Socket | int, int]] = []
         if self._deadline is None:
             sockets.append((self._wake_read, zmq.POLLIN))
             if self._has_room():
                 sockets.append((self._socket, zmq.POLLIN))
-        zmq.zmq_poll(sockets, int(self._wait_seconds() * 1000))
+        settings, turns, seconds = self._settings, self._fruitless_turns, self._settings.idle_wait
+        if self._sessions:
+            delay = settings.retry_delay * 2.0 ** min(turns - 1, 64)
+            seconds = min(delay, settings.max_retry_delay) if turns else 0.0
+        zmq.zmq_poll(sockets, int(seconds * 1000))
 
     def _has_room(self) -> bool:
         """Whether another request may be read."""
         return len(self._sessions) < self._settings.max_sessions
-
-    def _wait_seconds(self) -> float:
-        """Return the seconds to wait for a request before the next turn."""
-        if not self._sessions:
-            return self._settings.idle_wait
-        if not self._fruitless_turns:
-            return 0.0
-        return min(self._settings.retry_delay * 2.0 ** min(self._fruitless_turns - 1, 64), self._settings.max_retry_delay)
 
     def _read_requests(self) -> None:
         for _ in range(self._settings.requests_per_turn):

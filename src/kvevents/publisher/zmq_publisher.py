@@ -364,9 +364,6 @@ class ZmqEventPublisher(QueuedPublisher):
         except BaseException:
             self._has_tail_gap = True
             raise
-        self._update_digest(batches)
-
-    def _update_digest(self, batches: list[SequencedPayload]) -> None:
         if self._digest_tracker is not None:
             try:
                 self._digest_tracker.apply(batches)
@@ -379,16 +376,13 @@ class ZmqEventPublisher(QueuedPublisher):
 
     def _reveal_gap(self, encode: Encode) -> None:
         """Send an empty batch, so that consumers see that the numbers before it were dropped."""
-        self._send([self._empty_batch(encode)])
-
-    def _empty_batch(self, encode: Encode) -> SequencedPayload:
-        """Return a batch without events, with the next number."""
         number = self._next_own_number()
         try:
-            return number, encode(KVEventBatch(time(), [], self._data_parallel_rank))
+            payload = encode(KVEventBatch(time(), [], self._data_parallel_rank))
         except BaseException:
             self._has_tail_gap = True
             raise
+        self._send([(number, payload)])
 
     def _attestation(self) -> int | None:
         """Return the digest of the engine's cache after all batches sent so far; None outside an engine."""
