@@ -14,12 +14,12 @@ import hashlib
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Literal, Self, TypeAlias, get_type_hints
 
 import msgspec
 
 from kvevents import events, publisher
-from kvevents.compat.field_parsers import Field, choice_parser, parse_bool, parse_fields, parse_int, parse_str
+from kvevents.compat.field_parsers import parse_fields
 from kvevents.config import parse_object
 from kvevents.endpoints import MAX_PORT, connectable, split_tcp
 from kvevents.errors import ConfigError, MissingDependencyError
@@ -115,19 +115,6 @@ class KVEventBatch(EventBatch):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
-_FIELDS: Final[Mapping[str, Field]] = {
-    "publisher": Field(parse_str),
-    "endpoint": Field(parse_str),
-    "bind": Field(parse_bool, is_optional=True),
-    "replay_endpoint": Field(parse_str, is_optional=True),
-    "buffer_steps": Field(parse_int),
-    "hwm": Field(parse_int),
-    "max_queue_size": Field(parse_int),
-    "topic": Field(parse_str),
-    "format": Field(choice_parser("default", "dynamo")),
-}
-
-
 class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, mutable, not hashable
     """The configuration that SGLang 0.5.23 reads from `--kv-events-config`: a pydantic model there, the same interface here.
 
@@ -144,7 +131,7 @@ class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, muta
     hwm: int = 100_000
     max_queue_size: int = 100_000
     topic: str = ""
-    format: str = "default"
+    format: Literal["default", "dynamo"] = "default"
     """With `dynamo` the engine publishes namespaced hashes; the publisher does not use this field."""
 
     def __init__(self, **data: Any) -> None:
@@ -196,6 +183,9 @@ class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, muta
     def __repr__(self) -> str:
         fields = ", ".join(f"{name}={value!r}" for name, value in self.model_dump().items())
         return f"{type(self).__name__}({fields})"
+
+
+_FIELDS: Final = get_type_hints(KVEventsConfig)
 
 
 def uses_dynamo_format(kv_events_config: str | None) -> bool:
@@ -423,19 +413,17 @@ def resolve_load_pub_range(
     mode = (load_publish_endpoint or "").strip()
     if dp_size < 1 or not mode or mode.lower() == "off":
         return None, None
-    pick = _load_address_after_events if mode.lower() == "auto" else _load_address_as_configured
-    address, reason = pick(kv_endpoint, replay_endpoint, dp_size, mode)
+    if mode.lower() == "auto":
+        address, reason = _load_address_after_events(kv_endpoint, replay_endpoint, dp_size)
+    else:
+        address, reason = _load_address_as_configured(kv_endpoint, replay_endpoint, dp_size, mode)
     if address is not None and address[1] + dp_size - 1 > MAX_PORT:
         return None, f"the load port range from {address[1]} would run past the u16 ceiling, {MAX_PORT}"
     return address, reason
 
 
-def _do_overlap(first: int | None, second: int, size: int) -> bool:
-    return first is not None and abs(first - second) < size
-
-
 def _load_address_after_events(
-    kv_endpoint: str | None, replay_endpoint: str | None, dp_size: int, _mode: str
+    kv_endpoint: str | None, replay_endpoint: str | None, dp_size: int
 ) -> tuple[HostPort | None, str | None]:
     events = parse_bindable_tcp(kv_endpoint)
     if events is None:
@@ -443,7 +431,7 @@ def _load_address_after_events(
         return None, f"--load-publish-endpoint=auto needs a wildcard tcp:// endpoint in --kv-events-config; {reason}"
     host, base = events[0], events[1] + dp_size
     replay = parse_tcp_port(replay_endpoint)
-    if replay is not None and _do_overlap(replay, base, dp_size):
+    if replay is not None and abs(replay - base) < dp_size:
         base = replay + dp_size
     return (host, base), None
 
@@ -461,6 +449,6 @@ def _load_address_as_configured(
     if address is None:
         return None, f"--load-publish-endpoint={mode!r} is not a bindable tcp:// address; its host must be a wildcard"
     for port in (parse_tcp_port(kv_endpoint), parse_tcp_port(replay_endpoint)):
-        if _do_overlap(port, address[1], dp_size):
+        if port is not None and abs(port - address[1]) < dp_size:
             return None, f"--load-publish-endpoint={mode!r} overlaps the {dp_size} kv-events ports from {port}"
     return address, None

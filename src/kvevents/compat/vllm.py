@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias, get_type_hints
 
 from kvevents import events, publisher
-from kvevents.compat.field_parsers import Field, parse_bool, parse_fields, parse_int, parse_str
+from kvevents.compat.field_parsers import parse_fields
 from kvevents.config import parse_object
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_CPU, MEDIUM_GPU, MEDIUM_STORAGE, EventBatch, KVConnectorKVEvents, KVEventAggregator
@@ -121,18 +120,6 @@ class KVEventBatch(EventBatch):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
-_FIELDS: Final[Mapping[str, Field]] = {
-    "enable_kv_cache_events": Field(parse_bool),
-    "publisher": Field(parse_str, is_optional=True),
-    "endpoint": Field(parse_str),
-    "replay_endpoint": Field(parse_str, is_optional=True),
-    "buffer_steps": Field(parse_int),
-    "hwm": Field(parse_int),
-    "max_queue_size": Field(parse_int),
-    "topic": Field(parse_str),
-}
-
-
 @dataclass
 class KVEventsConfig:
     """`vllm.config.kv_events.KVEventsConfig`: a dataclass that checks its fields.
@@ -168,6 +155,9 @@ class KVEventsConfig:
         if unknown:
             raise ConfigError(f"invalid {cls.__name__}: unexpected key {unknown[0]!r}; known keys: {', '.join(_FIELDS)}")
         return cls(**data)
+
+
+_FIELDS: Final = get_type_hints(KVEventsConfig)
 
 
 class EventPublisher(publisher.EventPublisher):
