@@ -1,4 +1,4 @@
-"""Parts of the reference that are generated while the site is built: options, settings, HTTP, dialects, Python API.
+"""Parts of pages that are generated while the site is built: options, settings, HTTP, dialects, reasons, Python API.
 
 `tools.docs_site` puts the text of `GENERATED[name]` in place of the line `<!-- generated: name -->` of a page.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ import msgspec
 from kvevents.cli.command import Command, CommandGroup, CommandParser
 from kvevents.cli.program import COMMANDS, make_parser
 from kvevents.cli.settings_parser import Setting, SettingsParser, field_docstring
+from kvevents.client.reasons import Reason
 from kvevents.export import TABLES
 from kvevents.export.residency import UNKEYED
 from kvevents.service.access import Role
@@ -269,6 +271,31 @@ def tables() -> str:
     return "\n".join([*sections, f"## Blocks without a key\n\n{reasons}"])
 
 
+# --- reasons -----------------------------------------------------------------------------------------------------------------
+
+
+def reasons() -> str:
+    """Return the reasons why a source is not EXACT, with what to do, for a page of the folder `operations`."""
+    codes: dict[str, list[str]] = {}
+    for reason in Reason:
+        codes.setdefault(reason.advice.format(endpoint="ENDPOINT"), []).append(f"`{reason}`")
+    rows = ((", ".join(names), _PAGE.sub(r"[\1](../\1.md\2)", advice)) for advice, names in codes.items())
+    return table(("reason", "what to do"), rows)
+
+
+_PAGE: Final = re.compile(r"([\w/-]+)(#[\w-]+)? in the documentation of kvevents")
+
+
+# --- results of `make engines` -----------------------------------------------------------------------------------------------
+
+
+def engines() -> str:
+    """Return the tables of the committed report of `make engines`, without durations."""
+    from tests.system.engines import report  # noqa: PLC0415 - a program of tests
+
+    return f"{report.text(report.read(report.RESULTS), timings=False)}\n"
+
+
 GENERATED: Final[dict[str, Callable[[], str]]] = {
     "api": api,
     "extension_points": extension_points,
@@ -279,4 +306,6 @@ GENERATED: Final[dict[str, Callable[[], str]]] = {
     "http": http,
     "dialects": dialect_rows,
     "tables": tables,
+    "reasons": reasons,
+    "engines": engines,
 }

@@ -1,7 +1,7 @@
 """The report of `make engines`, as text and as JSON.
 
 `python -m tests.system.engines.report FILE...` joins the reports of several runs and prints the tables of
-`docs/developers/testing.md`; `--json FILE` writes them to one file.
+the site in `docs/developers/testing.md`; `--json FILE` writes them to one file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.system.engines.sequential import SequentialResult
 from tests.system.engines.timing import TimingResult
 
 RESULTS: Final = Path(__file__).parent / "results.json"
-"""The report that `docs/developers/testing.md` quotes."""
+"""The report that the site shows in `docs/developers/testing.md`."""
 
 
 class Sequential(msgspec.Struct):
@@ -124,7 +124,7 @@ def _sequential_rows(report: Report) -> list[str]:
         lines.append(
             f"| {each.publisher} | {each.result.scenario} | {each.result.seed} | {tally.requests} | {tally.hits} "
             f"| {tally.exact} | {tally.wrong} | {tally.unclaimed} | {tally.attested} "
-            f"| {reset.exact} right, {reset.wrong} wrong, {reset.unclaimed} not EXACT "
+            f"| {reset.exact}, {reset.wrong}, {reset.unclaimed} "
             f"| {each.load_average:.1f} |"
         )
     return lines
