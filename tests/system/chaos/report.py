@@ -28,13 +28,13 @@ def tables(outcomes: Sequence[Outcome]) -> str:
 
 def by_fault(outcomes: Sequence[Outcome]) -> str:
     """Return a table with a row for each fault."""
-    heads = ["fault", "rounds", "EXACT and right", "not EXACT", "EXACT and wrong"]
+    heads = ["fault", "rounds", "EXACT and right", "not EXACT"]
     return format_table(heads, make_fault_rows(outcomes, known_names(), _format_fault_row))
 
 
 def _format_fault_row(outcomes: Sequence[Outcome]) -> list[str]:
     found = tally(outcomes)
-    return [f"{count:,}" for count in (found.rounds, found.right, found.inexact, found.wrong)]
+    return [f"{count:,}" for count in (found.rounds, found.right, found.inexact)]
 
 
 def by_make(outcomes: Sequence[Outcome]) -> str:
@@ -104,35 +104,27 @@ _HEAD: Final = """\
 For users who decide whether to rely on `EXACT`, and for contributors: does a consumer that says `EXACT` ever hold something
 else than its engine?
 
-`make chaos` plays rounds of faults for some minutes (`--hours 1` for longer). `python -m tests.system.chaos --write` writes
-this page: do not edit it.
+`make chaos` plays rounds of faults. `python -m tests.system.chaos --write` writes this page: do not edit it.
 
 | part | rule |
 | --- | --- |
-| round | drawn from a seed and its number. `--seed S --round N` repeats it, except for races; `--only FAULT` plays its fault |
-| processes | engine, up to two relays with journals and heartbeats, consumers; TCP or `ipc://`, `FaultProxy` between |
+| round | drawn from a seed and its number; counts in the row of each of its faults |
+| processes | engine, up to two relays with journals, consumers; TCP or `ipc://`, `FaultProxy` between |
 | engine | a random, valid KV cache: branches, removals, copies, tiers, sliding windows, LoRA, salts, clears |
-| publishers | kvevents in every dialect, with and without compaction; tapes with engines' faults; releases of vLLM, SGLang |
-| consumers | early, late, or killed and resumed from checkpoint and snapshot; threads or asyncio; events or bytes |
-| truth | digest of an index in the engine's process after each batch, and the cache's own count |
-| claim | what an `EXACT` consumer holds, and after which batch, recorded every few milliseconds and compared with the truth |
-| end | faults stop, last batches arrive live or by replay. In bounded time a consumer is `EXACT` and right, or says why not |
-| EXACT and wrong | a wrong claim at any time, or at the end. One ends the run with the round's schedule |
-
-A round counts in the row of each of its faults. [Trust](../concepts/trust.md#reasons-for-degraded) explains the reasons. If
-replay has gaps or never answers, a round does not lose its last batches: no consumer could know of them.
+| consumers | early, late, or killed and resumed; threads or asyncio; events or bytes |
+| claim | what an `EXACT` consumer holds after a batch, compared every few milliseconds with an index in the engine's process |
+| end | in bounded time after the last batches a consumer is `EXACT` and right, or [says why not](../concepts/trust.md) |
+| EXACT and wrong | a wrong claim at any time; the first one ends the run |
 """
 _LOSSES: Final = """\
-vLLM's example subscriber and ours under the same faults, on released publishers. As released, it never stores the number of a
-live batch and so never requests replay; *corrected* does. Neither reads more than one message of an answer, nor notices a
-restart. *Lost*: published and never received, including what a killed engine had not sent.
+vLLM's example subscriber and ours under the same faults. As released, it never requests replay; *corrected* does. Neither
+notices a restart. *Lost*: published and never received, including what a killed engine had not sent.
 """
 _SOAK_BEGINS: Final = "<!-- soak: written by `python -m tests.system.chaos.soak --write` -->"
 _SOAK_ENDS: Final = "<!-- /soak -->"
 _SOAK: Final = """\
 `make soak` runs an engine, a relay, consumers and a service under churn and cut connections, and fails if resident memory,
-descriptors or threads grow. It begins with two outages; the later half of the time counts. *From*, *to* and *per hour* are of
-the line through the least of each twentieth of that half, *at most* is the highest value.
+descriptors or threads grow. The figures are of the line through the least of each twentieth of the later half of the time.
 """
 
 
