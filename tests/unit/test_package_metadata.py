@@ -37,13 +37,13 @@ def built_by_a_release(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("built_by_a_release")
 def test_a_page_has_the_documentation_address_in_the_metadata() -> None:
-    assert documented("faq") == "https://kv.example/kvevents/faq/"
+    assert documented("install") == "https://kv.example/kvevents/install/"
     assert documented("operations/runbook#kveventslost") == "https://kv.example/kvevents/operations/runbook/#kveventslost"
 
 
 def test_without_an_address_a_page_is_named_as_part_of_the_documentation() -> None:
     assert documentation() is None
-    assert documented("faq#why-rust") == "faq#why-rust in the documentation of kvevents"
+    assert documented("install#extras") == "install#extras in the documentation of kvevents"
 
 
 def test_no_text_of_the_package_names_a_file_of_the_checkout() -> None:
