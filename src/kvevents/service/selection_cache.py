@@ -6,7 +6,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvevents.service.fleet.registration import Scope
 
@@ -16,6 +16,8 @@ MAX_SELECTIONS: Final = 4_096
 MAX_BYTES: Final = 64 << 20
 """Maximum size in bytes of the token ids of all selections."""
 _TOKEN_BYTES: Final = 4
+_Key: TypeAlias = tuple[tuple[str, str, str], str]
+"""Model, tenant and group, and the name of a selection."""
 
 
 class PendingSelection(NamedTuple):
@@ -38,7 +40,7 @@ class SelectionCache:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock: Final = clock
         self._lock: Final = threading.Lock()
-        self._entries: Final[OrderedDict[tuple[Scope, str], tuple[float, PendingSelection]]] = OrderedDict()
+        self._entries: Final[OrderedDict[_Key, tuple[float, PendingSelection]]] = OrderedDict()
         self._bytes = 0
         self.booking: Final = threading.Lock()
         """Held while a name is booked, so that two requests with one name do not both find it free."""
@@ -50,9 +52,9 @@ class SelectionCache:
         """Store a selection in place of one with the same scope and name."""
         with self._lock:
             now = self._clock()
-            self._remove(self._key(selection.scope, name))
-            self._entries[self._key(selection.scope, name)] = (now, selection)
-            self._bytes += _size(selection)
+            self._remove(_key(selection.scope, name))
+            self._entries[_key(selection.scope, name)] = (now, selection)
+            self._bytes += len(selection.tokens) * _TOKEN_BYTES
             while self._entries:
                 oldest, (added_at, _) = next(iter(self._entries.items()))
                 if now - added_at <= SECONDS and len(self._entries) <= MAX_SELECTIONS and self._bytes <= MAX_BYTES:
@@ -62,23 +64,18 @@ class SelectionCache:
     def get(self, scope: Scope, name: str) -> PendingSelection | None:
         """Return a selection; None if it is missing or too old."""
         with self._lock:
-            entry = self._entries.get(self._key(scope, name))
+            entry = self._entries.get(_key(scope, name))
             return None if entry is None or self._clock() - entry[0] > SECONDS else entry[1]
 
     def discard(self, scope: Scope, name: str) -> None:
         """Remove a selection if it is stored."""
         with self._lock:
-            self._remove(self._key(scope, name))
+            self._remove(_key(scope, name))
 
-    @staticmethod
-    def _key(scope: Scope, name: str) -> tuple[Scope, str]:
-        return Scope(scope.model, scope.tenant, scope.group), name  # a replay names neither LoRA nor salt
-
-    def _remove(self, key: tuple[Scope, str]) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self._bytes -= _size(entry[1])
+    def _remove(self, key: _Key) -> None:
+        if (entry := self._entries.pop(key, None)) is not None:
+            self._bytes -= len(entry[1].tokens) * _TOKEN_BYTES
 
 
-def _size(selection: PendingSelection) -> int:
-    return len(selection.tokens) * _TOKEN_BYTES
+def _key(scope: Scope, name: str) -> _Key:
+    return scope[:3], name  # a replay names neither LoRA nor salt

@@ -156,7 +156,7 @@ class Done(Struct, frozen=True):
     status: str = "ok"
 
 
-class PotentialLoad(Struct, frozen=True, kw_only=True):
+class PotentialLoad(Struct, kw_only=True):
     """Load of a rank by the reservations of the service."""
 
     worker_id: int

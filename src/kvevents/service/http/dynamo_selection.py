@@ -16,7 +16,15 @@ from uuid import uuid4
 
 import msgspec
 
-from kvevents.client.schemas import MatchAnswer, Reservation, ReservationsAnswer, ReservationUpdate, ScoredCandidate, Selection
+from kvevents.client.schemas import (
+    DEFAULT_GROUP,
+    MatchAnswer,
+    Reservation,
+    ReservationsAnswer,
+    ReservationUpdate,
+    ScoredCandidate,
+    Selection,
+)
 from kvevents.routing.weights import TRUST_WEIGHTS
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, UnavailableError
 from kvevents.service.fleet.member import Member
@@ -24,7 +32,7 @@ from kvevents.service.fleet.registration import Scope
 from kvevents.service.http import dynamo_messages as messages
 from kvevents.service.http import reservations
 from kvevents.service.http.indexer_api import read_hashes
-from kvevents.service.http.indexer_listings import id_of
+from kvevents.service.http.indexer_listings import id_of, list_members
 from kvevents.service.http.messages import HttpRequest, Response, answer
 from kvevents.service.http.queries import ask, check_tokens
 from kvevents.service.selection_cache import PendingSelection
@@ -33,18 +41,12 @@ from kvevents.service.service import Service
 Worker: TypeAlias = tuple[str, int]
 """Instance and rank."""
 
-_decode_selection = msgspec.json.Decoder(Selection).decode
-_decode_match = msgspec.json.Decoder(MatchAnswer).decode
-_decode_reservation = msgspec.json.Decoder(Reservation).decode
-_decode_reservations = msgspec.json.Decoder(ReservationsAnswer).decode
-_MAX_ID: Final = 1 << 64
-
 
 @lru_cache(65_536)
 def worker_id(instance: str) -> int:
     """Return the number of a worker: its name if that is a number, else 63 bits of a hash, which all clients can read."""
     number = id_of(instance)
-    if isinstance(number, int) and number < _MAX_ID:
+    if isinstance(number, int) and number < 1 << 64:
         return number
     return int.from_bytes(blake2b(instance.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -67,10 +69,6 @@ class _Prompt(NamedTuple):
     tokens: Any
     hashes: list[int] | None
 
-    @property
-    def is_hashed(self) -> bool:
-        return self.tokens is None
-
 
 def _placeholder(count: int) -> memoryview:
     """Return token ids for a selection that only counts tokens (`ignores_cache`)."""
@@ -89,17 +87,25 @@ def _read_prompt(service: Service, body: messages.PromptRequest, tokens: Any) ->
     return _Prompt(body.isl_tokens, None, read_hashes(service, body.block_hashes or []))
 
 
+def _members_of(service: Service, scope: Scope) -> dict[Worker, Member]:
+    """Return the workers of one model."""
+    return {member.worker: member for member in service.members().values() if member.registration.scope[:3] == scope[:3]}
+
+
+def _block_size(member: Member | None, default: int = 1) -> int:
+    """Return the tokens of a worker's block; `default` if the worker has left or has no blocks."""
+    if member is None:
+        return default
+    return member.block_sizes[0] if member.block_sizes else member.registration.block_size or 1
+
+
 class _Fleet:
     """The workers of one model, and questions about them."""
 
     def __init__(self, service: Service, scope: Scope) -> None:
         self.service = service
         self.scope = scope
-        self.members: dict[Worker, Member] = {
-            (member.instance, member.registration.rank): member
-            for member in service.members().values()
-            if member.registration.scope[:3] == scope[:3]
-        }
+        self.members = _members_of(service, scope)
         if not self.members:
             raise service.fleet.why_unanswered(scope)
         sizes = service.fleet.all_block_sizes.get(scope[:3])
@@ -123,14 +129,15 @@ class _Fleet:
             if error.reason == "no-candidates":
                 raise UnavailableError(error.sentence, error.reason, error.hint) from error
             raise
-        return _decode_selection(response.body)
+        return msgspec.json.decode(response.body, type=Selection)
 
     def match(self, prompt: _Prompt) -> dict[Worker, _Held]:
         """Return what the workers hold of a prompt."""
         if prompt.hashes is not None:
             return self._held_by_hash(prompt.hashes)
-        response = _decode_match(ask(self.service, self.scope, "/v1/match", self.fields(), prompt.tokens).body)
-        return {(worker.instance, worker.rank): _by_tier(worker.tiers, worker.tokens) for worker in response.workers}
+        body = ask(self.service, self.scope, "/v1/match", self.fields(), prompt.tokens).body
+        workers = msgspec.json.decode(body, type=MatchAnswer).workers
+        return {(worker.instance, worker.rank): _by_tier(worker.tiers, worker.tokens) for worker in workers}
 
     def _held_by_hash(self, hashes: list[int]) -> dict[Worker, _Held]:
         """Return the matches of hashes. Dynamo's answer has the device of each rank, and Mooncake's has all of its tiers."""
@@ -157,12 +164,7 @@ class _Fleet:
 
     def block_size_of(self, worker: Worker) -> int:
         """Return the tokens of a worker's block."""
-        member = self.members.get(worker)
-        return _block_size(member) if member is not None else self.block_size
-
-
-def _block_size(member: Member) -> int:
-    return member.block_sizes[0] if member.block_sizes else member.registration.block_size or 1
+        return _block_size(self.members.get(worker), self.block_size)
 
 
 def _blocks(tokens: int, size: int) -> int:
@@ -237,7 +239,7 @@ class _Chooser:
     def _choose_of(self, workers: list[Worker] | None, name: str | None) -> _Choice:
         if workers is not None and not workers:
             raise UnavailableError("none of the named workers serves the model", "no-candidates", "see GET /ready")
-        if self._prompt.is_hashed:
+        if self._prompt.tokens is None:
             return self._choose_by_hash(workers, name)
         tokens = self._prompt.tokens
         selection = self._select(tokens, workers, name, ignores_cache=self._ignores_cache)
@@ -284,9 +286,20 @@ def _waits(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> 
     return tracks_prefill is not False
 
 
+def _read(service: Service, request: HttpRequest) -> tuple[Any, _Fleet, _Prompt]:
+    """Return the body of a request about a prompt, the workers of its model, and the prompt."""
+    body, tokens = request.read_tokens("token_ids")
+    fleet = _fleet(service, body)
+    prompt = _read_prompt(service, body, tokens)
+    request.span_attributes = {"kvevents.model": fleet.scope.model}
+    if prompt.tokens is not None:
+        request.span_attributes["kvevents.prompt_tokens"] = prompt.length
+    return body, fleet, prompt
+
+
 def select(service: Service, request: HttpRequest) -> Response:
     """Select a worker as Dynamo's selection service does; `selection_id` names the selection for `/reservations`."""
-    body, fleet, prompt = _read_selection(service, request)
+    body, fleet, prompt = _read(service, request)
     choice = _Chooser(fleet, body, prompt).choose()
     if body.selection_id is not None:
         instance, rank = choice.worker
@@ -298,7 +311,7 @@ def select(service: Service, request: HttpRequest) -> Response:
 
 def select_and_reserve(service: Service, request: HttpRequest) -> Response:
     """Select a worker and reserve it under `selection_id`, or a new name."""
-    body, fleet, prompt = _read_selection(service, request)
+    body, fleet, prompt = _read(service, request)
     name = str(uuid4()) if body.selection_id is None else body.selection_id
     with service.selections.booking:
         _check_free(service, name)
@@ -309,20 +322,10 @@ def select_and_reserve(service: Service, request: HttpRequest) -> Response:
     return answer(worker, request)
 
 
-def _read_selection(service: Service, request: HttpRequest) -> tuple[messages.SelectWorkerRequest, _Fleet, _Prompt]:
-    body, tokens = request.read_tokens("token_ids")
-    fleet = _fleet(service, body)
-    prompt = _read_prompt(service, body, tokens)
-    request.span_attributes = {"kvevents.model": fleet.scope.model}
-    if not prompt.is_hashed:
-        request.span_attributes["kvevents.prompt_tokens"] = prompt.length
-    return body, fleet, prompt
-
-
 def _selected(fleet: _Fleet, prompt: _Prompt, choice: _Choice, **fields: Any) -> messages.SelectedWorker:
     worker, size = choice.worker, fleet.block_size_of(choice.worker)
     longest_match = _Held(*map(max, zip(*choice.matches.values(), strict=True))) if choice.matches else _NOTHING
-    cached_tokens = 0 if choice.ignores_cache and not prompt.is_hashed else choice.matches.get(worker, _NOTHING).all
+    cached_tokens = 0 if choice.ignores_cache and prompt.tokens is not None else choice.matches.get(worker, _NOTHING).all
     return messages.SelectedWorker(
         model_name=fleet.scope.model,
         routing_group=fleet.scope.group,
@@ -400,7 +403,7 @@ def _explicit(service: Service, fleet: _Fleet, body: messages.BookRequest, token
         raise _unknown_worker(number, body.dp_rank or 0, fleet.scope)
     instance, rank = workers[0]
     uncached_tokens = body.effective_prefill_tokens
-    if uncached_tokens is None and prompt.is_hashed:
+    if uncached_tokens is None and prompt.tokens is None:
         uncached_tokens = prompt.length - fleet.match(prompt).get(workers[0], _NOTHING).all
     if uncached_tokens is not None:
         check_tokens(service, uncached_tokens)
@@ -437,11 +440,9 @@ def output_block(service: Service, request: HttpRequest) -> Response:
     """Record that a request has one more block of output."""
     request.read()
     with service.selections.booking:  # so that two requests add two blocks
-        now = _decode_reservation(reservations.ask(service, "GET", request.item))
-        scope = Scope(now.model, now.tenant, now.group)
-        members = (member for member in service.members().values() if member.registration.scope[:3] == scope[:3])
-        size = next((_block_size(member) for member in members if member.worker == (now.instance, now.rank)), 1)
-        changes = ReservationUpdate(output_tokens=now.output_tokens + size)
+        now = msgspec.json.decode(reservations.ask(service, "GET", request.item), type=Reservation)
+        member = _members_of(service, Scope(now.model, now.tenant, now.group)).get((now.instance, now.rank))
+        changes = ReservationUpdate(output_tokens=now.output_tokens + _block_size(member))
         reservations.ask(service, "POST", request.item, changes)
     return answer(messages.Done(), request)
 
@@ -455,42 +456,36 @@ def free(service: Service, request: HttpRequest) -> Response:
 # --- loads and overlaps
 
 
+def _no_load(worker: Worker) -> messages.PotentialLoad:
+    counts = {"potential_prefill_tokens": 0, "potential_decode_blocks": 0, "active_requests": 0}
+    return messages.PotentialLoad(worker_id=worker_id(worker[0]), dp_rank=worker[1], **counts)
+
+
 def _loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> list[messages.PotentialLoad]:
     """Return the loads of workers by the open reservations of their model."""
-    listing = _decode_reservations(service.data_plane.reservations(service.settings.limits.max_reservations))
-    sums: dict[Worker, list[int]] = {worker: [0, 0, 0] for worker in members}
-    for reservation in listing.reservations:
-        counts = sums.get((reservation.instance, reservation.rank))
-        if counts is None or (reservation.model, reservation.tenant, reservation.group) != scope[:3]:
+    body = service.data_plane.reservations(service.settings.limits.max_reservations)
+    sums = {worker: _no_load(worker) for worker in members}
+    for reservation in msgspec.json.decode(body, type=ReservationsAnswer).reservations:
+        worker = reservation.instance, reservation.rank
+        load = sums.get(worker)
+        if load is None or (reservation.model, reservation.tenant, reservation.group) != scope[:3]:
             continue
-        counts[0] += reservation.uncached_tokens if reservation.progress == "waiting" else 0
-        size = _block_size(members[reservation.instance, reservation.rank])
-        counts[1] += _blocks(reservation.prompt_tokens + reservation.output_tokens, size)
-        counts[2] += 1
-    return [
-        messages.PotentialLoad(
-            worker_id=worker_id(instance),
-            dp_rank=rank,
-            potential_prefill_tokens=prefill,
-            potential_decode_blocks=blocks,
-            active_requests=requests,
-        )
-        for (instance, rank), (prefill, blocks, requests) in sums.items()
-    ]
+        load.potential_prefill_tokens += reservation.uncached_tokens if reservation.progress == "waiting" else 0
+        tokens = reservation.prompt_tokens + reservation.output_tokens
+        load.potential_decode_blocks += _blocks(tokens, _block_size(members[worker]))
+        load.active_requests += 1
+    return list(sums.values())
 
 
 def loads(service: Service, request: HttpRequest) -> Response:
     """List the load of each rank by the open reservations, for each model."""
-    filters = {"tenant": "default", **request.arguments}
     scopes: dict[Scope, dict[Worker, Member]] = {}
-    for member in service.members().values():
-        scope = Scope(*member.registration.scope[:3])
-        if all(getattr(scope, name) == value for name, value in filters.items()):
-            scopes.setdefault(scope, {})[member.instance, member.registration.rank] = member
+    for member in list_members(service, {"tenant": DEFAULT_GROUP, **request.arguments}):
+        scopes.setdefault(Scope(*member.registration.scope[:3]), {})[member.worker] = member
     return answer(
         [
-            messages.ModelLoad(model_name=scope.model, routing_group=scope.group, loads=_loads(service, scope, members))
-            for scope, members in sorted(scopes.items(), key=lambda item: item[0][:3])
+            messages.ModelLoad(model_name=scope.model, routing_group=scope.group, loads=_loads(service, scope, workers))
+            for scope, workers in sorted(scopes.items(), key=lambda item: item[0][:3])
         ],
         request,
     )
@@ -498,31 +493,19 @@ def loads(service: Service, request: HttpRequest) -> Response:
 
 def potential_loads(service: Service, request: HttpRequest) -> Response:
     """List the load that each rank would have with one more prompt."""
-    body, fleet, prompt = _read_query(service, request)
+    body, fleet, prompt = _read(service, request)
     matches = fleet.match(prompt)
-    waits = _waits(body)
-    potential = []
-    for worker, load in zip(fleet.members, _loads(service, fleet.scope, fleet.members), strict=True):
-        uncached_tokens = max(0, prompt.length - matches.get(worker, _NOTHING).all) if waits else 0
-        potential.append(
-            msgspec.structs.replace(
-                load,
-                potential_prefill_tokens=load.potential_prefill_tokens + uncached_tokens,
-                potential_decode_blocks=load.potential_decode_blocks + _blocks(prompt.length, fleet.block_size_of(worker)),
-            )
-        )
+    potential = _loads(service, fleet.scope, fleet.members)
+    for worker, load in zip(fleet.members, potential, strict=True):
+        if _waits(body):
+            load.potential_prefill_tokens += max(0, prompt.length - matches.get(worker, _NOTHING).all)
+        load.potential_decode_blocks += _blocks(prompt.length, fleet.block_size_of(worker))
     return answer(potential, request)
-
-
-def _read_query(service: Service, request: HttpRequest) -> tuple[messages.PromptRequest, _Fleet, _Prompt]:
-    body, tokens = request.read_tokens("token_ids")
-    fleet = _fleet(service, body)
-    return body, fleet, _read_prompt(service, body, tokens)
 
 
 def overlap_scores(service: Service, request: HttpRequest) -> Response:
     """Return how many blocks of a prompt each rank holds, by tier."""
-    _, fleet, prompt = _read_query(service, request)
+    _, fleet, prompt = _read(service, request)
     matches = fleet.match(prompt)
     workers = [
         _overlap(worker, matches.get(worker, _NOTHING), fleet.block_size_of(worker)) for worker in {**fleet.members, **matches}

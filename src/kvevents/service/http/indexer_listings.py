@@ -6,7 +6,7 @@ encodes the next piece when the client has read the previous one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "act
 def workers(service: Service, request: HttpRequest) -> Response:
     """List every instance with its ranks; the header `Link` has the address of the next page, if there is one."""
     instances: dict[Key, list[Member]] = {}
-    for member in _members(service, request):  # all ranks of an instance serve one model
+    for member in list_members(service, request.arguments):  # all ranks of an instance serve one model
         instances.setdefault((member.registration.key[0], 0), []).append(member)
     page, cursor = cut_page(instances.items(), request.arguments)
     response = answer([_instance(members) for members in page], request)
@@ -38,11 +38,11 @@ def workers(service: Service, request: HttpRequest) -> Response:
     return tag(response, request)
 
 
-def _members(service: Service, request: HttpRequest) -> Iterator[Member]:
-    """Yield the members that match the request's filters, in order."""
+def list_members(service: Service, filters: Mapping[str, str]) -> Iterator[Member]:
+    """Yield the workers of a model, a tenant and a group, in order, as far as `filters` names them."""
     for _, member in sorted(service.members().items()):
         scope = member.registration.scope[:3]
-        if all(request.arguments.get(part, value) == value for part, value in zip(_SCOPE, scope, strict=True)):
+        if all(filters.get(part, value) == value for part, value in zip(_SCOPE, scope, strict=True)):
             yield member
 
 
@@ -82,7 +82,7 @@ def id_of(instance: str) -> int | str:
 
 def services(service: Service, request: HttpRequest) -> Response:
     """List registered ranks as Mooncake does."""
-    entries = [_service(member) for member in _members(service, request)]
+    entries = [_service(member) for member in list_members(service, request.arguments)]
     return answer({"services": entries, "count": len(entries)}, request)
 
 
@@ -106,7 +106,7 @@ def _service(member: Member) -> dict[str, Any]:
 def global_view(service: Service, request: HttpRequest) -> Response:
     """List groups of workers that can share cached blocks, as Mooncake does."""
     groups: dict[tuple[Any, ...], list[Member]] = {}
-    for member in _members(service, request):
+    for member in list_members(service, request.arguments):
         registration = member.registration
         groups.setdefault((*registration.scope[:4], registration.block_size), []).append(member)
     entries = [
