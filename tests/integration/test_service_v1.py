@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from cli_cases import refuse_connections
 from discovery_fetch_cases import Engine as Web
+from kvevents.service.access import Client
 from kvevents.service.errors import UnavailableError
 from kvevents.service.fleet.event_bus import MAX_KEPT, EventBus, LossEvent
 from kvevents.service.http import v1
@@ -682,7 +683,7 @@ def test_listeners_are_limited_and_counted_until_they_leave(service: Service) ->
 async def test_clients_of_events_that_connect_at_once_are_limited() -> None:
     """A client counts from its request on, not from the first event that is sent to it."""
     service = ServiceInProcess(ServiceSettings(limits=Limits(max_listeners=1)))
-    request = HttpRequest("GET", "/v1/events", b"", Headers([]), b"", Decoders(), Limits())
+    request = HttpRequest("GET", "/v1/events", b"", Headers([]), b"", Decoders(), Limits(), Client("", ""))
     first = v1.events(service, request)
     with pytest.raises(UnavailableError, match="1 clients are connected"):
         v1.events(service, request)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
@@ -228,6 +228,16 @@ def _network_of(pattern: str) -> Network | None:
 
 log = logging.getLogger("kvevents.service.audit")
 
+
+class Client(NamedTuple):
+    """The sender of a request."""
+
+    caller: str
+    """Name of its token."""
+    peer: str
+    """Address of the client."""
+
+
 REFUSALS_PER_SECOND: Final = 10
 """Maximum number of refused requests logged per second. The log counts the others, so that no client can fill a disk."""
 
@@ -244,13 +254,9 @@ class AuditLog:
         self._logged = 0
         self._suppressed = 0
 
-    def log_change(self, change: str, *, caller: str, peer: str) -> None:
-        """Log a change that a client made; `change` begins with a verb in the past tense."""
-        log.info("%s client=%s %s", caller, peer, change)
-
-    def log_end(self, change: str) -> None:
-        """Log a change that the service made because a registration had ended; `change` is as in `log_change`."""
-        log.info("%s", change)
+    def log_change(self, change: str, client: Client | None = None) -> None:
+        """Log a change by a client, or by the service itself; `change` begins with a verb in the past tense."""
+        log.info("%s%s", "" if client is None else f"{client.caller} client={client.peer} ", change)
 
     def log_refusal(self, request: str, *, caller: str, peer: str, reason: str) -> None:
         """Log a request that was refused, unless too many were logged in this second."""

@@ -6,32 +6,25 @@ The handlers of `service/http/` translate requests and answers; the rules are he
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvevents.client.schemas import DEFAULT_GROUP
 from kvevents.errors import ConfigError, EndpointError, SnapshotError
-from kvevents.service.access import AuditLog
+from kvevents.service.access import AuditLog, Client
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError
 from kvevents.service.fleet.fleet import Fleet
-from kvevents.service.fleet.member import HTTP
-from kvevents.service.fleet.registration import Key, Lease, Registration
+from kvevents.service.fleet.member import HTTP, Member
+from kvevents.service.fleet.registration import Key, Lease, Registration, source_name
 from kvevents.service.prober import check_allowed, endpoints_of
 from kvevents.service.state_store import SavedRegistration, StateStore
 from kvevents.stream import Checkpoint
 
-
-class Client(NamedTuple):
-    """The sender of a request, for the audit log."""
-
-    caller: str
-    """Name of its token."""
-    peer: str
-    """Address of the client."""
+LEASE_CHECK_SECONDS: Final = 0.2
+"""Pause between two searches for leases that have ended."""
 
 
 class InstanceQuery(NamedTuple):
@@ -62,6 +55,8 @@ class Registrations:
 
     were_saved = False
     """Whether the file had registrations when the service started."""
+    ended_leases = 0
+    """Number of ranks that were unregistered because their leases had ended."""
 
     def __init__(
         self,
@@ -94,13 +89,6 @@ class Registrations:
         """Number of calls of `save`."""
         self._saved_changes = 0
         """Number of calls of `save` before the newest write began."""
-        self._saved_registrations: list[SavedRegistration] | None = []
-        """The contents of the file; None if they are unknown, because a write has failed."""
-        self.ended_leases = 0
-        """Number of ranks that were unregistered because their leases had ended."""
-        self._next_end = math.inf
-        """The time at which `end_leases` wakes up."""
-        self._ends_sooner = asyncio.Event()
 
     def restore(self, report_lost: Callable[[str], None]) -> None:
         """Restore the registrations in the file. Call `report_lost` for each that cannot be restored."""
@@ -150,7 +138,7 @@ class Registrations:
             raise RefusedError(f"cannot follow {registration.label}: {error}", "bad-endpoint", "see its endpoints") from error
         await self.save()
         change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
-        self._audit.log_change(change, caller=client.caller, peer=client.peer)
+        self._audit.log_change(change, client)
         return RegistrationOutcome(is_new=True)
 
     def _find_owned(self, current: Registration, registration: Registration) -> RegistrationOutcome:
@@ -162,32 +150,23 @@ class Registrations:
         return RegistrationOutcome(is_new=False, warning=f"{current.label} is named by {owner}, which decides when it ends")
 
     def _grant_lease(self, key: Key, seconds: int | None) -> None:
-        member = self._fleet.members.get(key)
-        if member is None:  # the follower has refused it meanwhile
-            return
-        member.lease = Lease.of(seconds)
-        if member.lease is not None and member.lease.ends < self._next_end:
-            self._ends_sooner.set()
+        if (member := self._fleet.members.get(key)) is not None:  # else the follower has refused it meanwhile
+            member.lease = Lease.of(seconds)
 
     async def end_leases(self) -> None:
         """Unregister each rank whose lease ends. Run until cancelled."""
         while True:
-            leases = [(lease, member) for member in list(self._fleet.members.values()) if (lease := member.lease)]
-            due = [(lease, member.registration) for lease, member in leases if lease.ends <= time.monotonic()]
+            leases = [(lease, member.registration) for member in list(self._fleet.members.values()) if (lease := member.lease)]
+            due = [(lease, registration) for lease, registration in leases if lease.ends <= time.monotonic()]
             for lease, registration in due:
                 with suppress(NotFoundError):  # the follower has refused it
                     self._fleet.unregister(registration.key)
                     name = f"{registration.label} of tenant {registration.tenant}"
                     self.ended_leases += 1
-                    self._audit.log_end(f"unregistered {name}: its lease of {lease.seconds} s ended")
+                    self._audit.log_change(f"unregistered {name}: its lease of {lease.seconds} s ended")
             if due:
                 await self.save()
-                continue
-            self._next_end = min((lease.ends for lease, _ in leases), default=math.inf)
-            self._ends_sooner.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None if math.isinf(self._next_end) else self._next_end - time.monotonic()):
-                    await self._ends_sooner.wait()
+            await asyncio.sleep(LEASE_CHECK_SECONDS)
 
     async def unregister(self, query: InstanceQuery, client: Client) -> list[Registration]:
         """Stop following the ranks of an instance, drop their blocks, and return the registrations that ended.
@@ -195,21 +174,18 @@ class Registrations:
         Raises `NotFoundError` if no rank is registered, or if it is registered with another model, LoRA or salt, and
         `ConflictError` if discovery names one of them.
         """
-        ranks = self._find(query)
-        for registration in ranks:
-            member, owner = self._fleet.members.get(registration.key), self._owner_of(registration.key)
-            if owner is not None and member is not None and member.origin != HTTP:
-                sentence = f"{registration.label} is named by {owner}"
+        members = self._find(query)
+        for member in members:
+            if member.origin != HTTP and (owner := self._owner_of(member.registration.key)) is not None:
+                sentence = f"{member.registration.label} is named by {owner}"
                 raise ConflictError(sentence, "named-by-discovery", "remove it there; it would be followed again at once")
-        outcomes = await asyncio.gather(*(self._remove(rank.key) for rank in ranks), return_exceptions=True)
-        # Another client may have unregistered some of them meanwhile.
-        former = [rank for rank, outcome in zip(ranks, outcomes, strict=True) if not isinstance(outcome, BaseException)]
-        for rank in former:
-            self._audit.log_change(f"unregistered {rank.label} of tenant {rank.tenant}", caller=client.caller, peer=client.peer)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-        if failures and (not former or not all(isinstance(failure, NotFoundError) for failure in failures)):
-            raise next((failure for failure in failures if not isinstance(failure, NotFoundError)), failures[0])
-        return former
+        self._check_follows()
+        ranks = [member.registration for member in members]
+        await asyncio.gather(*(asyncio.wrap_future(self._fleet.unregister(rank.key)) for rank in ranks))
+        await self.save()
+        for rank in ranks:
+            self._audit.log_change(f"unregistered {rank.label} of tenant {rank.tenant}", client)
+        return ranks
 
     async def drain(self, query: InstanceQuery, client: Client, *, is_draining: bool) -> list[Registration]:
         """Exclude the ranks of an instance from selections, or end that, and return their registrations.
@@ -217,46 +193,35 @@ class Registrations:
         Raises `NotFoundError` if no rank is registered.
         """
         self._check_follows()
-        ranks = self._find(query)
+        ranks = [member.registration for member in self._find(query)]
         changes = [self._fleet.set_draining(rank.key, is_draining=is_draining) for rank in ranks]
         await asyncio.gather(*map(asyncio.wrap_future, changes))
         await self.save()
         for rank in ranks:
             change = f"{'drained' if is_draining else 'ended the draining of'} {rank.label} of tenant {rank.tenant}"
-            self._audit.log_change(change, caller=client.caller, peer=client.peer)
+            self._audit.log_change(change, client)
         return ranks
 
-    def _find(self, query: InstanceQuery) -> list[Registration]:
-        owner = (
-            query.instance,
-            DEFAULT_GROUP if query.tenant is None else query.tenant,
-            DEFAULT_GROUP if query.group is None else query.group,
-        )
-        ranks = [
-            member.registration
-            for member in list(self._fleet.members.values())
-            if (member.registration.instance, member.registration.tenant, member.registration.group) == owner
-            and query.rank in {None, member.registration.rank}
-        ]
+    def _find(self, query: InstanceQuery) -> list[Member]:
+        tenant, group = (DEFAULT_GROUP if name is None else name for name in (query.tenant, query.group))
+        source = source_name(tenant, group, query.instance)
+        members = list(self._fleet.members.items())
+        ranks = [member for key, member in members if key[0] == source and query.rank in {None, key[1]}]
         if not ranks:
             suffix = "" if query.rank is None else f" rank {query.rank}"
             raise NotFoundError(
                 f"instance {query.instance}{suffix} not found", "not-registered", "see /workers for registered instances"
             )
-        if query.model is not None and ranks[0].model != query.model:
+        first = ranks[0].registration
+        if query.model is not None and first.model != query.model:
             raise NotFoundError(
-                f"instance {query.instance} is registered for model={ranks[0].model}", "other-model", "send that model, or none"
+                f"instance {query.instance} is registered for model={first.model}", "other-model", "send that model, or none"
             )
-        if (query.lora and query.lora != ranks[0].lora_name) or (query.salt and query.salt != ranks[0].salt):
+        if (query.lora and query.lora != first.lora_name) or (query.salt and query.salt != first.salt):
             raise NotFoundError(
                 f"instance {query.instance} is registered with another LoRA or salt", "other-scope", "send those, or none"
             )
         return ranks
-
-    async def _remove(self, key: Key) -> None:
-        self._check_follows()
-        await asyncio.wrap_future(self._fleet.unregister(key))
-        await self.save()
 
     def _check_follows(self) -> None:
         if self._advice:
@@ -271,26 +236,19 @@ class Registrations:
         async with self._write_lock:
             if self._saved_changes >= change:
                 return
-            last_change = self._changes
-            self._saved_registrations = None  # after a failure, the next snapshot tries again
+            self._saved_changes = self._changes
             try:
-                self._saved_registrations = await asyncio.to_thread(self._store.save_registrations, self._list_registrations)
-            except SnapshotError as error:
+                await asyncio.to_thread(self._store.save_registrations, self._list_registrations)
+            except SnapshotError as error:  # the next snapshot tries again
                 self._report_fault(str(error))
-            self._saved_changes = last_change
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether the file has all registrations."""
-        return self._saved_registrations == self._list_registrations()
 
     def _list_registrations(self) -> list[SavedRegistration]:
-        members = [member for member in list(self._fleet.members.values()) if member.origin == HTTP]
         return [
             SavedRegistration(
                 registration=member.registration,
                 lease_seconds=member.lease and member.lease.seconds,
                 is_draining=member.is_draining,
             )
-            for member in members
+            for member in list(self._fleet.members.values())
+            if member.origin == HTTP
         ]

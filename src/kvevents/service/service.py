@@ -147,8 +147,7 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.state_store is not None:
             await asyncio.to_thread(self.save)
-            if not self.registrations.is_saved:
-                await self.registrations.save()
+            await self.registrations.save()
         await asyncio.to_thread(self.fleet.follower.stop)
         await asyncio.to_thread(self.fleet.loads.close)
         if self.state_store is not None:
@@ -190,8 +189,7 @@ class Service:
         while True:
             await asyncio.sleep(self.settings.snapshot_seconds)
             await asyncio.to_thread(self.save)
-            if not self.registrations.is_saved:
-                await self.registrations.save()
+            await self.registrations.save()
 
     def save(self) -> None:
         """Write a snapshot. A failure becomes a warning in `/health`."""

@@ -108,13 +108,11 @@ class StateStore:
             raise SnapshotError(f"snapshot {generation} in {self.folder} cannot be used: {reason}") from error
         return {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in checkpoints}
 
-    def save_registrations(self, registrations: Callable[[], list[SavedRegistration]]) -> list[SavedRegistration]:
-        """Write and return the registrations of clients. The function is called just before, so the newest list is written."""
+    def save_registrations(self, registrations: Callable[[], list[SavedRegistration]]) -> None:
+        """Write the registrations of clients. The function is called just before, so the newest list is written."""
         try:
             with self._registrations_lock:
-                newest = registrations()
-                _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(newest)))
-                return newest
+                _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(registrations())))
         except OSError as error:
             raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
 

@@ -25,7 +25,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import unquote
 
-from kvevents.service.access import Access, Caller, HostPatterns, Role, address_of, host_of, is_loopback
+from kvevents.service.access import Access, Caller, Client, HostPatterns, Role, address_of, host_of, is_loopback
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
 from kvevents.service.http.messages import RAW, AnyResponse, Headers, HttpRequest, Response, StreamingResponse, problem
 from kvevents.service.http.routes import ROUTES, Route, item_of, match_path
@@ -181,8 +181,7 @@ class App:
                 body=native.body,
                 decoders=endpoint.decoders,
                 limits=self.service.settings.limits,
-                caller=caller.name,
-                peer=native.peer,
+                client=Client(caller.name, native.peer),
                 item=item_of(endpoint.path, path),
             )
             _read_parameters(endpoint, request)

@@ -22,7 +22,7 @@ from kvevents.service.fleet.registration import Registration
 from kvevents.service.http.messages import HttpRequest, Response, answer
 from kvevents.service.http.queries import answer_query
 from kvevents.service.prober import check_allowed, load_target
-from kvevents.service.registrations import Client, InstanceQuery
+from kvevents.service.registrations import InstanceQuery
 from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, model_of, pick
 from kvevents.service.service import Service
 
@@ -107,12 +107,11 @@ SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
 async def register(service: Service, request: HttpRequest) -> Response:
     """Register a rank of an engine, or all ranks of the engine at a URL; an equal registration is 200."""
     body: RegisterRequest = request.read()
-    client = Client(request.caller, request.peer)
     try:
         ranks = (_registration(body),) if body.endpoint else await _ask_engine(service, body)
     except ConfigError as error:
         raise RefusedError(str(error), "bad-registration", _HINT) from error
-    outcomes = [await service.registrations.register(rank, client, body.lease_seconds) for rank in ranks]
+    outcomes = [await service.registrations.register(rank, request.client, body.lease_seconds) for rank in ranks]
     warnings = [f"ignored unknown field {name[:MAX_SHOWN]!r}" for name in request.ignored_fields[:MAX_WARNINGS]]
     warnings += filter(None, (outcome.warning for outcome in outcomes))
     fields: dict[str, Any] = {"warnings": warnings} if warnings else {}
@@ -186,7 +185,7 @@ async def unregister(service: Service, request: HttpRequest) -> Response:
     body: UnregisterRequest = request.read()
     scope = (pick(body, names) for names in (MODEL, TENANT, GROUP, LORA, SALT))
     query = InstanceQuery(str(body.instance_id), body.dp_rank, *scope)
-    registrations = await service.registrations.unregister(query, Client(request.caller, request.peer))
+    registrations = await service.registrations.unregister(query, request.client)
     if body.model_name is not None:
         return Response(b'{"status":"ok"}')
     labels = [f"{registration.instance}|{registration.tenant}|{registration.rank}" for registration in registrations]

@@ -13,6 +13,7 @@ import msgspec
 
 from kvevents.client.schemas import Problem
 from kvevents.index import extract_token_array
+from kvevents.service.access import Client
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
 from kvevents.service.scope_fields import check_unknown
 from kvevents.service.settings import Limits
@@ -93,10 +94,8 @@ class HttpRequest:
     decoders: Decoders
     """Decoders of the body."""
     limits: Limits
-    caller: str = ""
-    """Name of the caller's token, for the audit log."""
-    peer: str = ""
-    """Address of the client, for the audit log."""
+    client: Client
+    """The sender, for the audit log."""
     item: str = ""
     """The part of the path at the place of `{id}` in the route's path."""
     ignored_fields: tuple[str, ...] = ()

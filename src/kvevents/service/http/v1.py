@@ -28,7 +28,7 @@ from kvevents.service.fleet.registration import Registration, source_name
 from kvevents.service.http.messages import RAW, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.http.pages import cut_page, read_cursor, read_number, tag
 from kvevents.service.http.queries import answer_query, check_tokens
-from kvevents.service.registrations import Client, InstanceQuery
+from kvevents.service.registrations import InstanceQuery
 from kvevents.service.service import Service
 from kvevents.settings import build_decoder_now
 
@@ -119,8 +119,7 @@ async def drain(service: Service, request: HttpRequest) -> Response:
     """Exclude an engine, or one rank of it, from selections while its stream is followed; `draining: false` ends that."""
     body: DrainRequest = request.read()
     query = InstanceQuery(str(body.instance), body.rank, body.model, body.tenant, body.group)
-    client = Client(request.caller, request.peer)
-    ranks = await service.registrations.drain(query, client, is_draining=body.draining)
+    ranks = await service.registrations.drain(query, request.client, is_draining=body.draining)
     numbers = [registration.rank for registration in ranks]
     return answer(DrainAnswer(instance=query.instance, ranks=numbers, draining=body.draining), request)
 
