@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Final
+from typing import Final
 
 from kvevents.stream import payload_digest, printable
 from kvevents_plane.partition_state import LastHeartbeat, PartialBatch
@@ -70,49 +70,31 @@ class StreamEnd:
         return self.registration is not None
 
 
-# --- classify a record
-
-
 def classify_record(end: StreamEnd, record: StreamRecord) -> RecordVerdict:
     """Return what happens to a bridge's record at the end of its stream."""
-    rule: Callable[[StreamEnd, Any], RecordVerdict] = _CLASSIFY[type(record)]
-    return rule(end, record)
+    match record:
+        case BatchRecord() | GapRecord():
+            return _classify_numbers(end, record)
+        case JoinRecord():
+            return RecordVerdict.DUPLICATE if end.registration == record.registration else RecordVerdict.APPEND
+        case LeaveRecord():
+            return RecordVerdict.APPEND if end.is_joined else RecordVerdict.DUPLICATE
+        case IncarnationRecord() if end.is_joined and record.incarnation == end.incarnation + 1:
+            return RecordVerdict.APPEND
+        case IncarnationRecord() if record.incarnation == end.incarnation and _is_maybe_same(end):
+            # Another bridge may have written the number for an incarnation that this bridge has not seen.
+            return RecordVerdict.DUPLICATE
+    return RecordVerdict.DIVERGED
 
 
-def _classify_join(end: StreamEnd, record: JoinRecord) -> RecordVerdict:
-    return RecordVerdict.DUPLICATE if end.registration == record.registration else RecordVerdict.APPEND
-
-
-def _classify_leave(end: StreamEnd, _: LeaveRecord) -> RecordVerdict:
-    return RecordVerdict.APPEND if end.is_joined else RecordVerdict.DUPLICATE
-
-
-def _classify_incarnation(end: StreamEnd, record: IncarnationRecord) -> RecordVerdict:
-    if not end.is_joined or record.incarnation not in {end.incarnation, end.incarnation + 1}:
+def _classify_numbers(end: StreamEnd, record: BatchRecord | GapRecord) -> RecordVerdict:
+    first, last = (record.first, record.last) if isinstance(record, GapRecord) else (record.seq, record.seq)
+    if not end.is_joined or end.has_ended or record.incarnation != end.incarnation:
         return RecordVerdict.DIVERGED
-    if record.incarnation > end.incarnation:
-        return RecordVerdict.APPEND
-    # Another bridge may have written the number for an incarnation that this bridge has not seen.
-    return RecordVerdict.DUPLICATE if _is_maybe_same(end) else RecordVerdict.DIVERGED
-
-
-def _classify_batch(end: StreamEnd, record: BatchRecord) -> RecordVerdict:
-    if not _is_current(end, record.incarnation):
-        return RecordVerdict.DIVERGED
-    if record.seq < end.last_seq:
-        return RecordVerdict.DUPLICATE
-    if record.seq == end.last_seq:
-        return RecordVerdict.DUPLICATE if _is_newest(end, record) else RecordVerdict.DIVERGED
-    follows = record.seq == end.last_seq + 1 and end.agrees
-    return RecordVerdict.APPEND if follows or end.last_seq < 0 else RecordVerdict.DIVERGED
-
-
-def _classify_gap(end: StreamEnd, record: GapRecord) -> RecordVerdict:
-    if not _is_current(end, record.incarnation):
-        return RecordVerdict.DIVERGED
-    if record.last <= end.last_seq:
-        return RecordVerdict.DUPLICATE
-    follows = record.first <= end.last_seq + 1 and end.agrees
+    if last <= end.last_seq:
+        is_other = isinstance(record, BatchRecord) and last == end.last_seq and not _is_newest(end, record)
+        return RecordVerdict.DIVERGED if is_other else RecordVerdict.DUPLICATE
+    follows = first <= end.last_seq + 1 and end.agrees
     return RecordVerdict.APPEND if follows or end.last_seq < 0 else RecordVerdict.DIVERGED
 
 
@@ -126,27 +108,11 @@ def _is_maybe_same(end: StreamEnd) -> bool:
     return end.is_joined and (end.agrees or end.last_seq < 0)
 
 
-def _is_current(end: StreamEnd, incarnation: int) -> bool:
-    return end.is_joined and incarnation == end.incarnation and not end.has_ended
-
-
 def _is_newest(end: StreamEnd, record: BatchRecord) -> bool:
     """Return whether a batch is the log's newest one. If the log has a gap there, only an earlier comparison shows it."""
     if end.newest is not None:
         return record.payload == end.newest
     return end.agrees if end.digest is None else end.digest == payload_digest(record.payload)
-
-
-_CLASSIFY: Final[dict[type[Any], Callable[[StreamEnd, Any], RecordVerdict]]] = {
-    JoinRecord: _classify_join,
-    LeaveRecord: _classify_leave,
-    BatchRecord: _classify_batch,
-    IncarnationRecord: _classify_incarnation,
-    GapRecord: _classify_gap,
-}
-
-
-# --- advance the end
 
 
 def trim_record(end: StreamEnd, record: StreamRecord) -> StreamRecord:
@@ -158,46 +124,21 @@ def trim_record(end: StreamEnd, record: StreamRecord) -> StreamRecord:
 
 def advance_end(end: StreamEnd, record: StreamRecord, verdict: RecordVerdict) -> StreamEnd:
     """Return the end of the stream after the record."""
-    rule: Callable[[StreamEnd, Any, RecordVerdict], StreamEnd] = _ADVANCE[type(record)]
-    return rule(end, record, verdict)
-
-
-def _advance_batch(end: StreamEnd, record: BatchRecord, verdict: RecordVerdict) -> StreamEnd:
-    if verdict is RecordVerdict.APPEND:
-        # Faster than `replace`, for records of which a page has thousands.
-        return StreamEnd(end.registration, end.incarnation, record.seq, end.has_ended, True, record.payload)
-    # The newest batch was compared; an earlier one cannot be.
-    return replace(end, agrees=end.agrees or record.seq == end.last_seq)
-
-
-def _advance_gap(end: StreamEnd, record: GapRecord, verdict: RecordVerdict) -> StreamEnd:
-    if verdict is RecordVerdict.APPEND:
-        return replace(end, last_seq=record.last, agrees=True, newest=None, digest=None, partial_batch=None)
-    return end
-
-
-def _advance_incarnation(end: StreamEnd, record: IncarnationRecord, verdict: RecordVerdict) -> StreamEnd:
-    if verdict is RecordVerdict.APPEND:
-        # Another bridge may write the first batch of the incarnation, which must then be compared.
-        return StreamEnd(end.registration, record.incarnation, -1, has_ended=False, agrees=False, newest=None)
-    return end
-
-
-def _advance_join(end: StreamEnd, record: JoinRecord, __: RecordVerdict) -> StreamEnd:
-    return replace(end, registration=record.registration)
-
-
-def _advance_leave(end: StreamEnd, _: LeaveRecord, __: RecordVerdict) -> StreamEnd:
-    return replace(end, registration=None, has_ended=True)
-
-
-_ADVANCE: Final[dict[type[Any], Callable[[StreamEnd, Any, RecordVerdict], StreamEnd]]] = {
-    JoinRecord: _advance_join,
-    LeaveRecord: _advance_leave,
-    BatchRecord: _advance_batch,
-    IncarnationRecord: _advance_incarnation,
-    GapRecord: _advance_gap,
-}
+    if verdict is RecordVerdict.DUPLICATE:
+        # The newest batch was compared; an earlier one cannot be.
+        return replace(end, agrees=True) if isinstance(record, BatchRecord) and record.seq == end.last_seq else end
+    match record:
+        case BatchRecord():
+            # Faster than `replace`, for records of which a page has thousands.
+            return StreamEnd(end.registration, end.incarnation, record.seq, end.has_ended, True, record.payload)
+        case GapRecord():
+            return replace(end, last_seq=record.last, agrees=True, newest=None, digest=None, partial_batch=None)
+        case IncarnationRecord():
+            # Another bridge may write the first batch of the incarnation, which must then be compared.
+            return StreamEnd(end.registration, record.incarnation, -1, has_ended=False, agrees=False, newest=None)
+        case JoinRecord():
+            return replace(end, registration=record.registration)
+    return replace(end, registration=None, has_ended=True)  # it has left
 
 
 # --- engines and other bridges

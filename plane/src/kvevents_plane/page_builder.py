@@ -71,35 +71,34 @@ class _StreamQueue:
     """The incarnation in the log that is known to equal the followed incarnation."""
 
 
-class _Commit(NamedTuple):
-    """What is done for a stream once its records are in the log."""
-
-    key: StreamKey
-    queue: _StreamQueue
-    records: int
-    """Number of queued records that are in the log then."""
-    agreed: int | None
-    trust: TrustRecord | None
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """The page in flight."""
-
-    page: Page
-    heartbeat: HeartbeatRecord | None
-    commits: list[_Commit]
-
-
 @dataclass(slots=True)
 class _Selection:
     """The records of one stream that go into a page."""
 
+    key: StreamKey
+    queue: _StreamQueue
     end: StreamEnd
+    """The end of the stream after the records."""
     room: int
+    """Bytes of the page that are left."""
     records: list[StreamRecord] = field(default_factory=list)
     done: int = 0
     """Number of queued records that are in the log after the page."""
+    trust: TrustRecord | None = None
+    """The queued trust if it is among the records."""
+
+    def add(self, record: StreamRecord, size: int) -> None:
+        """Add a record of at most `size` bytes."""
+        self.records.append(record)
+        self.room -= size
+
+
+class _InFlight(NamedTuple):
+    """The page in flight."""
+
+    page: Page
+    heartbeat: HeartbeatRecord | None
+    selections: list[_Selection]
 
 
 class PageBuilder:
@@ -222,39 +221,42 @@ class PageBuilder:
         if self._in_flight is not None:
             return None
         records: list[Record] = [] if self._heartbeat is None else [self._heartbeat]
-        commits: list[_Commit] = []
+        selections: list[_Selection] = []
         if reason := self.state.unknown_prefix or self.reset_reason:
             # Higher than any incarnation: no stream can have more of them than the pages before have room for records.
             records.append(ResetRecord((self.state.position + 1) * MAX_RECORDS, reason))
         else:
-            self._fill(records, commits, now)
+            self._fill(records, selections, now)
         if not records:
             return None
         self._pages += 1
         name = f"{self._builder_id}#{self._pages}"
         page = Page(VERSION, self._bridge, records, self.state.epoch, name, self.state.history)
-        self._in_flight = _InFlight(page, self._heartbeat, commits)
+        self._in_flight = _InFlight(page, self._heartbeat, selections)
         self._heartbeat = None
         return page
 
-    def _fill(self, records: list[Record], commits: list[_Commit], now: float) -> None:
+    def _fill(self, records: list[Record], selections: list[_Selection], now: float) -> None:
         room = self._page_bytes
         for key in list(self._active):
-            selected, room = self._select(key, now, room, MAX_RECORDS - len(records), commits)
-            records += selected
+            selection = self._select(key, now, room, MAX_RECORDS - len(records))
+            if selection is None:
+                continue
+            if selection.records:
+                selections.append(selection)
+            else:
+                self._commit(selection)  # the log has all of them
+            records += selection.records
+            room = selection.room
             if room <= 0 or len(records) >= MAX_RECORDS:
                 break
 
-    def _select(
-        self, key: StreamKey, now: float, room: int, count: int, commits: list[_Commit]
-    ) -> tuple[list[StreamRecord], int]:
-        """Return the next records of one stream that fit into the page, and the room that is left."""
+    def _select(self, key: StreamKey, now: float, room: int, count: int) -> _Selection | None:
+        """Return the next records of one stream that fit into the page; None if the stream has diverged."""
         queue = self._queues[key]
-        end = self._end_of(key, queue)
-        selection = _Selection(end, room)
-        if (warning := self._lower_trust(key, queue, end)) is not None:
-            selection.records.append(warning)
-            selection.room -= _size(warning)
+        selection = _Selection(key, queue, self._end_of(key, queue), room)
+        if (warning := self._lower_trust(key, queue, selection.end)) is not None:
+            selection.add(warning, _size(warning))
         for due, record, size in queue.records:
             verdict = classify_record(selection.end, record)
             if selection.room <= 0 or len(selection.records) >= count or (due > now and verdict is RecordVerdict.APPEND):
@@ -262,23 +264,15 @@ class PageBuilder:
             if verdict is RecordVerdict.DIVERGED:
                 self._clear(key)
                 self.diverged[key] = None
-                return [], room
+                return None
             if not self._add(selection, record, size, verdict):
                 break
+        trust = queue.trust
         is_all = selection.done == len(queue.records) and can_report_trust(selection.end, queue.followed)
-        trust = queue.trust if is_all else None
-        if trust is not None and (size := _size(trust)) <= selection.room and len(selection.records) < count:
-            selection.records.append(trust)
-            selection.room -= size
-        else:
-            trust = None
-        agreed = selection.end.incarnation if selection.end.agrees else queue.agreed
-        commit = _Commit(key, queue, selection.done, agreed, trust)
-        if selection.records:
-            commits.append(commit)
-        else:
-            self._commit(commit)  # the log has all of them
-        return selection.records, selection.room
+        if is_all and trust is not None and (size := _size(trust)) <= selection.room and len(selection.records) < count:
+            selection.add(trust, size)
+            selection.trust = trust
+        return selection
 
     def _lower_trust(self, key: StreamKey, queue: _StreamQueue, end: StreamEnd) -> TrustRecord | None:
         """Return the queued trust if it is lower than the last report.
@@ -299,8 +293,7 @@ class PageBuilder:
                 if isinstance(trimmed, BatchRecord) and not selection.records and selection.room == self._page_bytes:
                     self._add_fragment(selection, trimmed)
                 return False
-            selection.records.append(trimmed)
-            selection.room -= size
+            selection.add(trimmed, size)
         selection.end = advance_end(selection.end, record, verdict)
         selection.done += 1
         return True
@@ -308,8 +301,7 @@ class PageBuilder:
     def _add_fragment(self, selection: _Selection, record: BatchRecord) -> None:
         """Add the next fragment of a batch that is larger than a page."""
         fragment = self._fragment(selection.end, record)
-        selection.records.append(fragment)
-        selection.room = 0
+        selection.add(fragment, selection.room)
         if fragment.offset + len(fragment.payload) == fragment.total:
             selection.end = advance_end(selection.end, record, RecordVerdict.APPEND)
             selection.done += 1
@@ -345,8 +337,8 @@ class PageBuilder:
         if in_flight is None:
             return []
         events = self._apply(position, in_flight.page)
-        for commit in in_flight.commits:
-            self._commit(commit)
+        for selection in in_flight.selections:
+            self._commit(selection)
         self.written += sum(isinstance(event, RawBatch) for event in events)
         return events
 
@@ -356,14 +348,16 @@ class PageBuilder:
         if in_flight is not None:
             self._heartbeat = self._heartbeat or in_flight.heartbeat
 
-    def _commit(self, commit: _Commit) -> None:
-        key, queue = commit.key, commit.queue
+    def _commit(self, selection: _Selection) -> None:
+        """Drop records that are in the log."""
+        key, queue = selection.key, selection.queue
         if self._queues.get(key) is not queue:
             return  # resynced or removed meanwhile
-        for _ in range(commit.records):
+        for _ in range(selection.done):
             self.queued_bytes -= queue.records.popleft().size
-        queue.agreed = commit.agreed
-        if queue.trust is commit.trust:
+        if selection.end.agrees:
+            queue.agreed = selection.end.incarnation
+        if queue.trust is selection.trust:
             queue.trust = None
         self._active.pop(key, None)
         if queue.records or queue.trust is not None:
