@@ -16,7 +16,7 @@ from nats.js import api
 from cli_cases import ProcessResult, run
 from kvevents_plane.connection import open_client
 from kvevents_plane.digests import ReplicaDigests
-from kvevents_plane.layout import Layout, create_plane, partition_info
+from kvevents_plane.layout import Layout, create_plane
 from kvevents_plane.records import VERSION as PAGE_VERSION
 from kvevents_plane.records import Page, encode_page
 from kvevents_plane.snapshots import VERSION, SnapshotInfo, SnapshotList
@@ -114,9 +114,8 @@ def test_a_bridge_that_writes_much_counts_as_alive(server: NatsServer) -> None:
         async with open_client(plane, name="test") as client:
             js = client.jetstream()
             layout = await create_plane(js, plane)
-            made = (await partition_info(js, layout, 0)).stream_id
             for _ in range(2 * BRIDGE_SCAN_PAGES):
-                await js.publish(layout.subject(0), encode_page(Page(PAGE_VERSION, "busy", [], made)))
+                await js.publish(layout.subject(0), encode_page(Page(PAGE_VERSION, "busy", [])))
 
     asyncio.run(write())
     ended = plane_status("--nats", server.url, "--plane", "busy")
@@ -151,9 +150,8 @@ def test_ages_are_by_the_clock_of_the_servers(server: NatsServer) -> None:
         async with open_client(plane, name="test") as client:
             js = client.jetstream()
             layout = await create_plane(js, plane)
-            epoch = (await partition_info(js, layout, 0)).stream_id
             for bridge in ("b0", "b1"):
-                await js.publish(layout.subject(0), encode_page(Page(PAGE_VERSION, bridge, [], epoch)))
+                await js.publish(layout.subject(0), encode_page(Page(PAGE_VERSION, bridge, [])))
             digests = await js.key_value(layout.digests)
             await digests.put("replica", ReplicaDigests({0: []}, {}, {0: 0}).encode())
             return await inspect_plane(js, layout)

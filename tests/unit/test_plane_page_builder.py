@@ -406,13 +406,13 @@ def test_after_an_unknown_prefix_stream_records_are_ignored() -> None:
     assert (again.unknown_prefix, again.position) == ("purged", 8)
 
 
-def test_a_page_that_was_written_for_another_epoch_of_the_partition_is_ignored() -> None:
+def test_a_page_that_was_written_for_a_deleted_partition_is_ignored() -> None:
     """Its writer did not notice that the partition was deleted, and the position was right by chance."""
-    state = PartitionState()
-    state.apply(1, Page(VERSION, "a", [JoinRecord(*KEY, b""), batch_record(0)], "this epoch"))
-    assert state.apply(2, Page(VERSION, "b", [batch_record(7)], "that epoch")) == []
-    assert (state.stale_epoch_pages, state.invalid_records, state.position, state.streams[KEY].last_seq) == (1, 0, 2, 0)
-    assert PartitionState.decode(state.encode()).epoch == "this epoch"
+    state, deleted = PartitionState(), PartitionState()
+    deleted.apply(1, Page(VERSION, "b", [JoinRecord(*KEY, b""), batch_record(6)], "b#1", EMPTY_HISTORY))
+    state.apply(1, Page(VERSION, "a", [JoinRecord(*KEY, b""), batch_record(0)], "a#1", EMPTY_HISTORY))
+    assert state.apply(2, Page(VERSION, "b", [batch_record(7)], "b#2", deleted.history)) == []
+    assert (state.void_pages, state.invalid_records, state.position, state.streams[KEY].last_seq) == (1, 0, 2, 0)
 
 
 def test_long_names_and_reasons_count_for_the_size_of_a_page() -> None:

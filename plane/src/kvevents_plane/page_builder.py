@@ -231,7 +231,7 @@ class PageBuilder:
             return None
         self._pages += 1
         name = f"{self._builder_id}#{self._pages}"
-        page = Page(VERSION, self._bridge, records, self.state.epoch, name, self.state.history)
+        page = Page(VERSION, self._bridge, records, name, self.state.history)
         self._in_flight = _InFlight(page, self._heartbeat, selections)
         self._heartbeat = None
         return page

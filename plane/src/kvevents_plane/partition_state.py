@@ -13,11 +13,10 @@ The fragments of a large batch follow each other, possibly with other records in
 
 Each page carries a digest of the names of all messages that its writer expects before it, and is void behind any others. The
 server compares sequence numbers only. Those can match by chance after the server has lost acknowledged pages and has used their
-numbers again.
+numbers again, or after the partition was deleted and created again.
 
-A partition that is deleted and recreated has another `epoch`, in which pages of a bridge that has not noticed are void. If
-pages were purged before a bridge has read them, and no snapshot represents them, the partition has an *unknown prefix*. Nothing
-behind it is applied until a bridge writes a `ResetRecord`, at which all streams leave and start over for every reader.
+If pages were purged before a bridge has read them, and no snapshot represents them, the partition has an *unknown prefix*.
+Nothing behind it is applied until a bridge writes a `ResetRecord`, at which all streams leave and start over for every reader.
 """
 
 from __future__ import annotations
@@ -169,14 +168,10 @@ class PartitionState:
         """Records that repeat what is written, or belong to an incarnation that has ended."""
         self.foreign_messages = 0
         """Messages that are not pages."""
-        self.stale_epoch_pages = 0
-        """Void pages that were written for an earlier epoch of the partition."""
         self.void_pages = 0
         """Pages whose writer expected other messages before them."""
         self.history: bytes | None = EMPTY_HISTORY
         """Digest of the names of all messages; None if the partition could not be read from its beginning."""
-        self.epoch = ""
-        """Epoch of the partition; that of its first page if the caller has set none."""
         self.min_incarnation = 0
         """First incarnation of a new stream."""
         self.unknown_prefix = ""
@@ -195,10 +190,6 @@ class PartitionState:
         """Apply a page and return its events. Positions can skip numbers, because the page's writer has read all before it."""
         history = self.history
         self._advance(position, page.name, is_first=page.history is None)
-        self.epoch = self.epoch or page.epoch
-        if page.epoch != self.epoch:
-            self.stale_epoch_pages += 1
-            return []
         if page.history is not None and history is not None and page.history != history:
             self.void_pages += 1
             return []
@@ -401,7 +392,6 @@ class PartitionState:
             self.position,
             [(*key, stream) for key, stream in self.streams.items()],
             [(heartbeat.record, heartbeat.position) for heartbeat in self.heartbeats.values()],
-            self.epoch,
             self.min_incarnation,
             self.unknown_prefix,
             self._name,
@@ -418,7 +408,7 @@ class PartitionState:
         state.position = saved.position
         state.streams = {(source, rank): stream for source, rank, stream in saved.streams}
         state.heartbeats = {record.bridge: LastHeartbeat(record, position) for record, position in saved.heartbeats}
-        state.epoch, state.min_incarnation, state.unknown_prefix = saved.epoch, saved.min_incarnation, saved.unknown_prefix
+        state.min_incarnation, state.unknown_prefix = saved.min_incarnation, saved.unknown_prefix
         state._name, state.history, state.first_page = saved.name, saved.history, saved.first_page
         return state
 
@@ -436,7 +426,6 @@ class _Saved(msgspec.Struct, array_like=True):
     position: int
     streams: list[tuple[str, int, StreamState]]
     heartbeats: list[tuple[HeartbeatRecord, int]]
-    epoch: str = ""
     min_incarnation: int = 0
     unknown_prefix: str = ""
     name: str | None = ""

@@ -292,14 +292,11 @@ class PartitionWriter:
 
     async def _wait_until_ready(self, reader: PartitionReader) -> None:
         await reader.caught_up.wait()
-        self.builder.state.epoch = self.builder.state.epoch or reader.stream_id or ""
         self._observer.on_ready(self)
         self.ready.set()
 
     def _on_messages(self, messages: list[ReceivedMessage]) -> None:
         state = self.builder.state
-        if self._reader is not None:
-            state.epoch = state.epoch or self._reader.stream_id or ""
         for message in messages:
             position, name = message.position, message.name
             if position <= state.position:

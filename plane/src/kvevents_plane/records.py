@@ -15,7 +15,7 @@ import msgspec
 from kvevents.stream import printable
 from kvevents.wire import MAX_SEQ
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Version of the page format; readers reject other versions."""
 EMPTY_HISTORY: Final = bytes(8)
 """The history of a partition before its first message."""
@@ -186,9 +186,6 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
     bridge: str
     """Id of the bridge that wrote the page."""
     records: list[Record]
-    epoch: str = ""
-    """Epoch of the partition that the page was written for. The page is void in a recreated partition, which has another
-    one."""
     name: str = ""
     """Unique name of the page."""
     history: bytes | None = None

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 ENTRY: Final = "snapshot"
 """Prefix of the keys of the entries that list valid snapshots; the partition follows."""
-VERSION: Final = 4
+VERSION: Final = 5
 CHUNK_BYTES: Final = 512 << 10
 """Size of an object's chunks; smaller if the servers accept less."""
 SWEEP_SECONDS: Final = 600.0

@@ -46,7 +46,6 @@ class Audit:
     lost: int = 0
     """Batches that the log reports as lost."""
     foreign: int = 0
-    stale_epoch_pages: int = 0
     """Pages that were written for a deleted partition."""
     ignored_pages: int = 0
     """Pages whose writer expected other pages before them. Readers ignore them."""
@@ -141,7 +140,7 @@ async def _read_partition(js: Any, layout: Layout, partition: int, audit: Audit,
     consumer = await js.pull_subscribe(
         layout.subject(partition), stream=layout.stream(partition), config=ConsumerConfig(deliver_policy=DeliverPolicy.ALL)
     )
-    position, lifetime = 0, ""
+    position = 0
     history: bytes | None = EMPTY_HISTORY
     while position < state.last_seq:
         for message in await consumer.fetch(at_once, timeout=READ_SECONDS):
@@ -150,16 +149,12 @@ async def _read_partition(js: Any, layout: Layout, partition: int, audit: Audit,
             if position > before + 1:
                 history = None  # messages are missing
             page = decode_page(message.data)
-            lifetime = lifetime or ("" if page is None else page.epoch)
             expected, known = None if page is None else page.history, history
             previous = EMPTY_HISTORY if page is not None and expected is None else expected if known is None else known
             history = None if previous is None else extend_history(previous, "" if page is None else page.name)
             if page is None:
                 audit.skip(position)
                 audit.foreign += 1
-            elif page.epoch != lifetime:
-                audit.skip(position)
-                audit.stale_epoch_pages += 1
             elif expected is not None and known is not None and expected != known:
                 audit.skip(position)
                 audit.ignored_pages += 1

@@ -153,7 +153,6 @@ def _report_bridge(running_bridges: Sequence[Bridge], failures: Sequence[str]) -
             "resyncs": status.resyncs,
             "invalid_records": status.invalid_records,
             "duplicates": sum(state.duplicate_records for state in states),
-            "stale_epoch_pages": sum(state.stale_epoch_pages for state in states),
             "waiting": sum(partition.queued_records for partition in status.partitions),
         }
         fault = "; ".join(filter(None, [fault, status.failure, *(partition.fault for partition in status.partitions)]))

@@ -68,7 +68,7 @@ _BUILD: Final[Table[IndexBuild]] = {
     ),
     "discarded_pages_total": (
         "Pages without effect because their writer expected other pages before them; the bridge writes them again.",
-        _sum(lambda s: s.void_pages + s.stale_epoch_pages),
+        _sum(lambda s: s.void_pages),
     ),
     "bridges": ("Bridges whose heartbeats arrive.", lambda b: b.subscriber.bridges()),
     "partition_position": ("Number of the newest page in the index.", _by_partition(lambda p: p.position)),
