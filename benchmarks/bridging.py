@@ -129,7 +129,7 @@ async def _bridge(url: str, port: int, load: Load) -> None:
     task = asyncio.create_task(running_bridge.run(stop))
     await running_bridge.ready.wait()
     send_line("ready")
-    while running_bridge.status().written < load.batches and not task.done():  # noqa: ASYNC110 - a count, not an event
+    while running_bridge.written < load.batches and not task.done():  # noqa: ASYNC110 - a count, not an event
         await asyncio.sleep(POLL_SECONDS)
     send_line(time.monotonic())
     await asyncio.to_thread(receive_line)

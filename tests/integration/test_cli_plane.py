@@ -200,7 +200,7 @@ def test_two_engines_of_one_name_are_a_fault(server: NatsServer) -> None:
             with run_bridge(plane, watch_of("one", other), name="b1"):
                 stale = ("STALE", "bridges b0, b1 follow different engines under this name")
                 wait_for("a stale source", lambda: service.trust("one") == stale)
-                wait_for("the bridge to report it", lambda: conflict in bridge.status().engine_conflict)
+                wait_for("the bridge to report it", lambda: conflict in bridge.engine_conflict)
                 ended = wait_for("the fault", lambda: found if conflict in (found := plane_status(*flags)).out else None)
                 assert f"partition 0: {conflict}" in ended.out
                 assert ended.code == 1

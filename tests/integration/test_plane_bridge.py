@@ -38,7 +38,7 @@ def test_the_log_has_every_batch_once_and_in_order(plane: PlaneSettings) -> None
         engine.publish_next(500)
         log = wait_until_complete(Log(plane), engine)
         assert log.numbers() == list(range(500))
-        assert bridge.status().written == 500
+        assert bridge.written == 500
         assert bridge.trusts().keys() == {("engine", 0)}
         assert len(log.pages) < 500
         engine.publish_next()  # the other batches may all have been replayed
@@ -57,11 +57,11 @@ def test_two_bridges_write_one_log(plane: PlaneSettings) -> None:
         run_bridge(plane, one.watch, two.watch, name="b") as b,
     ):
         with one.publish_continuously(), two.publish_continuously():
-            wait_for("both to write", lambda: a.status().written > 50 and b.status().written > 50, SECONDS)
+            wait_for("both to write", lambda: a.written > 50 and b.written > 50, SECONDS)
         log = wait_until_complete(Log(plane), one, two)
         assert log.numbers("e1") == list(range(one.truth.count))
-        assert a.status().written + b.status().written == one.truth.count + two.truth.count
-        assert a.status().invalid_records == b.status().invalid_records == 0
+        assert a.written + b.written == one.truth.count + two.truth.count
+        assert a.invalid_records == b.invalid_records == 0
         log.wait_for(
             "both to be EXACT", lambda log: {n: each.trust for n, each in reports_by_bridge(log, "e1").items()} == EXACT_BOTH
         )
@@ -277,15 +277,15 @@ def test_engines_that_become_unreachable_all_at_once_do_not_leave(plane: PlaneSe
         wait_until_complete(log, *engines)
         for engine in engines[:3]:
             engine.end()
-        wait_for("the suspicion", lambda: bridge.status().suspicion, SECONDS)
-        assert bridge.status().suspicion.endswith("of 4 engines are unreachable")
+        wait_for("the suspicion", lambda: bridge.liveness.suspicion, SECONDS)
+        assert bridge.liveness.suspicion.endswith("of 4 engines are unreachable")
         pages = len(log.read().pages)
         # Heartbeats continue for longer than an engine needs to leave.
         log.wait_for("some time", lambda log: len(log.pages) > pages + 10)
         assert not [each for each in log.events if isinstance(each, StreamLeft)]
         engines[0].restart()
         engines[0].publish_next(3)
-        wait_for("the end of the suspicion", lambda: not bridge.status().suspicion, SECONDS)
+        wait_for("the end of the suspicion", lambda: not bridge.liveness.suspicion, SECONDS)
         log.wait_for("two to leave", lambda log: find_departed_sources(log) >= {"e1", "e2"})
         wait_until_complete(log, engines[0], engines[3])
         assert find_departed_sources(log) == {"e1", "e2"}
@@ -334,7 +334,7 @@ def test_an_engine_that_is_no_longer_configured_leaves(plane: PlaneSettings) -> 
         for engine in engines[1:]:
             engine.publish_next(3)
         wait_until_complete(log, *engines[1:])
-        wait_for("it to be seen", lambda: one.status().unclaimed == 0, SECONDS)
+        wait_for("it to be seen", lambda: one.unclaimed.engines == 0, SECONDS)
     assert find_departed_sources(log) == {"e0"}
     assert not [each for each in log.events if isinstance(each, Reset)]
     for engine in engines:
@@ -356,8 +356,8 @@ def test_engines_that_a_running_bridge_follows_do_not_leave(plane: PlaneSettings
             log.wait_for("less trust", lambda log: reports_by_bridge(log, "e1")["b"].trust == "STALE")
             pages = len(log.pages)
             log.wait_for("some time", lambda log: len(log.pages) > pages + 20)
-            wait_for("all to be claimed", lambda: one.status().unclaimed == 0, SECONDS)
-        wait_for("it to be seen", lambda: one.status().unclaimed == 3, SECONDS)
+            wait_for("all to be claimed", lambda: one.unclaimed.engines == 0, SECONDS)
+        wait_for("it to be seen", lambda: one.unclaimed.engines == 3, SECONDS)
         pages = len(log.read().pages)
         log.wait_for("some time", lambda log: len(log.pages) > pages + 10)
         assert find_departed_sources(log) == set()
@@ -432,7 +432,7 @@ def test_a_message_that_is_not_a_page_is_skipped(plane: PlaneSettings, caplog: p
             run_with_jetstream(plane, publish_garbage)
         engine.publish_next(10)
         wait_until_complete(log, engine)
-        wait_for("all of them", lambda: bridge.status().partitions[partition].foreign_messages == 6, SECONDS)
+        wait_for("all of them", lambda: bridge.partitions[partition].foreign_messages == 6, SECONDS)
     assert sum("is not a page" in record.message for record in caplog.records) == 1
 
 
@@ -444,7 +444,7 @@ def test_an_engine_that_cannot_be_followed_does_not_affect_other_engines(plane: 
         log.wait_for("its trust", lambda log: reports_by_bridge(log, "wrong"))
         assert reports_by_bridge(log, "wrong")["bridge"].trust == "CONNECTING"
         assert "longlong" in reports_by_bridge(log, "wrong")["bridge"].reason
-        assert not bridge.status().failure
+        assert not bridge._reader.failure
 
 
 def test_names_and_registrations_that_are_too_large_for_the_log_are_refused(plane: PlaneSettings) -> None:
@@ -489,7 +489,7 @@ def test_a_bridge_can_be_stopped_before_it_has_read_its_partitions(
 
     monkeypatch.setattr("kvevents_plane.partition_reader.PartitionReader.run", wait_for_ever)
     running = ThreadRunner(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
-    wait_for("it to begin", lambda: running.what.status().partitions, SECONDS)
+    wait_for("it to begin", lambda: running.what.partitions, SECONDS)
     running.end()
 
 

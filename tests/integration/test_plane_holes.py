@@ -129,7 +129,7 @@ def test_another_replica_writes_a_snapshot_of_deleted_messages_at_once(stage: St
         with stage.replica("later") as service:
             stage.heals(service, 8)
             service.wait_for_log("begun with snapshot")
-        assert all(each.builder.state.first_page == 1 for each in bridge._partitions)
+        assert all(each.builder.state.first_page == 1 for each in bridge.partitions)
 
 
 def test_a_bridge_writes_deleted_messages_again_if_no_replica_has_them(stage: Stage) -> None:
@@ -152,7 +152,7 @@ def test_a_partition_does_not_start_over_for_pages_that_it_never_had(stage: Stag
         stage.store(0)
         wait_for("pages", lambda: stage.last() > 3)
         stage.call(publish_missing)
-        damaged, whole = bridge._partitions
+        damaged, whole = bridge.partitions
         wait_for("the other partition to start over", lambda: whole.builder.state.first_page > 2)
         assert damaged.builder.state.first_page == 1
 

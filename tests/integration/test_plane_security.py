@@ -353,7 +353,7 @@ def test_pages_delivered_into_another_partition_are_ignored(login: Login) -> Non
             router.exact("one", blocks=6)
         with serving(*flags(login("router"), "b")) as router:
             router.exact("one", blocks=6)
-        assert bridge.status().invalid_records == 0
+        assert bridge.invalid_records == 0
 
 
 async def last_page(js: JetStreamContext) -> int:

@@ -22,8 +22,9 @@ from bridge_cases import (
 )
 from kvevents.errors import PlaneError
 from kvevents.stream import Gap, Reset
-from kvevents_plane.bridge import Bridge, BridgeSettings, PartitionStatus
+from kvevents_plane.bridge import Bridge, BridgeSettings
 from kvevents_plane.layout import Layout, find_plane, partition_info
+from kvevents_plane.partition_writer import PartitionWriter
 from kvevents_plane.records import ResetRecord
 from kvevents_plane.settings import PlaneSettings
 from kvevents_plane.snapshots import Snapshots, capture
@@ -42,8 +43,8 @@ def make_plane(server: NatsServer, request: pytest.FixtureRequest) -> PlaneSetti
     return plane_at(server.url, name=f"t{abs(hash(request.node.name))}")
 
 
-def partition_of(bridge: Bridge, name: str = "engine") -> PartitionStatus:
-    partitions = bridge.status().partitions
+def partition_of(bridge: Bridge, name: str = "engine") -> PartitionWriter:
+    partitions = bridge.partitions
     return partitions[Layout("", len(partitions)).partition_of(name)]
 
 
@@ -75,7 +76,7 @@ def test_nothing_is_lost_when_a_server_is_killed_and_restarted(tmp_path: Path) -
                     server.kill()
                     wait_for(
                         "the disconnection in the status of both bridges",
-                        lambda: not (first.status().connected or second.status().connected),
+                        lambda: not (first.is_connected or second.is_connected),
                         SECONDS,
                     )
                     wait_for("a fault", lambda: partition_of(first).fault and partition_of(second).fault, SECONDS)
@@ -156,9 +157,9 @@ def test_nothing_is_lost_when_the_leader_of_a_cluster_is_killed_repeatedly(tmp_p
             with engine.publish_continuously():
                 for _ in range(2):
                     leader = cluster.leader_of(log.layout.stream(0))
-                    written = first.status().written + second.status().written
+                    written = first.written + second.written
                     cluster.kill(leader)
-                    wait_for("batches", lambda: first.status().written + second.status().written > written + 50, SECONDS)  # noqa: B023
+                    wait_for("batches", lambda: first.written + second.written > written + 50, SECONDS)  # noqa: B023
                     cluster.restart(leader)
                     cluster.settle()
             wait_until_complete(log, engine)
@@ -202,7 +203,7 @@ def test_a_full_partition_is_reported_and_bounds_the_queue_of_the_bridge(server:
     with PublishingEngine() as engine, run_bridge(small, engine.watch, max_queued_bytes=queued) as bridge:
         publish_large(engine, 8 << 10, 400)
         wait_for("a fault", lambda: "maximum bytes" in partition_of(bridge).fault, SECONDS)
-        wait_for("its stream to be paused", lambda: partition_of(bridge).paused == 1, SECONDS)
+        wait_for("its stream to be paused", lambda: len(partition_of(bridge).paused) == 1, SECONDS)
         log = Log(small)
         wait_for("all batches in the log", lambda: holds(purge_read_pages(small, log), engine), SECONDS)
         wait_until_complete(log, engine)
@@ -318,7 +319,7 @@ def test_a_full_file_system_is_reported_and_nothing_is_lost(tmp_path: Path) -> N
             publish_large(engine, 8 << 10, 300)
             # The server does not report the reason.
             wait_for("the fault", lambda: "the disks" in partition_of(bridge).fault, SECONDS)
-            assert bridge.status().written < engine.truth.count
+            assert bridge.written < engine.truth.count
             (disk / "filler").unlink()
             server.kill()
             server.start()
@@ -349,12 +350,12 @@ def test_deleted_partitions_are_created_and_written_again(plane: PlaneSettings) 
                 wait_for("more batches", partial(has_published, first, before + 20), SECONDS)
             wait_until_complete(Log(plane), first, second)
         for bridge in (a, b):
-            assert bridge.status().invalid_records == 0
+            assert bridge.invalid_records == 0
             wait_for("no fault", partial(has_no_fault, bridge), SECONDS)
 
 
 def has_no_fault(bridge: Bridge) -> bool:
-    return not any(partition.fault for partition in bridge.status().partitions)
+    return not any(partition.fault for partition in bridge.partitions)
 
 
 async def delete_partitions(plane: PlaneSettings, js: JetStreamContext) -> None:
@@ -393,7 +394,7 @@ def test_a_bridge_finds_a_plane_whose_first_partition_was_deleted(plane: PlaneSe
         other = PlaneSettings(servers=plane.servers, name=plane.name, partitions=5)
         with run_bridge(other, engine.watch) as bridge:
             wait_until_complete(Log(plane), engine)
-            assert len(bridge.status().partitions) == 2
+            assert len(bridge.partitions) == 2
 
 
 def test_a_bridge_that_cannot_know_purged_pages_begins_the_partition_again(plane: PlaneSettings) -> None:
@@ -417,7 +418,7 @@ def test_a_bridge_that_cannot_know_purged_pages_begins_the_partition_again(plane
             newcomer = wait_until_complete(Log(plane), engine)
             incarnations = [each.states[partition].streams["engine", 0].incarnation for each in (log, newcomer)]
             assert incarnations[0] == incarnations[1] > 1
-            assert informed.status().invalid_records == 0
+            assert informed.invalid_records == 0
 
 
 def test_a_bridge_begins_with_a_snapshot_if_its_pages_were_purged(plane: PlaneSettings, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Final
 
 from nats.js import JetStreamContext
 
@@ -51,7 +51,7 @@ from kvevents_plane.layout import Layout, create_buckets, create_plane
 from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import first_error
 from kvevents_plane.partition_state import TrustReport
-from kvevents_plane.partition_writer import PartitionStatus, PartitionWriter
+from kvevents_plane.partition_writer import PartitionWriter
 from kvevents_plane.records import (
     CONFLICT_INTERVALS,
     GapRecord,
@@ -67,7 +67,7 @@ from kvevents_plane.records import (
 )
 from kvevents_plane.settings import BridgeSettings
 
-__all__ = ["Bridge", "BridgeSettings", "BridgeStatus", "PartitionStatus", "Watch"]
+__all__ = ["Bridge", "BridgeSettings", "Watch"]
 
 log = logging.getLogger(__name__)
 
@@ -103,32 +103,6 @@ TRANSIENT_FAULTS: Final = frozenset({"away", "timeout"})
 """Faults during the creation of the plane that can disappear by themselves."""
 
 
-class BridgeStatus(NamedTuple):
-    """A bridge as operators see it."""
-
-    name: str
-    connected: bool
-    partitions: list[PartitionStatus]
-    written: int
-    """Batches that this bridge has written to the log."""
-    conflicts: int
-    """Pages that were rejected because another bridge has written."""
-    resyncs: int
-    """Times that a stream was followed again because it had diverged from the log."""
-    invalid_records: int
-    """Records in the log that no bridge writes; 0 unless something is broken."""
-    suspicion: str
-    """Why the bridge suspects its own network; empty if it does not."""
-    unclaimed: int
-    """Engines in the log that no bridge claims."""
-    failure: str
-    """The error that ended the thread that follows the engines."""
-    name_conflict: str = ""
-    """Another process that writes under the same name; empty without one."""
-    engine_conflict: str = ""
-    """An engine whose name another bridge uses for another engine; empty without one."""
-
-
 class Bridge:
     """Writes the events of engines to the log: `run` until an event is set.
 
@@ -140,16 +114,19 @@ class Bridge:
         self.id: Final = f"{settings.name}#{secrets.token_hex(4)}"
         """Id of this process in the log."""
         self.resyncs = 0
+        """Times that a stream was followed again because it had diverged from the log."""
+        self.name_conflict = ""
+        """Another process that writes under the same name; empty without one."""
+        self.partitions: list[PartitionWriter] = []
+        self.liveness: Final = EngineLiveness(settings.dead_seconds)
+        self.unclaimed: Final = UnclaimedEngines(settings.unclaimed_seconds)
         self.ready = asyncio.Event()
         """Set when every partition was read to its end once, and the engines are followed."""
         self._watches: Final = {watch.key: watch.checked() for watch in watches}
-        self._partitions: list[PartitionWriter] = []
         self._layout = Layout(settings.plane.name, settings.plane.partitions)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader = EngineReader(self.id, self._on_records, self._has_room, receive_queue=settings.receive_queue)
         self._client: PlaneClient | None = None
-        self._liveness: Final = EngineLiveness(settings.dead_seconds)
-        self._unclaimed: Final = UnclaimedEngines(settings.unclaimed_seconds)
         self._follow_ids: dict[StreamKey, int] = {}
         self._last_follow_id = 0
         self._heartbeat_at: dict[int, float] = {}
@@ -163,32 +140,34 @@ class Bridge:
         self._lagging: set[int] = set()
         """Partitions whose last heartbeat reported a lag."""
         self._process: Final = f"process {os.getpid()} at {socket.gethostname()}"
-        self._name_conflict = ""
         self._conflicts: dict[int, str] = {}
         """Why engines of a partition have no name of their own, by partition."""
 
     # --- status
 
-    def status(self) -> BridgeStatus:
-        """Return the current status."""
-        return BridgeStatus(
-            self.settings.name,
-            self._client is not None and self._client.is_connected,
-            [partition.status() for partition in self._partitions],
-            sum(partition.written for partition in self._partitions),
-            sum(partition.conflicts for partition in self._partitions),
-            self.resyncs,
-            sum(partition.invalid_records for partition in self._partitions),
-            self._liveness.suspicion,
-            self._unclaimed.engines,
-            "" if self._reader.failure is None else repr(self._reader.failure),
-            self._name_conflict,
-            next(filter(None, self._conflicts.values()), ""),
-        )
+    @property
+    def is_connected(self) -> bool:
+        """Whether the bridge is connected to a NATS server."""
+        return self._client is not None and self._client.is_connected
+
+    @property
+    def written(self) -> int:
+        """Batches that this bridge has written to the log."""
+        return sum(partition.written for partition in self.partitions)
+
+    @property
+    def invalid_records(self) -> int:
+        """Records in the log that no bridge writes; 0 unless something is broken."""
+        return sum(partition.invalid_records for partition in self.partitions)
+
+    @property
+    def engine_conflict(self) -> str:
+        """An engine whose name another bridge uses for another engine; empty without one."""
+        return next(filter(None, self._conflicts.values()), "")
 
     def trusts(self) -> dict[StreamKey, TrustRecord | None]:
         """Return the trust in each followed stream; None before it is known."""
-        return {key: self._liveness.report(key) for key in self._watches}
+        return {key: self.liveness.report(key) for key in self._watches}
 
     # --- run
 
@@ -207,7 +186,7 @@ class Bridge:
                     return
                 self._layout = layout
                 page_bytes = _page_bytes(client.max_payload)
-                self._partitions = [
+                self.partitions = [
                     PartitionWriter(self, client, layout, partition, plane, self.id, page_bytes)
                     for partition in range(layout.partitions)
                 ]
@@ -237,7 +216,7 @@ class Bridge:
 
     def _on_state(self, state: str) -> None:
         if state == "connected":
-            for partition in self._partitions:
+            for partition in self.partitions:
                 partition.on_connected()
 
     async def _run_tasks(self, js: JetStreamContext, stop: asyncio.Event) -> None:
@@ -245,7 +224,7 @@ class Bridge:
             async with asyncio.TaskGroup() as tasks:
                 self._reader.start()
                 running = [
-                    tasks.create_task(work()) for partition in self._partitions for work in (partition.read, partition.write)
+                    tasks.create_task(work()) for partition in self.partitions for work in (partition.read, partition.write)
                 ]
                 running += [tasks.create_task(work()) for work in (self._run_periodic_work, self._set_ready)]
                 running.append(tasks.create_task(self._watch_replicas(js)))
@@ -259,13 +238,13 @@ class Bridge:
             raise first_error(group) from None
 
     async def _set_ready(self) -> None:
-        for partition in self._partitions:
+        for partition in self.partitions:
             await partition.ready.wait()
         self.ready.set()
 
     async def _drain(self) -> None:
         await asyncio.to_thread(self._reader.stop)
-        while any(partition.builder.queued_records for partition in self._partitions):  # noqa: ASYNC110 - many tasks
+        while any(partition.builder.queued_records for partition in self.partitions):  # noqa: ASYNC110 - many tasks
             await asyncio.sleep(POLL_SECONDS)
 
     # --- followed engines
@@ -279,7 +258,7 @@ class Bridge:
         for key, watch in wanted.items():
             known = self._watches.get(key)
             self._watches[key] = watch
-            if known == watch or not self._partitions or not (partition := self._partition_of(key)).ready.is_set():
+            if known == watch or not self.partitions or not (partition := self._partition_of(key)).ready.is_set():
                 continue  # otherwise it is followed when its partition is ready
             if known is None or known.source != watch.source:
                 self._resync(key)
@@ -288,9 +267,9 @@ class Bridge:
 
     def _unfollow(self, key: StreamKey) -> None:
         self._reader.unfollow(key)
-        self._liveness.forget(key)
+        self.liveness.forget(key)
         self._follow_ids.pop(key, None)
-        if not self._partitions:
+        if not self.partitions:
             return
         partition = self._partition_of(key)
         partition.paused.discard(key)
@@ -322,16 +301,16 @@ class Bridge:
         partition.paused.discard(key)
         partition.builder.resync(key)
         self._enqueue(partition, JoinRecord(*key, watch.registration))
-        self._liveness.restart(key)
+        self.liveness.restart(key)
         self._reader.follow(watch.source, start, self._next_follow_id(key))
 
     def _is_stuck(self, partition: PartitionWriter) -> bool:
         """Return whether a partition accepts nothing, and its queue exceeds its share."""
-        share = self.settings.max_queued_bytes // (len(self._partitions) + 1)
+        share = self.settings.max_queued_bytes // (len(self.partitions) + 1)
         return bool(partition.fault) and partition.builder.queued_bytes > share
 
     def _pause_and_resume(self) -> None:
-        stuck = {partition.partition for partition in self._partitions if self._is_stuck(partition)}
+        stuck = {partition.partition for partition in self.partitions if self._is_stuck(partition)}
         for key in self._watches:
             partition = self._partition_of(key)
             if partition.partition in stuck and key not in partition.paused:
@@ -348,7 +327,7 @@ class Bridge:
         """Stop following a stream until there is room for its records."""
         partition.paused.add(key)
         self._paused_since.setdefault(partition.partition, time.monotonic())
-        self._liveness.forget(key)
+        self.liveness.forget(key)
         self._next_follow_id(key)
         self._reader.unfollow(key)
 
@@ -358,7 +337,7 @@ class Bridge:
         return self._last_follow_id
 
     def _partition_of(self, key: StreamKey) -> PartitionWriter:
-        return self._partitions[self._layout.partition_of(key[0])]
+        return self.partitions[self._layout.partition_of(key[0])]
 
     def _enqueue(self, partition: PartitionWriter, record: StreamRecord, delay: float = 0.0) -> None:
         partition.enqueue(record, asyncio.get_running_loop().time() + delay)
@@ -387,7 +366,7 @@ class Bridge:
 
     def on_queue_change(self) -> None:
         """Count the queued bytes again, without partitions whose streams are paused: those need not stop the others."""
-        self._queued = sum(partition.builder.queued_bytes for partition in self._partitions if not partition.paused)
+        self._queued = sum(partition.builder.queued_bytes for partition in self.partitions if not partition.paused)
 
     # --- records of the thread
 
@@ -417,7 +396,7 @@ class Bridge:
                 continue
             partition = self._partition_of(key)
             if isinstance(record, TrustRecord):
-                self._liveness.update(record)
+                self.liveness.update(record)
             elif self._is_stuck(partition):
                 self._pause(key, partition)
                 continue
@@ -441,8 +420,8 @@ class Bridge:
                 unclaimed_check_at = now + min(MAX_UNCLAIMED_CHECK_SECONDS, settings.unclaimed_seconds / 4)
                 self._check_unclaimed(now)
             self._pause_and_resume()
-            self._name_conflict = next(
-                (conflict for partition in self._partitions if (conflict := partition.peers.name_conflict(now))), ""
+            self.name_conflict = next(
+                (conflict for partition in self.partitions if (conflict := partition.peers.name_conflict(now))), ""
             )
             self.on_queue_change()
             pause = min(TEND_SECONDS, settings.heartbeat_seconds, settings.dead_seconds / 2)
@@ -467,16 +446,16 @@ class Bridge:
                 buckets_at = 0.0 if error.fault == "missing" else buckets_at
                 continue
             missing = missing_pages(digests.values())
-            since = {partition: since.get(partition, now) for partition in missing if partition < len(self._partitions)}
+            since = {partition: since.get(partition, now) for partition in missing if partition < len(self.partitions)}
             for partition, began in since.items():
                 is_held = any(partition in replica.partitions for replica in digests.values())
                 if now - began >= (HELD_SECONDS if is_held else MISSING_SECONDS):
-                    self._partitions[partition].start_over(missing[partition])
+                    self.partitions[partition].start_over(missing[partition])
 
     def _write_heartbeats(self, now: float) -> None:
         """Write heartbeats when they are due, and at once in a partition that is ready, or that begins or ceases to lag."""
         interval = self.settings.heartbeat_seconds
-        for partition in self._partitions:
+        for partition in self.partitions:
             number, lag = partition.partition, self._lag(partition, now)
             if not partition.ready.is_set():
                 self._heartbeat_at.pop(number, None)  # what is to be written to it is dropped when it is read
@@ -488,7 +467,7 @@ class Bridge:
             if is_due or is_lagging != (number in self._lagging):
                 (self._lagging.add if is_lagging else self._lagging.discard)(number)
                 reported = lag if is_lagging else 0.0
-                suspicion, conflict = self._liveness.suspicion, self._conflict_in(partition, now)
+                suspicion, conflict = self.liveness.suspicion, self._conflict_in(partition, now)
                 uptime = time.monotonic()
                 partition.set_heartbeat(
                     HeartbeatRecord(self.id, interval, suspicion, reported, self._process, uptime, conflict)
@@ -520,7 +499,7 @@ class Bridge:
     def _check_engines(self, now: float) -> None:
         joined: list[StreamKey] = []
         for key in self._watches:
-            partition, report = self._partition_of(key), self._liveness.report(key)
+            partition, report = self._partition_of(key), self.liveness.report(key)
             if not partition.ready.is_set():
                 continue
             stream = partition.builder.state.streams.get(key)
@@ -532,7 +511,7 @@ class Bridge:
             is_idle = not partition.builder.has_queued(key) and key not in partition.builder.diverged
             if is_idle and (self._has_left(partition, key) or self._is_abandoned(partition, key)):
                 partition.mark_diverged(key)  # another bridge removed or replaced it, although it is reachable here
-        for key in self._liveness.dead(joined, now):
+        for key in self.liveness.dead(joined, now):
             partition = self._partition_of(key)
             if not partition.builder.has_queued(key) and not self._is_reached_by_others(partition, key):
                 partition.enqueue(LeaveRecord(*key, f"unreachable for {self.settings.dead_seconds:g} s"))
@@ -541,23 +520,23 @@ class Bridge:
         """Return whether a stream has left the log although its engine is reachable here."""
         stream = partition.builder.state.streams.get(key)
         has_left = stream is None or stream.registration is None or partition.builder.has_left(key)
-        return has_left and self._liveness.is_reached(key)
+        return has_left and self.liveness.is_reached(key)
 
     def _is_abandoned(self, partition: PartitionWriter, key: StreamKey) -> bool:
         """Return whether the log has an incarnation that this bridge does not follow, and no other bridge either."""
-        is_known = self._liveness.is_reached(key) and partition.builder.is_replaced(key)
+        is_known = self.liveness.is_reached(key) and partition.builder.is_replaced(key)
         return is_known and not self._reports_of_others(partition, key)
 
     def _check_unclaimed(self, now: float) -> None:
         """Remove engines from the log that no bridge follows, and that no bridge has removed."""
-        if any(partition.fault or not partition.ready.is_set() for partition in self._partitions):
-            self._unclaimed.clear()
+        if any(partition.fault or not partition.ready.is_set() for partition in self.partitions):
+            self.unclaimed.clear()
             return
-        joined = {key: partition for partition in self._partitions for key in partition.builder.state.registrations()}
+        joined = {key: partition for partition in self.partitions for key in partition.builder.state.registrations()}
         unclaimed = [
             key for key, partition in joined.items() if key not in self._watches and not self._reports_of_others(partition, key)
         ]
-        for key in self._unclaimed.expired(joined, unclaimed, now):
+        for key in self.unclaimed.expired(joined, unclaimed, now):
             partition = joined[key]
             if not partition.builder.has_queued(key):
                 partition.builder.resync(key)

@@ -18,7 +18,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 from kvevents.backoff import Backoff
 from kvevents.errors import KVEventsError, PlaneError
@@ -59,22 +59,6 @@ RETRY_MAX_SECONDS: Final = 1.0
 """Pauses between two attempts to write a page that was not accepted."""
 
 _LAST_SEQUENCE: Final = re.compile(r"wrong last sequence: (\d+)")
-
-
-class PartitionStatus(NamedTuple):
-    """One partition as a bridge sees it."""
-
-    partition: int
-    position: int
-    queued_records: int
-    """Records that are not known to be in the log."""
-    queued_bytes: int
-    fault: str
-    """Why nothing is read or written at the moment; empty if it is."""
-    foreign_messages: int = 0
-    """Messages that are not pages, which another application wrote."""
-    paused: int = 0
-    """Streams that are not followed until the queued records are written."""
 
 
 @dataclass(slots=True, eq=False)
@@ -160,18 +144,10 @@ class PartitionWriter:
         """Records that no bridge writes."""
         return self._invalid_records + self.builder.state.invalid_records
 
-    def status(self) -> PartitionStatus:
-        """Return the current status."""
-        builder = self.builder
-        return PartitionStatus(
-            self.partition,
-            builder.state.position,
-            builder.queued_records,
-            builder.queued_bytes,
-            self.fault,
-            self._foreign_messages + builder.state.foreign_messages,
-            len(self.paused),
-        )
+    @property
+    def foreign_messages(self) -> int:
+        """Messages that are not pages, which another application wrote."""
+        return self._foreign_messages + self.builder.state.foreign_messages
 
     # --- records to write
 
@@ -277,7 +253,6 @@ class PartitionWriter:
         self._sent = None
         self.peers.restart()
         self._advanced.set()
-        state.invalid_records = state.foreign_messages = 0
         self.builder = PageBuilder(state, self._bridge, self._page_bytes, secrets.token_hex(4))
         self.paused.clear()
 
@@ -312,7 +287,7 @@ class PartitionWriter:
                 self._sent = None
                 self._clear_write_fault()
             if (page := message.page()) is None:
-                if not state.foreign_messages + self._foreign_messages:
+                if not self.foreign_messages:
                     log.error(
                         "message %d of partition %d is not a page of kvevents: another application writes to its subject",
                         position,

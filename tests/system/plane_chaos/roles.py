@@ -145,17 +145,17 @@ async def _run_bridge(pipe: Connection, role: BridgeRole) -> None:
 def _report_bridge(running_bridges: Sequence[Bridge], failures: Sequence[str]) -> TrustReport:
     counted, fault = {"failures": len(failures)}, "; ".join(failures[-2:])
     for each in running_bridges:
-        status = each.status()
-        states = [partition.builder.state for partition in each._partitions]
+        states = [partition.builder.state for partition in each.partitions]
         counted |= {
-            "written": status.written,
-            "conflicts": status.conflicts,
-            "resyncs": status.resyncs,
-            "invalid_records": status.invalid_records,
+            "written": each.written,
+            "conflicts": sum(partition.conflicts for partition in each.partitions),
+            "resyncs": each.resyncs,
+            "invalid_records": each.invalid_records,
             "duplicates": sum(state.duplicate_records for state in states),
-            "waiting": sum(partition.queued_records for partition in status.partitions),
+            "waiting": sum(partition.builder.queued_records for partition in each.partitions),
         }
-        fault = "; ".join(filter(None, [fault, status.failure, *(partition.fault for partition in status.partitions)]))
+        failure = "" if each._reader.failure is None else repr(each._reader.failure)
+        fault = "; ".join(filter(None, [fault, failure, *(partition.fault for partition in each.partitions)]))
     return TrustReport({}, counted, fault)
 
 

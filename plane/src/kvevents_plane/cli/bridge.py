@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, TypeVar
 
 import msgspec
 from prometheus_client.metrics_core import Metric
@@ -36,9 +36,10 @@ from kvevents.service.settings import EngineSources
 from kvevents.settings import Host, Port
 from kvevents.stream import Checkpoint, DegradedReason
 from kvevents.zeromq.keys import Curve
-from kvevents_plane.bridge import Bridge, BridgeStatus, PartitionStatus, Watch
+from kvevents_plane.bridge import Bridge, Watch
 from kvevents_plane.connection import check_connection
 from kvevents_plane.nats_errors import first_error
+from kvevents_plane.partition_writer import PartitionWriter
 from kvevents_plane.settings import BridgeOptions, BridgeSettings, PlaneSettings
 
 DESCRIPTION: Final = (
@@ -61,6 +62,7 @@ SCRAPE_SECONDS: Final = 5.0
 _NORMAL_TRUST: Final = frozenset({"CONNECTING", "REPLAYING", "EXACT"})
 
 log = logging.getLogger("kvevents.bridge")
+T = TypeVar("T")
 
 
 class BridgeTable(BridgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -147,23 +149,22 @@ async def _main(config: BridgeCommandSettings, watched: Path | None, stop: StopS
     with ExitStack() as closing:
         if operators.metrics_port is not None:
 
-            def collect() -> Iterable[Metric]:
-                sample = asyncio.run_coroutine_threadsafe(process.scrape(), loop).result(SCRAPE_SECONDS)
-                return families("kvevents_bridge_", _METRICS, sample)
+            def ask(question: Callable[[], T]) -> T:
+                """Return the answer of a function that runs in the event loop."""
 
-            def ask(answer: Callable[[], str]) -> str:
-                """Return the answer of a probe, from the event loop."""
+                async def answer() -> T:
+                    return question()
 
-                async def run_probe() -> str:
-                    return answer()
+                return asyncio.run_coroutine_threadsafe(answer(), loop).result(SCRAPE_SECONDS)
 
+            def probe(question: Callable[[], str]) -> str:
                 try:
-                    return asyncio.run_coroutine_threadsafe(run_probe(), loop).result(SCRAPE_SECONDS)
+                    return ask(question)
                 except TimeoutError:
                     return f"the event loop has not answered within {SCRAPE_SECONDS:.0f} s"
 
-            probes = Probes(live=lambda: ask(str), ready=lambda: ask(process.why_not_ready))
-            closing.callback(serve(collect, operators.metrics_port, operators.metrics_host, probes))
+            probes = Probes(live=lambda: probe(str), ready=lambda: probe(process.why_not_ready))
+            closing.callback(serve(lambda: ask(process.metrics), operators.metrics_port, operators.metrics_host, probes))
         await process.run(stopped)
 
 
@@ -193,18 +194,24 @@ class BridgeProcess:
         except BaseExceptionGroup as group:
             raise first_error(group) from group
 
-    async def scrape(self) -> BridgeSample:
-        """Return the values of the metrics. Call it in the event loop."""
-        trusts = Counter("CONNECTING" if trust is None else trust.trust for trust in self.bridge.trusts().values())
-        faults = sum(len(sentences) for sentences in self._discovery.faults().values())
-        return BridgeSample(self.bridge.status(), trusts, self._config.bridge.max_queued_bytes, faults)
+    def metrics(self) -> list[Metric]:
+        """Return the metric families. Call it in the event loop."""
+        return list(families("kvevents_bridge_", _METRICS, self))
+
+    def count_trusts(self) -> Counter[str]:
+        """Return the number of followed streams by the name of their trust state."""
+        return Counter("CONNECTING" if trust is None else trust.trust for trust in self.bridge.trusts().values())
+
+    def faults(self) -> list[str]:
+        """Return a sentence for each engine and provider that cannot be discovered or followed."""
+        return [sentence for sentences in self._discovery.faults().values() for sentence in sentences]
 
     def why_not_ready(self) -> str:
         """Return why the bridge cannot write, as a sentence; empty if it can. Call it in the event loop."""
-        status = self.bridge.status()
-        if not status.connected:
+        if not self.bridge.is_connected:
             return "no NATS server is connected"
-        faults = [f"partition {partition.partition}: {partition.fault}" for partition in status.partitions if partition.fault]
+        partitions = self.bridge.partitions
+        faults = [f"partition {partition.partition}: {partition.fault}" for partition in partitions if partition.fault]
         if faults:
             return "; ".join(faults)
         return "" if self.bridge.ready.is_set() else "the log is being read"
@@ -215,16 +222,15 @@ class BridgeProcess:
             await self.bridge.run(stop)
             for task in running:
                 task.cancel()
-        status = self.bridge.status()
-        unwritten = sum(partition.queued_records for partition in status.partitions)
+        unwritten = sum(partition.builder.queued_records for partition in self.bridge.partitions)
         if unwritten:
             log.warning("ended with %d unwritten records; engines or other bridges still have them", unwritten)
         else:
-            log.info("ended; %d batches written", status.written)
+            log.info("ended; %d batches written", self.bridge.written)
 
     async def _discover(self) -> None:
         await self.bridge.ready.wait()
-        settings, partitions = self._config.bridge, len(self.bridge.status().partitions)
+        settings, partitions = self._config.bridge, len(self.bridge.partitions)
         log.info("bridge %r writes to the %d partitions of plane %r", settings.name, partitions, self._config.plane.name)
         await self._discovery.run()
 
@@ -233,7 +239,7 @@ class BridgeProcess:
         while True:
             await asyncio.sleep(POLL_SECONDS)
             logger.log_states(self._states())
-            logger.log_faults(sentence for sentences in self._discovery.faults().values() for sentence in sentences)
+            logger.log_faults(self.faults())
 
     def _states(self) -> Iterator[tuple[str, str, int]]:
         """Yield the arguments of `StateLogger.log_states`."""
@@ -244,13 +250,13 @@ class BridgeProcess:
                 # The second case is that of an idle engine after a start.
                 is_normal = trust.trust in _NORMAL_TRUST or trust.reason == DegradedReason.REPLAY_UNPROVEN.value
                 yield labels[key], state, logging.INFO if is_normal else logging.WARNING
-        status = self.bridge.status()
-        held_up = sum(1 for partition in status.partitions if partition.fault)
-        yield "partitions", f"{held_up} of {len(status.partitions)} are held up" if held_up else "", logging.WARNING
-        duplicate = f"{status.name_conflict} has the same name; give each bridge another --bridge-name"
-        yield f"name {status.name!r}", duplicate if status.name_conflict else "", logging.WARNING
-        yield "engines", status.engine_conflict, logging.ERROR
-        is_full = sum(partition.queued_bytes for partition in status.partitions) >= self._config.bridge.max_queued_bytes
+        partitions, settings, process = self.bridge.partitions, self._config.bridge, self.bridge.name_conflict
+        held_up = sum(1 for partition in partitions if partition.fault)
+        yield "partitions", f"{held_up} of {len(partitions)} are held up" if held_up else "", logging.WARNING
+        duplicate = f"{process} has the same name; give each bridge another --bridge-name" if process else ""
+        yield f"name {settings.name!r}", duplicate, logging.WARNING
+        yield "engines", self.bridge.engine_conflict, logging.ERROR
+        is_full = sum(partition.builder.queued_bytes for partition in partitions) >= settings.max_queued_bytes
         yield (
             "queue",
             "full; the bridge stops reading until the servers accept queued records" if is_full else "",
@@ -340,47 +346,45 @@ class StateLogger:
 _TRUSTS: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
 
 
-class BridgeSample(NamedTuple):
-    """The status of a bridge process at the moment of a scrape."""
-
-    bridge: BridgeStatus
-    streams: Mapping[str, int]
-    """Followed streams by the name of their trust state."""
-    max_queued_bytes: int
-    faults: int
-    """Engines and providers that the bridge cannot discover or follow."""
+def _by_partition(read: Callable[[PartitionWriter], float]) -> Callable[[BridgeProcess], Samples]:
+    return lambda process: [({"partition": str(each.partition)}, read(each)) for each in process.bridge.partitions]
 
 
-def _by_partition(read: Callable[[PartitionStatus], float]) -> Callable[[BridgeSample], Samples]:
-    return lambda sample: [({"partition": str(status.partition)}, read(status)) for status in sample.bridge.partitions]
-
-
-_METRICS: Final[Table[BridgeSample]] = {
-    "connected": ("1 while the bridge is connected to a NATS server.", lambda s: s.bridge.connected),
-    "name_shared": ("1 while another process uses the bridge's name.", lambda s: bool(s.bridge.name_conflict)),
+_METRICS: Final[Table[BridgeProcess]] = {
+    "connected": ("1 while the bridge is connected to a NATS server.", lambda p: p.bridge.is_connected),
+    "name_shared": ("1 while another process uses the bridge's name.", lambda p: bool(p.bridge.name_conflict)),
     "network_failure_suspected": (
         "1 while more than half of the engines are unreachable, so that none is removed from the log.",
-        lambda s: bool(s.bridge.suspicion),
+        lambda p: bool(p.bridge.liveness.suspicion),
     ),
-    "unclaimed_engines": ("Engines in the log that no bridge claims.", lambda s: s.bridge.unclaimed),
+    "unclaimed_engines": ("Engines in the log that no bridge claims.", lambda p: p.bridge.unclaimed.engines),
     "queue_limit_bytes": (
         "Limit of the queued bytes of all partitions; above it the bridge stops reading.",
-        lambda s: s.max_queued_bytes,
+        lambda p: p.bridge.settings.max_queued_bytes,
     ),
-    "discovery_faults": ("Current faults of discovery.", lambda s: s.faults),
-    "written_batches_total": ("Batches that the bridge wrote to the log.", lambda s: s.bridge.written),
-    "write_conflicts_total": ("Pages that the log refused because another bridge wrote first.", lambda s: s.bridge.conflicts),
-    "resyncs_total": ("Times that a stream started over because it no longer matched the log.", lambda s: s.bridge.resyncs),
-    "invalid_records_total": ("Records in the log that no bridge writes; stays at 0.", lambda s: s.bridge.invalid_records),
-    "partition_position": ("Number of the newest page that the bridge read.", _by_partition(lambda s: s.position)),
-    "partition_queued_records": ("Records that the log has not acknowledged yet.", _by_partition(lambda s: s.queued_records)),
+    "discovery_faults": ("Current faults of discovery.", lambda p: len(p.faults())),
+    "written_batches_total": ("Batches that the bridge wrote to the log.", lambda p: p.bridge.written),
+    "write_conflicts_total": (
+        "Pages that the log refused because another bridge wrote first.",
+        lambda p: sum(each.conflicts for each in p.bridge.partitions),
+    ),
+    "resyncs_total": ("Times that a stream started over because it no longer matched the log.", lambda p: p.bridge.resyncs),
+    "invalid_records_total": ("Records in the log that no bridge writes; stays at 0.", lambda p: p.bridge.invalid_records),
+    "partition_position": (
+        "Number of the newest page that the bridge read.",
+        _by_partition(lambda p: p.builder.state.position),
+    ),
+    "partition_queued_records": (
+        "Records that the log has not acknowledged yet.",
+        _by_partition(lambda p: p.builder.queued_records),
+    ),
     "partition_queued_bytes": (
         "Bytes of records that the log has not acknowledged yet.",
-        _by_partition(lambda s: s.queued_bytes),
+        _by_partition(lambda p: p.builder.queued_bytes),
     ),
-    "partition_blocked": ("1 while the bridge cannot read or write the partition.", _by_partition(lambda s: bool(s.fault))),
+    "partition_blocked": ("1 while the bridge cannot read or write the partition.", _by_partition(lambda p: bool(p.fault))),
     "streams": (
         "Followed streams by trust state.",
-        lambda s: by_label("state", {trust: s.streams.get(trust, 0) for trust in _TRUSTS}),
+        lambda p: by_label("state", dict.fromkeys(_TRUSTS, 0) | p.count_trusts()),
     ),
 }
