@@ -45,11 +45,11 @@ from kvevents_plane.engine_reader import (
     EngineReader,
     EngineRecord,
     Watch,
-    size_of,
 )
 from kvevents_plane.layout import Layout, create_buckets, create_plane
 from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import first_error
+from kvevents_plane.page_builder import record_size
 from kvevents_plane.partition_state import TrustReport
 from kvevents_plane.partition_writer import PartitionWriter
 from kvevents_plane.records import (
@@ -132,7 +132,7 @@ class Bridge:
         self._heartbeat_at: dict[int, float] = {}
         """When the next heartbeat is due, by partition."""
         # Each is written by one thread only.
-        self._handed_over = self._taken_over = self._queued = 0
+        self._handed_over = self._taken_over = 0
         self._unread_since: float | None = None
         """When the thread found no room, while it reads nothing."""
         self._paused_since: dict[int, float] = {}
@@ -181,21 +181,18 @@ class Bridge:
         try:
             async with open_client(plane, name=f"kvevents bridge {self.settings.name}", on_state=self._on_state) as client:
                 self._client = client
-                layout = await self._create_plane(client, stop)
-                if layout is None:
-                    return
-                self._layout = layout
+                self._layout = layout = await self._create_plane(client)
                 page_bytes = _page_bytes(client.max_payload)
                 self.partitions = [
-                    PartitionWriter(self, client, layout, partition, plane, self.id, page_bytes)
+                    PartitionWriter(client, layout, partition, plane, self.id, page_bytes, self._on_ready, self._on_diverged)
                     for partition in range(layout.partitions)
                 ]
                 await self._run_tasks(client.jetstream(timeout=REQUEST_SECONDS), stop)
         finally:
             await asyncio.to_thread(self._reader.stop)
 
-    async def _create_plane(self, client: PlaneClient, stop: asyncio.Event) -> Layout | None:
-        """Create the plane; return None if `stop` is set before. Raises `PlaneError`, `ConfigError`."""
+    async def _create_plane(self, client: PlaneClient) -> Layout:
+        """Create the plane. Raises `PlaneError`, `ConfigError`."""
         loop = asyncio.get_running_loop()
         end = loop.time() + START_SECONDS
         transient = frozenset({"timeout"})
@@ -208,11 +205,7 @@ class Bridge:
                 if error.fault not in transient or loop.time() > end:
                     raise
                 log.warning("%s", error)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(TEND_SECONDS):
-                    await stop.wait()
-            if stop.is_set():
-                return None
+            await asyncio.sleep(TEND_SECONDS)
 
     def _on_state(self, state: str) -> None:
         if state == "connected":
@@ -342,9 +335,9 @@ class Bridge:
     def _enqueue(self, partition: PartitionWriter, record: StreamRecord, delay: float = 0.0) -> None:
         partition.enqueue(record, asyncio.get_running_loop().time() + delay)
 
-    # --- events of partitions (`kvevents_plane.partition_writer.PartitionObserver`)
+    # --- events of partitions
 
-    def on_ready(self, writer: PartitionWriter) -> None:
+    def _on_ready(self, writer: PartitionWriter) -> None:
         """Follow the partition's streams from the end of the log."""
         for key in self._watches:
             if self._partition_of(key) is writer:
@@ -354,7 +347,7 @@ class Bridge:
                 writer.builder.resync(key)
                 self._withdraw_report(writer, key)
 
-    def on_diverged(self, keys: Sequence[StreamKey]) -> None:
+    def _on_diverged(self, keys: Sequence[StreamKey]) -> None:
         """Follow streams that have diverged from the log again."""
         for key in keys:
             if key not in self._watches:
@@ -364,14 +357,12 @@ class Bridge:
             log.info("%s has diverged from the log; following it again", stream_text(key))
             self._resync(key)
 
-    def on_queue_change(self) -> None:
-        """Count the queued bytes again, without partitions whose streams are paused: those need not stop the others."""
-        self._queued = sum(partition.builder.queued_bytes for partition in self.partitions if not partition.paused)
-
     # --- records of the thread
 
     def _has_room(self) -> bool:
-        if self._queued + self._handed_over - self._taken_over < self.settings.max_queued_bytes:
+        # Without partitions whose streams are paused: those need not stop the others.
+        queued = sum(partition.builder.queued_bytes for partition in self.partitions if not partition.paused)
+        if queued + self._handed_over - self._taken_over < self.settings.max_queued_bytes:
             self._unread_since = None
             return True
         if self._unread_since is None:
@@ -383,7 +374,7 @@ class Bridge:
         loop = self._loop
         if loop is not None:
             # Counted here, or the thread would read a whole burst before the loop has counted any of it.
-            size = sum(size_of(engine_record.record) for engine_record in records)
+            size = sum(record_size(engine_record.record) for engine_record in records)
             self._handed_over += size
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._queue_records, records, size)
@@ -403,7 +394,6 @@ class Bridge:
             is_held = isinstance(record, GapRecord) and partition.peers.has_other(now)
             self._enqueue(partition, record, GAP_HOLD_SECONDS if is_held else 0.0)
         self._taken_over += size
-        self.on_queue_change()
 
     # --- periodic work
 
@@ -423,7 +413,6 @@ class Bridge:
             self.name_conflict = next(
                 (conflict for partition in self.partitions if (conflict := partition.peers.name_conflict(now))), ""
             )
-            self.on_queue_change()
             pause = min(TEND_SECONDS, settings.heartbeat_seconds, settings.dead_seconds / 2)
             await asyncio.sleep(max(POLL_SECONDS, pause))
 

@@ -30,7 +30,6 @@ from kvevents.stream import (
 )
 from kvevents.subscriber import SocketOptions, Subscriber, Transport, ZmqTransport
 from kvevents.wire import decode_batch
-from kvevents_plane.page_builder import RECORD_BYTES
 from kvevents_plane.partition_state import ResumePoint
 from kvevents_plane.records import BatchRecord, GapRecord, IncarnationRecord, StreamKey, StreamRecord, TrustRecord, stream_text
 from kvevents_plane.settings import RECEIVE_QUEUE
@@ -125,10 +124,7 @@ class EngineReader(threading.Thread):
             sink=self,
         )
         self._commands: deque[Callable[[], None]] = deque()
-        self._follow_ids: dict[StreamKey, int] = {}
-        self._incarnations: dict[StreamKey, _Incarnations] = {}
-        self._history_requests: dict[StreamKey, int] = {}
-        """Streams whose sender was asked for its whole history, with the number of requests in a row."""
+        self._followed: dict[StreamKey, _Followed] = {}
         self._records: list[EngineRecord] = []
         """Records for the next call of `on_records`."""
         self._is_stopping = False
@@ -186,8 +182,8 @@ class EngineReader(threading.Thread):
         """Turn deliveries into records. The subscriber calls it, and reports the outcomes."""
         outcomes = []
         for delivery in deliveries:
-            key = (delivery.source, delivery.rank)
-            self._records.append(EngineRecord(_record(delivery, self._incarnations[key]), self._follow_ids[key]))
+            followed = self._followed[delivery.source, delivery.rank]
+            self._records.append(EngineRecord(_record(delivery, followed), followed.follow_id))
             outcomes.append(_Outcome(self, delivery))
         return outcomes
 
@@ -202,14 +198,14 @@ class EngineReader(threading.Thread):
             return report
         key = (batch.source, batch.rank)
         degraded_reasons = self._subscriber.checkpoint(*key).degraded_reasons
-        requests = self._history_requests.get(key, 0)
+        followed = self._followed[key]
         if any(degraded_reasons.get(reason.name, batch.seq) < batch.seq for reason in REASONS_ENDED_BY_CLEAR):
-            if requests == MAX_HISTORY_REQUESTS:
+            if followed.history_requests == MAX_HISTORY_REQUESTS:
                 return report
-            self._history_requests[key] = requests + 1
+            followed.history_requests += 1
             return replace(report, digest_matches=False)
-        if requests:
-            del self._history_requests[key]
+        if followed.history_requests:
+            followed.history_requests = 0
             return replace(report, digest_matches=True)
         return report
 
@@ -219,20 +215,18 @@ class EngineReader(threading.Thread):
             degraded_reasons = {reason.name: status.last_seq for reason in status.degraded_reasons}
             degraded_reasons |= self._subscriber.checkpoint(*key).degraded_reasons
             record = TrustRecord(*key, self._bridge, trust.name, trust.reason[:MAX_REASON], degraded_reasons)
-            self._records.append(EngineRecord(record, self._follow_ids[key]))
+            self._records.append(EngineRecord(record, self._followed[key].follow_id))
 
     # --- commands
 
     def _follow(self, source: Source, start: ResumePoint, follow_id: int) -> None:
         key = (source.label, source.rank)
-        if key in self._follow_ids:
-            self._unfollow(key)
-        self._follow_ids[key] = follow_id
+        self._unfollow(key)
+        followed = self._followed[key] = _Followed(follow_id)
         try:
             self._subscriber.add(source, start.resume)
-            first = self._subscriber.status(*key).incarnation
-            offset = start.incarnation_offset
-            self._incarnations[key] = _Incarnations(first, offset if start.resume is None else first + offset)
+            followed.incarnation = self._subscriber.status(*key).incarnation
+            followed.in_log = start.incarnation_offset + (0 if start.resume is None else followed.incarnation)
         except KVEventsError as error:
             # The bridge still follows all other engines.
             log.error("cannot follow %s: %s", stream_text(key), error)  # noqa: TRY400 - not our error
@@ -240,12 +234,10 @@ class EngineReader(threading.Thread):
             self._records.append(EngineRecord(record, follow_id))
 
     def _unfollow(self, key: StreamKey) -> None:
-        if self._follow_ids.pop(key, None) is None:
+        if self._followed.pop(key, None) is None:
             return
         with suppress(UnknownSourceError):  # it could not be followed
             self._subscriber.remove(*key)
-        self._incarnations.pop(key, None)
-        self._history_requests.pop(key, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,31 +262,28 @@ def inspect_payload(payload: bytes) -> BatchReport | None:
     return inspect_events(decode_batch(payload).batch.events)
 
 
-def size_of(record: StreamRecord) -> int:
-    """Return the approximate size of a queued record in bytes."""
-    return RECORD_BYTES + len(getattr(record, "payload", b""))
+@dataclass(slots=True)
+class _Followed:
+    """One followed stream. The subscriber's incarnations can skip numbers; those in the log are consecutive."""
 
+    follow_id: int
+    incarnation: int = 0
+    """The newest incarnation of the subscriber."""
+    in_log: int = 0
+    """Its number in the log."""
+    history_requests: int = 0
+    """Requests in a row for the sender's whole history."""
 
-class _Incarnations:
-    """Maps a subscriber's incarnations of one stream, which can skip numbers, to consecutive ones in the log."""
-
-    __slots__ = ("_in_log", "_local")
-
-    def __init__(self, local: int, in_log: int) -> None:
-        self._local = local
-        self._in_log = in_log
-
-    def in_log(self, local: int) -> int:
+    def number(self, incarnation: int) -> int:
         """Return the log's number of an incarnation, which is the newest known one or the next."""
-        if local != self._local:
-            self._local = local
-            self._in_log += 1
-        return self._in_log
+        if incarnation != self.incarnation:
+            self.incarnation = incarnation
+            self.in_log += 1
+        return self.in_log
 
 
-def _record(delivery: Batch | RawBatch | Reset | Gap, incarnations: _Incarnations) -> StreamRecord:
-    key = (delivery.source, delivery.rank)
-    incarnation = incarnations.in_log(delivery.incarnation)
+def _record(delivery: Batch | RawBatch | Reset | Gap, followed: _Followed) -> StreamRecord:
+    key, incarnation = (delivery.source, delivery.rank), followed.number(delivery.incarnation)
     if isinstance(delivery, RawBatch):
         return BatchRecord(*key, incarnation, delivery.seq, delivery.replayed, delivery.payload)
     if isinstance(delivery, Gap):

@@ -159,7 +159,7 @@ class PageBuilder:
         if isinstance(record, IncarnationRecord):
             queue.trust = None  # it was about the incarnation before
             queue.followed = record.incarnation
-        size = _size(record)
+        size = record_size(record)
         queue.records.append(_Queued(due, record, size))
         self.queued_bytes += size
 
@@ -256,7 +256,7 @@ class PageBuilder:
         queue = self._queues[key]
         selection = _Selection(key, queue, self._end_of(key, queue), room)
         if (warning := self._lower_trust(key, queue, selection.end)) is not None:
-            selection.add(warning, _size(warning))
+            selection.add(warning, record_size(warning))
         for due, record, size in queue.records:
             verdict = classify_record(selection.end, record)
             if selection.room <= 0 or len(selection.records) >= count or (due > now and verdict is RecordVerdict.APPEND):
@@ -269,7 +269,7 @@ class PageBuilder:
                 break
         trust = queue.trust
         is_all = selection.done == len(queue.records) and can_report_trust(selection.end, queue.followed)
-        if is_all and trust is not None and (size := _size(trust)) <= selection.room and len(selection.records) < count:
+        if is_all and trust is not None and (size := record_size(trust)) <= selection.room and len(selection.records) < count:
             selection.add(trust, size)
             selection.trust = trust
         return selection
@@ -383,7 +383,7 @@ class PageBuilder:
         self.state.skip(position, name, is_first=is_first)
 
 
-def _size(record: StreamRecord) -> int:
+def record_size(record: StreamRecord) -> int:
     """Return the size of a record in a page, at most."""
     size = RECORD_BYTES + _length(record.source)
     if isinstance(record, BatchRecord | FragmentRecord):

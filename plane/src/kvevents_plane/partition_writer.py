@@ -15,10 +15,10 @@ import asyncio
 import logging
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from kvevents.backoff import Backoff
 from kvevents.errors import KVEventsError, PlaneError
@@ -71,32 +71,21 @@ class _SentPage:
     answer: asyncio.Future[None]
 
 
-class PartitionObserver(Protocol):
-    """Receives the events of a partition; the bridge implements it."""
-
-    def on_ready(self, writer: PartitionWriter) -> None:
-        """Follow the partition's streams from the end of the log."""
-
-    def on_diverged(self, keys: Sequence[StreamKey]) -> None:
-        """Follow streams that have diverged from the log again."""
-
-    def on_queue_change(self) -> None:
-        """Count the queued bytes again."""
-
-
 class PartitionWriter:
     """One partition of one bridge; `read` and `write` run concurrently for as long as the bridge runs."""
 
     def __init__(
         self,
-        observer: PartitionObserver,
         client: PlaneClient,
         layout: Layout,
         partition: int,
         plane: PlaneSettings,
         bridge: str,
         page_bytes: int,
+        on_ready: Callable[[PartitionWriter], None],
+        on_diverged: Callable[[Sequence[StreamKey]], None],
     ) -> None:
+        """`on_ready` follows the streams of the partition from the end of the log, `on_diverged` some of them again."""
         self.partition: Final = partition
         self.builder = PageBuilder(PartitionState(), bridge, page_bytes, secrets.token_hex(4))
         self.peers: Final = BridgePeers(bridge, lambda: self.builder.state.heartbeats)
@@ -105,7 +94,8 @@ class PartitionWriter:
         """Streams that are not followed because there is no room for their records."""
         self.conflicts = 0
         """Pages that were rejected because another bridge has written."""
-        self._observer: Final = observer
+        self._on_ready: Final = on_ready
+        self._on_diverged: Final = on_diverged
         self._client: Final = client
         self._js: Final = client.jetstream(timeout=REQUEST_SECONDS)
         self._snapshots: Final = Snapshots(self._js, layout)
@@ -124,8 +114,6 @@ class PartitionWriter:
         self._foreign_messages = 0
         self._sent: _SentPage | None = None
         """The page in flight, of which the result is unknown."""
-        self._answers: set[asyncio.Task[None]] = set()
-        """Pending acknowledgements, also of pages that were given up."""
 
     # --- status
 
@@ -186,16 +174,17 @@ class PartitionWriter:
 
         The reader decides the result of the page in flight: even an acknowledged page can have been lost.
         """
-        self._give_up_page()
+        self._end_page()
+        self.builder.withdraw()
+        self._wake.set()
         if self._reader is not None:
             self._reader.request_check()
 
-    def _give_up_page(self) -> None:
-        self._sent = None
-        self.builder.withdraw()
-        for answer in self._answers:
-            answer.cancel()
-        self._wake.set()
+    def _end_page(self) -> None:
+        """Wait for the acknowledgement of the page in flight no longer."""
+        if self._sent is not None:
+            self._sent.answer.cancel()
+            self._sent = None
 
     async def read(self) -> None:
         """Keep the state up to date, and start over whenever the partition cannot be read on."""
@@ -250,7 +239,7 @@ class PartitionWriter:
         self._written += before.written
         self._invalid_records += before.state.invalid_records
         self._foreign_messages += before.state.foreign_messages
-        self._sent = None
+        self._end_page()
         self.peers.restart()
         self._advanced.set()
         self.builder = PageBuilder(state, self._bridge, self._page_bytes, secrets.token_hex(4))
@@ -267,7 +256,7 @@ class PartitionWriter:
 
     async def _wait_until_ready(self, reader: PartitionReader) -> None:
         await reader.caught_up.wait()
-        self._observer.on_ready(self)
+        self._on_ready(self)
         self.ready.set()
 
     def _on_messages(self, messages: list[ReceivedMessage]) -> None:
@@ -278,13 +267,13 @@ class PartitionWriter:
                 continue
             if self._is_in_flight(name):
                 # The page has arrived before its acknowledgement.
-                self._sent = None
+                self._end_page()
                 self.builder.acknowledge(position)
                 self._clear_write_fault()
                 continue
             if self._sent is not None:  # the page in flight will be rejected
                 self.conflicts += 1
-                self._sent = None
+                self._end_page()
                 self._clear_write_fault()
             if (page := message.page()) is None:
                 if not self.foreign_messages:
@@ -329,32 +318,28 @@ class PartitionWriter:
                 if self._sent is not None and self._sent.answer.done():
                     await self._finish(self._sent)
                 elif self._sent is not None or not self._send():
-                    self._observer.on_queue_change()
                     await self._idle()
         finally:
-            for answer in self._answers:
-                answer.cancel()
+            self._end_page()
 
     def _send(self) -> bool:
         """Send the next page; return False if nothing is due."""
         builder = self.builder
         page = builder.build(asyncio.get_running_loop().time())
         if builder.diverged:
-            self._observer.on_diverged(list(builder.diverged))
+            self._on_diverged(list(builder.diverged))
         if page is None:
             return False
         expected = builder.state.position
         answer = asyncio.create_task(self._publish(page, expected))
         self._sent = _SentPage(page.name, expected, answer)
-        self._answers.add(answer)
         answer.add_done_callback(self._on_answer)
         return True
 
     def _on_answer(self, answer: asyncio.Task[None]) -> None:
-        self._answers.discard(answer)
         if not answer.cancelled():
             answer.exception()  # retrieved here, because a page that was given up has no other reader
-        self._wake.set()
+            self._wake.set()
 
     async def _idle(self) -> None:
         self._wake.clear()
@@ -394,7 +379,6 @@ class PartitionWriter:
         else:
             self.builder.acknowledge(sent.expected + 1)
             self._clear_write_fault()
-        self._observer.on_queue_change()
 
     async def _handle_rejection(self, sent: _SentPage, error: PlaneError) -> None:
         reader = self._reader
