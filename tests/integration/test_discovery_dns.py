@@ -19,7 +19,7 @@ import pytest_asyncio
 
 from discovery_cases import ManualClock, await_in_time, start_next
 from kvevents.errors import ConfigError, MissingDependencyError
-from kvevents.service.discovery.dns import DnsProvider, DnsResolver, ResolveError, Resolver
+from kvevents.service.discovery.dns import DnsProvider, DnsResolver, ResolveError
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import Finding, Template
 
@@ -205,7 +205,7 @@ async def test_a_name_that_does_not_resolve_is_retried_with_growing_pauses(serve
 async def test_a_nameserver_that_does_not_answer_times_out(server: NameServer) -> None:
     """The time is bounded for queries for addresses and for services."""
     server.is_silent = True
-    impatient_resolver: Resolver = make_resolver(server, seconds=0.05)
+    impatient_resolver = make_resolver(server, seconds=0.05)
     with pytest.raises(ResolveError, match="no nameserver answers in time"):
         await await_in_time(impatient_resolver.addresses("e.test"))
     with pytest.raises(ResolveError, match="cannot be resolved"):

@@ -12,16 +12,13 @@ import importlib.util
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
+from typing import Final, NamedTuple, Self
 
 from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpClient, EngineProvider
 from kvevents.service.discovery.provider import DEFAULT_TEMPLATE, Finding, Template, bracket_host
-
-if TYPE_CHECKING:
-    import dns.resolver
 
 LOOKUP_SECONDS: Final = 5.0
 """Longest time for one lookup: all nameservers and repetitions together."""
@@ -34,9 +31,6 @@ MAX_SECONDS: Final = 60.0
 MAX_STALE_SECONDS: Final = 300.0
 """Time for which the engines of a name that no longer resolves stay. A nameserver that is down must not empty the index."""
 _SCHEMES: Final = ("tcp", "http", "https")
-
-
-# --- names
 
 
 class ResolveError(ExternalError):
@@ -52,23 +46,12 @@ class Resolved(NamedTuple):
     """Seconds for which the result is valid."""
 
 
-class Resolver(Protocol):
-    """Looks up names. Both methods raise `ResolveError` if no nameserver answers or the name does not exist."""
-
-    async def addresses(self, name: str) -> Resolved:
-        """Return the IP addresses of a name."""
-        ...
-
-    async def services(self, name: str) -> Resolved:
-        """Return targets and ports of the SRV records of a name."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class DnsResolver:
     """Looks up names at the nameservers of `/etc/resolv.conf`, or at given ones.
 
-    Raises `MissingDependencyError` if dnspython is not installed.
+    Raises `MissingDependencyError` if dnspython is not installed, and its methods `ResolveError` if no nameserver answers or
+    the name does not exist.
     """
 
     nameservers: tuple[str, ...] = ()
@@ -104,7 +87,7 @@ class DnsResolver:
         from dns.asyncbackend import get_backend  # noqa: PLC0415
         from dns.asyncresolver import Resolver as AsyncResolver  # noqa: PLC0415
         from dns.exception import DNSException, Timeout  # noqa: PLC0415
-        from dns.resolver import NXDOMAIN, NoNameservers  # noqa: PLC0415
+        from dns.resolver import NXDOMAIN  # noqa: PLC0415
 
         try:
             # A new resolver for each lookup reads a changed resolv.conf.
@@ -119,26 +102,15 @@ class DnsResolver:
             return Resolved(())
         except Timeout as error:
             raise ResolveError(f"{name} cannot be resolved: no nameserver answers in time") from error
-        except NoNameservers as error:
-            raise ResolveError(f"{name} cannot be resolved: every nameserver answers with an error") from error
         except (DNSException, OSError) as error:
             raise ResolveError(f"{name} cannot be resolved: {error}") from error
-        return _resolved_hosts(answer)
-
-
-def _resolved_hosts(answer: dns.resolver.Answer) -> Resolved:
-    if answer.rrset is None:
-        return Resolved(())
-    hosts = [_host(record) for record in answer.rrset]
-    # Sorted, because nameservers rotate the order of records.
-    return Resolved(tuple(sorted({host for host in hosts if host[0]})), float(answer.chaining_result.minimum_ttl))
-
-
-def _host(record: object) -> tuple[str, int | None]:
-    target: object = getattr(record, "target", None)
-    if target is None:
-        return str(getattr(record, "address", "")), None
-    return str(target).rstrip("."), int(getattr(record, "port", 0))
+        records = answer.rrset or ()
+        if kind == "SRV":
+            hosts = {(str(record.target).rstrip("."), record.port) for record in records} - {("", 0)}
+        else:
+            hosts = {(record.address, None) for record in records}
+        # Sorted, because nameservers rotate the order of records.
+        return Resolved(tuple(sorted(hosts)), float(answer.chaining_result.minimum_ttl))
 
 
 def _addresses_in(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
@@ -195,9 +167,7 @@ class DnsProvider:
 
     target: str
     template: Template = DEFAULT_TEMPLATE
-    resolver: Resolver = field(default_factory=DnsResolver)
-    min_seconds: float = MIN_SECONDS
-    max_seconds: float = MAX_SECONDS
+    resolver: DnsResolver = field(default_factory=DnsResolver)
     max_stale: float = MAX_STALE_SECONDS
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
@@ -228,7 +198,7 @@ class DnsProvider:
                 found = replace(last, faults=(self._fault(error, last),))
             else:
                 backoff.reset()
-                pause = jittered(min(max(resolved.ttl, self.min_seconds), self.max_seconds), self.clock.random)
+                pause = jittered(min(max(resolved.ttl, MIN_SECONDS), MAX_SECONDS), self.clock.random)
                 resolved_at = self.clock.now()
                 found = last = self._finding(resolved)
             if found != yielded:
@@ -249,7 +219,7 @@ class DnsProvider:
         addresses = [f"{bracket_host(host)}:{own or port}" for host, own in resolved.hosts]
         if scheme == "tcp":
             found = [self.template.registrations(address, f"tcp://{address}") for address in addresses]
-            return Finding(registrations=tuple(each for ranks in found for each in ranks))
+            return Finding(registrations=tuple(registration for ranks in found for registration in ranks))
         # A certificate contains the name of the host, not its addresses.
         http = replace(self.http, server_name=self.http.server_name or name.strip("[]")) if port is not None else self.http
         return Finding(

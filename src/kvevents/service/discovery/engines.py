@@ -24,7 +24,7 @@ import asyncio
 import functools
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -49,7 +49,6 @@ from kvevents.service.discovery.provider import (
     RankEndpoint,
     Template,
     bracket_host,
-    check_endpoint,
     replace_wildcard_host,
 )
 from kvevents.service.fleet.registration import Scope
@@ -120,7 +119,20 @@ def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
     for key, raw in answer.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise EngineQueryError(f"/kv_event_sources returns the key {key!r} in place of a rank number")
-        _parse_vllm_rank(found, int(key), raw, host)
+        rank = int(key)
+        try:
+            source = msgspec.convert(raw, _VllmSource)
+        except msgspec.ValidationError as error:
+            found.missing[rank] = f"cannot be followed: {error}"
+            continue
+        if source.publisher == "null" or source.endpoint is None:
+            found.missing[rank] = "cannot be followed: it has no endpoint"
+            continue
+        replay = None if source.replay_endpoint is None else replace_wildcard_host(source.replay_endpoint, host)
+        endpoint = replace_wildcard_host(source.endpoint, host)
+        found.endpoints.append(
+            RankEndpoint(rank, endpoint, replay, topic=source.topic or "", replay_is_proven=replay is not None)
+        )
     ranks = found.missing.keys() | {each.rank for each in found.endpoints}
     if not ranks:
         found.off_reason = f"publishes no KV events: {_START_VLLM}"
@@ -128,21 +140,6 @@ def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
     _check_count(max(ranks) - min(ranks) + 1)
     found.missing |= {rank: "is not in /kv_event_sources" for rank in range(min(ranks), max(ranks)) if rank not in ranks}
     return found
-
-
-def _parse_vllm_rank(found: EngineInfo, rank: int, raw: Any, host: str) -> None:
-    try:
-        source = msgspec.convert(raw, _VllmSource)
-        if source.publisher == "null" or source.endpoint is None:
-            raise ConfigError("it has no endpoint")
-        replay = source.replay_endpoint
-        replay = None if replay is None else replace_wildcard_host(replay, host)
-        own, topic = replace_wildcard_host(source.endpoint, host), source.topic or ""
-        endpoint = RankEndpoint(rank, own, replay, topic=topic, replay_is_proven=replay is not None)
-    except ValueError as error:  # msgspec.ValidationError or ConfigError
-        found.missing[rank] = f"cannot be followed: {error}"
-    else:
-        _add(found, endpoint)
 
 
 def parse_server_info(answer: Any, host: str) -> EngineInfo:
@@ -161,7 +158,7 @@ def parse_server_info(answer: Any, host: str) -> EngineInfo:
     here = _ranks_of_node(info, count)
     for rank in range(count):
         if rank in here:
-            _parse_sglang_rank(found, rank, descriptor, host)
+            found.endpoints.append(_sglang_rank(rank, descriptor, host))
         else:
             found.missing[rank] = "runs on another node, whose address SGLang does not return: name it in a [[sources]] table"
     return found
@@ -195,7 +192,7 @@ def _ranks_of_node(info: _ServerInfo, count: int) -> set[int]:
     return {rank for rank in range(count) if rank * nodes // count == (info.node_rank or 0)}
 
 
-def _parse_sglang_rank(found: EngineInfo, rank: int, descriptor: _Descriptor, host: str) -> None:
+def _sglang_rank(rank: int, descriptor: _Descriptor, host: str) -> RankEndpoint:
     own = bracket_host(descriptor.endpoint_host or "*")
     replay_port = descriptor.replay_endpoint_port_base
     endpoint = replace_wildcard_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)
@@ -204,21 +201,8 @@ def _parse_sglang_rank(found: EngineInfo, rank: int, descriptor: _Descriptor, ho
     # A load port that cannot be used costs the load only.
     load_port = (descriptor.load_endpoint_port_base or 0) + rank if descriptor.load_endpoint_port_base else 0
     load = replace_wildcard_host(f"tcp://{own}:{load_port}", host) if 0 < load_port <= MAX_PORT else None
-    size = descriptor.block_size or None
-    topic, is_proven = descriptor.topic or "", replay is not None
-    _add(found, RankEndpoint(rank, endpoint, replay, topic, size, load, replay_is_proven=is_proven))
-
-
-def _add(found: EngineInfo, rank: RankEndpoint) -> None:
-    """Add a rank to the endpoints if it can be connected to, else to the missing ranks."""
-    try:
-        check_endpoint("endpoint", rank.endpoint)
-        if rank.replay_endpoint is not None:
-            check_endpoint("replay_endpoint", rank.replay_endpoint)
-    except ConfigError as error:
-        found.missing[rank.rank] = f"cannot be followed: {error}"
-    else:
-        found.endpoints.append(rank)
+    topic, size = descriptor.topic or "", descriptor.block_size or None
+    return RankEndpoint(rank, endpoint, replay, topic, size, load, replay_is_proven=replay is not None)
 
 
 def _check_count(count: int) -> None:
@@ -242,41 +226,18 @@ class ServedModels(NamedTuple):
 
     base: str | None
     """Name of the base model; None if the engine lists none."""
-    adapters: tuple[tuple[str, str | None], ...] = ()
+    adapters: list[tuple[str, str | None]]
     """Names of the LoRA adapters, which requests name as their model, each with the path of its weights."""
-    names: frozenset[str] = frozenset()
+    names: frozenset[str]
     """All names."""
 
 
-def parse_models(answer: Any) -> ServedModels:
-    """Return the first model of `/v1/models` that has no parent, and its adapters.
-
-    Raises `EngineQueryError` for an answer of another shape.
-    """
-    try:
-        models = msgspec.convert(answer, _Models).data
-    except msgspec.ValidationError as error:
-        raise EngineQueryError(f"/v1/models does not have the shape of OpenAI's: {error}") from error
-    base = next((model.id for model in models if model.parent is None and model.id), None)
-    adapters = (model for model in models if model.parent is not None and model.parent == base and model.id)
-    return ServedModels(base, tuple((model.id, model.root) for model in adapters), frozenset(model.id for model in models))
-
-
-class InfoPath(NamedTuple):
-    """A path at which engines describe themselves, and the parser of the answer."""
-
-    path: str
-    parse: Callable[[Any, str], EngineInfo]
-
-
 INFO_PATHS: Final = (
-    InfoPath("/kv_event_sources", parse_kv_event_sources),
-    InfoPath("/server_info", parse_server_info),
-    InfoPath("/get_server_info", parse_server_info),
+    ("/kv_event_sources", parse_kv_event_sources),
+    ("/server_info", parse_server_info),
+    ("/get_server_info", parse_server_info),
 )
-"""Queried in this order until an answer is not 404."""
-
-
+"""Paths at which engines describe themselves, and the parsers of the answers. The first path that exists counts."""
 QUERY_SECONDS: Final = 15.0
 """Pause between two queries to an engine that answers. A change of its ports stays unknown for this long."""
 RETRY_SECONDS: Final = 2.0
@@ -469,10 +430,10 @@ class EngineProvider:
     async def query(self) -> Finding:
         """Return what the engine reports now. Raises `EngineQueryError`."""
         url = BaseUrl.parse(self.base_url)
-        for info_path in INFO_PATHS:
-            answer = await self._get(url.join(info_path.path))
+        for path, parse in INFO_PATHS:
+            answer = await self._get(url.join(path))
             if answer is not None:
-                return await self._finding(url, info_path.parse(answer, url.host))
+                return await self._finding(url, parse(answer, url.host))
         if self.declared is not None:
             ranks = self.declared.endpoints(bracket_host(url.host), self.template)
             return await self._finding(url, EngineInfo(ranks, has_metrics=True))  # as vLLM before 0.31 has
@@ -505,15 +466,20 @@ class EngineProvider:
         models = await self._models(url, is_needed=not (self.template.model or info.model or declared.model))
         model = self.template.model or info.model or models.base or declared.model
         if model is None:
-            raise EngineQueryError(f"{url.join('/v1/models')} lists no model: {self._where_to_name_model}")
+            hint = "set model in the source's table"
+            if self.declared is not None:
+                hint = "set the annotation kvevents/model of its pod"
+            raise EngineQueryError(f"{url.join('/v1/models')} lists no model: {hint}")
         wrong = declared.contradictions(info.endpoints[0], models.names | {model}) if info.endpoints else iter(())
         faults = [f"{self.label}: {each}; what it says takes effect" for each in wrong]
         self._add_configured_ranks(info)
         if not self.template.other_hosts:
             await self._drop_foreign_endpoints(url, info)
         registrations = []
+        metrics = str(url.join(METRICS_PATH)) if info.has_metrics else None
         for each in info.endpoints:
-            found = replace(self._with_replay_endpoint(each), load=self._load_of(url, info, each), url=str(url))
+            replay = self.template.replay_endpoint_of(each.rank - self.template.rank, each.endpoint) or each.replay_endpoint
+            found = replace(each, replay_endpoint=replay, load=each.load or metrics, url=str(url))
             try:
                 registrations.append(self.template.registration(self.label, model, found))
             except ConfigError as error:
@@ -535,10 +501,6 @@ class EngineProvider:
         ]
         info.missing = {}
 
-    @property
-    def _where_to_name_model(self) -> str:
-        return "set model in the source's table" if self.declared is None else "set the annotation kvevents/model of its pod"
-
     async def _drop_foreign_endpoints(self, url: BaseUrl, info: EngineInfo) -> None:
         """Move the ranks whose endpoints are not at the queried host to the missing ones."""
         hosts: dict[str, bool] = {url.host: True}
@@ -559,25 +521,22 @@ class EngineProvider:
                     break
 
     async def _models(self, url: BaseUrl, *, is_needed: bool) -> ServedModels:
-        """Return the models that the engine lists. Raises `EngineQueryError` only if the list is needed."""
+        """Return the models of `/v1/models`. The first one without a parent is the base model.
+
+        Raises `EngineQueryError` only if the list is needed.
+        """
         try:
             answer = await self._get(url.join("/v1/models"))
-            return ServedModels(None) if answer is None else parse_models(answer)
-        except EngineQueryError:
-            if is_needed:
+            models = [] if answer is None else msgspec.convert(answer, _Models).data
+        except (EngineQueryError, msgspec.ValidationError) as error:
+            if is_needed and isinstance(error, EngineQueryError):
                 raise
-            return ServedModels(None)
-
-    @staticmethod
-    def _load_of(url: BaseUrl, info: EngineInfo, found: RankEndpoint) -> str | None:
-        """Return where the load of a rank is read: from the engine's metrics if it always has them and publishes no load."""
-        return str(url.join(METRICS_PATH)) if found.load is None and info.has_metrics else found.load
-
-    def _with_replay_endpoint(self, found: RankEndpoint) -> RankEndpoint:
-        if self.template.replay_endpoint is None:
-            return found
-        index = found.rank - self.template.rank
-        return replace(found, replay_endpoint=self.template.replay_endpoint_of(index, found.endpoint))
+            if is_needed:
+                raise EngineQueryError(f"/v1/models does not have the shape of OpenAI's: {error}") from error
+            models = []
+        base = next((model.id for model in models if model.parent is None and model.id), None)
+        adapters = [(model.id, model.root) for model in models if base is not None and model.parent == base and model.id]
+        return ServedModels(base, adapters, frozenset(model.id for model in models))
 
     def _add_configured_ranks(self, info: EngineInfo) -> None:
         """Add the ranks of the template that the engine does not report to the missing ones."""

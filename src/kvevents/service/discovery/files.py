@@ -99,7 +99,15 @@ def read_sources(path: Path, *, alone: bool = True, max_bytes: int = MAX_FILE_BY
 
     Raises an `ExceptionGroup` of `ConfigError`: one for each invalid table, or one for the file.
     """
-    raw = _read(path, alone=alone, max_bytes=max_bytes)
+    try:
+        raw = _read(path, alone=alone, max_bytes=max_bytes)
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # UnicodeDecodeError, TOMLDecodeError (which has the line), ConfigError
+        reason = f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
+        raise ExceptionGroup(f"{path} is invalid", [ConfigError(f"{path}: {reason}")]) from error
     tables: list[SourceTable] = []
     errors: list[ConfigError] = []
     for number, fields in enumerate(raw, 1):
@@ -113,20 +121,11 @@ def read_sources(path: Path, *, alone: bool = True, max_bytes: int = MAX_FILE_BY
 
 
 def _read(path: Path, *, alone: bool, max_bytes: int) -> list[Any]:
-    try:
-        with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            raise ConfigError(f"it has more than {max_bytes} bytes")
-        found = tomllib.loads(content.decode("utf-8"))
-        return _sources_of(found, alone=alone)
-    except OSError as error:
-        raise _group(path, f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError, TOMLDecodeError (which has the line), ConfigError
-        raise _group(path, str(error)) from error
-
-
-def _sources_of(found: dict[str, Any], *, alone: bool) -> list[Any]:
+    with path.open("rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ConfigError(f"it has more than {max_bytes} bytes")
+    found = tomllib.loads(content.decode("utf-8"))
     unknown = sorted(found.keys() - {"sources"})
     if not alone:
         found.setdefault("sources", [])
@@ -138,7 +137,3 @@ def _sources_of(found: dict[str, Any], *, alone: bool) -> list[Any]:
     if not isinstance(sources, list):
         raise ConfigError("sources is one table: write [[sources]], in double brackets")
     return sources
-
-
-def _group(path: Path, sentence: str) -> ExceptionGroup[ConfigError]:
-    return ExceptionGroup(f"{path} is invalid", [ConfigError(f"{path}: {sentence}")])

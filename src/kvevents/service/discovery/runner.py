@@ -18,7 +18,7 @@ from kvevents.service.discovery.kubernetes import KubernetesProvider
 from kvevents.service.discovery.provider import Finding, Provider, SourceTable
 from kvevents.service.errors import ConflictError
 from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
-from kvevents.service.settings import DnsTable, EngineSources, Limits
+from kvevents.service.settings import EngineSources, Limits
 from kvevents.stream import Checkpoint
 
 log = logging.getLogger(__name__)
@@ -321,17 +321,14 @@ def build_providers(config: EngineSources, watched: Path | None) -> list[Provide
     if config.sources:
         found.append(StaticProvider(tuple(config.sources)))
     found += [FileProvider(Path(path)) for path in config.source_files]
-    found += [_build_dns_provider(table) for table in config.dns]
+    for table in config.dns:
+        try:
+            found.append(DnsProvider(table.target, table))
+        except ConfigError as error:
+            raise ConfigError(f"dns {table.target}: {error}") from error
     if config.kubernetes is not None:
         found.append(KubernetesProvider(config.kubernetes))
     return found
-
-
-def _build_dns_provider(table: DnsTable) -> DnsProvider:
-    try:
-        return DnsProvider(table.target, table)
-    except ConfigError as error:
-        raise ConfigError(f"dns {table.target}: {error}") from error
 
 
 # --- checks before the start
