@@ -203,7 +203,6 @@ async def test_a_server_that_no_longer_answers_is_a_fault(
 ) -> None:
     """A stopped process keeps its connections. The engines stay, and what happens meanwhile is caught up."""
     monkeypatch.setattr(object_watch, "SILENCE_SECONDS", 0.2)
-    monkeypatch.setattr(object_watch, "CHECK_SECONDS", 0.2)
     async with following(server, tmp_path) as pods:
         server.push(STEPS["created"] + STEPS["ready"])
         engines = names_of(await pods.until_pods("vllm-0", "vllm-1", "vllm-2"))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
@@ -30,11 +30,9 @@ PAGE_SIZE: Final = 500
 """Objects in one answer to a list request, as kubectl requests them."""
 WATCH_SECONDS: Final = 300
 """Time after which the server ends a watch, so that connections move to other servers; client-go takes 5 to 10 minutes."""
-SILENCE_SECONDS: Final = 20.0
-"""Time without data after which a watch begins again, if the server answers. Otherwise a stopped server looks like one without
-changes, since bookmarks come about every minute only."""
-CHECK_SECONDS: Final = 5.0
-"""Longest time for the answer to a small request, after which the server counts as away."""
+SILENCE_SECONDS: Final = 12.0
+"""Time without data after which a watch begins again, and without an answer after which the server counts as away. Otherwise a
+stopped server looks like one without changes, since bookmarks come about every minute only."""
 CONNECT_SECONDS: Final = 10.0
 """Longest time to connect for a watch."""
 LIST_SECONDS: Final = 30.0
@@ -178,9 +176,6 @@ class ObjectWatch(Generic[T]):
         self._version: str | None = None
         """Version after which the next watch begins; None before a list."""
 
-    def __repr__(self) -> str:
-        return f"<ObjectWatch {self._kind.plural} in {self.namespace}: {len(self.objects)}, fault {self.fault!r}>"
-
     async def run(self) -> None:
         """Follow the objects until cancelled."""
         from aiohttp import ClientError  # noqa: PLC0415
@@ -195,7 +190,8 @@ class ObjectWatch(Generic[T]):
             except _ExpiredError:
                 self._version = None
             except (ApiServerError, ConfigException, ClientError, OSError, ValueError, LookupError, YAMLError) as error:
-                self._report(str(error) or type(error).__name__)
+                is_late = isinstance(error, TimeoutError)
+                self._report("the API server does not answer in time" if is_late else str(error) or type(error).__name__)
             await self._clock.sleep(backoff.next_delay())
 
     def _report(self, reason: str) -> None:
@@ -255,22 +251,11 @@ class ObjectWatch(Generic[T]):
             if self.fault is not None:
                 self.fault = None
                 self._on_change()
-            try:
+            with suppress(SocketTimeoutError):  # the next watch finds out whether the server answers
                 while (line := await response.content.readline()).endswith(b"\n"):
                     self._apply(msgspec.json.decode(line, type=_Event))
                     has_events = True
-            except SocketTimeoutError:
-                await self._check_server(api)
         return has_events
-
-    async def _check_server(self, api: Any) -> None:
-        """Raise `ApiServerError` if the server does not answer."""
-        request = self._kind.request(api, self.namespace, limit=1, _request_timeout=CHECK_SECONDS, **self._options)
-        try:
-            async with await request as response:
-                _check(response.status, await response.read())
-        except TimeoutError as error:
-            raise ApiServerError(f"the API server does not answer within {CHECK_SECONDS:g} s") from error
 
     def _apply(self, event: _Event) -> None:
         if event.type == "ERROR":

@@ -15,7 +15,7 @@ from kvevents.errors import ConfigError
 from kvevents.service.discovery.dns import DnsProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider, read_sources
 from kvevents.service.discovery.kubernetes import KubernetesProvider
-from kvevents.service.discovery.provider import Finding, Provider, SourceTable
+from kvevents.service.discovery.provider import Finding, Provider
 from kvevents.service.errors import ConflictError
 from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
 from kvevents.service.settings import EngineSources, Limits
@@ -145,11 +145,8 @@ class ProviderRunner:
         self._settle = settle
         self._clock = clock
         self._branches: list[_Branch] = []
-        self._running = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-
-    def __repr__(self) -> str:
-        return f"<ProviderRunner {len(self._providers)} providers, {self._running} running>"
 
     async def run(self) -> None:
         """Run until cancelled.
@@ -176,12 +173,9 @@ class ProviderRunner:
     def _start(self, group: asyncio.TaskGroup, provider: Provider) -> _Branch:
         branch = _Branch(provider)
         branch.task = group.create_task(self._follow(group, branch), name=f"discovery: {provider.name}")
-        self._running += 1
-        branch.task.add_done_callback(self._on_end)
+        self._tasks.add(branch.task)
+        branch.task.add_done_callback(self._tasks.discard)
         return branch
-
-    def _on_end(self, _task: asyncio.Task[None]) -> None:
-        self._running -= 1
 
     async def _follow(self, group: asyncio.TaskGroup, branch: _Branch) -> None:
         async with aclosing(branch.provider.watch()) as findings:
@@ -201,7 +195,7 @@ class ProviderRunner:
         for provider in wanted:
             if provider in before:
                 branch.children[provider] = before[provider]
-            elif self._running < self._max_sources:
+            elif len(self._tasks) < self._max_sources:
                 branch.children[provider] = self._start(group, provider)
             else:
                 refused += 1
@@ -349,20 +343,15 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
     _check_ranks([registration for registration, _ in named.values()])
 
 
-def _configured_registrations(config: EngineSources, watched: Path | None) -> Iterator[tuple[Registration, str]]:
-    """Yield the registrations of all tables, each with the place where it is configured."""
-    tables: list[tuple[Iterable[SourceTable], str]] = []
+def _configured_registrations(config: EngineSources, watched: Path | None) -> list[tuple[Registration, str]]:
+    """Return the registrations of all tables, each with the place where it is configured."""
     try:
-        if watched is not None:
-            tables.append((read_sources(watched, alone=False), str(watched)))
-        tables.append((config.sources, "the settings"))
-        tables += [(read_sources(Path(path)), path) for path in config.source_files]
+        tables = [(table, str(watched)) for table in read_sources(watched, alone=False)] if watched is not None else []
+        tables += [(table, "the settings") for table in config.sources]
+        tables += [(table, path) for path in config.source_files for table in read_sources(Path(path))]
     except ExceptionGroup as errors:
         raise ConfigError(str(errors.exceptions[0])) from errors
-    for found, origin in tables:
-        for table in found:
-            for registration in table.static_registrations():
-                yield registration, origin
+    return [(registration, origin) for table, origin in tables for registration in table.static_registrations()]
 
 
 def _check_ranks(registrations: Sequence[Registration]) -> None:
