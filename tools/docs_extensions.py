@@ -33,7 +33,7 @@ PUBLIC: Final = (
 
 INTERNAL: Final = (
     ExtensionPoint("kvevents.service.discovery.provider", "Provider", "a table of `service/settings.py` and of `runner.py`"),
-    ExtensionPoint("kvevents.service.index_source", "ExternalIndexSource", "`kvevents.service.process.serve(open_source=)`"),
+    ExtensionPoint("kvevents.service.index_source", "IndexSource", "`kvevents.service.process.serve(open_source=)`"),
     ExtensionPoint("kvevents.conform.target", "Driver", "`DRIVERS` of `cli/conform.py`"),
     ExtensionPoint("kvevents.conform.target", "Target", "what `Driver.target` yields"),
 )

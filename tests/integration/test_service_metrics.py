@@ -13,8 +13,7 @@ from kvevents.client.reasons import Reason
 from kvevents.events import BlockStored, EventBatch
 from kvevents.service.data_plane import Answers, Counts, HistogramCounts, PathCounts
 from kvevents.service.exposition import STATES, exposition
-from kvevents.service.fleet.faults import SourceFault
-from kvevents.service.fleet.member import Member
+from kvevents.service.fleet.member import Member, SourceFault
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.service import Service
 from kvevents.service.settings import FleetTiming, ServiceSettings

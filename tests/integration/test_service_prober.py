@@ -12,7 +12,7 @@ import zmq
 import paths
 from cli_cases import refuse_connections
 from kvevents.client.reasons import Reason
-from kvevents.service.fleet.faults import CODES_OF_DEGRADED_REASONS
+from kvevents.service.fleet.member import CODES_OF_DEGRADED_REASONS
 from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason
 from publisher_cases import ANY, last_endpoint

@@ -18,6 +18,11 @@ class IndexSource(Protocol):
     """Fills the index of a fleet and registers its engines. All but `run` may be called at any time."""
 
     @property
+    def registration_advice(self) -> str:
+        """What clients that register an engine should do instead; empty if the service follows the engines itself."""
+        ...
+
+    @property
     def why_incomplete(self) -> str:
         """Why engines can be missing, so that a model might be unknown for that reason; empty if none is."""
         ...
@@ -45,23 +50,14 @@ class IndexSource(Protocol):
         ...
 
 
-class ExternalIndexSource(IndexSource, Protocol):
-    """An index source whose engines are not registered with the service."""
-
-    @property
-    def registration_advice(self) -> str:
-        """Advice for clients that register an engine with this service."""
-        ...
-
-
-OpenIndexSource = Callable[[Fleet], ExternalIndexSource]
+OpenIndexSource = Callable[[Fleet], IndexSource]
 """Returns the source of the index of a fleet."""
 
 
 class FollowedEngines:
     """The engines that the service follows over ZeroMQ: configured, discovered, and registered by clients."""
 
-    why_incomplete = ""
+    registration_advice = why_incomplete = ""
     is_partial = False
 
     def __init__(self, discovery: EngineDiscovery, registrations: Registrations, prober: Prober) -> None:

@@ -23,9 +23,8 @@ from kvevents.errors import KVEventsError
 from kvevents.routing.load_readings import METRICS_PATH, is_load_url
 from kvevents.service.allow_list import EndpointAllowList, EndpointRefusedError
 from kvevents.service.discovery.provider import bracket_host
-from kvevents.service.fleet.faults import SourceFault
 from kvevents.service.fleet.fleet import Fleet
-from kvevents.service.fleet.member import HTTP, Member
+from kvevents.service.fleet.member import HTTP, Member, SourceFault
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason, Trust

@@ -220,12 +220,10 @@ def _keep_heap() -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    listening = None
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         listening = socket.socket(family, socket.SOCK_STREAM)
-    except OSError as error:
-        raise _listen_error(host, port, error) from error
-    try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -234,13 +232,11 @@ def _listen(host: str, port: int) -> socket.socket:
                 listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         listening.bind((host, port))
     except OSError as error:
-        listening.close()
-        raise _listen_error(host, port, error) from error
+        if listening is not None:
+            listening.close()
+        reason = error.strerror or error
+        raise ConfigError(f"cannot listen at {host} port {port}: {reason}; name another with --host and --port") from error
     return listening
-
-
-def _listen_error(host: str, port: int, error: OSError) -> ConfigError:
-    return ConfigError(f"cannot listen at {host} port {port}: {error.strerror or error}; name another with --host and --port")
 
 
 def _url(config: ServiceSettings, listening: socket.socket) -> str:

@@ -67,7 +67,15 @@ class Service:
         self.audit = AuditLog()
         self.allow_list = EndpointAllowList(config.allow)
         self.state_store = StateStore(Path(config.state_dir)) if config.state_dir is not None else None
-        self.fleet = _fleet(config, timing)
+        self.fleet = Fleet(
+            PrefixIndex(memory_limit=config.memory_limit),
+            max_sources=config.limits.max_sources,
+            max_reservations=config.limits.max_reservations,
+            hide_stale_seconds=config.hide_stale_seconds,
+            curve=config.curve,
+            timing=timing,
+            load=config.load,
+        )
         self.fleet.why_incomplete = self._why_incomplete
         self.pools = ThreadPools(config.limits.max_waiting)
         self.ignored_fields = Counter[str]()
@@ -357,15 +365,3 @@ def _names_engines(config: ServiceSettings, sources_file: Path | None) -> bool:
         return sources_file is not None and bool(read_sources(sources_file, alone=False))
     except ExceptionGroup:  # its provider reports what is wrong with it
         return True
-
-
-def _fleet(config: ServiceSettings, timing: FleetTiming) -> Fleet:
-    return Fleet(
-        PrefixIndex(memory_limit=config.memory_limit),
-        max_sources=config.limits.max_sources,
-        max_reservations=config.limits.max_reservations,
-        hide_stale_seconds=config.hide_stale_seconds,
-        curve=config.curve,
-        timing=timing,
-        load=config.load,
-    )

@@ -69,27 +69,24 @@ class StateStore:
 
     def save(self, index: PrefixIndex, read_checkpoints: Callable[[], list[Checkpoint]]) -> None:
         """Write a generation of the index and of the streams' checkpoints. Wait for a save in another thread."""
-        with self._save_lock:
-            self._save(index, read_checkpoints)
-
-    def _save(self, index: PrefixIndex, read_checkpoints: Callable[[], list[Checkpoint]]) -> None:
         generation = secrets.token_hex(8)
         streams = self.folder / _STREAMS.format(generation)
-        try:
-            former = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in read_checkpoints()}
-            _write_index(index, self.folder / _INDEX.format(generation))
-            # The streams went on meanwhile. Batches that the snapshot already contains are delivered again, and the index
-            # recognises them by their sequence numbers.
-            points = read_checkpoints()
-            checkpoints = [former[key].merge_later(point) for point in points if (key := (point.source, point.rank)) in former]
-            _write(streams, msgspec.msgpack.encode(checkpoints))
-            _write(self.folder / _CURRENT, generation.encode())
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
-        finally:
-            self._remove_old_generations()
+        with self._save_lock:
+            try:
+                former = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in read_checkpoints()}
+                _write_index(index, self.folder / _INDEX.format(generation))
+                # The streams went on meanwhile. Batches that the snapshot already contains are delivered again, and the index
+                # recognises them by their sequence numbers.
+                points = {(point.source, point.rank): point for point in read_checkpoints()}
+                checkpoints = [former[key].merge_later(point) for key, point in points.items() if key in former]
+                _write(streams, msgspec.msgpack.encode(checkpoints))
+                _write(self.folder / _CURRENT, generation.encode())
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
+            finally:
+                self._remove_old_generations()
 
     def restore(self, index: PrefixIndex) -> dict[Key, Checkpoint]:
         """Load the current generation into the index and return its checkpoints; none if there is no generation.

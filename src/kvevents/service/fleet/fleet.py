@@ -46,10 +46,6 @@ Resume: TypeAlias = Callable[[Key], Checkpoint | None]
 """Returns the checkpoint at which to resume a stream; None for its beginning."""
 
 
-def _no_checkpoint(_: Key) -> Checkpoint | None:
-    return None
-
-
 class Fleet(Listener):
     """The registered members and their index. Any thread may call every method; the follower changes the subscriber."""
 
@@ -131,13 +127,13 @@ class Fleet(Listener):
 
     # --- membership
 
-    def register(self, registration: Registration, origin: str = HTTP, *, resume: Resume = _no_checkpoint) -> Future[None]:
+    def register(self, registration: Registration, origin: str = HTTP, *, resume: Resume | None = None) -> Future[None]:
         """Register a stream, and follow it from the checkpoint that `resume` returns.
 
         Raises `ConflictError` and `TooMuchError`. The future raises `EndpointError` or `ConfigError` for an unusable endpoint.
         """
         member = self._add(registration, origin)
-        checkpoint = resume(registration.key)
+        checkpoint = resume(registration.key) if resume is not None else None
         following = self.follower.submit(lambda: self._follow(member, checkpoint))
         following.add_done_callback(lambda future: self._refuse(member, error) if (error := future.exception()) else None)
         return following
@@ -271,8 +267,9 @@ class Fleet(Listener):
         name, rank = member.registration.key
         self.follower.subscriber.remove(name, rank)
         self.loads.leave((name, rank))
-        if self._is_followed(name, rank):  # the stream of a log has joined again meanwhile
-            return 0
+        with suppress(LookupError):
+            self.follower.subscriber.trust(name, rank)
+            return 0  # the stream of a log has joined again meanwhile
         self.on_change()  # else an answer could name it, EXACT and without blocks
         blocks = self.index.remove_worker((name, rank))
         if not any(key[0] == name for key in list(self.members)):
@@ -280,13 +277,6 @@ class Fleet(Listener):
             self.index.set_drafts(name, None)
         log.info("%s: no longer followed; it held %d blocks", member.registration.label, blocks)
         return blocks
-
-    def _is_followed(self, name: str, rank: int) -> bool:
-        try:
-            self.follower.subscriber.trust(name, rank)
-        except LookupError:
-            return False
-        return True
 
     def replace_registrations(self, origin: str, registrations: Iterable[Registration], resume: Resume) -> list[str]:
         """Make `registrations` the only ones of `origin`. Return sentences about the registrations that failed.

@@ -8,9 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -115,12 +114,6 @@ class StreamSubscriber(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Task(Generic[T]):
-    work: Callable[[], T]
-    future: Future[T]
-
-
 class Follower(threading.Thread):
     """Owns a subscriber: it receives from it, and other threads submit tasks that change it."""
 
@@ -129,7 +122,7 @@ class Follower(threading.Thread):
         super().__init__(name="kvevents-follower", daemon=True)
         self.subscriber = subscriber
         self.sink: Final = sink
-        self._tasks: deque[_Task[object]] = deque()
+        self._tasks: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._is_stopping = False
         self._per_second: deque[tuple[int, int]] = deque(maxlen=RATE_SECONDS + 1)
         self._began = int(time.monotonic())
@@ -142,7 +135,7 @@ class Follower(threading.Thread):
         Before `start` and after the end of the thread, run it in the calling thread.
         """
         future: Future[T] = Future()
-        self._tasks.append(_Task(work, future))  # type: ignore[arg-type]  # the queue does not look at results
+        self._tasks.append((work, future))
         if not self.is_alive():
             self._run_tasks()
         return future
@@ -198,13 +191,13 @@ class Follower(threading.Thread):
         results: list[Callable[[], None]] = []
         failure: BaseException | None = None
         while self._tasks and failure is None:
-            task = self._tasks.popleft()
-            if not task.future.set_running_or_notify_cancel():
+            work, future = self._tasks.popleft()
+            if not future.set_running_or_notify_cancel():
                 continue  # it was cancelled
             try:
-                results.append(partial(task.future.set_result, task.work()))
+                results.append(partial(future.set_result, work()))
             except BaseException as error:  # noqa: BLE001 - the future has it, and unexpected ones are raised below
-                results.append(partial(task.future.set_exception, error))
+                results.append(partial(future.set_exception, error))
                 failure = None if isinstance(error, (KVEventsError, OSError)) else error
         try:
             if results:

@@ -6,7 +6,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
+
+import msgspec
 
 from kvevents.client.reasons import Reason, advise
 from kvevents.client.schemas import GapView, LoadView, SourceView, TrustStatus
@@ -15,16 +17,41 @@ from kvevents.index.prefix_index import describe_estimate
 from kvevents.routing import LoadReading
 from kvevents.routing.engine_load import EngineLoad
 from kvevents.routing.weights import DISTANCE_LOST, DISTANCE_SILENT, distance_of
-from kvevents.service.fleet.faults import ENDPOINT_FAULTS, SourceFault, reasons_of
-from kvevents.service.fleet.registration import Lease, Registration, Scope
-from kvevents.stream import Trust, TrustState
+from kvevents.service.fleet.registration import Lease, Registration
+from kvevents.stream import DegradedReason, StreamCounters, Trust, TrustState
 from kvevents.subscriber import StreamStatus
 
 MAX_GAPS: Final = 64
 """Maximum number of gaps of one stream that are listed one by one; all are counted."""
 HTTP: Final = "http"
 """Origin of the registrations of clients."""
+ENDPOINT_FAULTS: Final = frozenset(
+    {
+        Reason.UNRESOLVED,
+        Reason.REFUSED,
+        Reason.UNANSWERED,
+        Reason.UNREACHABLE,
+        Reason.NOT_ZEROMQ,
+        Reason.WRONG_SOCKET,
+        Reason.KEYS,
+        Reason.NO_PEER,
+    }
+)
+"""Faults with which an endpoint cannot deliver anything."""
+CODES_OF_DEGRADED_REASONS: Final[dict[DegradedReason, Reason]] = {
+    reason: Reason(reason.name.lower().replace("_", "-")) for reason in DegradedReason
+}
+_REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
+"""The reason for a state if no other reason explains it."""
+_STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
 _CONNECTING: Final = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
+
+
+class SourceFault(NamedTuple):
+    """A fault of a source: a code for programs, and a sentence for people."""
+
+    reason: Reason
+    sentence: str
 
 
 class Revision:
@@ -122,13 +149,24 @@ class Member:
         faults = self._faults_that_explain(trust)
         if faults and self.status is not None and self.status.error:  # the prober knows more than that
             sentences = [sentence] if (sentence := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
-        degraded_reasons = self.status.degraded_reasons if self.status is not None else ()
-        reasons = reasons_of(trust.name, degraded_reasons, faults, self.index_faults)
+        reasons = self._reasons_of(trust, faults)
         # The registration names them, not the stream: a replica reads its streams from a log, which has no such setting.
         if trust == Trust.EXACT and (inexact := self.registration.stores_only):
             reasons += (Reason.STORES_ONLY,)
             sentences.append(f"no removals are announced from {', '.join(inexact)}: what it holds there is not exact")
         return self.set_trust(trust.with_reason("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
+
+    def _reasons_of(self, trust: Trust, faults: list[SourceFault]) -> tuple[Reason, ...]:
+        """Return all reasons for the state; at least one unless it is EXACT. `faults` are those of its endpoints."""
+        if trust == Trust.EXACT:
+            return ()
+        degraded_reasons = self.status.degraded_reasons if self.status is not None else ()
+        reasons = sorted(CODES_OF_DEGRADED_REASONS[reason] for reason in degraded_reasons)
+        reasons += sorted(fault.reason for fault in (*faults, *self.index_faults))
+        is_explained = bool(faults) or (trust == Trust.STALE and not _STALE_WHILE_CONNECTED.isdisjoint(reasons))
+        if trust.name in _REASON_OF_STATE and not is_explained:
+            reasons.append(_REASON_OF_STATE[trust.name])
+        return tuple(dict.fromkeys(reasons)) or (Reason.OTHER,)
 
     def _faults_that_explain(self, trust: Trust) -> list[SourceFault]:
         """Return the endpoint faults that explain the state."""
@@ -205,10 +243,6 @@ class Member:
         reading = self.load()
         return None if reading is None else reading.load
 
-    def admits(self, scope: Scope) -> bool:
-        """Whether this rank can hold blocks of prompts in a scope."""
-        return self.registration.scope.admits(scope)
-
     @property
     def is_caught_up(self) -> bool:
         """Whether no batch is known to be missing: it is EXACT, or waits for a live batch that confirms its replay."""
@@ -247,9 +281,9 @@ class Member:
     def view(self) -> SourceView:
         """Return the entry for `/v1/sources`."""
         registration, status, info = self.registration, self.status, self.info
-        counters = status.counters if status is not None else None
+        counters = status.counters if status is not None else StreamCounters()
         reading = self.load()
-        rejections = dict(counters.rejected) if counters is not None else {}
+        rejections = dict(counters.rejected)
         if info is not None:
             rejections.update({f"{kind}: {reason}": count for (kind, reason), count in info.rejected.items()})
         return SourceView(
@@ -282,16 +316,16 @@ class Member:
             uncertain=info.uncertain if info is not None else 0,
             block_sizes=self.block_sizes,
             declared_block_size=registration.block_size,
-            batches=counters.delivered if counters is not None else 0,
-            replayed=counters.replayed if counters is not None else 0,
-            lost=counters.lost if counters is not None else 0,
-            compacted=counters.compacted if counters is not None else 0,
-            gap_count=counters.gaps if counters is not None else 0,
+            batches=counters.delivered,
+            replayed=counters.replayed,
+            lost=counters.lost,
+            compacted=counters.compacted,
+            gap_count=counters.gaps,
             gaps=list(self.gaps),
             load=_load_view(reading),
             load_fault=None if reading is None else reading.fault or None,
-            resets=counters.resets if counters is not None else 0,
-            reconnects=counters.reconnects if counters is not None else 0,
+            resets=counters.resets,
+            reconnects=counters.reconnects,
             rejected=rejections,
         )
 
@@ -299,15 +333,7 @@ class Member:
 def _load_view(reading: LoadReading | None) -> LoadView | None:
     if reading is None or reading.load is None or reading.age is None:
         return None
-    load = reading.load
-    return LoadView(
-        running=load.running,
-        waiting=load.waiting,
-        waiting_uncached_tokens=load.waiting_uncached_tokens,
-        used_tokens=load.used_tokens,
-        max_tokens=load.max_tokens,
-        age_seconds=reading.age,
-    )
+    return msgspec.convert({**msgspec.structs.asdict(reading.load), "age_seconds": reading.age}, LoadView)
 
 
 _REASONS_OF_ESTIMATES: Final = {"set-aside": Reason.SET_ASIDE, "unknown-parents": Reason.UNKNOWN_PARENTS}

@@ -49,24 +49,13 @@ class Scope(NamedTuple):
     """Name of the LoRA, or its number for engines whose events have no name (vLLM before 0.14)."""
     salt: str | None = None
 
-    def admits(self, prompt: Scope) -> bool:
-        """Whether streams in this scope may hold blocks of a prompt.
-
-        Model, tenant and group are equal then, and the prompt has the LoRA and the salt of this scope, if it has any.
-        """
-        return self[:3] == prompt[:3] and self.lora in {None, prompt.lora} and self.salt in {None, prompt.salt}
-
-    @property
-    def salt_digest(self) -> str | None:
-        """A digest that is written and sent in place of the salt, which is a secret."""
-        return None if self.salt is None else sha256(self.salt.encode()).hexdigest()
-
     @property
     def name(self) -> str:
         """The name of this scope in the index. It contains a digest of the salt, because names are written into snapshots."""
         parts = [self.tenant, self.group, self.model]
         if self.lora is not None or self.salt is not None:
-            parts += ["" if self.lora is None else f"+{self.lora}", self.salt_digest or ""]
+            parts.append("" if self.lora is None else f"+{self.lora}")
+            parts.append("" if self.salt is None else sha256(self.salt.encode()).hexdigest())
         return SEPARATOR.join(parts)
 
 
