@@ -75,55 +75,30 @@ _WIDTH: Final = max(len(verdict) for verdict in Verdict)
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     targets = parser.add_mutually_exclusive_group()
-    targets.add_argument(
-        "target", metavar="TARGET", nargs="?", choices=list(DRIVERS), help=f"a program to start: {', '.join(DRIVERS)}"
-    )
+    targets.add_argument("target", metavar="TARGET", nargs="?", choices=list(DRIVERS), help=f"start it: {', '.join(DRIVERS)}")
     targets.add_argument("--indexer", type=service_url, help="a running indexer with the API of RFC #1403")
-    parser.add_argument(
-        "--api", choices=tuple(APIS), default="dynamo", help="whose form of the API the indexer has (default: dynamo)"
-    )
-    targets.add_argument(
-        "--router",
-        metavar="COMMAND",
-        help="a router to start; {port}, {block_size}, {urls}, {endpoints} and {replays} in COMMAND are filled in",
-    )
-    targets.add_argument(
-        "--publisher",
-        metavar="TARGET",
-        help="a publisher: ENDPOINT,REPLAY of one that runs, or a command with {endpoint}, {replay_endpoint}, {buffer_steps}",
-    )
-    parser.add_argument(
-        "--only", metavar="TEXT", action="append", default=[], help="only scenarios with TEXT in their name; can be repeated"
-    )
-    parser.add_argument(
-        "--scenarios", metavar="PATH", type=Path, help="a scenario file or a folder of them (default: those of this package)"
-    )
-    parser.add_argument(
-        "--dialect",
-        metavar="NAME",
-        type=_dialect,
-        help="let all engines send as RELEASE does, such as sglang-0.5.9; scenarios that it cannot express are left out",
-    )
+    parser.add_argument("--api", choices=tuple(APIS), default="dynamo", help="whose form of the API the indexer has")
+    text = "a router to start; {port}, {block_size}, {urls}, {endpoints} and {replays} in COMMAND are filled in"
+    targets.add_argument("--router", metavar="COMMAND", help=text)
+    text = "ENDPOINT,REPLAY of one that runs, or a command with {endpoint}, {replay_endpoint}, {buffer_steps}"
+    targets.add_argument("--publisher", metavar="TARGET", help=text)
+    text = "only scenarios with TEXT in their name; can be repeated"
+    parser.add_argument("--only", metavar="TEXT", action="append", default=[], help=text)
+    parser.add_argument("--scenarios", metavar="PATH", type=Path, help="a scenario file or a folder of them (default: ours)")
+    text = "let all engines send as RELEASE does, such as sglang-0.5.9; scenarios that it cannot express are left out"
+    parser.add_argument("--dialect", metavar="NAME", type=_dialect, help=text)
     parser.add_argument("--title", metavar="TEXT", help="name of the target in results (default: its name and version)")
     parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
     parser.add_argument("-j", "--jobs", type=positive_int, default=JOBS, help="scenarios at a time")
-    parser.add_argument(
-        "--folder",
-        metavar="DIR",
-        type=Path,
-        default=os.environ.get(FOLDER_VARIABLE) or Path("~/.cache/kvevents/conform").expanduser(),
-        help=f"virtual environments of programs from wheels (default: ${FOLDER_VARIABLE} or ~/.cache/kvevents/conform)",
-    )
+    folder = os.environ.get(FOLDER_VARIABLE) or Path("~/.cache/kvevents/conform").expanduser()
+    text = f"virtual environments of programs from wheels (default: ${FOLDER_VARIABLE} or ~/.cache/kvevents/conform)"
+    parser.add_argument("--folder", metavar="DIR", type=Path, default=folder, help=text)
     _add_output(parser)
 
 
 def _add_output(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--max-needless",
-        type=whole_number,
-        help="exit with 1 if more scenarios than N are reported without need (default: a twentieth of those that are played), "
-        "or any in which nothing goes wrong",
-    )
+    text = "exit with 1 if more than N are reported without need, or any in which nothing goes wrong (default: a twentieth)"
+    parser.add_argument("--max-needless", type=whole_number, help=text)
     parser.add_argument("--exit-zero", action="store_true", help="exit with 0 regardless of the verdicts")
     add_output(parser, "one object at the end, or for each scenario of --list", "junit")
     parser.add_argument("--save", type=Path, action="append", default=[], help="also write JSON, or JUnit if FILE ends in .xml")

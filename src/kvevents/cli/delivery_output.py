@@ -22,18 +22,14 @@ from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockSto
 from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
 
-Detail: TypeAlias = Literal["quiet", "batches", "events", "tokens"]
+Detail: TypeAlias = Literal["batches", "events", "tokens"]
 
 MAX_EVENTS_INLINE: Final = 3
 """Events that the line of a batch describes; the rest is summed up."""
 MAX_HASHES_INLINE: Final = 3
 _HASH_DIGITS: Final = 8
 """Shown digits of 16; they are enough to recognise a hash, as in git."""
-_EVENT_STYLES: Final[dict[type[KVEvent], Style]] = {
-    BlockStored: "good",
-    BlockRemoved: "warn",
-    AllBlocksCleared: "loud",
-}
+_EVENT_STYLES: Final[dict[type[KVEvent], Style]] = {BlockStored: "good", BlockRemoved: "warn", AllBlocksCleared: "loud"}
 _INDENT: Final = " " * 14
 
 

@@ -126,13 +126,8 @@ def _cell(value: Any) -> str:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument(
-        "paths",
-        nargs="*",
-        metavar="PATH",
-        type=Path,
-        help="recordings, followed by the directory for their tables; with --query that directory only",
-    )
+    text = "recordings, followed by the directory for their tables; with --query that directory only"
+    parser.add_argument("paths", nargs="*", metavar="PATH", type=Path, help=text)
     parser.add_argument("--token-ids", action="store_true", help="export token ids as well, from which prompts can be read")
     parser.add_argument("-f", "--force", action="store_true", help="replace the tables in the directory if there are any")
     parser.add_argument("--query", metavar="NAME", help="run a shipped query, or the one in the file NAME.sql")

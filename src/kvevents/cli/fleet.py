@@ -76,9 +76,7 @@ def _add_instance(parser: ArgumentParser, ranks: str, **model: Any) -> None:
 
 def _add_register(parser: ArgumentParser) -> None:
     _add_instance(parser, "0; of a URL all ranks")
-    parser.add_argument(
-        "endpoint", metavar="ENDPOINT|URL", type=endpoint_or_url, help="endpoint of its events, or URL of its HTTP server"
-    )
+    parser.add_argument("endpoint", metavar="ENDPOINT|URL", type=endpoint_or_url, help="endpoint of its events, or its URL")
     parser.add_argument("--replay", type=endpoint, help="its replay endpoint (default: none)")
     parser.add_argument("--block-size", type=positive_int, help="tokens per block (default: as received)")
     parser.add_argument("--lease", type=positive_int, metavar="S", help="unregister it after S seconds unless it is renewed")

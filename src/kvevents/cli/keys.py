@@ -70,14 +70,9 @@ def _show(args: Namespace, console: Console) -> None:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "name", nargs="?", metavar="NAME", type=Path, help="name of the pair, which can have a directory: DIR/NAME"
-    )
+    what.add_argument("name", nargs="?", metavar="NAME", type=Path, help="name of the pair, with or without a directory")
     what.add_argument("--show", type=Path, help="print the public keys of a file instead")
     parser.add_argument(
-        "-f",
-        "--force",
-        action="store_true",
-        help="replace a pair that exists; peers that have its public key are then rejected",
+        "-f", "--force", action="store_true", help="replace a pair; peers reject it until they have the new key"
     )
     add_output(parser, "one object, which does not contain the secret key")

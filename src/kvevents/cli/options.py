@@ -30,8 +30,6 @@ from kvevents.errors import ConfigError, ExternalError, UsageError
 from kvevents.stream import Source
 from kvevents.zeromq.keys import Curve
 
-WAIT_FOR_SUBSCRIBER_SECONDS: Final = 60.0
-"""Default of `--wait-for-subscriber` without a value."""
 POLL_SECONDS: Final = 0.02
 """Seconds between two checks whether a subscriber has connected."""
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
@@ -98,9 +96,7 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
     replay = parser.add_mutually_exclusive_group()
     replay.add_argument("--replay", type=endpoint, help="replay endpoint of the engine, which repairs losses (default: none)")
     replay.add_argument("--no-replay", action="store_true", help="run without replay: losses are reported, not repaired")
-    parser.add_argument(
-        "--topic-prefix", default="", metavar="PREFIX", help="receive only topics with this prefix (default: all)"
-    )
+    parser.add_argument("--topic-prefix", default="", metavar="PREFIX", help="receive only topics with PREFIX (default: all)")
     parser.add_argument("--bind", action="store_true", help="listen at ENDPOINT, for an engine that connects")
     add_curve(parser)
 
@@ -108,16 +104,10 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
 def add_curve(parser: ArgumentParser | Group) -> None:
     """Declare CURVE keys, which `read_curve` reads. Secret keys are in files, since all users can read arguments."""
     parser.add_argument("--curve-key", metavar="FILE", help="own CURVE keys: a file NAME.key_secret of `kvevents keys`")
-    parser.add_argument(
-        "--curve-server-key",
-        metavar="FILE|KEY",
-        help="public key of the peer, or a file of it (NAME.key), if the peer is the CURVE server, as engines are",
-    )
-    parser.add_argument(
-        "--curve-allow",
-        metavar="FILE",
-        help="file or folder of the public keys that are accepted, if this end is the CURVE server (default: all keys)",
-    )
+    text = "public key of the peer, or a file of it (NAME.key), if the peer is the CURVE server, as engines are"
+    parser.add_argument("--curve-server-key", metavar="FILE|KEY", help=text)
+    text = "file or folder of the public keys that are accepted, if this end is the CURVE server (default: all keys)"
+    parser.add_argument("--curve-allow", metavar="FILE", help=text)
 
 
 def read_curve(args: Namespace) -> Curve | None:
@@ -210,11 +200,8 @@ def add_limits(parser: ArgumentParser) -> None:
     """Declare when a command ends by itself."""
     parser.add_argument("-n", "--count", type=positive_int, help="stop after N batches (default: never)")
     parser.add_argument("--duration", type=positive_seconds, help="stop after S seconds (default: never)")
-    parser.add_argument(
-        "--idle-timeout",
-        type=positive_seconds,
-        help="stop after S seconds without a batch, with exit code 3 if none ever arrived (default: never)",
-    )
+    text = "stop after S seconds without a batch, with exit code 3 if none ever arrived (default: never)"
+    parser.add_argument("--idle-timeout", type=positive_seconds, help=text)
 
 
 # --- the endpoints at which a command publishes
@@ -231,25 +218,14 @@ def add_publisher(parser: ArgumentParser) -> None:
         help="where to answer replay requests",
     )
     add_wait_for_subscriber(parser)
-    parser.add_argument(
-        "--linger",
-        nargs="?",
-        type=positive_seconds,
-        const=threading.TIMEOUT_MAX,
-        help="answer replay requests for S seconds after the last batch, or until Ctrl-C without S (default: end at once)",
-    )
+    text = "answer replay requests for S seconds after the last batch, or until Ctrl-C without S (default: end at once)"
+    parser.add_argument("--linger", nargs="?", type=positive_seconds, const=threading.TIMEOUT_MAX, help=text)
 
 
 def add_wait_for_subscriber(parser: ArgumentParser) -> None:
     """Declare whether a publisher waits for a subscriber before it begins."""
-    parser.add_argument(
-        "--wait-for-subscriber",
-        nargs="?",
-        type=positive_seconds,
-        const=WAIT_FOR_SUBSCRIBER_SECONDS,
-        help=f"begin after a subscriber has connected; fail after S seconds without one ({WAIT_FOR_SUBSCRIBER_SECONDS:.0f} "
-        "without S; default: begin at once)",
-    )
+    text = "begin after a subscriber has connected; fail after S seconds without one (60 without S; default: begin at once)"
+    parser.add_argument("--wait-for-subscriber", nargs="?", type=positive_seconds, const=60.0, help=text)
 
 
 def wait_for_subscriber(args: Namespace, endpoint: str, has_subscriber: Callable[[], bool]) -> None:
@@ -278,12 +254,8 @@ def linger(args: Namespace, console: Console) -> None:
 def add_service(parser: ArgumentParser | Group) -> None:
     """Declare the service to ask, how to authenticate to it, and how long to wait."""
     named = parser.add_mutually_exclusive_group()
-    named.add_argument(
-        "-s",
-        "--service",
-        type=service_url,
-        help=f"URL of the service (default: {SERVICE_VARIABLE}, else the current context, else {DEFAULT_SERVICE})",
-    )
+    text = f"URL of the service (default: {SERVICE_VARIABLE}, else the current context, else {DEFAULT_SERVICE})"
+    named.add_argument("-s", "--service", type=service_url, help=text)
     named.add_argument("--context", metavar="NAME", help=f"service of this name in {context_file()}")
     parser.add_argument("--token-file", type=Path, help=f"file with the bearer token (default: the variable {TOKEN_VARIABLE})")
     # Without this option the error about `--token SECRET` would print the secret.

@@ -143,21 +143,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("file", metavar="FILE", type=Path, help="recording to publish")
     add_publisher(parser)
-    parser.add_argument(
-        "--speed",
-        type=_speed,
-        default=1.0,
-        metavar="X",
-        help="times faster than recorded, or max: as fast as possible (default: 1)",
-    )
-    parser.add_argument(
-        "--repeat",
-        type=positive_int,
-        default=1,
-        help="publish the recording N times, with increasing sequence numbers and times (default: 1)",
-    )
-    parser.add_argument(
-        "--run", dest="run_name", metavar="NAME", help="publish this run only (default: all runs, as restarts of the engine)"
-    )
+    parser.add_argument("--speed", type=_speed, default=1.0, metavar="X", help="times faster than recorded, or max")
+    parser.add_argument("--repeat", type=positive_int, default=1, help="publish the recording N times, with increasing numbers")
+    parser.add_argument("--run", dest="run_name", metavar="NAME", help="publish this run only (default: all, as restarts)")
     parser.add_argument("--list", action="store_true", help="list the runs of FILE and exit")
     add_output(parser, "one object for each run of --list")

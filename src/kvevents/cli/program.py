@@ -9,16 +9,7 @@ from contextlib import suppress
 from io import TextIOWrapper
 from typing import Final
 
-from kvevents.cli.command import (
-    CHECK_NOT_POSSIBLE,
-    FAILED,
-    INTERRUPTED,
-    OK,
-    WRONG_USAGE,
-    Command,
-    CommandGroup,
-    CommandParser,
-)
+from kvevents.cli.command import CHECK_NOT_POSSIBLE, FAILED, INTERRUPTED, OK, WRONG_USAGE, Command, CommandGroup, CommandParser
 from kvevents.cli.console import Console, Span
 from kvevents.cli.signals import signals_interrupt
 from kvevents.errors import KVEventsError, UsageError
@@ -85,17 +76,10 @@ COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
 _DESCRIPTION: Final = "Record, publish, check, index and query the KV cache events of inference engines."
 _EPILOG: Final = """\
 examples:
-  kvevents tail 127.0.0.1:5557 --replay 127.0.0.1:5558  print the events of an engine
   kvevents doctor tcp://127.0.0.1:5557                  check an engine
-  kvevents record tcp://127.0.0.1:5557 run.jsonl.gz     record its events
-  kvevents play run.jsonl.gz --wait-for-subscriber      publish them again, without the engine
-  kvevents relay 127.0.0.1:5557,127.0.0.1:5558          republish its events with full history
-  kvevents bridge --nats nats://n1 --config fleet.toml  write the events of a fleet to NATS
+  kvevents tail 127.0.0.1:5557 --replay 127.0.0.1:5558  print the events of an engine
   kvevents serve                                        index a fleet, and answer queries over HTTP
   kvevents top                                          watch that fleet
-  kvevents export run.jsonl.gz out                      convert a recording to tables
-  kvevents conform ours                                 check that faults of engines are survived
-  kvevents sim compare                                  compare routing policies on a simulated fleet
 
 `kvevents COMMAND --help` explains a command.
 

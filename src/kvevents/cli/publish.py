@@ -153,20 +153,14 @@ def _print_summary(publisher: ZmqEventPublisher, feed: LinePublisher, console: C
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument(
-        "file", metavar="FILE", nargs="?", type=Path, default=STDIN, help="file with JSON lines, or - for stdin"
-    )
+    text = "file with JSON lines, or - for stdin"
+    parser.add_argument("file", metavar="FILE", nargs="?", type=Path, default=STDIN, help=text)
     add_publisher(parser)
     parser.add_argument("--connect", action="store_true", help="connect to --endpoint, where a consumer listens with --bind")
     parser.add_argument("--topic", default="", help="topic of the batches (default: empty)")
-    parser.add_argument(
-        "--dialect",
-        type=resolve_dialect,
-        metavar="NAME",
-        help="engine release whose wire format is used, such as vllm-0.33 (default: arrays, which almost all consumers read)",
-    )
-    parser.add_argument(
-        "--buffer-steps", type=positive_int, default=BUFFER_STEPS, help="batches kept for replay, older ones are compacted"
-    )
+    text = "release whose wire format is used, such as vllm-0.33 (default: arrays, which almost all consumers read)"
+    parser.add_argument("--dialect", type=resolve_dialect, metavar="NAME", help=text)
+    text = "batches kept for replay, older ones are compacted"
+    parser.add_argument("--buffer-steps", type=positive_int, default=BUFFER_STEPS, help=text)
     add_curve(parser)
     parser.add_argument("--rate", type=rate, help="batches per second (default: no limit)")

@@ -70,27 +70,14 @@ def _tokens_or_stdin(text: str) -> list[int] | str:
 def add_prompt(parser: ArgumentParser) -> None:
     """Declare the prompt: exactly one of four options."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "tokens",
-        nargs="*",
-        default=[],
-        metavar="TOKENS",
-        type=_tokens_or_stdin,
-        help="token ids, or a JSON array of them, or - for stdin",
-    )
-    source.add_argument(
-        "--prompt-file",
-        type=Path,
-        help="file with token ids: 32-bit little-endian numbers if its name ends in .u32 or .bin, else a JSON array",
-    )
+    text = "token ids, or a JSON array of them, or - for stdin"
+    source.add_argument("tokens", nargs="*", default=[], metavar="TOKENS", type=_tokens_or_stdin, help=text)
+    text = "file with token ids: 32-bit little-endian numbers if its name ends in .u32 or .bin, else a JSON array"
+    source.add_argument("--prompt-file", type=Path, help=text)
     source.add_argument("--text", help="text of the prompt, to which the chat template is already applied; needs --tokenizer")
     source.add_argument("--text-file", type=Path, help="file with that text, or - for stdin")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json of the model, as published on Hugging Face")
-    parser.add_argument(
-        "--no-special-tokens",
-        action="store_true",
-        help="do not add special tokens, such as the beginning of sequence, to the text",
-    )
+    parser.add_argument("--no-special-tokens", action="store_true", help="do not add special tokens to the text")
 
 
 def read_prompt(args: Namespace) -> list[int]:
@@ -302,9 +289,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--lora", metavar="NAME", help="LoRA adapter of the prompt (default: none)")
     parser.add_argument("--salt", help="cache salt of the prompt (default: none)")
     parser.add_argument(
-        "--whole-prompt",
-        action="store_true",
-        help="include the last token, whose block engines recompute (default: exclude it)",
+        "--whole-prompt", action="store_true", help="count the block of the last token, which engines recompute"
     )
     parser.add_argument("--select", action="store_true", help="ask which worker should get the prompt, and why")
     add_output(parser, "the service's response")

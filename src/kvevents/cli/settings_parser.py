@@ -33,7 +33,7 @@ import msgspec
 from kvevents.cli.command import CommandLineError
 from kvevents.cli.options import CURVE_FLAGS, Group, engine
 from kvevents.cli.values import endpoint, engine_url, port, positive_int, positive_seconds, seconds, size, whole_number
-from kvevents.endpoints import MAX_PORT
+from kvevents.diagnosis.text_format import size as size_text
 from kvevents.errors import ConfigError, UsageError
 from kvevents.settings import (
     Range,
@@ -126,7 +126,7 @@ class Setting:
         if shown is msgspec.NODEFAULT or isinstance(shown, bool) or shown in (None, "", (), []):
             default = ""
         elif self._unit is Unit.BYTES:
-            default = next(f"{shown // one}{unit}" for unit, one in _SIZES if shown % one == 0)
+            default = size_text(shown)
         else:
             default = f"{shown:g}" if isinstance(shown, float) else ", ".join(shown) if self.is_list else str(shown)
         return (self._text + (f" (default: {default})" if default else "")).replace("%", "%%")
@@ -137,9 +137,6 @@ class Setting:
                 f"all users of this machine can read arguments; set {self.variable}, or write it in the file of --config"
             )
         return self.read(text)
-
-
-_SIZES: Final = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("", 1))
 
 
 class SettingsParser(Generic[T]):
@@ -389,44 +386,22 @@ def worker_source(text: str) -> dict[str, Any]:
 def dns_source(text: str) -> dict[str, Any]:
     """Return the settings of `TARGET[,REPLAY_PORT]`. Each engine answers replay requests at its own host."""
     target, comma, replay = text.partition(",")
-    found: dict[str, Any] = {"target": target}
-    if comma:
-        if not replay.isascii() or not replay.isdecimal() or not 0 < int(replay) <= MAX_PORT:
-            raise ConfigError(f"invalid port {replay!r} in {text!r}: expected HOST:PORT,REPLAY_PORT")
-        found["replay_endpoint"] = f"tcp://*:{int(replay)}"
-    return found
+    return {"target": target} | ({"replay_endpoint": f"tcp://*:{port(replay)}"} if comma else {})
 
 
 def add_sources(parser: ArgumentParser | Group, settings: SettingsParser[Any]) -> None:
     """Declare the engines to subscribe to, which `read_sources` reads."""
-    parser.add_argument(
-        "--worker",
-        dest="workers",
-        action="append",
-        default=[],
-        type=worker_source,
-        metavar="NAME[:RANK]=ENDPOINT[,REPLAY]",
-        help="subscribe to this engine, whose model and block size are --model and --block-size; can be repeated",
+    text = "subscribe to this engine, whose model and block size are --model and --block-size; can be repeated"
+    form = "NAME[:RANK]=ENDPOINT[,REPLAY]"
+    parser.add_argument("--worker", dest="workers", action="append", default=[], type=worker_source, metavar=form, help=text)
+    text = "subscribe to the engine whose HTTP server at http://HOST:PORT returns the endpoints; can be repeated"
+    parser.add_argument("--engine", dest="engines", action="append", default=[], type=engine_url, help=text)
+    text = (
+        "subscribe to the engines that a DNS name resolves to: HOST:PORT or _service._tcp.NAME; with REPLAY_PORT, as in "
+        "HOST:5557,5558, lost batches are repaired, without it no stream is EXACT; can be repeated"
     )
-    parser.add_argument(
-        "--engine",
-        dest="engines",
-        action="append",
-        default=[],
-        type=engine_url,
-        help="subscribe to the engine with this HTTP server, which returns the endpoints: http://HOST:PORT or HOST:PORT; "
-        "can be repeated",
-    )
-    parser.add_argument(
-        "--dns",
-        dest="names",
-        action="append",
-        default=[],
-        type=dns_source,
-        metavar="NAME[,REPLAY_PORT]",
-        help="subscribe to the engines that a DNS name resolves to: HOST:PORT or _service._tcp.NAME; with REPLAY_PORT, as in "
-        "HOST:5557,5558, lost batches are repaired, without it no stream is EXACT; can be repeated",
-    )
+    form = "NAME[,REPLAY_PORT]"
+    parser.add_argument("--dns", dest="names", action="append", default=[], type=dns_source, metavar=form, help=text)
     settings.add(parser, "kubernetes.selector", "kubernetes.namespaces", "kubernetes.pools", "source_files")
     parser.add_argument("--model", metavar="NAME", help="model of --worker, --engine and --dns")
     parser.add_argument("--block-size", type=positive_int, help="tokens per block of --worker and --dns (default: as received)")

@@ -110,12 +110,8 @@ TRIM_SECONDS: Final = 30.0
 def add_log_options(parser: ArgumentParser | Group) -> None:
     """Declare the options that `configure_logging` reads."""
     parser.add_argument("--log-level", choices=_LEVELS, default="info", help="least severe level to log (default: info)")
-    parser.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default="text",
-        help="log lines for people, or one JSON object per line (default: text)",
-    )
+    text = "log lines for people, or one JSON object per line (default: text)"
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help=text)
 
 
 def configure_logging(args: Namespace) -> None:

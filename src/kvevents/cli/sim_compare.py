@@ -127,15 +127,9 @@ SEEDS: Final = 3
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument(
-        "--policy", action="append", choices=list(POLICIES), help="simulate this policy; can be repeated (default: all)"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=positive_int,
-        default=SEEDS,
-        help="simulate each policy with N seeds, from --seed on, for means and intervals",
-    )
+    text = "simulate this policy; can be repeated (default: all)"
+    parser.add_argument("--policy", action="append", choices=list(POLICIES), help=text)
+    parser.add_argument("--seeds", type=positive_int, default=SEEDS, help="simulate each policy with N seeds, from --seed on")
     parser.add_argument("-j", "--jobs", type=positive_int, help="simulations at the same time (default: the number of CPUs)")
     add_output(parser, "one object with all results")
     parser.add_argument("--picture", type=Path, help="draw the comparison into FILE (.svg, .png or .pdf), which is replaced")

@@ -60,17 +60,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--time-scale", type=factor, default=1.0, help="simulated seconds per second")
     parser.add_argument("--duration", type=positive_seconds, help="stop after S seconds (default: never)")
     parser.add_argument("--host", default="127.0.0.1", help="address to publish at; 0.0.0.0 is all addresses")
-    parser.add_argument(
-        "--base-port",
-        type=positive_int,
-        metavar="PORT",
-        help="port of the first worker's events; its replay port is the next one, and so on (default: free ports)",
-    )
-    parser.add_argument(
-        "--write-sources",
-        type=Path,
-        help="write the endpoints to FILE, which is replaced, for `kvevents serve --sources` (default: no file)",
-    )
+    text = "port of the first worker's events; its replay port is the next one, and so on (default: free ports)"
+    parser.add_argument("--base-port", type=positive_int, metavar="PORT", help=text)
+    text = "write the endpoints to FILE, which is replaced, for `kvevents serve --sources` (default: no file)"
+    parser.add_argument("--write-sources", type=Path, help=text)
     parser.add_argument("--model", metavar="NAME", default="sim", help="model in that file")
     add_wait_for_subscriber(parser)
     add_output(parser, "one object at the end")

@@ -10,7 +10,6 @@ import msgspec
 from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import (
     DeliveryLoop,
-    Detail,
     LineFormat,
     TrustChanges,
     delivery_record,
@@ -37,43 +36,28 @@ EXAMPLES: Final = """\
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --quiet --idle-timeout 60      report losses only
 """
 
-EVENT_TYPES: Final[dict[str, type[KVEvent]]] = {
-    "stored": BlockStored,
-    "removed": BlockRemoved,
-    "cleared": AllBlocksCleared,
-}
-_DETAILS: Final[tuple[tuple[Detail, tuple[str, ...], str], ...]] = (
-    ("quiet", ("-q", "--quiet"), "print resets, gaps and changes of trust only"),
-    ("tokens", ("--token-ids",), "print each event with its token ids, from which prompts can be read"),
-)
+EVENT_TYPES: Final[dict[str, type[KVEvent]]] = {"stored": BlockStored, "removed": BlockRemoved, "cleared": AllBlocksCleared}
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     add_source(parser)
     add_limits(parser)
-    parser.add_argument(
-        "--type",
-        type=_event_types,
-        metavar="TYPE[,TYPE]",
-        help="print only events of these types: stored, removed, cleared (default: all)",
-    )
-    parser.add_argument(
-        "--medium",
-        help="print only events on this medium, such as GPU, which is also that of events without one (default: all)",
-    )
+    text = "print only events of these types: stored, removed, cleared (default: all)"
+    parser.add_argument("--type", type=_event_types, metavar="TYPE[,TYPE]", help=text)
+    parser.add_argument("--medium", help="print only events on this medium; events without one are on the GPU (default: all)")
     add_output(parser, "one object per batch, gap, reset or change of trust, with token ids; wide has a line for each event")
     detail = parser.add_mutually_exclusive_group()
-    for level, flags, text in _DETAILS:
-        detail.add_argument(*flags, dest="detail", action="store_const", const=level, default="batches", help=text)
+    detail.add_argument("-q", "--quiet", action="store_true", help="print resets, gaps and changes of trust only")
+    text = "print each event with its token ids, from which prompts can be read"
+    detail.add_argument("--token-ids", action="store_true", help=text)
 
 
-def _event_types(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in EVENT_TYPES]
-    if unknown:
-        raise ConfigError(f"invalid event type {unknown[0]!r}: expected {', '.join(EVENT_TYPES)}")
-    return names
+def _event_types(text: str) -> tuple[type[KVEvent], ...]:
+    try:
+        return tuple(EVENT_TYPES[name] for name in text.split(","))
+    except KeyError as error:
+        raise ConfigError(f"invalid event type {error}: expected {', '.join(EVENT_TYPES)}") from error
 
 
 def run(args: Namespace) -> int:
@@ -81,17 +65,15 @@ def run(args: Namespace) -> int:
     console = Console()
     sources = read_sources(args)
     width = max(len(f"{source.name}/{source.rank}") for source in sources)
-    is_data = args.output in DATA
-    lines = LineFormat(width, "events" if args.output == "wide" and args.detail == "batches" else args.detail)
+    lines = LineFormat(width, "tokens" if args.token_ids else "events" if args.output == "wide" else "batches")
 
     def show(delivery: Delivery) -> None:
-        if is_data:
+        if args.output in DATA:
             write_record(delivery_record(delivery), args.output, console)
         else:
             console.lines(lines.delivery(delivery))
 
-    types = tuple(EVENT_TYPES[name] for name in args.type) if args.type else None
-    event_filter = EventFilter(types, args.medium)
+    event_filter = EventFilter(args.type, args.medium)
     remaining: int | None = args.count
     with StopSignal() as stop:
         note_missing_endpoints(args, console)
@@ -106,7 +88,7 @@ def run(args: Namespace) -> int:
                 elif not isinstance(delivery, Batch):
                     show(delivery)
                 elif (batch := event_filter.apply(delivery)) is not None:
-                    if args.detail != "quiet":
+                    if not args.quiet:
                         show(batch)
                     if remaining is not None:
                         remaining -= 1

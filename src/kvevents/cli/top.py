@@ -101,9 +101,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     add_service(parser)
     parser.add_argument("--sort", choices=SOURCE_ORDERS, default="trust", help="what comes first: the worst, or the most")
-    parser.add_argument(
-        "--limit", type=positive_int, help="show at most N sources (default: all, or in a live view as many as fit)"
-    )
+    parser.add_argument("--limit", type=positive_int, help="show at most N sources (default: all, or as many as fit)")
     parser.add_argument("--interval", type=positive_seconds, default=DEFAULT_INTERVAL, help="seconds between polls")
     parser.add_argument("--once", action="store_true", help="poll once and exit; works without a terminal")
     add_output(parser, "one object for each poll")

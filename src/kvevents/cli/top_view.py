@@ -76,10 +76,7 @@ ISSUES: Final = SourceColumn("why", lambda source, _: source_issues(source), 1)
 MIN_ISSUES: Final = 16
 COLUMNS: Final = (
     SourceColumn(
-        "worker",
-        lambda source, _: worker_name(source.instance, source.rank, source.tenant, source.group),
-        0,
-        lambda _: "name",
+        "worker", lambda source, _: worker_name(source.instance, source.rank, source.tenant, source.group), 0, lambda _: "name"
     ),
     SourceColumn("model", lambda source, _: source.model, 9),
     SourceColumn("trust", _trust, 0, lambda source: TRUST_STYLES[source.trust.state]),
