@@ -16,7 +16,6 @@ from kvevents.client.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, So
 from kvevents.diagnosis.findings import CheckResult, Severity, fail, ok, warn
 from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.text_format import duration, first_names, percentage, plural, size
-from kvevents.package_metadata import version
 
 ENOUGH_LOOKUPS: Final = 20
 """Number of lookups without any hit from which on there is a fault."""
@@ -62,7 +61,7 @@ class ServiceChecks:
         yield from check_ready(ready)
         stats = self._client.get("/v1/stats", StatsAnswer)
         self.version = stats.version
-        yield check_version(self._client.url, stats)
+        yield ok("service", f"kvevents {stats.version} answers at {self._client.url}, up {duration(stats.uptime_seconds)}")
         yield from check_health(health, stats)
         answer = self._client.sources()
         yield from check_fleet(answer, time.time())
@@ -73,43 +72,24 @@ class ServiceChecks:
 
 def check_fleet(answer: SourcesAnswer, now: float) -> Iterator[CheckResult]:
     """Check the sources of the service."""
-    yield from check_discovery(answer)
     sources = answer.sources
+    yield from check_discovery(answer)
     yield from check_trust(sources, now)
     yield from check_traffic(sources, now)
-    checks = (
-        check_ranks(sources),
-        check_block_sizes(sources),
-        check_lag(sources),
-        check_load(sources),
-        check_requests(sources),
-        check_losses(sources, now),
-        check_rejected(sources),
-    )
-    yield from (finding for finding in checks if finding is not None)
-
-
-def check_version(url: str, stats: StatsAnswer) -> CheckResult:
-    """Check the release of the service."""
-    text = f"kvevents {stats.version} answers at {url}, up {duration(stats.uptime_seconds)}"
-    if stats.version == version():
-        return ok("service", text)
-    return ok("service", f"{text}; this command has {version()}")
+    checks = (check_ranks, check_block_sizes, check_lag, check_load, check_requests, check_rejected)
+    yield from filter(None, (*(check(sources) for check in checks), check_losses(sources, now)))
 
 
 def check_health(health: HealthAnswer, stats: StatsAnswer) -> Iterator[CheckResult]:
     """Check the faults that the service reports."""
+    has_failed = health.status == "failed"
     for warning in health.warnings:
-        if warning == stats.snapshot_fault:  # reported below
-            continue
-        if health.status == "failed":
+        if has_failed:
             yield fail("health", warning, "restart the service; its log has the cause")
-        else:
+        elif warning != stats.snapshot_fault:  # reported below
             yield warn("health", warning, "change its settings, and restart it")
-    if health.status == "failed" and not health.warnings:
-        yield fail("health", "the service reports that it has failed", _LOGS)
-    if health.status == "ok" and not health.warnings:
-        yield ok("health", "no faults")
+    if not health.warnings:
+        yield fail("health", "the service reports that it has failed", _LOGS) if has_failed else ok("health", "no faults")
 
 
 def check_ready(ready: ReadyAnswer) -> Iterator[CheckResult]:
@@ -134,9 +114,8 @@ def check_lookups(stats: StatsAnswer) -> CheckResult:
         return ok("lookups", f"{lookups}, {percentage(stats.hits, stats.lookups)} of them found something")
     text = f"{lookups}, and none found anything, though the index has {plural(stats.blocks, 'block')}"
     advice = (
-        "clients must send the tokens that the engine computes: compare model name, block size, tokenizer, chat template, "
-        "special tokens, LoRA and salt. `kvevents tail ENDPOINT --token-ids` shows the engine's tokens, `kvevents query` looks "
-        "up one prompt"
+        "clients must send the tokens that the engine computes (`kvevents tail ENDPOINT --token-ids` shows them): compare "
+        "model name, block size, tokenizer, chat template, special tokens, LoRA and salt"
     )
     return (fail if stats.lookups >= ENOUGH_LOOKUPS else warn)("lookups", text, advice)
 
@@ -191,16 +170,13 @@ _PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING, Reason.REPLAY_U
 
 def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
     """Check the faults of discovery, and whether there is any source."""
-    faults = [(name, sentence) for name, sentences in answer.faults.items() for sentence in sentences]
-    for name, sentence in faults[:MAX_LISTED]:
-        advice = "the service does not know these engines; correct the cause, or the service's settings"
-        yield fail("discovery", f"{name}: {sentence}", advice)
-    if len(faults) > MAX_LISTED:
-        yield fail("discovery", f"and {len(faults) - MAX_LISTED:,} faults more", "see /v1/sources")
+    advice = "the service does not know these engines; correct the cause, or the service's settings"
+    faults = [
+        fail("discovery", f"{name}: {sentence}", advice) for name, sentences in answer.faults.items() for sentence in sentences
+    ]
+    yield from _worst_of(faults, "discovery", "fault")
     if not answer.sources:
-        advice = (
-            "register engines (POST /register), or start the service with --worker, --engine, --dns or a file of [[sources]]"
-        )
+        advice = "use `kvevents register`, or start the service with --worker, --engine, --dns or a file of [[sources]]"
         yield warn("discovery", "no engine is registered", advice)
     elif not faults:
         instances = {(source.tenant, source.group, source.instance) for source in answer.sources}
@@ -229,7 +205,7 @@ def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[CheckResu
     """Check which sources are not EXACT, why, and since when."""
     exact = sum(source.trust.state == "EXACT" for source in sources)
     findings = [_trust_finding(source, now) for source in sources if source.trust.state != "EXACT"]
-    yield from _worst_of(findings, "trust")
+    yield from _worst_of(findings, "trust", "source")
     if exact:
         count = sum(source.trust.attested for source in sources)
         note = f", {count:,} of them attested by the engine" if count else ""
@@ -253,16 +229,12 @@ def _worker_name(source: SourceView) -> str:
     return worker_name(source.instance, source.rank, source.tenant, source.group)
 
 
-_WORST_FIRST: Final = (Severity.FAIL, Severity.WARN, Severity.OK)
-
-
-def _worst_of(findings: Sequence[CheckResult], check: str) -> Iterator[CheckResult]:
+def _worst_of(findings: Sequence[CheckResult], check: str, noun: str) -> Iterator[CheckResult]:
     """Return the worst findings, and the number of the others."""
-    sorted_findings = sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.verdict))
-    yield from sorted_findings[:MAX_LISTED]
-    if others := sorted_findings[MAX_LISTED:]:
-        text = f"and {plural(len(others), 'source')} more"
-        yield CheckResult(check, others[0].verdict, text, "see `kvevents top`")
+    worst_first = sorted(findings, key=lambda finding: list(Severity).index(finding.verdict), reverse=True)
+    yield from worst_first[:MAX_LISTED]
+    if others := worst_first[MAX_LISTED:]:
+        yield CheckResult(check, others[0].verdict, f"and {plural(len(others), noun)} more", "see `kvevents sources`")
 
 
 def check_block_sizes(sources: Sequence[SourceView]) -> CheckResult | None:
@@ -348,10 +320,7 @@ def check_losses(sources: Sequence[SourceView], now: float) -> CheckResult | Non
     if not recent:
         text = f"permanently lost, none of them within the last hour: {_list_losses(with_losses)}"
         return ok("losses", text) if with_losses else None
-    advice = (
-        "a larger buffer_steps of the engine lets replay repair more, and without a replay endpoint nothing is repaired; "
-        "check whether the service or the network pauses"
-    )
+    advice = "a replay endpoint repairs losses, a larger buffer_steps more of them; check whether service or network pauses"
     return warn("losses", f"permanently lost, some within the last hour: {_list_losses(recent)}", advice)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from math import ceil
+from os.path import commonprefix
 from types import TracebackType
 from typing import Final, Self
 
@@ -177,27 +178,17 @@ def check_topic(topics: Counter[bytes], prefix: str) -> CheckResult | None:
     """Check whether `prefix` matches the topics; None without a topic."""
     if not topics:
         return None
-    topics_text = ", ".join(f"{_name(topic)} ({count:,})" for topic, count in topics.most_common(_TOPICS_SHOWN))
+    most_common = [(topic.decode("utf-8", "backslashreplace"), count) for topic, count in topics.most_common(_TOPICS_SHOWN)]
+    topics_text = ", ".join(f"{topic!r} ({count:,})" for topic, count in most_common)
     mismatch_count = sum(count for topic, count in topics.items() if not topic.startswith(prefix.encode()))
     if not mismatch_count:
         every = "all topics are received" if not prefix else f"all begin with {prefix!r}"
         return ok("topic", f"{every}; seen: {topics_text}")
-    common = _common_prefix(topics)
+    common = commonprefix([topic.decode("utf-8", "ignore") for topic in topics])  # noqa: RUF071 - of texts
     advice = f"use --topic-prefix {common!r}" if common else "omit --topic-prefix to receive all topics"
     if mismatch_count == topics.total():
         return fail("topic", f"no topic begins with {prefix!r}, so a subscriber receives nothing; seen: {topics_text}", advice)
     return warn("topic", f"{plural(mismatch_count, 'message')} do not begin with {prefix!r}; seen: {topics_text}", advice)
-
-
-def _common_prefix(topics: Counter[bytes]) -> str:
-    # The first and the last of sorted strings differ earliest.
-    first, last = min(topics), max(topics)
-    length = next((index for index, (left, right) in enumerate(zip(first, last, strict=False)) if left != right), len(first))
-    return first[:length].decode("utf-8", "ignore")
-
-
-def _name(topic: bytes) -> str:
-    return repr(topic.decode("utf-8", "backslashreplace"))
 
 
 def check_frames(sample: TrafficSample) -> CheckResult | None:
