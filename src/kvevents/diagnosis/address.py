@@ -123,45 +123,47 @@ _CURVE_FAULTS: Final[dict[CurveOutcome, tuple[str, str]]] = {
 }
 
 
-def check_address(endpoint: str, curve: Curve | None = None) -> tuple[list[CheckResult], bool]:
-    """Return findings about `endpoint`, and whether it is possible to subscribe to it."""
+def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
+    """Check whether it is possible to subscribe to `endpoint`."""
     if endpoint.startswith("inproc://"):
-        return [fail("address", f"{endpoint} exists in the process of the engine only", BINDS)], False
+        return fail("address", f"{endpoint} exists in the process of the engine only", BINDS)
     target = split_tcp(endpoint)
     if target is not None and (target[0] == "0.0.0.0" or target[1] == 0):  # noqa: S104 - compared, not bound
-        return [
-            fail("address", f"{endpoint} is an address to listen at", "use the engine's host and port, or listen with --bind")
-        ], False
+        return fail(
+            "address", f"{endpoint} is an address to listen at", "use the engine's host and port, or listen with --bind"
+        )
+    found = _reach("address", endpoint, curve, zmq.SUB)
+    if isinstance(found, CheckResult):
+        return found
+    if found.outcome == "curve":
+        return ok("address", f"{endpoint} accepts the key")
+    if not found.is_publisher:
+        return _report_other_socket(endpoint, found.detail)
+    return ok("address", f"{endpoint} is a publisher ({found.detail} socket)")
+
+
+def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handshake | CheckResult:
+    """Return the handshake with a socket that accepts the keys, if there are any; else why there is none."""
     handshake = perform_handshake(endpoint)
-    if curve is not None and handshake.outcome in {"curve", "socket"}:
-        fault = _curve_fault("address", endpoint, handshake, curve, zmq.SUB)
-        return ([ok("address", f"{endpoint} accepts the key")], True) if fault is None else ([fault], False)
-    if handshake.outcome != "socket":
-        return [_report_no_socket("address", endpoint, handshake)], False
-    if not handshake.is_publisher:
-        return [_report_other_socket(endpoint, handshake.detail)], False
-    return [ok("address", f"{endpoint} is a publisher ({handshake.detail} socket)")], True
-
-
-def _report_no_socket(check: str, endpoint: str, handshake: Handshake) -> CheckResult:
-    text, advice = _HTTP if handshake.detail == "HTTP" else _WRONG[handshake.outcome]
-    return fail(check, f"{endpoint}: {text.format(detail=handshake.detail).strip()}", advice)
-
-
-def _curve_fault(check: str, endpoint: str, handshake: Handshake, curve: Curve, kind: int) -> CheckResult | None:
-    """Return why `endpoint` does not accept the keys; None if it does."""
-    if handshake.outcome == "socket":
-        text = f"{endpoint}: it does not use CURVE, but keys are given"
+    if curve is not None and handshake.outcome == "socket":
         return fail(
             check,
-            text,
+            f"{endpoint}: it does not use CURVE, but keys are given",
             "configure keys in the engine (curve in its KV events configuration), or omit --curve-key and --curve-server-key",
         )
-    outcome = probe_curve(endpoint, curve, kind)
-    if outcome == "accepted":
-        return None
-    text, advice = _CURVE_FAULTS[outcome]
-    return fail(check, f"{endpoint}: {text}", advice)
+    if curve is not None and handshake.outcome == "curve":
+        outcome = probe_curve(endpoint, curve, kind)
+        if outcome == "accepted":
+            return handshake
+        text, advice = _CURVE_FAULTS[outcome]
+    elif handshake.outcome == "socket":
+        return handshake
+    elif handshake.outcome == "refused" and kind == zmq.DEALER:
+        advice = 'start the engine with "replay_endpoint": "tcp://*:5558" in its KV events configuration'
+        text = "nothing listens there"
+    else:
+        text, advice = _HTTP if handshake.detail == "HTTP" else _WRONG[handshake.outcome]
+    return fail(check, f"{endpoint}: {text.format(detail=handshake.detail).strip()}", advice)
 
 
 def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
@@ -182,21 +184,13 @@ def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
 
 def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResult | None:
     """Return why `endpoint` cannot answer replay requests; None if it is a ROUTER socket."""
-    handshake = perform_handshake(endpoint)
-    if handshake.outcome == "refused":
-        advice = 'start the engine with "replay_endpoint": "tcp://*:5558" in its KV events configuration'
-        return fail("replay", f"{endpoint}: nothing listens there", advice)
-    if curve is not None and handshake.outcome in {"curve", "socket"}:
-        return _curve_fault("replay", endpoint, handshake, curve, zmq.DEALER)
-    if handshake.outcome != "socket":
-        return _report_no_socket("replay", endpoint, handshake)
-    if handshake.detail != "ROUTER":
-        return fail(
-            "replay",
-            f"{endpoint} is a {handshake.detail} socket, not a replay endpoint",
-            "use the engine's replay endpoint with --replay",
-        )
-    return None
+    found = _reach("replay", endpoint, curve, zmq.DEALER)
+    if isinstance(found, CheckResult):
+        return found
+    if found.outcome == "curve" or found.detail == "ROUTER":
+        return None
+    text = f"{endpoint} is a {found.detail} socket, not a replay endpoint"
+    return fail("replay", text, "use the engine's replay endpoint with --replay")
 
 
 def next_ranks(endpoint: str) -> int:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from typing import Final, Protocol
 
 from kvevents.diagnosis.address import check_address, next_ranks
-from kvevents.diagnosis.findings import CheckResult, warn
+from kvevents.diagnosis.findings import CheckResult, Severity, warn
 from kvevents.diagnosis.replay import (
     USE_REPLAY,
     check_losses,
@@ -66,13 +66,12 @@ class EngineChecks:
     def findings(self) -> Iterator[CheckResult]:
         """Run every check whose preconditions hold, from the address to trust, and yield the findings."""
         if not self.source.bind:
-            findings, publishes = check_address(self.source.endpoint, self.source.curve)
-            yield from findings
-            if not publishes:
+            yield (finding := check_address(self.source.endpoint, self.source.curve))
+            if finding.verdict is Severity.FAIL:
                 return
         replay: list[CheckResult] = []
         response: ReplaySample | None = None
-        with self._stop as stop, TrafficSample(self.source) as sample:
+        with self._stop as stop, closing(TrafficSample(self.source)) as sample:
             if self.source.replay_endpoint is None:
                 replay.append(self._find_replay(sample, stop))
             if self.source.replay_endpoint is not None:

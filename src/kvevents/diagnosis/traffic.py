@@ -6,8 +6,7 @@ import time
 from collections import Counter, deque
 from math import ceil
 from os.path import commonprefix
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 import zmq
 
@@ -113,12 +112,6 @@ class TrafficSample:
         except EndpointError:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the socket."""
