@@ -43,9 +43,7 @@ EXAMPLES: Final = """\
   kvevents conform ours
   kvevents conform dynamo                                NVIDIA Dynamo's indexer, from its released wheel
   kvevents conform vllm-router                           its policy kv_aware, from the released wheel
-  kvevents conform ours-publisher
   kvevents conform --indexer http://10.0.0.9:8090        an indexer that runs and can reach this machine's 127.0.0.1
-  kvevents conform ours --only restart --only gap -o json
   kvevents conform ours --dialect sglang-0.5.9           every fault with engines of that release
   kvevents conform ours --save results.xml               JUnit XML beside the text
 """
@@ -93,10 +91,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     folder = os.environ.get(FOLDER_VARIABLE) or Path("~/.cache/kvevents/conform").expanduser()
     text = f"virtual environments of programs from wheels (default: ${FOLDER_VARIABLE} or ~/.cache/kvevents/conform)"
     parser.add_argument("--folder", metavar="DIR", type=Path, default=folder, help=text)
-    _add_output(parser)
-
-
-def _add_output(parser: ArgumentParser) -> None:
     text = "exit with 1 if more than N are reported without need, or any in which nothing goes wrong (default: a twentieth)"
     parser.add_argument("--max-needless", type=whole_number, help=text)
     parser.add_argument("--exit-zero", action="store_true", help="exit with 0 regardless of the verdicts")

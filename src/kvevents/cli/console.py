@@ -221,12 +221,11 @@ def _spans(cell: Part | Line) -> list[Span]:
 
 
 def _paint(parts: Line, color: bool) -> str:
-    return "".join(_paint_span(span, color) for span in _spans(parts))
-
-
-def _paint_span(span: Span, color: bool) -> str:
-    code = _SGR[span.style] if color else ""
-    return f"\x1b[{code}m{span.text}\x1b[0m" if code and span.text else span.text
+    painted = ""
+    for text, style in _spans(parts):
+        code = _SGR[style] if color else ""
+        painted += f"\x1b[{code}m{text}\x1b[0m" if code and text else text
+    return painted
 
 
 def printable(text: str) -> str:

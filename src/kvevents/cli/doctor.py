@@ -34,7 +34,6 @@ EXAMPLES: Final = """\
 DEFAULT_SECONDS: Final = 5.0
 
 _STYLES: Final[dict[Severity, Style]] = {Severity.OK: "good", Severity.WARN: "warn", Severity.FAIL: "bad"}
-_ADVICE_INDENT: Final = " " * 18
 
 
 def run(args: Namespace) -> int:
@@ -64,15 +63,11 @@ def _collect(findings: Iterable[CheckResult], console: Console, *, quiet: bool) 
     for finding in findings:
         found.append(finding)
         if not quiet:
-            _print_finding(finding, console)
+            verdict = Span(f"{finding.verdict.value:<6}", _STYLES[finding.verdict])
+            console.line(verdict, Span(f"{finding.check:<10}", "bold"), finding.text)
+            if finding.advice:
+                console.line(" " * 18, Span(f"-> {finding.advice}", "name"))
     return found
-
-
-def _print_finding(finding: CheckResult, console: Console) -> None:
-    verdict = Span(f"{finding.verdict.value:<6}", _STYLES[finding.verdict])
-    console.line(verdict, Span(f"{finding.check:<10}", "bold"), finding.text)
-    if finding.advice:
-        console.line(_ADVICE_INDENT, Span(f"-> {finding.advice}", "name"))
 
 
 def _print_totals(found: list[CheckResult], console: Console) -> None:

@@ -120,11 +120,10 @@ def _show_drained(answer: DrainAnswer, _wide: bool) -> list[Line]:
 
 def _show_fields(answer: dict[str, Any], _wide: bool) -> list[Line]:
     width = max(map(len, answer), default=0)
-    return [[Span(f"{name:<{width}}  ", "dim"), _text(value)] for name, value in answer.items() if value]
-
-
-def _text(value: Any) -> str:
-    return ", ".join(map(_text, value)) if isinstance(value, list) else str(value)
+    texts = {
+        name: ", ".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in answer.items() if value
+    }
+    return [[Span(f"{name:<{width}}  ", "dim"), text] for name, text in texts.items()]
 
 
 REGISTER: Final = FleetCommand(

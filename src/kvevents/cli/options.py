@@ -15,15 +15,7 @@ from typing import Any, Final, NoReturn, TypeAlias
 from kvevents.cli.command import CommandLineError
 from kvevents.cli.console import Console, Span
 from kvevents.cli.contexts import context_file, find_context
-from kvevents.cli.values import (
-    URL_SCHEMES,
-    endpoint,
-    endpoint_or_url,
-    positive_int,
-    positive_seconds,
-    ranks,
-    service_url,
-)
+from kvevents.cli.values import URL_SCHEMES, endpoint, endpoint_or_url, positive_int, positive_seconds, ranks, service_url
 from kvevents.client import Client
 from kvevents.client.protocol import TOKEN_VARIABLE
 from kvevents.errors import ConfigError, ExternalError, UsageError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -69,11 +68,6 @@ def choose(streams: dict[RecordedEndpoint, list[LiveBatch]], run: str | None, co
     return [batch for stream in selected if stream.endpoint == endpoint for batch in streams[stream]]
 
 
-def rescale(batches: Sequence[LiveBatch], speed: float) -> list[LiveBatch]:
-    """Return the batches with their times divided by `speed`."""
-    return [batch if batch.t is None else batch._replace(t=batch.t / speed) for batch in batches]
-
-
 def run(args: Namespace) -> int:
     """Publish the recording, then linger."""
     console = Console()
@@ -81,9 +75,10 @@ def run(args: Namespace) -> int:
     if args.list:
         return _print_runs(streams, args.output, console)
     batches = choose(streams, args.run_name, console)
-    tape = batches if args.speed == "max" else rescale(batches, args.speed)
+    if args.speed != "max":
+        batches = [batch if batch.t is None else batch._replace(t=batch.t / args.speed) for batch in batches]
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
-    with StopSignal() as stop, TapePlayer(tape, **endpoints, log=LOGGED_BATCHES) as player:
+    with StopSignal() as stop, TapePlayer(batches, **endpoints, log=LOGGED_BATCHES) as player:
         console.note(f"publishing at {player.endpoint}, replay {player.replay_endpoint}")
         try:
             _play(player, args, stop, console)

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvevents.cli.command import CHECK_NOT_POSSIBLE, FAILED, INTERRUPTED, OK, WRONG_USAGE, Command, CommandGroup, CommandParser
 from kvevents.cli.console import Console, Span
-from kvevents.cli.signals import signals_interrupt
+from kvevents.cli.signals import handling_signals
 from kvevents.errors import KVEventsError, UsageError
 from kvevents.package_metadata import version
 
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _escape_unencodable_characters()
     on_error = FAILED
     try:
-        with signals_interrupt():
+        with handling_signals():
             parser = make_parser()
             words = list(sys.argv[1:] if argv is None else argv)
             if words[:1] == ["help"]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final
 
 import msgspec
 
@@ -24,7 +24,6 @@ from kvevents.client.schemas import (
     Selection,
     SelectRequest,
     SourceView,
-    TrustStatus,
     WorkerMatch,
 )
 from kvevents.diagnosis.text_format import first_names, percentage, plural
@@ -152,9 +151,6 @@ def _encode(text: str, file: Path, *, special: bool) -> list[int]:
         raise ConfigError(f"cannot use --tokenizer {file}: {error}; expected the tokenizer.json of the model") from error
 
 
-Cells: TypeAlias = list[Part | Line]
-
-
 def run(args: Namespace) -> int:
     """Send the query, and print the response."""
     tokens = read_prompt(args)
@@ -213,7 +209,7 @@ def _explain_no_match(sources: Sequence[SourceView], prompt: int) -> str:
     return "if an engine should hold it, compare tokens, LoRA and salt with those of `kvevents tail ENDPOINT --token-ids`"
 
 
-# --- the matches
+# --- the answers
 
 
 def _print_matches(answer: MatchAnswer, console: Console, *, wide: bool) -> None:
@@ -221,64 +217,38 @@ def _print_matches(answer: MatchAnswer, console: Console, *, wide: bool) -> None
     shown = [held for held in answer.workers if held.tokens or held.trust.state != "EXACT"]
     if shown:
         shown.sort(key=lambda held: (-held.tokens, held.instance, held.rank))
-        rows = [_match_cells(held, answer.prompt_tokens) for held in shown]
-        _print_table(("worker", "tokens", "share", "tiers", "trust"), rows, [held.url for held in shown] * wide, console)
-
-
-def _match_cells(held: WorkerMatch, prompt: int) -> Cells:
-    return [
-        Span(worker_name(held.instance, held.rank), "name"),
-        f"{held.tokens:,}",
-        percentage(held.tokens, prompt),
-        _tier_prefixes(held.tiers),
-        _trust(held.trust),
-    ]
-
-
-def _print_table(titles: tuple[str, ...], rows: list[Cells], urls: list[str | None], console: Console) -> None:
-    """Print rows; with a column of `urls` if there are any."""
-    if urls:
-        titles, rows = (*titles, "url"), [[*row, url or "-"] for row, url in zip(rows, urls, strict=True)]
-    console.lines(table(titles, rows, _LEFT))
+        figures = [(f"{held.tokens:,}", percentage(held.tokens, answer.prompt_tokens)) for held in shown]
+        _print_workers(shown, ("tokens", "share"), figures, console, wide=wide)
 
 
 def _print_selection(selected: Selection, console: Console, *, wide: bool) -> None:
     console.line(Span(worker_name(selected.instance, selected.rank), "name"), " should get the prompt")
     console.line(selected.why)
+    if selected.unreachable:
+        left_out = [f"{worker_name(one.instance, one.rank)} is {one.trust.state}" for one in selected.unreachable]
+        console.note(f"left out: {first_names(left_out)}")
     considered = selected.considered or []
-    if left_out := selected.unreachable:
-        console.note(
-            "left out: " + first_names([f"{worker_name(one.instance, one.rank)} is {one.trust.state}" for one in left_out])
-        )
-    rows = [_candidate_cells(one) for one in considered]
-    titles = ("worker", "score", "to compute", "load", "tokens", "tiers", "trust")
-    _print_table(titles, rows, [one.url for one in considered] * wide, console)
+    figures = [(f"{one.score:.3f}", percentage(one.uncached, 1), f"{one.load:.2f}", f"{one.tokens:,}") for one in considered]
+    _print_workers(considered, ("score", "to compute", "load", "tokens"), figures, console, wide=wide)
 
 
-def _candidate_cells(one: ScoredCandidate) -> Cells:
-    return [
-        Span(worker_name(one.instance, one.rank), "name"),
-        f"{one.score:.3f}",
-        percentage(one.uncached, 1),
-        f"{one.load:.2f}",
-        f"{one.tokens:,}",
-        _tier_prefixes(one.tiers),
-        _trust(one.trust),
-    ]
-
-
-# --- layout
-
-_LEFT: Final = frozenset({"worker", "tiers", "trust", "url"})
-
-
-def _tier_prefixes(tiers: Mapping[str, int]) -> str:
-    return " + ".join(f"{tier} {tokens:,}" for tier, tokens in tokens_by_tier(tiers).items())
-
-
-def _trust(trust: TrustStatus) -> list[Part]:
-    reason = f" ({trust.reason})" if trust.reason else " (attested)" if trust.attested else ""
-    return [Span(trust.state, TRUST_STYLES[trust.state]), reason]
+def _print_workers(
+    workers: Sequence[WorkerMatch | ScoredCandidate],
+    figure_titles: Sequence[str],
+    figures: Sequence[Sequence[str]],
+    console: Console,
+    *,
+    wide: bool,
+) -> None:
+    """Print a row for each worker: its name, its figures, the tokens that each tier adds, its trust, and if `wide` its URL."""
+    titles = ["worker", *figure_titles, "tiers", "trust", *(["url"] if wide else [])]
+    rows: list[list[Part | Line]] = []
+    for one, texts in zip(workers, figures, strict=True):
+        tiers = " + ".join(f"{tier} {tokens:,}" for tier, tokens in tokens_by_tier(one.tiers).items())
+        reason = f" ({one.trust.reason})" if one.trust.reason else " (attested)" if one.trust.attested else ""
+        trust: Line = [Span(one.trust.state, TRUST_STYLES[one.trust.state]), reason]
+        rows.append([Span(worker_name(one.instance, one.rank), "name"), *texts, tiers, trust, one.url or "-"][: len(titles)])
+    console.lines(table(titles, rows, {"worker", "tiers", "trust", "url"}))
 
 
 def add_arguments(parser: ArgumentParser) -> None:

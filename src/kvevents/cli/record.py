@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import DeliveryLoop, subscribe
@@ -51,7 +51,7 @@ def run(args: Namespace) -> int:
     with StopSignal() as stop:
         sources = read_sources(args)
         note_missing_endpoints(args, console)
-        with Recorder(args.file, sources) as recorder, subscribe(sources) as subscriber:
+        with closing(Recorder(args.file, sources)) as recorder, subscribe(sources) as subscriber:
             deliveries = DeliveryLoop(subscriber, args, stop)
             began = time.monotonic()
             for delivery in deliveries:
@@ -84,10 +84,8 @@ class Recorder:
         self._sources = {(source.label, source.rank): source for source in sources}
         self._flushed_at = 0.0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Close the file. Raises `RecordingError` if it cannot be written."""
         if self.writer is not None:
             self.writer.close()
 

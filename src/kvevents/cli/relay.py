@@ -79,7 +79,7 @@ RELAY_FLAGS: Final = {"tokens": "--token-policy", "replay_endpoint": "--replay"}
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     settings = SettingsParser(RelayCommandSettings, "relay", flags=CURVE_FLAGS | RELAY_FLAGS)
-    settings.add_positional(parser, "upstreams", "[NAME[:RANK]=]ENDPOINT[,REPLAY]", engine)
+    settings.add_positional(parser, "upstreams", "[NAME[:RANK]=]ENDPOINT[,REPLAY]")
     settings.add(parser, "ranks", "topic_prefix", "upstream_curve_key", "upstream_curve_server_key", "journal")
     output = parser.add_argument_group("the stream that the relay publishes")
     settings.add(output, "endpoint", "replay_endpoint", "topic", "dialect", "tokens", "heartbeat")

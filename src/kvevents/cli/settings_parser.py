@@ -22,7 +22,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -54,12 +54,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_READERS: Final[dict[Unit, Callable[[str], Any]]] = {
-    Unit.SECONDS: seconds,
-    Unit.BYTES: size,
-    Unit.PORT: port,
-    Unit.ENDPOINT: endpoint,
-}
+_READERS: Final[dict[Unit, Any]] = {Unit.SECONDS: seconds, Unit.BYTES: size, Unit.PORT: port, Unit.ENDPOINT: endpoint}
 _SERVICE_LINK: Final = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+|PORT(?==(tcp|udp|sctp)://)")
 """Variables that Kubernetes sets in every pod for a Service whose name has the prefix of our variables."""
 
@@ -179,15 +174,9 @@ class SettingsParser(Generic[T]):
         for path in paths:
             self._left.pop(path).add_to(group)
 
-    def add_positional(self, parser: ArgumentParser, path: str, metavar: str, check: Callable[[str], Any]) -> None:
-        """Declare positional arguments, a list of texts that `check` accepts."""
-        text = self._left.pop(path).help
-
-        def checked(each: str) -> str:
-            check(each)
-            return each
-
-        parser.add_argument(path, metavar=metavar, type=checked, nargs="*", default=argparse.SUPPRESS, help=text)
+    def add_positional(self, parser: ArgumentParser, path: str, metavar: str) -> None:
+        """Declare positional arguments, a list of texts."""
+        parser.add_argument(path, metavar=metavar, nargs="*", default=argparse.SUPPRESS, help=self._left.pop(path).help)
 
     def add_rest(self, parser: ArgumentParser, file: str = "TOML file of settings") -> None:
         """Declare `--config`, and the options of all settings that have none yet. Only `--help-all` shows those."""

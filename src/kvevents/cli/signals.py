@@ -13,36 +13,28 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
 from kvevents.cli.options import Group
-
-_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _install(action: Any) -> dict[signal.Signals, Any]:
-    """Install `action` and return the previous actions. A signal that is ignored, as under `nohup`, stays ignored."""
-    handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    return {number: signal.signal(number, action) for number in handled}
-
-
-def _restore(previous: dict[signal.Signals, Any]) -> None:
-    for number, action in previous.items():
-        signal.signal(number, action)
-
-
 @contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """Let both signals raise KeyboardInterrupt, so that context managers close what is open."""
-    previous = _install(_interrupt)
+def handling_signals(action: Callable[[int, FrameType | None], None] = _interrupt) -> Iterator[None]:
+    """Call `action` at both signals; by default they raise KeyboardInterrupt, so that context managers close what is open.
+
+    A signal that is ignored, as under `nohup`, stays ignored.
+    """
+    handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, action) for number in handled}
     try:
         yield
     finally:
-        _restore(previous)
+        for number, former in previous.items():
+            signal.signal(number, former)
 
 
 class StopSignal:
@@ -57,14 +49,14 @@ class StopSignal:
         """When the command began. `--duration` counts from here, so it includes the wait for an engine."""
         self._raises = False
         self._callback: Callable[[], object] | None = None
-        self._previous: dict[signal.Signals, Any] = {}
+        self._handling = handling_signals(self._request)
 
     def __enter__(self) -> Self:
-        self._previous = _install(self._request)
+        self._handling.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _restore(self._previous)
+        self._handling.__exit__(kind, error, trace)
 
     def _request(self, _number: int, _frame: FrameType | None) -> None:
         again, self.requested = self.requested, True
@@ -165,18 +157,18 @@ def trimming_memory(interval: float = TRIM_SECONDS, *, keep: int = 0) -> Iterato
         yield
         return
     stop = threading.Event()
-    thread = threading.Thread(target=_trim, args=(trim, stop, interval, keep), daemon=True, name="kvevents-malloc-trim")
+
+    def trim_regularly() -> None:
+        while not stop.wait(interval):
+            trim(keep)
+
+    thread = threading.Thread(target=trim_regularly, daemon=True, name="kvevents-malloc-trim")
     thread.start()
     try:
         yield
     finally:
         stop.set()
         thread.join()
-
-
-def _trim(trim: Callable[[int], int], stop: threading.Event, interval: float, keep: int) -> None:
-    while not stop.wait(interval):
-        trim(keep)
 
 
 def _malloc_trim() -> Callable[[int], int] | None:

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -78,12 +78,8 @@ def run(args: Namespace) -> int:
     settings, faults = read_simulation(args), parse_faults(args.faults)
     is_finite = settings.requests is not None or settings.trace is not None
     settings.count()  # reports errors in the workload before any socket is opened
-    with (
-        StopSignal() as stop,
-        LiveFleet(
-            settings, args.policy, pace=args.time_scale, host=args.host, base_port=args.base_port, requested=faults
-        ) as fleet,
-    ):
+    sockets: dict[str, Any] = {"host": args.host, "base_port": args.base_port, "requested": faults}
+    with StopSignal() as stop, LiveFleet(settings, args.policy, pace=args.time_scale, **sockets) as fleet:
         _print_endpoints(fleet, args, console)
         with stop.raising():
             wait_for_subscriber(args, fleet.addresses[0].endpoint, lambda: fleet.sockets.subscribers() > OWN_SUBSCRIBERS)
@@ -145,15 +141,9 @@ def _print_endpoints(fleet: LiveFleet, args: Namespace, console: Console) -> Non
 def _write_sources(file: Path, addresses: list[WorkerEndpoints], model: str, block_size: int) -> None:
     text = "# A simulated fleet, for `kvevents serve --sources`.\n"
     for address in addresses:
-        source, rank = address.worker
-        values = {
-            "instance": source,
-            "rank": rank,
-            "model": model,
-            "endpoint": address.endpoint,
-            "replay_endpoint": address.replay_endpoint,
-            "block_size": block_size,
-        }
+        instance, rank = address.worker
+        values: dict[str, Any] = {"instance": instance, "rank": rank, "model": model, "block_size": block_size}
+        values |= {"endpoint": address.endpoint, "replay_endpoint": address.replay_endpoint}
         # Strings and numbers of JSON are valid TOML.
         lines = [f"{name} = {msgspec.json.encode(value).decode()}\n" for name, value in values.items()]
         text += "\n[[sources]]\n" + "".join(lines)

@@ -28,7 +28,6 @@ DESCRIPTION: Final = (
     "replay endpoint. Ctrl-C ends the command."
 )
 EXAMPLES: Final = """\
-  kvevents tail tcp://127.0.0.1:5557 --replay tcp://127.0.0.1:5558
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --source-name pod-7
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5567 --ranks 4 --type removed,cleared
   kvevents tail 10.0.0.7:5557 --no-replay -o json -n 100 | jq -c '.events // empty'
@@ -73,7 +72,6 @@ def run(args: Namespace) -> int:
         else:
             console.lines(lines.delivery(delivery))
 
-    event_filter = EventFilter(args.type, args.medium)
     remaining: int | None = args.count
     with StopSignal() as stop:
         note_missing_endpoints(args, console)
@@ -87,7 +85,7 @@ def run(args: Namespace) -> int:
                     console.check_reader()
                 elif not isinstance(delivery, Batch):
                     show(delivery)
-                elif (batch := event_filter.apply(delivery)) is not None:
+                elif (batch := select_events(delivery, args.type, args.medium)) is not None:
                     if not args.quiet:
                         show(batch)
                     if remaining is not None:
@@ -97,24 +95,15 @@ def run(args: Namespace) -> int:
             return deliveries.print_summary(console)
 
 
-class EventFilter:
-    """Selects events by type and medium. Without either it selects all batches, also those without events."""
+def select_events(batch: Batch, types: tuple[type[KVEvent], ...] | None, medium: str | None) -> Batch | None:
+    """Return the batch with the events of these types and this medium only, or all of it; None if no event is left."""
+    if types is None and medium is None:
+        return batch
 
-    def __init__(self, types: tuple[type[KVEvent], ...] | None, medium: str | None) -> None:
-        self._types = types
-        self._medium = medium.upper() if medium else None
-
-    def apply(self, batch: Batch) -> Batch | None:
-        """Return the batch with the selected events only; None if it has none."""
-        if self._types is None and self._medium is None:
-            return batch
-        events = [event for event in batch.events if self._selects(event)]
-        return msgspec.structs.replace(batch, events=events) if events else None
-
-    def _selects(self, event: KVEvent) -> bool:
-        if self._types is not None and not isinstance(event, self._types):
-            return False
-        if self._medium is None or isinstance(event, AllBlocksCleared):
-            return True
+    def is_selected(event: KVEvent) -> bool:
         # Before vLLM 0.10.2 and SGLang 0.5.9 events had no medium, since the GPU was the only one.
-        return (event.medium or MEDIUM_GPU).upper() == self._medium
+        has_medium = isinstance(event, AllBlocksCleared) or (event.medium or MEDIUM_GPU).upper() == (medium or "").upper()
+        return (types is None or isinstance(event, types)) and (medium is None or has_medium)
+
+    events = list(filter(is_selected, batch.events))
+    return msgspec.structs.replace(batch, events=events) if events else None
