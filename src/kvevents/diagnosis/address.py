@@ -13,9 +13,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvevents.diagnosis.findings import CheckResult, fail, ok
 from kvevents.diagnosis.handshake import Handshake, HandshakeOutcome, perform_handshake
-from kvevents.endpoints import MAX_PORT, needs_ipv6, split_tcp
+from kvevents.diagnosis.replay_sample import open_client
+from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.zeromq.keys import Curve
-from kvevents.zeromq.sockets import destroy_context, disable_monitor
+from kvevents.zeromq.sockets import disable_monitor
 
 CURVE_TIMEOUT: Final = 3.0
 """Maximum time to connect and for the CURVE handshake, which takes milliseconds."""
@@ -39,29 +40,18 @@ def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_T
     A server of kvevents refuses a key without an error, so that the peer retries (see `kvevents.zeromq.zap`); the outcome is
     then `silent` or `dropped`.
     """
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        socket = context.socket(kind)
-        if needs_ipv6(endpoint):
-            socket.set(zmq.IPV6, 1)
-        curve.apply(socket)
+    deadline = time.monotonic() + timeout
+    with open_client(kind, endpoint, curve) as socket:
         monitor = socket.get_monitor_socket(sum(_OUTCOMES))
-        with suppress(zmq.ZMQError):
-            socket.connect(endpoint)
         try:
-            return _first_outcome(monitor, timeout)
+            with suppress(zmq.ZMQError):
+                socket.connect(endpoint)
+            while (remaining := deadline - time.monotonic()) > 0 and monitor.poll(ceil(1000 * remaining)):
+                outcome = _OUTCOMES.get(int(parse_monitor_message(monitor.recv_multipart())["event"]))
+                if outcome is not None:
+                    return outcome
         finally:
             disable_monitor(socket)  # before it is closed: libzmq's I/O thread waits for ever to report to a closed one
-    finally:
-        destroy_context(context)
-
-
-def _first_outcome(monitor: zmq.Socket[bytes], timeout: float) -> CurveOutcome:
-    deadline = time.monotonic() + timeout
-    while (remaining := deadline - time.monotonic()) > 0 and monitor.poll(ceil(1000 * remaining)):
-        outcome = _OUTCOMES.get(int(parse_monitor_message(monitor.recv_multipart())["event"]))
-        if outcome is not None:
-            return outcome
     return "silent"
 
 
@@ -129,9 +119,7 @@ def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
         return fail("address", f"{endpoint} exists in the process of the engine only", BINDS)
     target = split_tcp(endpoint)
     if target is not None and (target[0] == "0.0.0.0" or target[1] == 0):  # noqa: S104 - compared, not bound
-        return fail(
-            "address", f"{endpoint} is an address to listen at", "use the engine's host and port, or listen with --bind"
-        )
+        return fail("address", f"{endpoint} is an address to listen at", "use the engine's host and port, or --bind")
     found = _reach("address", endpoint, curve, zmq.SUB)
     if isinstance(found, CheckResult):
         return found
@@ -143,7 +131,7 @@ def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
 
 
 def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handshake | CheckResult:
-    """Return the handshake with a socket that accepts the keys, if there are any; else why there is none."""
+    """Return the handshake with a socket that accepts the keys, if there are any; else what is wrong."""
     handshake = perform_handshake(endpoint)
     if curve is not None and handshake.outcome == "socket":
         return fail(
@@ -175,11 +163,8 @@ def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
         if former_endpoint and _is_publisher(former_endpoint)
         else "the port of the events is often the one below it, 5557 by default"
     )
-    return fail(
-        "address",
-        f"{endpoint} is a ROUTER socket: a replay endpoint, which publishes nothing",
-        f"{events}; use that as ENDPOINT",
-    )
+    text = f"{endpoint} is a ROUTER socket: a replay endpoint, which publishes nothing"
+    return fail("address", text, f"{events}; use that as ENDPOINT")
 
 
 def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResult | None:

@@ -116,7 +116,9 @@ class EngineChecks:
         with self._subscriber() as subscriber:
             self._repeat(stop, lambda: self._turn(subscriber, sample))
             # A replay that is not complete gets the same time again, since trust is unknown before its end.
-            self._repeat(stop, lambda: self._turn(subscriber, sample), lambda: _trust(subscriber) != Trust.REPLAYING)
+            self._repeat(
+                stop, lambda: self._turn(subscriber, sample), lambda: subscriber.statuses()[0].trust != Trust.REPLAYING
+            )
             return subscriber.statuses()[0]
 
     def _subscriber(self) -> Subscriber[Batch] | Subscriber[RawBatch]:
@@ -156,7 +158,3 @@ class EngineChecks:
             check_ranks(contents.ranks, neighbours),
         )
         yield from (finding for finding in checks if finding is not None)
-
-
-def _trust(subscriber: Subscriber[Batch] | Subscriber[RawBatch]) -> Trust:
-    return subscriber.statuses()[0].trust

@@ -8,7 +8,7 @@ import msgspec
 
 
 class Severity(enum.Enum):
-    """The severity of a finding."""
+    """The severity of a finding, the worst last."""
 
     OK = "ok"
     WARN = "warn"
@@ -43,5 +43,4 @@ def fail(check: str, text: str, advice: str) -> CheckResult:
 
 def worst(findings: list[CheckResult]) -> Severity:
     """Return the worst verdict of the findings."""
-    verdicts = {finding.verdict for finding in findings}
-    return next((verdict for verdict in (Severity.FAIL, Severity.WARN) if verdict in verdicts), Severity.OK)
+    return max((finding.verdict for finding in findings), key=list(Severity).index, default=Severity.OK)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
@@ -117,6 +117,20 @@ def send_request(socket: zmq.Socket[bytes], start: int) -> None:
         socket.send_multipart(replay_request_frames(start), zmq.DONTWAIT)
 
 
+@contextmanager
+def open_client(kind: int, endpoint: str, curve: Curve | None) -> Iterator[zmq.Socket[bytes]]:
+    """Open a socket that can connect to `endpoint`, in a context of its own."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        socket = context.socket(kind)
+        socket.set(zmq.IPV6, needs_ipv6(endpoint))
+        if curve is not None:
+            curve.apply(socket)
+        yield socket
+    finally:
+        destroy_context(context)
+
+
 def sample_replay(
     endpoint: str, numbers: Collection[int], patience: Patience, curve: Curve | None, *, requests: int = 1, any_of: bool = False
 ) -> ReplaySample:
@@ -126,18 +140,11 @@ def sample_replay(
     """
     sample, outstanding = ReplaySample(), set(numbers)
     for _ in range(requests):
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            socket = context.socket(zmq.DEALER)
+        with open_client(zmq.DEALER, endpoint, curve) as socket:
             socket.set(zmq.RCVHWM, 0)
-            socket.set(zmq.IPV6, needs_ipv6(endpoint))
-            if curve is not None:
-                curve.apply(socket)
             connect_or_bind(socket, endpoint, bind=False)
             send_request(socket, min(outstanding))
             is_answered = sample.read(socket, patience)
-        finally:
-            destroy_context(context)
         outstanding.difference_update(batch.seq for batch in sample.batches)
         if not is_answered or not outstanding or (any_of and len(outstanding) < len(numbers)):
             break

@@ -171,9 +171,7 @@ _PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING, Reason.REPLAY_U
 def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
     """Check the faults of discovery, and whether there is any source."""
     advice = "the service does not know these engines; correct the cause, or the service's settings"
-    faults = [
-        fail("discovery", f"{name}: {sentence}", advice) for name, sentences in answer.faults.items() for sentence in sentences
-    ]
+    faults = [fail("discovery", f"{name}: {text}", advice) for name, texts in answer.faults.items() for text in texts]
     yield from _worst_of(faults, "discovery", "fault")
     if not answer.sources:
         advice = "use `kvevents register`, or start the service with --worker, --engine, --dns or a file of [[sources]]"
@@ -333,10 +331,7 @@ def check_rejected(sources: Sequence[SourceView]) -> CheckResult | None:
     affected = [source for source in sources if source.rejected]
     if not affected:
         return None
-    counts = first_names([f"{_worker_name(source)}: {_reasons(source)}" for source in affected])
+    reasons = [", ".join(f"{reason} ({count:,})" for reason, count in source.rejected.items()) for source in affected]
+    counts = first_names([f"{_worker_name(source)}: {text}" for source, text in zip(affected, reasons, strict=True)])
     advice = f"kvevents doctor {affected[0].endpoint} shows which release has written them; it may be newer than kvevents"
     return warn("decoding", f"events could not be used: {counts}", advice)
-
-
-def _reasons(source: SourceView) -> str:
-    return first_names([f"{reason} ({count:,})" for reason, count in source.rejected.items()])
