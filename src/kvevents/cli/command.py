@@ -160,14 +160,15 @@ class CommandParser(ArgumentParser):
         else:
             options = [*takewhile(lambda word: word.startswith("-"), given)]
             self._check_options(options)
-            self._check_command(given[len(options) :])
-        parsed, rest = super().parse_known_args(given, namespace)
-        if self._commands is None:
-            for word in rest:
-                if word.startswith("-"):
-                    self._reject("option", word, [*self._option_string_actions])
-                self.error(f"unexpected argument {word!r}")
-        return parsed, rest
+            names = list(self._commands.choices)
+            if (rest := given[len(options) :]) and rest[0] not in names:
+                self._reject("command", rest[0], [*names, *self._option_string_actions])
+        parsed, unknown = super().parse_known_args(given, namespace)
+        if self._commands is None and unknown:
+            if unknown[0].startswith("-"):
+                self._reject("option", unknown[0], [*self._option_string_actions])
+            self.error(f"unexpected argument {unknown[0]!r}")
+        return parsed, unknown
 
     def error(self, message: str) -> NoReturn:
         """Print one line of usage and the error, and exit."""
@@ -185,7 +186,6 @@ class CommandParser(ArgumentParser):
             raise
 
     def _check_value(self, action: Action, value: Any) -> None:
-        """Reject a value that is not among the choices, with a suggestion."""
         choices = [str(each) for each in action.choices or ()]
         if choices and value not in choices:
             text = f"invalid value {value!r}{suggestion(str(value), choices)} expected {', '.join(choices)}"
@@ -212,11 +212,6 @@ class CommandParser(ArgumentParser):
             option = word.partition("=")[0]
             if option.startswith("--") and option not in known:
                 self._reject("option", option, known)
-
-    def _check_command(self, rest: Sequence[str]) -> None:
-        known = list(self._commands.choices)
-        if rest and rest[0] not in known:
-            self._reject("command", rest[0], [*known, *self._option_string_actions])
 
     def _reject(self, kind: str, word: str, known: Sequence[str]) -> NoReturn:
         similar = get_close_matches(word, known, 1)

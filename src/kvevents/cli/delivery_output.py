@@ -69,14 +69,14 @@ class LineFormat:
 
     def gap(self, gap: Gap) -> list[Part]:
         """Return the line of a gap, or of the snapshot that represents its batches."""
-        if gap.compacted:
-            text = f"SNAPSHOT of batches {gap.first} to {gap.last} follows: nothing is lost"
-            return [*self._now(gap.source, gap.rank), Span(text, "dim")]
         numbers, count = number_range(gap.first, gap.last), gap.last - gap.first + 1
-        if gap.first == 0:  # no batch of this incarnation came before, so this subscriber most likely began after them
-            text = f"GAP     {numbers}: {plural(count, 'earlier batch')} not available"
-            return [*self._now(gap.source, gap.rank), Span(text, "warn")]
-        return [*self._now(gap.source, gap.rank), Span(f"GAP     {numbers}: {plural(count, 'batch')} permanently lost", "bad")]
+        if gap.compacted:
+            span = Span(f"SNAPSHOT of batches {gap.first} to {gap.last} follows: nothing is lost", "dim")
+        elif gap.first == 0:  # no batch of this incarnation came before, so this subscriber most likely began after them
+            span = Span(f"GAP     {numbers}: {plural(count, 'earlier batch')} not available", "warn")
+        else:
+            span = Span(f"GAP     {numbers}: {plural(count, 'batch')} permanently lost", "bad")
+        return [*self._now(gap.source, gap.rank), span]
 
     def trust(self, source: str, rank: int, trust: Trust) -> list[Part]:
         """Return the line of a change of trust."""
@@ -289,12 +289,8 @@ class DeliveryLoop:
 def _summary(status: StreamStatus, totals: Counter[str]) -> list[Part]:
     counts = f"{plural(totals['batches'], 'batch')}, {totals['replayed']} replayed, "
     lost = Span(f"{plural(totals['gaps'], 'gap')}, {totals['lost']} lost", "bad" if totals["gaps"] else "plain")
-    parts: list[Part] = [
-        Span(f"{status.source}/{status.rank}: ", "name"),
-        counts,
-        lost,
-        f", {plural(totals['resets'], 'reset')}, ",
-    ]
+    parts: list[Part] = [Span(f"{status.source}/{status.rank}: ", "name"), counts, lost]
+    parts.append(f", {plural(totals['resets'], 'reset')}, ")
     if totals["earlier"]:
         parts.append(f"{plural(totals['earlier'], 'earlier batch')} not available, ")
     if totals["compacted"]:

@@ -69,7 +69,9 @@ def run(args: Namespace) -> int:
             results.append(fleet.run(rescaled(workload("trace", requests=args.requests), SPEED)))
             streams += fleet.streams()
             behind = max(behind, fleet.behind)
-        console.line(Span(f"{name:24}", "name"), _figures(results[-1]))
+        ttft = results[-1].ttft  # that of the simulated users
+        waits = ("-", "-") if ttft is None else (f"{ttft.p50:.1f} s", f"{ttft.p90:.1f} s")
+        console.line(Span(f"{name:24}", "name"), f"{waits[0]:>12}{waits[1]:>13}{results[-1].hit_rate:>17.0%}")
     console.line()
     console.line(_events(streams))
     console.line(_index(results))
@@ -80,12 +82,6 @@ def run(args: Namespace) -> int:
     console.line("Next, with an engine of your own: kvevents doctor tcp://127.0.0.1:5557")
     note_delay(behind, console)
     return FAILED if report_disagreements(results, console) else OK
-
-
-def _figures(result: PolicyResult) -> str:
-    """Return the columns of a policy. Waits are those of the simulated users."""
-    waits = ("-", "-") if result.ttft is None else (f"{result.ttft.p50:.1f} s", f"{result.ttft.p90:.1f} s")
-    return f"{waits[0]:>12}{waits[1]:>13}{result.hit_rate:>17.0%}"
 
 
 def _events(streams: list[StreamResult]) -> str:

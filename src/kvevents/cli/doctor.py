@@ -31,8 +31,6 @@ EXAMPLES: Final = """\
   kvevents doctor                                    the service of KVEVENTS_SERVICE, or of the current context
 """
 
-DEFAULT_SECONDS: Final = 5.0
-
 _STYLES: Final[dict[Severity, Style]] = {Severity.OK: "good", Severity.WARN: "warn", Severity.FAIL: "bad"}
 
 
@@ -53,7 +51,9 @@ def run(args: Namespace) -> int:
         subject = {"endpoint": engine.source.endpoint, "replay_endpoint": engine.source.replay_endpoint}
     verdict = worst(found)
     if not write_record(subject | {"verdict": verdict, "findings": found}, args.output, console):
-        _print_totals(found, console)
+        counts = Counter(finding.verdict for finding in found)
+        totals = ", ".join(f"{counts[severity]} {severity.value}" for severity in Severity)
+        console.line(Span(f"{verdict.value:<6}", _STYLES[verdict]), totals)
     bad = {Severity.FAIL, Severity.WARN} if args.strict else {Severity.FAIL}
     return FAILED if verdict in bad else OK
 
@@ -70,14 +70,6 @@ def _collect(findings: Iterable[CheckResult], console: Console, *, quiet: bool) 
     return found
 
 
-def _print_totals(found: list[CheckResult], console: Console) -> None:
-    counts = Counter(finding.verdict for finding in found)
-    console.line(
-        Span(f"{worst(found).value:<6}", _STYLES[worst(found)]),
-        ", ".join(f"{counts[verdict]} {verdict.value}" for verdict in Severity),
-    )
-
-
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     add_engine(parser, "check a service")
@@ -86,5 +78,5 @@ def add_arguments(parser: ArgumentParser) -> None:
     engine = parser.add_argument_group("for an engine")
     add_engine_details(engine)
     parser.set_defaults(source_name=None, ranks=1)
-    engine.add_argument("--duration", type=positive_seconds, default=DEFAULT_SECONDS, help="seconds to receive events")
+    engine.add_argument("--duration", type=positive_seconds, default=5.0, help="seconds to receive events")
     add_service(parser.add_argument_group("for a service and its fleet"))

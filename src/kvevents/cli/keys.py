@@ -40,9 +40,7 @@ def run(args: Namespace) -> int:
 def _create(args: Namespace, console: Console) -> None:
     base: Path = args.name
     if not base.name or base.name.endswith((PUBLIC_SUFFIX, SECRET_SUFFIX)):
-        raise UsageError(
-            f"invalid name {str(base)!r}: expected a name without {PUBLIC_SUFFIX} and {SECRET_SUFFIX}, which the files get"
-        )
+        raise UsageError(f"invalid name {str(base)!r}: expected a name without {PUBLIC_SUFFIX} and {SECRET_SUFFIX}")
     if not zmq.has("curve"):
         raise UsageError("libzmq was built without CURVE; install a wheel of pyzmq, which has it")
     pair = KeyPair(*(key.decode() for key in zmq.curve_keypair()))
@@ -72,7 +70,5 @@ def add_arguments(parser: ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("name", nargs="?", metavar="NAME", type=Path, help="name of the pair, with or without a directory")
     what.add_argument("--show", type=Path, help="print the public keys of a file instead")
-    parser.add_argument(
-        "-f", "--force", action="store_true", help="replace a pair; peers reject it until they have the new key"
-    )
+    parser.add_argument("-f", "--force", action="store_true", help="replace a pair; its peers need the new key then")
     add_output(parser, "one object, which does not contain the secret key")

@@ -26,8 +26,6 @@ POLL_SECONDS: Final = 0.02
 """Seconds between two checks whether a subscriber has connected."""
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
 DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
-RESPONSE_SECONDS: Final = 5.0
-"""Default of `--timeout`. A response takes milliseconds."""
 
 CURVE_FLAGS: Final = {
     "curve.key_file": "--curve-key",
@@ -66,9 +64,7 @@ def engine(text: str) -> Source:
     if not colon:
         name, rank = head, "0"
     if (separator and not name) or not rank.isdecimal():
-        raise ConfigError(
-            f"invalid engine {text!r}: expected NAME=tcp://HOST:PORT or NAME:RANK=tcp://HOST:PORT,tcp://HOST:REPLAY_PORT"
-        )
+        raise ConfigError(f"invalid engine {text!r}: expected NAME=tcp://HOST:PORT or NAME:RANK=tcp://HOST:PORT,REPLAY_PORT")
     name = name or first.removeprefix("tcp://")
     live = endpoint(first)
     if replay.isdecimal():  # at the same host
@@ -116,9 +112,7 @@ def make_curve(key: str | None, server_key: str | None, allowed: str | None = No
     """
     if key is None:
         if server_key is not None or allowed is not None:
-            raise CommandLineError(
-                "--curve-server-key and --curve-allow need --curve-key: a file NAME.key_secret, made by `kvevents keys NAME`"
-            )
+            raise CommandLineError("--curve-server-key and --curve-allow need --curve-key: a file of `kvevents keys NAME`")
         return None
     return Curve(key_file=key, server_key=server_key, allowed=allowed)
 
@@ -135,39 +129,28 @@ def add_source(parser: ArgumentParser) -> None:
 def read_sources(args: Namespace) -> list[Source]:
     """Return the source of each rank. Raises `ConfigError` if a port would be above 65535.
 
-    The replay endpoint is never guessed: a port that answers can belong to another engine, and its history would be wrong.
+    The replay endpoint is never guessed: a port that answers can belong to another engine, and its history would be wrong. An
+    engine that is named by its URL is asked for the endpoints of all ranks; those of the first one replace `args.endpoint` and
+    `args.replay`. Raises `ExternalError` if it does not answer or publishes no events.
     """
-    if sources := ask_engine(args):
-        return sources
     name, curve = args.source_name or args.endpoint.partition("://")[2], read_curve(args)
-    source = Source(args.endpoint, args.replay, topic=args.topic_prefix, name=name, bind=args.bind, curve=curve)
-    return source.ranks(args.ranks)
-
-
-def ask_engine(args: Namespace) -> list[Source]:
-    """Return the sources of all ranks of an engine that is named by its URL; an empty list for one that is not.
-
-    The endpoints of the first rank replace `args.endpoint` and `args.replay`. Raises `ExternalError` if the engine does not
-    answer or publishes no events.
-    """
-    url = str(args.endpoint)
-    if not url.startswith(URL_SCHEMES):
-        return []
+    if not args.endpoint.startswith(URL_SCHEMES):
+        source = Source(args.endpoint, args.replay, topic=args.topic_prefix, name=name, bind=args.bind, curve=curve)
+        return source.ranks(args.ranks)
     # Other commands need none of the service's packages.
     from kvevents.service.discovery.engines import EngineProvider  # noqa: PLC0415
     from kvevents.service.discovery.provider import Template  # noqa: PLC0415
 
     # Registrations need a model, and this command does not use it.
-    finding = asyncio.run(EngineProvider(url, Template(model=url, other_hosts=True)).query())
+    finding = asyncio.run(EngineProvider(args.endpoint, Template(model=args.endpoint, other_hosts=True)).query())
     if not finding.registrations:
         raise ExternalError("; ".join(finding.faults))
-    name, curve = url.partition("://")[2], read_curve(args)
     sources = [
         Source(
             one.endpoint,
             None if args.no_replay else args.replay or one.replay_endpoint,
             topic=args.topic_prefix or one.topic,
-            name=args.source_name or name,
+            name=name,
             rank=one.rank,
             curve=curve,
             replay_is_proven=one.replay_is_proven and args.replay is None,
@@ -253,7 +236,7 @@ def add_service(parser: ArgumentParser | Group) -> None:
     # Without this option the error about `--token SECRET` would print the secret.
     parser.add_argument("--token", type=_reject_token, help=argparse.SUPPRESS)
     parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority of its certificate (default: the system's)")
-    parser.add_argument("--timeout", type=positive_seconds, default=RESPONSE_SECONDS, help="seconds to wait for a response")
+    parser.add_argument("--timeout", type=positive_seconds, default=5.0, help="seconds to wait for a response")
 
 
 def add_scope(parser: ArgumentParser, *, model: str = "model", default: str = "default", required: bool = False) -> None:
@@ -298,7 +281,5 @@ def _token(file: Path | None) -> str | None:
             raise ConfigError(f"cannot read {origin}: {error.strerror or error}") from error
     # Proxies log the header with the token. A prompt that is named by mistake must not be in it: it would be JSON.
     if not 0 < len(given) <= MAX_TOKEN_BYTES or given[0] in _JSON or not all("!" <= char <= "~" for char in given):
-        raise ConfigError(
-            f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters, and no JSON"
-        )
+        raise ConfigError(f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters, no JSON")
     return given

@@ -88,7 +88,7 @@ def read_prompt(args: Namespace) -> list[int]:
         if args.tokenizer is not None:
             raise CommandLineError("--tokenizer needs --text or --text-file; token ids need no tokenizer")
         return _read_tokens(args.prompt_file) if args.prompt_file is not None else _token_ids_of(args.tokens)
-    text = args.text if args.text is not None else _decode_text(_read(args.text_file), f"--text-file {args.text_file}")
+    text = args.text if args.text is not None else _read_text(args.text_file)
     if args.tokenizer is None:
         raise CommandLineError("--text and --text-file need --tokenizer: the tokenizer.json of the model")
     return _encode(text, args.tokenizer, special=not args.no_special_tokens)
@@ -103,12 +103,12 @@ def _token_ids_of(arguments: list[list[int] | str]) -> list[int]:
 
 
 def _read_tokens(file: Path) -> list[int]:
-    content = _read(file)
     if file.suffix in RAW_SUFFIXES:
+        content = _read(file)
         if len(content) % 4:
             raise ConfigError(f"{file} has {len(content)} bytes, which is not a multiple of 4; expected 32-bit token ids")
         return [int.from_bytes(content[at : at + 4], "little") for at in range(0, len(content), 4)]
-    text = _decode_text(content, str(file))
+    text = _read_text(file)
     try:
         return parse_tokens(text)
     except ConfigError as error:
@@ -129,11 +129,11 @@ def _read(file: Path) -> bytes:
     return content
 
 
-def _decode_text(content: bytes, origin: str) -> str:
+def _read_text(file: Path) -> str:
     try:
-        return content.decode()
+        return _read(file).decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{origin} is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise ConfigError(f"{file} is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
 def _encode(text: str, file: Path, *, special: bool) -> list[int]:
@@ -202,10 +202,7 @@ def _explain_no_match(sources: Sequence[SourceView], prompt: int) -> str:
         return "no engine of this model has published a block yet; `kvevents top` lists the engines"
     smallest = min((size for source in sources for size in source.block_sizes), default=0)
     if prompt <= smallest:
-        return (
-            f"the prompt is not longer than a block of {smallest} tokens: engines cache whole blocks, and recompute the "
-            "block of the last token"
-        )
+        return f"the prompt is not longer than a block of {smallest} tokens, and engines recompute the block of its last token"
     return "if an engine should hold it, compare tokens, LoRA and salt with those of `kvevents tail ENDPOINT --token-ids`"
 
 
@@ -258,8 +255,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_scope(parser, model="model of the tokens; required if the service has several models")
     parser.add_argument("--lora", metavar="NAME", help="LoRA adapter of the prompt (default: none)")
     parser.add_argument("--salt", help="cache salt of the prompt (default: none)")
-    parser.add_argument(
-        "--whole-prompt", action="store_true", help="count the block of the last token, which engines recompute"
-    )
+    parser.add_argument("--whole-prompt", action="store_true", help="count the block of the last token, which is recomputed")
     parser.add_argument("--select", action="store_true", help="ask which worker should get the prompt, and why")
     add_output(parser, "the service's response")

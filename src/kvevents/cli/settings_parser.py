@@ -280,10 +280,6 @@ class SettingsValues(Generic[T]):
         """Return the option or variable that a setting comes from; None for the file and the default."""
         return self._origins.get(path)
 
-    def origins(self, table: str) -> list[str]:
-        """Return the options and variables that the settings of a table come from."""
-        return [origin for path, origin in self._origins.items() if path.startswith(f"{table}.")]
-
     def settings(self) -> T:
         """Return the checked settings. Raises `ConfigError`, which names the origin of the value, and `CommandLineError`."""
         try:
@@ -302,7 +298,7 @@ class SettingsValues(Generic[T]):
 
     def _error(self, fault: SettingFault) -> UsageError:
         """Return the error about a fault, with the origin of the value as far as it is known."""
-        within = self.origins(fault.place)
+        within = [origin for path, origin in self._origins.items() if path.startswith(f"{fault.place}.")]
         flags = [origin for origin in within if origin.startswith("--")]
         if fault.missing is not None and flags:
             path = f"{fault.place}.{fault.missing}"

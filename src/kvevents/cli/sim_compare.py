@@ -122,14 +122,11 @@ EXAMPLES: Final = """\
 """
 
 
-SEEDS: Final = 3
-
-
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     text = "simulate this policy; can be repeated (default: all)"
     parser.add_argument("--policy", action="append", choices=list(POLICIES), help=text)
-    parser.add_argument("--seeds", type=positive_int, default=SEEDS, help="simulate each policy with N seeds, from --seed on")
+    parser.add_argument("--seeds", type=positive_int, default=3, help="simulate each policy with N seeds, from --seed on")
     parser.add_argument("-j", "--jobs", type=positive_int, help="simulations at the same time (default: the number of CPUs)")
     add_output(parser, "one object with all results")
     parser.add_argument("--picture", type=Path, help="draw the comparison into FILE (.svg, .png or .pdf), which is replaced")
@@ -187,6 +184,6 @@ def report_disagreements(results: list[PolicyResult], console: Console) -> int:
     if wrong:
         console.note(
             Span("kvevents: ", "bad"),
-            f"index and engines disagree on {plural(wrong, 'lookup')}; this is a defect of kvevents, please report it",
+            f"index and engines disagree on {plural(wrong, 'lookup')}: a defect of kvevents, please report it",
         )
     return wrong

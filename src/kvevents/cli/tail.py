@@ -28,7 +28,6 @@ DESCRIPTION: Final = (
     "replay endpoint. Ctrl-C ends the command."
 )
 EXAMPLES: Final = """\
-  kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --source-name pod-7
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5567 --ranks 4 --type removed,cleared
   kvevents tail 10.0.0.7:5557 --no-replay -o json -n 100 | jq -c '.events // empty'
   kvevents tail 10.0.0.7:5557 --replay 10.0.0.7:5558 --curve-key router.key_secret --curve-server-key engine-0.key

@@ -35,7 +35,6 @@ EXAMPLES: Final = """\
 """
 
 
-DEFAULT_INTERVAL: Final = 1.0
 _QUIT_KEYS: Final = frozenset(b"qQ\x04")
 """q and Ctrl-D."""
 _STDIN: Final = 0
@@ -102,6 +101,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_service(parser)
     parser.add_argument("--sort", choices=SOURCE_ORDERS, default="trust", help="what comes first: the worst, or the most")
     parser.add_argument("--limit", type=positive_int, help="show at most N sources (default: all, or as many as fit)")
-    parser.add_argument("--interval", type=positive_seconds, default=DEFAULT_INTERVAL, help="seconds between polls")
+    parser.add_argument("--interval", type=positive_seconds, default=1.0, help="seconds between polls")
     parser.add_argument("--once", action="store_true", help="poll once and exit; works without a terminal")
     add_output(parser, "one object for each poll")

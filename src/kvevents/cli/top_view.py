@@ -42,7 +42,8 @@ def _rate(value: float | None) -> str:
 
 
 def _lag(source: PolledSource, _now: float) -> str:
-    return "-" if source.lag_seconds is None else _short_duration(source.lag_seconds)
+    seconds = source.lag_seconds
+    return "-" if seconds is None else f"{1000 * seconds:.0f} ms" if abs(seconds) < 1 else duration(seconds)
 
 
 def _age(source: PolledSource, now: float) -> str:
@@ -53,10 +54,6 @@ def _load(source: PolledSource, _now: float) -> str:
     if source.load is None:
         return "?" if source.load_fault is not None else ""
     return f"{source.load.running:,} / {source.load.waiting:,}"
-
-
-def _short_duration(seconds: float) -> str:
-    return f"{1000 * seconds:.0f} ms" if abs(seconds) < 1 else duration(seconds)
 
 
 def _trust(source: PolledSource, _now: float) -> str:
@@ -208,20 +205,14 @@ def source_table(
         column: [Span(column.cell(source, now), "dim" if is_old else column.style(source)) for source in sources]
         for column in columns
     }
-    widths = _select_columns({column: _column_width(column, spans) for column, spans in cells.items()}, width)
+    widest = {column: max(map(width_of, spans)) for column, spans in cells.items()}
+    widths = _select_columns({column: max(wide, len(column.title)) for column, wide in widest.items() if wide}, width)
     rows = list(zip(*(cells[column] for column in widths), strict=True))
     return table([column.title for column in widths], rows, _LEFT, list(widths.values()))
 
 
-def _column_width(column: SourceColumn, cells: Sequence[Span]) -> int:
-    """Return the width that a column needs; 0 if all its cells are empty."""
-    widest = max(map(width_of, cells))
-    return max(widest, len(column.title)) if widest else 0
-
-
 def _select_columns(widths: dict[SourceColumn, int], width: int) -> dict[SourceColumn, int]:
     """Return the columns that fit, with their widths."""
-    widths = {column: wide for column, wide in widths.items() if wide}
     if sum(widths.values()) + _GAP * (len(widths) - 1) <= width:
         return widths
     selected = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in widths.items()}
