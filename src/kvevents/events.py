@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TypeAlias
 
 import msgspec
@@ -94,6 +94,18 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     data_parallel_rank: int | None = None
 
 
+def _hashable(value: Any) -> Any:
+    """Return something hashable that is equal for equal values; of a map, whose content may be anything, its length."""
+    if isinstance(value, dict):
+        return len(value)
+    value = value if isinstance(value, Hashable) else tuple(value)
+    try:
+        hash(value)
+    except TypeError:  # lists inside extra keys
+        return tuple(map(_hashable, value))
+    return value
+
+
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbid_unknown_fields=True):
     """Base class of all KV cache events."""
 
@@ -103,6 +115,9 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbi
         values = [(name, getattr(self, name)) for name in self.__struct_fields__]
         fields = [f"{name}={value!r}" for at, (name, value) in enumerate(values) if at < required or value is not None]
         return f"{type(self).__name__}({', '.join(fields)})"
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(_hashable, msgspec.structs.astuple(self))))
 
 
 MAX_HEARTBEAT: Final = 86_400
@@ -175,22 +190,6 @@ class BlockStored(KVCacheEvent):
     unknown_fields: UnknownFields | None = None
     """Fields that this version of kvevents does not know, by name, or by position (`"12"`) in array events."""
 
-    def __hash__(self) -> int:
-        return hash(
-            (
-                tuple(self.block_hashes),
-                self.parent_block_hash,
-                tuple(self.token_ids),
-                self.medium,
-                self.lora_name,
-                self.group_idx,
-                self.locality,
-                self.ownership,
-                self.session_id,
-                self.cache_salt,
-            )
-        )
-
 
 class BlockRemoved(KVCacheEvent):
     """Blocks left a medium."""
@@ -204,9 +203,6 @@ class BlockRemoved(KVCacheEvent):
     block_digests: list[bytes] | None = None
     unknown_fields: UnknownFields | None = None
 
-    def __hash__(self) -> int:
-        return hash((tuple(self.block_hashes), self.medium, self.group_idx, self.locality, self.ownership))
-
 
 class AllBlocksCleared(KVCacheEvent):
     """The prefix cache of the stream was reset.
@@ -216,9 +212,6 @@ class AllBlocksCleared(KVCacheEvent):
     """
 
     unknown_fields: UnknownFields | None = None
-
-    def __hash__(self) -> int:
-        return hash(AllBlocksCleared)
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared

@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias, get_type_hints
@@ -115,7 +116,8 @@ class KVEventBatch(EventBatch):
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
 
 
-class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, mutable, not hashable
+@dataclass(init=False)
+class KVEventsConfig:
     """The configuration that SGLang 0.5.23 reads from `--kv-events-config`: a pydantic model there, the same interface here.
 
     Fields are given by name; unknown ones are ignored, as in SGLang. Raises `ConfigError`, a ValueError, which names the
@@ -161,7 +163,7 @@ class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, muta
 
     def model_dump(self) -> dict[str, Any]:
         """Return all fields, in their order."""
-        return {name: getattr(self, name) for name in _FIELDS}
+        return asdict(self)
 
     def model_dump_json(self) -> str:
         """Return all fields as JSON without spaces."""
@@ -174,15 +176,6 @@ class KVEventsConfig:  # noqa: PLW1641 - as in pydantic: compared by value, muta
         for name, value in (update or {}).items():
             setattr(copy, name, value)
         return copy
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, KVEventsConfig):
-            return NotImplemented
-        return self.model_dump() == other.model_dump()
-
-    def __repr__(self) -> str:
-        fields = ", ".join(f"{name}={value!r}" for name, value in self.model_dump().items())
-        return f"{type(self).__name__}({fields})"
 
 
 _FIELDS: Final = get_type_hints(KVEventsConfig)

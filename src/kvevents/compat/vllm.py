@@ -71,28 +71,6 @@ class BlockStored(KVCacheEvent):
     session_id: str | None = None
     lookahead_token_ids: list[list[int]] | None = None
 
-    def __hash__(self) -> int:
-        # The fields that vLLM 0.33 hashes (vllm/distributed/kv_events.py); `lora_name` is not one of them.
-        lookahead = self.lookahead_token_ids
-        return hash(
-            (
-                tuple(self.block_hashes),
-                self.parent_block_hash,
-                tuple(self.token_ids),
-                self.block_size,
-                self.lora_id,
-                self.medium,
-                tuple(self.extra_keys) if self.extra_keys else None,
-                self.group_idx,
-                self.kv_cache_spec_kind,
-                self.kv_cache_spec_sliding_window,
-                self.locality,
-                self.ownership,
-                self.session_id,
-                None if lookahead is None else tuple(map(tuple, lookahead)),
-            )
-        )
-
 
 class BlockRemoved(KVCacheEvent):
     """Blocks left a medium."""
@@ -103,15 +81,9 @@ class BlockRemoved(KVCacheEvent):
     locality: str | None = None
     ownership: str | None = None
 
-    def __hash__(self) -> int:
-        return hash((tuple(self.block_hashes), self.medium, self.group_idx, self.locality, self.ownership))
-
 
 class AllBlocksCleared(KVCacheEvent):
     """The whole prefix cache was reset."""
-
-    def __hash__(self) -> int:
-        return hash(AllBlocksCleared)
 
 
 class KVEventBatch(EventBatch):
