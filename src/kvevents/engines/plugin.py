@@ -18,16 +18,15 @@ import importlib
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeAlias
 
 from kvevents.config import parse_object
 from kvevents.engines.engine_publisher import EnginePublisher, OwnPublisher
 from kvevents.errors import ConfigError
 from kvevents.native_module import find_native
 from kvevents.package_metadata import version
-from kvevents.publisher import ZmqEventPublisher
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.settings import Positive, Seconds, Settings, convert, read_toml
 from kvevents.zeromq.keys import Curve
@@ -91,17 +90,9 @@ def mention_keys(environ: Mapping[str, str]) -> bool:
 PUBLISHER_NAME: Final = "zmq"
 
 
-class CreatePublisher(Protocol):
-    """Creates the publisher of kvevents for one rank."""
-
-    def __call__(
-        self, settings: EngineSettings, rank: int, options: dict[str, Any], fallback: OwnPublisher | None
-    ) -> EnginePublisher:
-        """Return the publisher. If it fails later, the engine's own publisher (`fallback`) continues the stream.
-
-        `options` are those of the engine's own constructor. It may raise any exception.
-        """
-        ...
+CreatePublisher: TypeAlias = Callable[[EngineSettings, int, dict[str, Any], OwnPublisher | None], EnginePublisher]
+"""Creates the publisher of kvevents for one rank, with the options of the engine's own constructor. If it fails later, the
+engine's own publisher continues the stream. It may raise any exception."""
 
 
 class PublisherConstructor:
@@ -133,7 +124,14 @@ class PublisherConstructor:
         if arguments:
             publisher_options[self._rank_option], *_ = arguments
         rank = publisher_options.pop(self._rank_option, 0)
-        fallback = None if self._has_keys else self._own_publisher(publisher_options, arguments, options)
+        fallback = None
+        if not self._has_keys:
+            fallback = OwnPublisher(
+                self._engine,
+                publisher_options,
+                create=lambda **changes: self._original(*arguments, **{**options, **changes}),
+                empty_batch=lambda: self._batch_type(ts=time.time(), events=[]),
+            )
         fault = self._fault
         try:
             show_in_engine_log(self._engine)
@@ -143,14 +141,6 @@ class PublisherConstructor:
             fault = error
         log_unused(self._engine, fault, has_keys=self._has_keys)
         return self._module.NullEventPublisher(rank) if self._has_keys else self._original(*arguments, **options)
-
-    def _own_publisher(self, parameters: dict[str, Any], arguments: Sequence[Any], options: dict[str, Any]) -> OwnPublisher:
-        return OwnPublisher(
-            self._engine,
-            parameters,
-            create=lambda **changes: self._original(*arguments, **{**options, **changes}),
-            empty_batch=lambda: self._batch_type(ts=time.time(), events=[]),
-        )
 
 
 def replace_publisher(
@@ -204,18 +194,29 @@ def replace_publisher(
 
 def log_unused(engine: str, error: BaseException, *, has_keys: bool = False) -> None:
     """Log that kvevents does not publish, which publisher the engine has instead, and why."""
-    place = (
-        "no KV cache events are published, since the settings ask for keys"
-        if has_keys
-        else (f"{engine} publishes KV cache events itself")
-    )
+    place = f"{engine} publishes KV cache events itself"
+    if has_keys:
+        place = "no KV cache events are published, since the settings ask for keys"
     engine_logger(engine).warning("kvevents is not used: %s: %s: %s", place, type(error).__name__, error)
 
 
-def log_publisher(
-    engine: str, publisher: ZmqEventPublisher, rank: int, settings: EngineSettings, *, attests: bool, ignored_options: list[str]
-) -> None:
-    """Log what a new publisher does, and the options of the engine that it does not know."""
+def attach_publisher(
+    engine: str,
+    publisher: EnginePublisher,
+    rank: int,
+    settings: EngineSettings,
+    ignored_options: Collection[str],
+    install_hooks: Callable[[], bool],
+) -> bool:
+    """Install the hooks of a new publisher, and log what it does. Return whether it attests the engine's cache.
+
+    `install_hooks` returns whether that is possible; `ignored_options` are those of the engine that the publisher does not
+    know.
+    """
+    attests = False
+    with publisher.ending_attestation():
+        attests = install_hooks() and settings.attestation
+        publisher.expects_attestation = attests
     features = ["no heartbeats"] if settings.heartbeat is None else [f"heartbeats every {settings.heartbeat:g} s"]
     features += ["attestation"] if attests and settings.heartbeat is not None else []
     features += ["full history"] if publisher.stats().history is not None else []
@@ -226,8 +227,9 @@ def log_publisher(
         rank,
         publisher.endpoint,
         ", ".join(features),
-        f"; it ignores the options {', '.join(ignored_options)}" if ignored_options else "",
+        f"; it ignores the options {', '.join(sorted(ignored_options))}" if ignored_options else "",
     )
+    return attests
 
 
 _HOOKED: Final = "_kvevents_hooked"

@@ -27,13 +27,7 @@ from typing import Any, Final
 from kvevents import publisher
 from kvevents.compat import sglang as compat
 from kvevents.engines.engine_publisher import EnginePublisher, OwnPublisher
-from kvevents.engines.plugin import (
-    EngineSettings,
-    engine_logger,
-    hook,
-    log_publisher,
-    replace_publisher,
-)
+from kvevents.engines.plugin import EngineSettings, attach_publisher, engine_logger, hook, replace_publisher
 from kvevents.errors import UnknownDialectError
 from kvevents.events import ATTESTATION_MASK
 from kvevents.wire.dialects import Dialect, dialect_for
@@ -86,7 +80,8 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
             attn_dp_rank,
             **{name: value for name, value in options.items() if name in _KNOWN_OPTIONS},
             dialect=_dialect_of_release(),
-            replay_topic=_has_replay_topic(),
+            # Its own consumers expect that replies repeat the topic from 0.5.22 on, which added this function as well.
+            replay_topic=hasattr(importlib.import_module(_EVENTS_MODULE), "namespaced_block_hash"),
             **settings.publisher_options(),
         )
         self._set_local_endpoints()
@@ -129,12 +124,6 @@ def _needs(tree: Any, kind: str) -> bool:
     return bool(getattr(tree, f"supports_{kind}", bool)()) and is_decisive
 
 
-def _has_replay_topic() -> bool:
-    """Return whether replies of this release repeat the topic (SGLang from 0.5.22), as its own consumers expect."""
-    # `namespaced_block_hash` came to the module in the same release.
-    return hasattr(importlib.import_module(_EVENTS_MODULE), "namespaced_block_hash")
-
-
 def _dialect_of_release() -> Dialect:
     """Return the dialect of the release that runs, or for a build without a version, one with events of the same form.
 
@@ -153,12 +142,8 @@ def _create_publisher(
     settings: EngineSettings, rank: int, options: dict[str, Any], fallback: OwnPublisher | None
 ) -> SglangEventPublisher:
     event_publisher = SglangEventPublisher(settings, rank, options, fallback)
-    attests = False
-    with event_publisher.ending_attestation():
-        attests = _install_hooks() and settings.attestation
-        event_publisher.expects_attestation = attests
-    ignored_options = sorted(name for name, value in options.items() if name not in _KNOWN_OPTIONS and value is not None)
-    log_publisher(_ENGINE, event_publisher, rank, settings, attests=attests, ignored_options=ignored_options)
+    ignored_options = [name for name, value in options.items() if name not in _KNOWN_OPTIONS and value is not None]
+    attach_publisher(_ENGINE, event_publisher, rank, settings, ignored_options, _install_hooks)
     return event_publisher
 
 
@@ -171,7 +156,7 @@ class _CacheDigest:
     def __init__(self, cache: Any, module: Any) -> None:
         self._cache = getattr(cache, "inner", cache)  # a StreamingSession wraps the tree
         self._page_size: int = self._cache.page_size
-        self._stored_type, self._removed_type = module.BlockStored, module.BlockRemoved
+        self._signs = {module.BlockStored: 1, module.BlockRemoved: -1}
         self._cleared_type = module.AllBlocksCleared
         self._unequal = 0
         self.digest = 0
@@ -186,19 +171,15 @@ class _CacheDigest:
         """
         digest, blocks = self.digest, self.blocks
         for event in events:
-            kind = type(event)
-            if kind is self._stored_type:
+            sign = self._signs.get(type(event))
+            if sign is not None:
                 if event.medium in _GPU_MEDIA:
-                    digest += sum(event.block_hashes)
-                    blocks += len(event.block_hashes)
-            elif kind is self._removed_type:
-                if event.medium in _GPU_MEDIA:
-                    digest -= sum(event.block_hashes)
-                    blocks -= len(event.block_hashes)
-            elif kind is self._cleared_type:
+                    digest += sign * sum(event.block_hashes)
+                    blocks += sign * len(event.block_hashes)
+            elif type(event) is self._cleared_type:
                 digest = blocks = 0
             else:
-                raise TypeError(f"unknown event {kind.__name__}")
+                raise TypeError(f"unknown event {type(event).__name__}")
         self.digest, self.blocks = digest & ATTESTATION_MASK, blocks
         tokens = self._count_tokens()
         if tokens == blocks * self._page_size:

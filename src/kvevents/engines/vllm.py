@@ -25,14 +25,7 @@ from typing import Any, Final
 
 from kvevents.compat import vllm as compat
 from kvevents.engines.engine_publisher import EnginePublisher, OwnPublisher
-from kvevents.engines.plugin import (
-    PUBLISHER_NAME,
-    EngineSettings,
-    engine_logger,
-    hook,
-    log_publisher,
-    replace_publisher,
-)
+from kvevents.engines.plugin import PUBLISHER_NAME, EngineSettings, attach_publisher, engine_logger, hook, replace_publisher
 from kvevents.errors import UnknownDialectError
 from kvevents.events import (
     ATTESTATION_MASK,
@@ -80,12 +73,7 @@ class VllmEventPublisher(EnginePublisher):
         base_options = {name: value for name, value in options.items() if name in _KNOWN_OPTIONS}
         for name in {"endpoint", "replay_endpoint"} & {name for name, value in base_options.items() if value is not None}:
             base_options[name] = compat.resolve_node_endpoint(base_options[name])
-        super().__init__(
-            data_parallel_rank,
-            **base_options,
-            dialect=_dialect_of_release(),
-            **settings.publisher_options(),
-        )
+        super().__init__(data_parallel_rank, **base_options, dialect=_dialect_of_release(), **settings.publisher_options())
 
     def get_publisher_config(self) -> Any:
         """Return vLLM's `KVEventsConfig` with the endpoints in force. Its publisher is `zmq`, the only name vLLM can decode."""
@@ -111,12 +99,10 @@ def _create_publisher(
     settings: EngineSettings, rank: int, options: dict[str, Any], fallback: OwnPublisher | None
 ) -> VllmEventPublisher:
     publisher = VllmEventPublisher(settings, rank, options, fallback)
-    attests = False
-    with publisher.ending_attestation():
-        attests = _install_hooks() and settings.attestation
-        _new_publisher.publisher = publisher
-    _new_publisher.attests = publisher.expects_attestation = attests
-    log_publisher(_ENGINE, publisher, rank, settings, attests=attests, ignored_options=sorted(options.keys() - _KNOWN_OPTIONS))
+    _new_publisher.attests = attach_publisher(
+        _ENGINE, publisher, rank, settings, options.keys() - _KNOWN_OPTIONS, _install_hooks
+    )
+    _new_publisher.publisher = publisher
     return publisher
 
 
@@ -137,7 +123,8 @@ def _install_hooks() -> bool:
         hook(core.EngineCore, "add_lora", _publish_lora_change)
     if hasattr(pool.BlockPool, _ANNOUNCE_AGAIN):
         hook(pool.BlockPool, _ANNOUNCE_AGAIN, _without_announcements)
-    elif _has_report_mode():
+    elif "kv_cache_report_mode" in inspect.getsource(importlib.import_module("vllm.v1.request")):
+        # Requests can ask for announcements of blocks that are cached already (vLLM from 0.26).
         logger.warning("kvevents: no attestation: this release of vLLM announces cached blocks again in an unknown way")
         return False
     block_map = getattr(pool, "BlockHashToBlockMap", None)
@@ -157,12 +144,6 @@ def _has_groups() -> bool:
     return "group_idx" in importlib.import_module(_EVENTS_MODULE).BlockStored.__struct_fields__
 
 
-def _has_report_mode() -> bool:
-    """Return whether requests can ask for announcements of blocks that are cached already (vLLM from 0.26)."""
-    request = importlib.import_module("vllm.v1.request")
-    return "kv_cache_report_mode" in inspect.getsource(request)
-
-
 def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
     """Leave out announcements of blocks that are cached already, and of positions of a sliding window that hold no block.
 
@@ -176,38 +157,25 @@ def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_changes(original: Callable[..., Any], *, sign: int, has_groups: bool) -> Callable[..., Any]:
-    """Add the term of each key that is inserted to the digest, or subtract that of each block that is popped (`sign` -1)."""
-    term = _term_of_key(has_groups=has_groups)
+    """Add the term of each key that is inserted to the digest, or subtract that of each block that is popped (`sign` -1).
+
+    A key is the block hash and four bytes of the KV cache group (`make_block_hash_with_group_id`).
+    """
 
     def change(block_map: Any, *arguments: Any, **options: Any) -> Any:
         result = original(block_map, *arguments, **options)
         if sign > 0 or result is not None:
             try:
                 key = arguments[0] if arguments else options["key"]
-                block_map.kvevents_digest = block_map.__dict__.get("kvevents_digest", 0) + sign * term(key) & ATTESTATION_MASK
+                group = int.from_bytes(key[-4:], "big") if has_groups else 0
+                term = int.from_bytes(key[-12:-4], "big") ^ attestation_group_term(group)
+                block_map.kvevents_digest = block_map.__dict__.get("kvevents_digest", 0) + sign * term & ATTESTATION_MASK
             except Exception as error:  # noqa: BLE001 - the engine goes on
                 with suppress(Exception):
                     block_map.kvevents_digest = error  # `_digest_of` reports it, and ends the attestation
         return result
 
     return change
-
-
-def _term_of_key(*, has_groups: bool) -> Callable[[Any], int]:
-    """Return the function from a key of vLLM's map to its term of the digest.
-
-    A key is the block hash and four bytes of the KV cache group (`make_block_hash_with_group_id`).
-    """
-    terms = [attestation_group_term(group) for group in range(64)] if has_groups else []
-
-    def term(key: bytes) -> int:
-        block_hash = int.from_bytes(key[-12:-4], "big")
-        if not has_groups:
-            return block_hash
-        group = int.from_bytes(key[-4:], "big")
-        return block_hash ^ (terms[group] if group < len(terms) else attestation_group_term(group))
-
-    return term
 
 
 def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
