@@ -91,9 +91,7 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
 
     Raises `ConfigError`, a ValueError, for another transport or a port above 65535.
     """
-    if not endpoint or data_parallel_rank == 0:
-        return endpoint
-    if endpoint == "ipc://*":
+    if not endpoint or data_parallel_rank == 0 or endpoint == "ipc://*":
         return endpoint
     if "inproc" in endpoint or endpoint.startswith("ipc://"):
         return f"{endpoint}_dp{data_parallel_rank}"
@@ -143,7 +141,10 @@ def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_ran
     Both endpoints are the configured ones, before the rank is added, and both are bound.
     """
     events, replay = split_tcp(endpoint), split_tcp(replay_endpoint or "")
-    if events is None or replay is None or 0 in {events[1], replay[1]} or not _same_host(events[0], replay[0]):
+    if events is None or replay is None or 0 in {events[1], replay[1]}:
+        return None
+    hosts = {events[0], replay[0]}
+    if len(hosts) > 1 and not hosts & _LOOPBACK.keys():
         return None
     distance = replay[1] - events[1]
     if abs(distance) > data_parallel_rank:
@@ -155,10 +156,6 @@ def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_ran
         f"rank {data_parallel_rank}'s {port_name} port {port} is rank {lower_rank}'s {lower_port_name} port; "
         f"put replay_endpoint at least as many ports from endpoint ({events[1]}) as there are ranks"
     )
-
-
-def _same_host(first: str, second: str) -> bool:
-    return first == second or first in _LOOPBACK or second in _LOOPBACK
 
 
 def with_bound_port(endpoint: str | None, bound_endpoint: str | None) -> str | None:

@@ -77,7 +77,7 @@ class CoverageRecorder:
             self.wait(seq, replayed=True)
 
     def wait(self, seq: int, *, replayed: bool) -> None:
-        self.sequencer.record_number(seq)
+        self.sequencer.highest_known = max(self.sequencer.highest_known, seq)
         if self.sequencer.early.get(seq) is None:
             self.sequencer.early.add(seq, b"", replayed=replayed)
 
@@ -94,8 +94,9 @@ class CoverageRecorder:
     def give_up(self) -> None:
         if not self.sequencer.is_complete:
             gap = self.sequencer.gap_before_early()
+            assert gap.last >= self.sequencer.next_seq
             self.covered.extend(range(self.sequencer.next_seq, gap.last + 1))
-            assert self.sequencer.skip_to(gap.last) > 0
+            self.sequencer.next_seq = gap.last + 1
             self.drain()
 
 

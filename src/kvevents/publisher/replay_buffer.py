@@ -46,7 +46,7 @@ from kvevents.publisher.compaction import (
 )
 from kvevents.publisher.settings import ReplayBufferSettings
 from kvevents.publisher.stats import HistoryStats
-from kvevents.wire import decode_batch
+from kvevents.wire import decode_batch, encode_batch
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class ReplayBuffer:
         self,
         steps: int,
         compactor: Compactor | None = None,
-        encode: Encode | None = None,
+        encode: Encode = encode_batch,
         *,
         settings: ReplayBufferSettings = _DEFAULTS,
     ) -> None:
@@ -336,8 +336,8 @@ class ReplayBuffer:
         """Return the snapshot, or the reason why it cannot be built."""
         batch = decode_batch(source.last_payload).batch
         encode, rank, limit = self._encode, batch.data_parallel_rank, self._settings.max_payload_bytes
-        parts = None if encode is None else encode_snapshot(events, batch.ts, rank, encode, limit, self.incarnation)
-        if parts is None or encode is None:
+        parts = encode_snapshot(events, batch.ts, rank, encode, limit, self.incarnation)
+        if parts is None:
             return "oversized"
         last = source.last_seq if source.gap is None else source.gap - 1
         first = last - len(parts) + 1

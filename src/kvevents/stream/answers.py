@@ -384,7 +384,7 @@ class AnswerReader:
             deliverer.counters.duplicates += 1
             live = deliverer.cross_check.answer_live
             return self._compare_live(fetch, live, reply) if live is not None and seq == live.seq else None
-        order.record_number(seq)
+        order.highest_known = max(order.highest_known, seq)
         early_batch = deliverer.early.get(seq)
         if early_batch is not None and early_batch.payload != payload and (is_part or begins_with_clear(payload)):
             # The snapshot also contains what is missing before it, so the batch with its number need not wait any more.

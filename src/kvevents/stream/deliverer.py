@@ -350,7 +350,8 @@ class Deliverer:
     def declare_gap(self, gap: GapEnd) -> None:
         """Give up the batches up to the end of a gap."""
         first = self.order.next_seq
-        count = self.order.skip_to(gap.last)
+        count = gap.last + 1 - first
+        self.order.next_seq = gap.last + 1
         self.deliveries.append(Gap(self._name, self._rank, first, gap.last, self.incarnation, gap.compacted))
         self.has_delivered = True
         if gap.compacted:

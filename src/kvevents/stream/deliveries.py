@@ -69,7 +69,7 @@ class Source:
         for name, text in texts.items():
             if not isinstance(text, str) and (text is not None or name in {"endpoint", "topic"}):
                 raise ConfigError(f"invalid {name} {text!r} of a source: expected a string")
-        if not isinstance(self.rank, int):
+        if not isinstance(self.rank, int) or self.rank < 0:
             raise ConfigError(f"invalid rank {self.rank!r} of {printable(self.label)}: expected a number from 0")
         for name, endpoint in (("endpoint", self.endpoint), ("replay_endpoint", self.replay_endpoint)):
             if endpoint is not None:
@@ -80,8 +80,6 @@ class Source:
             object.__setattr__(self, "replay_endpoint", self.endpoint)
         if self.by_topic and (not self.bind or self.replay_endpoint is not None or self.name is not None):
             raise ConfigError("by_topic needs bind=True, and has neither a replay_endpoint nor a name: each topic is a source")
-        if self.rank < 0:
-            raise ConfigError(f"invalid rank {self.rank} of {printable(self.label)}: expected a number from 0")
         check_stores_only(self.stores_only)
 
     def ranks(self, count: int) -> list[Source]:

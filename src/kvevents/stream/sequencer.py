@@ -188,10 +188,6 @@ class Sequencer:
             return Order.NEXT
         return Order.KNOWN if seq < self.next_seq else Order.AHEAD
 
-    def record_number(self, seq: int) -> None:
-        """Record that this number exists."""
-        self.highest_known = max(self.highest_known, seq)
-
     def add_digest(self, seq: int, digest: bytes) -> None:
         """Add the digest of a batch that replay has delivered, and evict the oldest one if there are too many."""
         self.replayed_digests[seq] = digest
@@ -205,12 +201,6 @@ class Sequencer:
     def pop_live_run(self) -> list[bytes]:
         """Remove and return the payloads of the early live batches whose turn it is; see `pop_next`."""
         return [] if self.parts.last >= 0 else self.early.pop_live_run(self.next_seq)
-
-    def skip_to(self, last: int) -> int:
-        """Give up the numbers up to `last`. Return their count."""
-        count = last + 1 - self.next_seq
-        self.next_seq = last + 1
-        return count
 
     def gap_before_early(self) -> GapEnd:
         """Return the gap before the first early batch, or up to the highest number seen if none waits.

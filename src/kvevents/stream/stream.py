@@ -354,7 +354,10 @@ class Stream:
     def _receive(self, live: Live, now: float) -> None:
         order = self._deliverer.order
         if live.topic != self._deliverer.topic:
-            self._note_topic(live.topic)
+            # A publisher has one topic; two publishers alternate.
+            if live.topic == self._other_topic:
+                self.share()
+            self._other_topic, self._deliverer.topic = self._deliverer.topic, live.topic
         if live.seq == order.next_seq > order.highest_known and self.state is State.FOLLOWING and order.parts.last < 0:
             # Nothing is missing: the frame is a run of one.
             self.receive_run((live.payload,), now)
@@ -379,12 +382,6 @@ class Stream:
         self._regressed_at = self.counters.live
         if self._regressions >= _MAX_REGRESSIONS:
             self.share()
-
-    def _note_topic(self, topic: bytes) -> None:
-        """Record that the topic has changed. A publisher has one; two publishers alternate."""
-        if topic == self._other_topic:
-            self.share()
-        self._other_topic, self._deliverer.topic = self._deliverer.topic, topic
 
     # --- actions of the table: live frames ------------------------------------------------------------------------------
 
@@ -428,8 +425,8 @@ class Stream:
 
     def _take_early(self, live: Live) -> None:
         """Let a batch wait because one before it is missing."""
-        deliverer = self._deliverer
-        deliverer.order.record_number(live.seq)
+        deliverer, order = self._deliverer, self._deliverer.order
+        order.highest_known = max(order.highest_known, live.seq)
         early_batch = deliverer.early.get(live.seq)
         if early_batch is None:
             self.counters.overflowed += not deliverer.early.add(live.seq, live.payload, replayed=False)

@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack, overload
 
 from kvevents.errors import ClosedError, UsageError
@@ -162,9 +161,7 @@ class AsyncSubscriber(FrontEnd[BatchT]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

@@ -49,7 +49,7 @@ class TopicFeed:
     reopen_at: float | None = None
     """None: a bound socket waits for publishers and opens nothing again."""
 
-    def __init__(self, source: Source, socket: BoundSocket, connection: Connection | None) -> None:
+    def __init__(self, source: Source, socket: BoundSocket, owner: SocketOwner, connection: Connection | None) -> None:
         self.source = source
         self.connection = connection
         """None while a source that was found by its topic is not followed yet."""
@@ -60,6 +60,7 @@ class TopicFeed:
         """Other connections with which messages of the source come at the same time."""
         self.is_connected = False
         self._socket = socket
+        self._owner = owner
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages and connection changes to `stream`. Return True if there may be more."""
@@ -74,7 +75,8 @@ class TopicFeed:
                 stream.share()
             else:
                 stream.receive_live(arrival, now)
-        return has_more or bool(self.arrivals) or self._socket.has_marked
+        # Connections of this socket, or of another one, must be read although nothing signals them.
+        return has_more or bool(self.arrivals or self._owner.marked_connections)
 
     def change(self, *, is_connected: bool) -> None:
         """Queue a change of its connection, if it is one."""
@@ -136,11 +138,6 @@ class BoundSocket:
     def _connections(self) -> Iterator[Connection]:
         return (feed.connection for feed in self._feeds if feed.connection is not None)
 
-    @property
-    def has_marked(self) -> bool:
-        """Whether connections of this socket, or of another one, must be read although nothing signals them."""
-        return bool(self._owner.marked_connections)
-
     def join(self, source: Source, connection: Connection) -> TopicFeed:
         """Return the feed of one more source. Raise `ConfigError` if it cannot share the socket."""
         for feed in self._feeds:
@@ -154,7 +151,7 @@ class BoundSocket:
                 f"two sources are bound to {self.endpoint} with the topic {source.topic!r}: give each the topic of its"
                 " publisher, or use one source with by_topic=True"
             )
-        feed = TopicFeed(source, self, connection)
+        feed = TopicFeed(source, self, self._owner, connection)
         self._feeds.append(feed)
         prefix = source.topic.encode()
         self._by_topic = {topic: other for topic, other in self._by_topic.items() if not topic.startswith(prefix)}
@@ -256,7 +253,7 @@ class BoundSocket:
         if feed_of_topic is not None and feed_of_topic.source.by_topic:
             name, parent, feed_of_topic = topic.decode(errors="backslashreplace"), feed_of_topic.source, None
             if len(self._by_topic) < limit and name.isprintable():
-                feed_of_topic = TopicFeed(replace(parent, topic=name, name=name, by_topic=False), self, None)
+                feed_of_topic = TopicFeed(replace(parent, topic=name, name=name, by_topic=False), self, self._owner, None)
                 self._feeds.append(feed_of_topic)
                 self._owner.found_sources.append(feed_of_topic.source)
         if len(self._by_topic) < limit:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeAlias
@@ -582,10 +582,7 @@ class Multiplexer:
 
     def describe(self, unread_seconds: float) -> str:
         """Return the number of streams by trust, for a repr: `3 streams, 2 EXACT, 1 STALE, 0 ready`."""
-        states: dict[str, int] = {}
-        for entry in self._entries.values():
-            name = entry.trust(unread_seconds).name
-            states[name] = states.get(name, 0) + 1
+        states = Counter(entry.trust(unread_seconds).name for entry in self._entries.values())
         counts = "".join(f", {count} {name}" for name, count in sorted(states.items()))
         noun = "stream" if len(self._entries) == 1 else "streams"
         sources = [entry.stream.source for entry in (*self._finders.values(), *self._entries.values())]

@@ -133,9 +133,8 @@ class ZmqTransport(SocketOwner):
         return self.stalls.max_wait
 
     def fileno(self) -> int:
-        """Return the descriptor of the selector, if the platform has one (epoll, kqueue)."""
-        fileno = getattr(self.selector, "fileno", None)
-        return -1 if fileno is None else int(fileno())
+        """Return the descriptor of the selector (epoll, kqueue)."""
+        return self.selector.fileno()
 
     def wake(self) -> None:
         """Make the selector readable from now on."""
