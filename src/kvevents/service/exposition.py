@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Final, NamedTuple, TypeVar, get_args
 
+from msgspec.structs import asdict
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 
@@ -38,28 +39,14 @@ T = TypeVar("T")
 Labels = dict[str, str]
 
 STATES: Final[tuple[TrustState, ...]] = get_args(TrustState)
-CLOSE_REASONS: Final = (
-    "full",
-    "evicted",
-    "silent",
-    "idle",
-    "unread",
-    "unread-bytes",
-    "not-closed",
-    "left",
-    "handshake",
-    "draining",
+_CLOSED: Final = dict.fromkeys(
+    ("full", "evicted", "silent", "idle", "unread", "unread-bytes", "not-closed", "left", "handshake", "draining"), 0
 )
-"""Reasons why the data plane closes connections."""
-REJECT_REASONS: Final = (
-    "too-slow",
-    "headers-too-large",
-    "malformed-request",
-    "too-much-at-once",
-    "too-many-clients",
-    "not-a-proxy",
+"""No connection that the data plane has closed, by reason."""
+_REJECTED: Final = dict.fromkeys(
+    ("too-slow", "headers-too-large", "malformed-request", "too-much-at-once", "too-many-clients", "not-a-proxy"), 0
 )
-"""Reasons why the data plane rejects requests before it knows their path."""
+"""No request that the data plane has rejected before it knew its path, by reason."""
 
 
 def exposition(service: Service) -> bytes:
@@ -126,10 +113,7 @@ def _histogram(
 # --- sources -----------------------------------------------------------------------------------------------------------------
 
 _SOURCES: Final[Table[Member]] = {
-    "state": (
-        "1 for the current trust state of the source, 0 for the others.",
-        lambda m: one_of("state", STATES, m.trust_status.state),
-    ),
+    "state": ("1 for the current trust state, 0 for the others.", lambda m: one_of("state", STATES, m.trust_status.state)),
     "reason": (
         "1 for each reason why the source is not EXACT.",
         lambda m: [
@@ -150,10 +134,7 @@ _WORKERS: Final[Table[Member]] = {
     ),
     "waiting_batches": ("Received batches that wait for an earlier batch.", lambda m: m.status.waiting if m.status else 0),
     "lag_seconds": ("Delay of the newest live batch: receive time minus the publisher's timestamp.", lambda m: m.lag),
-    "last_batch_timestamp_seconds": (
-        "Unix time at which the newest batch arrived; absent before the first.",
-        lambda m: m.last_event,
-    ),
+    "last_batch_timestamp_seconds": ("Unix time at which the newest batch arrived.", lambda m: m.last_event),
     "last_seq": (
         "Sequence number of the newest batch of the current incarnation; absent before the first.",
         lambda m: m.status.last_seq if m.status and m.status.last_seq >= 0 else None,
@@ -170,41 +151,26 @@ _WORKERS: Final[Table[Member]] = {
         "Prompt tokens that waiting requests of the engine must compute; absent without a recent report.",
         lambda m: load.waiting_uncached_tokens if (load := m.engine_load) else None,
     ),
-    "evicted_blocks_total": (
-        "Blocks of the source that the index refused at its memory limit.",
-        lambda m: m.info.evicted if m.info else None,
-    ),
+    "evicted_blocks_total": ("Blocks of the source refused at the memory limit.", lambda m: m.info.evicted if m.info else None),
 }
 _STREAMS: Final[Table[StreamCounters]] = {
     "batches_total": ("Batches delivered to the index.", lambda c: c.delivered),
     "replayed_batches_total": ("Delivered batches that arrived by replay.", lambda c: c.replayed),
     "lost_batches_total": ("Batches that were never received and can no longer be replayed.", lambda c: c.lost),
     "compacted_batches_total": ("Batches that a snapshot of the publisher replaced.", lambda c: c.compacted),
-    "resets_total": (
-        "Resets of the stream: incarnations after the first, including those that might be the same.",
-        lambda c: c.resets,
-    ),
+    "resets_total": ("Resets: incarnations after the first, including those that might be the same.", lambda c: c.resets),
     "reconnects_total": ("Connections after the first.", lambda c: c.reconnects),
     "duplicate_messages_total": ("Messages that contained nothing new.", lambda c: c.duplicates),
-    "overflowed_batches_total": (
-        "Live batches dropped because the waiting buffer was full; they are replayed later.",
-        lambda c: c.overflowed,
-    ),
+    "overflowed_batches_total": ("Live batches that a full waiting buffer dropped; they are replayed.", lambda c: c.overflowed),
     "malformed_messages_total": ("Messages that are not a batch.", lambda c: sum(c.malformed.values())),
     "rejected_events_total": ("Events that could not be decoded.", lambda c: sum(c.rejected.values())),
     "replay_requests_total": ("Replay requests sent.", lambda c: c.requests),
     "heartbeats_total": ("Heartbeats received with the publisher's digest.", lambda c: c.heartbeats),
     "digest_matches_total": ("Heartbeats whose digest matched the index.", lambda c: c.digests_matched),
-    "divergences_total": (
-        "Heartbeats whose digest differed from the index without a known cause; stays at 0.",
-        lambda c: c.digests_mismatched,
-    ),
-    "attestation_matches_total": (
-        "Heartbeats whose attestation of the engine's own cache matched the index.",
-        lambda c: c.attestations_matched,
-    ),
+    "divergences_total": ("Heartbeats whose digest differed without known cause; stays at 0.", lambda c: c.digests_mismatched),
+    "attestation_matches_total": ("Attestations of the engine that matched the index.", lambda c: c.attestations_matched),
     "attestation_mismatches_total": (
-        "Heartbeats whose attestation of the engine's own cache differed from the index; stays at 0.",
+        "Attestations of the engine that differed from the index; stays at 0.",
         lambda c: c.attestations_mismatched,
     ),
     "gaps_total": (
@@ -243,26 +209,14 @@ _SERVICE: Final[Table[_Scrape]] = {
     "event_stream_clients": ("Clients connected to /v1/events.", lambda s: len(s.service.fleet.event_bus)),
     "index_bytes": ("Memory that the index uses.", lambda s: s.stats.index_bytes),
     "index_limit_bytes": ("Memory limit of the index; absent without a limit.", lambda s: s.stats.memory_limit),
-    "index_blocks": (
-        "Distinct blocks in the index; a block that several workers hold counts once.",
-        lambda s: s.stats.unique_blocks,
-    ),
-    "snapshot_timestamp_seconds": (
-        "Unix time at which this process last wrote a snapshot; absent before the first.",
-        lambda s: s.stats.snapshot_at,
-    ),
-    "snapshot_interval_seconds": (
-        "Configured interval between snapshots; absent without a state_dir.",
-        lambda s: s.stats.snapshot_seconds,
-    ),
+    "index_blocks": ("Distinct blocks; a block that several workers hold counts once.", lambda s: s.stats.unique_blocks),
+    "snapshot_timestamp_seconds": ("Unix time at which this process last wrote a snapshot.", lambda s: s.stats.snapshot_at),
+    "snapshot_interval_seconds": ("Time between snapshots; absent without a state_dir.", lambda s: s.stats.snapshot_seconds),
     "snapshot_failed": (
         "1 while the last write to state_dir failed; absent without a state_dir.",
         lambda s: None if s.service.state_store is None else s.stats.snapshot_fault is not None,
     ),
-    "index_tier_blocks": (
-        "Blocks by tier; a block counts once for each worker that holds it.",
-        lambda s: by_label("tier", _tiers(s.stats.tiers)),
-    ),
+    "index_tier_blocks": ("Blocks by tier, counted for each worker.", lambda s: by_label("tier", _tiers(s.stats.tiers))),
     "discovery_faults": (
         "Current discovery faults by provider.",
         lambda s: by_label("provider", {name: len(faults) for name, faults in s.service.faults().items()}),
@@ -285,27 +239,15 @@ _SERVICE: Final[Table[_Scrape]] = {
     ),
     "lookups_total": ("Prefix lookups.", lambda s: s.counts.answers.lookups),
     "lookup_hits_total": ("Prefix lookups that matched at least one block.", lambda s: s.counts.answers.hits),
-    "ended_leases_total": (
-        "Ranks that were unregistered because their leases had ended.",
-        lambda s: s.service.registrations.ended_leases,
-    ),
+    "ended_leases_total": ("Ranks unregistered at the end of their leases.", lambda s: s.service.registrations.ended_leases),
     "http_ignored_fields_total": (
         "Unknown fields in request bodies that the service ignored.",
         lambda s: by_label("path", dict(s.service.ignored_fields)),
     ),
-    "reservations_open": (
-        "Reservations of `/v1/select` that were neither finished nor expired.",
-        lambda scrape: scrape.counts.reservations.open,
-    ),
+    "reservations_open": ("Reservations that were neither finished nor expired.", lambda s: s.counts.reservations.open),
     "reservations_total": (
         "Reservations by outcome: made; then finished, expired or replaced; or refused, since too many were open.",
-        lambda scrape: by_label(
-            "outcome",
-            {
-                name: getattr(scrape.counts.reservations, name)
-                for name in ("made", "finished", "expired", "replaced", "refused")
-            },
-        ),
+        lambda s: by_label("outcome", {name: count for name, count in asdict(s.counts.reservations).items() if name != "open"}),
     ),
     "http_requests_total": (
         "HTTP and gRPC requests by path and status.",
@@ -326,11 +268,11 @@ _SERVICE: Final[Table[_Scrape]] = {
     "http_connections_opened_total": ("Connections that clients opened.", lambda s: s.counts.opened),
     "http_connections_closed_total": (
         "Connections that the service closed, by reason; full and evicted mean too many.",
-        lambda s: by_label("reason", dict.fromkeys(CLOSE_REASONS, 0) | s.counts.closed),
+        lambda s: by_label("reason", _CLOSED | s.counts.closed),
     ),
     "http_rejected_requests_total": (
         "Requests rejected before their path was known, by reason.",
-        lambda s: by_label("reason", dict.fromkeys(REJECT_REASONS, 0) | s.counts.refusals),
+        lambda s: by_label("reason", _REJECTED | s.counts.refusals),
     ),
     "http_request_buffer_bytes": ("Memory of received request bodies beyond 64 KiB each.", lambda s: s.counts.received),
     "http_response_buffer_bytes": ("Memory of responses that clients have not read yet.", lambda s: s.counts.unread),

@@ -202,10 +202,7 @@ _MEANINGS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
     "unknown-host": (Reason.UNRESOLVED, "the name {host} does not resolve: {detail}"),
     "refused": (Reason.REFUSED, "nothing listens at {endpoint}"),
     "timeout": (Reason.UNANSWERED, "{endpoint} does not answer within {seconds:g} s"),
-    "silent": (
-        Reason.UNANSWERED,
-        "what listens at {endpoint} accepts connections and sends nothing within {seconds:g} s",
-    ),
+    "silent": (Reason.UNANSWERED, "what listens at {endpoint} accepts connections and sends nothing within {seconds:g} s"),
     "unreachable": (Reason.UNREACHABLE, "{endpoint} cannot be reached: {detail}"),
     "closed": (Reason.UNREACHABLE, "what listens at {endpoint} closes connections at once"),
     "not-zeromq": (Reason.NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),

@@ -235,17 +235,11 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     ),
     _selecting("/reservations", dynamo_selection.book, takes=dynamo.BookRequest, gives=dynamo.Booked, status=201),
     _selecting(
-        "/potential_loads",
-        dynamo_selection.potential_loads,
-        takes=dynamo.PromptRequest,
-        gives=list[dynamo.PotentialLoad],
+        "/potential_loads", dynamo_selection.potential_loads, takes=dynamo.PromptRequest, gives=list[dynamo.PotentialLoad]
     ),
     _selecting("/overlap_scores", dynamo_selection.overlap_scores, takes=dynamo.PromptRequest, gives=dynamo.OverlapScores),
     _selecting(
-        "/reservations/{id}/output_block",
-        dynamo_selection.output_block,
-        takes=dynamo.OutputBlockRequest,
-        gives=dynamo.Done,
+        "/reservations/{id}/output_block", dynamo_selection.output_block, takes=dynamo.OutputBlockRequest, gives=dynamo.Done
     ),
     _selection("POST", "/reservations/{id}/prefill_complete", dynamo_selection.prefill_complete, gives=dynamo.Done),
     _selection("DELETE", "/reservations/{id}", dynamo_selection.free, gives=dynamo.Done),
