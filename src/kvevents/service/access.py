@@ -64,9 +64,8 @@ class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         names = [name for name in _TOKEN_SOURCES if getattr(self, name) is not None]
         if len(names) != 1:
-            raise ConfigError(
-                f"invalid token: expected exactly one of {', '.join(_TOKEN_SOURCES)}, got {' and '.join(names) or 'none'}"
-            )
+            given = " and ".join(names) or "none"
+            raise ConfigError(f"invalid token: expected exactly one of {', '.join(_TOKEN_SOURCES)}, got {given}")
 
     def __repr__(self) -> str:
         return f"<TokenSettings {', '.join(f'{name} {value!r}' for name, value in self.__rich_repr__())}>"
@@ -103,7 +102,8 @@ class Access:
             if digest in self._callers:
                 raise ConfigError(f"{self._callers[digest].name} and {label} are the same token; {_HINT}")
             self._callers[digest] = Caller(Role[token.role.upper()], label)
-        self.anonymous = Caller(_anonymous_role(config), "anonymous")
+        role_name = config.anonymous or ("none" if config.tokens else "register")
+        self.anonymous = Caller(Role[role_name.upper()], "anonymous")
 
     def caller(self, authorization: bytes | None) -> Caller:
         """Return the caller for a value of the `Authorization` header, or for a request without this header (None).
@@ -115,11 +115,8 @@ class Access:
             return self.anonymous
         scheme, _, token = authorization.partition(b" ")
         digest = sha256(token.strip(b" \t")).digest()
-        match = _UNKNOWN
-        for candidate, caller in self._callers.items():
-            if hmac.compare_digest(candidate, digest):
-                match = caller
-        return match if scheme.lower() == b"bearer" else _UNKNOWN
+        callers = [caller for candidate, caller in self._callers.items() if hmac.compare_digest(candidate, digest)]
+        return callers[0] if callers and scheme.lower() == b"bearer" else _UNKNOWN
 
     def digests(self, role: Role) -> list[bytes]:
         """Return the SHA-256 digests of the tokens with at least this role."""
@@ -132,12 +129,6 @@ class Access:
 _UNKNOWN: Final = Caller(Role.NONE, "unknown token")
 
 
-def _anonymous_role(config: AccessSettings) -> Role:
-    if config.anonymous is None:
-        return Role.NONE if config.tokens else Role.REGISTER
-    return Role[config.anonymous.upper()]
-
-
 def _read_token(token: TokenSettings, label: str, environ: Mapping[str, str]) -> bytes:
     if token.token is not None:
         return token.token.encode("utf-8", "surrogatepass")
@@ -145,10 +136,7 @@ def _read_token(token: TokenSettings, label: str, environ: Mapping[str, str]) ->
         if token.token_env not in environ:
             raise ConfigError(f"{label}: environment variable {token.token_env} is not set")
         return environ[token.token_env].encode(errors="surrogateescape")
-    return _read_file(Path(token.token_file or ""), label)
-
-
-def _read_file(path: Path, label: str) -> bytes:
+    path = Path(token.token_file or "")
     try:
         with path.open("rb") as file:
             return file.read(2 * MAX_TOKEN_BYTES).strip()
@@ -203,9 +191,8 @@ class HostPatterns:
         networks = {pattern: _network_of(pattern) for pattern in patterns}
         for pattern, network in networks.items():
             if network is None and _HOST_PATTERN.fullmatch(pattern) is None:
-                raise ConfigError(
-                    f"invalid {setting} entry {pattern!r}: expected HOST, NETWORK/BITS or *.SUFFIX, without a port"
-                )
+                forms = "HOST, NETWORK/BITS or *.SUFFIX, without a port"
+                raise ConfigError(f"invalid {setting} entry {pattern!r}: expected {forms}")
         self._networks: Final = [network for network in networks.values() if network is not None]
         self._names: Final = {name.lower() for name in patterns if not name.startswith("*.")}
         self._suffixes: Final = tuple(name[1:].lower() for name in patterns if name.startswith("*."))

@@ -7,8 +7,8 @@ different values are rejected, and so is an unknown name that is similar to one 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from difflib import SequenceMatcher
+from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, Final
 
 from msgspec import UNSET
@@ -49,18 +49,11 @@ class Scopes:
 
     def unknown(self, scope: Scope) -> NotFoundError:
         """Return the error for a model that no stream serves."""
-        sentence = f"no engine serves model {scope.model!r} for {_owner(scope)}"
-        return NotFoundError(sentence, "unknown-model", self._hint(scope))
-
-    def _hint(self, scope: Scope) -> str:
+        is_default = scope[1:3] == (DEFAULT_GROUP, DEFAULT_GROUP)
+        owner = "the default tenant" if is_default else f"tenant {scope.tenant!r}, group {scope.group!r}"
         models = sorted({candidate.model for candidate in list(self._streams) if candidate[1:3] == scope[1:3]})
-        return f"known models: {', '.join(models[:8])}" if models else "register an engine first"
-
-
-def _owner(scope: Scope) -> str:
-    if (scope.tenant, scope.group) == ("default", "default"):
-        return "the default tenant"
-    return f"tenant {scope.tenant!r}, group {scope.group!r}"
+        hint = f"known models: {', '.join(models[:8])}" if models else "register an engine first"
+        return NotFoundError(f"no engine serves model {scope.model!r} for {owner}", "unknown-model", hint)
 
 
 MODEL, TENANT, GROUP, LORA, SALT = SCOPE_NAMES.values()
@@ -70,7 +63,8 @@ _LIKE: Final = 0.8
 """Similarity by `difflib` from which a name is considered a misspelling of another one."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
 """Words without another meaning here: a field whose name contains one of them must not be ignored."""
-_ALIASES: Final = (*TENANT, *GROUP, *LORA, *SALT)
+_ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
+"""Names of scope fields by their letters."""
 _OPTIONAL: Final = (LORA, SALT)
 _OTHERS: Final = re.compile(r"[^a-z0-9]")
 MAX_UNKNOWN: Final = 64
@@ -124,17 +118,14 @@ def pick(request: Any, names: tuple[str, ...]) -> str | None:
 def check_unknown(names: Collection[str]) -> None:
     """Raise `RefusedError` for too many unknown names, and for one that is similar to a scope field."""
     if len(names) > MAX_UNKNOWN:
-        raise RefusedError(
-            f"{len(names)} fields are unknown, more than {MAX_UNKNOWN}", "too-many-fields", "leave them out; see /openapi.json"
-        )
-    matchers = [SequenceMatcher(None, "", field.replace("_", "")) for field in _ALIASES]
+        sentence = f"{len(names)} fields are unknown, more than {MAX_UNKNOWN}"
+        raise RefusedError(sentence, "too-many-fields", "leave them out; see /openapi.json")
     for name in names:
-        field = _meant_by(name, matchers)
-        if field is not None:
+        if (field := _meant_by(name)) is not None:
             raise RefusedError(f"unknown field {name[:MAX_COMPARED]!r}", "unknown-field", f"write {field}, or leave it out")
 
 
-def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None:
+def _meant_by(name: str) -> str | None:
     """Return the scope field that an unknown name is similar to; None if none is similar."""
     letters = _OTHERS.sub("", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
     for word, field in _WORDS.items():
@@ -142,14 +133,9 @@ def _meant_by(name: str, matchers: Sequence[SequenceMatcher[str]]) -> str | None
             return field
     if len(name) > MAX_COMPARED:
         return None
-    sorted_letters = sorted(letters)
-    for field, matcher in zip(_ALIASES, matchers, strict=True):
-        if sorted_letters == sorted(field.replace("_", "")):
-            return field
-        matcher.set_seq1(letters)
-        if matcher.real_quick_ratio() >= _LIKE and matcher.quick_ratio() >= _LIKE and matcher.ratio() >= _LIKE:
-            return field
-    return None
+    anagrams = [known for known in _ALIASES if sorted(known) == sorted(letters)]
+    similar = anagrams or get_close_matches(letters, _ALIASES, 1, _LIKE)
+    return _ALIASES[similar[0]] if similar else None
 
 
 def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], *, beside: str = "") -> dict[str, str]:
