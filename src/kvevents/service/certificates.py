@@ -63,18 +63,15 @@ class CertificateFiles:
         former, self._newest_stamps = self._newest_stamps, self._stamps()
         if self._newest_stamps == self._loaded_stamps or self._newest_stamps != former:
             return
-        self._loaded_stamps = self._newest_stamps
+        self._loaded_stamps, self.fault = self._newest_stamps, None
         try:
             check_tls(self._tls)
             self._reload()
         except (ConfigError, ValueError) as error:
             self.fault = f"{error}; new connections use the certificate that was read before"
+            log.error("%s", self.fault)  # noqa: TRY400 - a sentence says it
         else:
-            self.fault = None
-        if self.fault is None:
             log.info("the TLS certificate %s was read again", self._tls.certificate)
-        else:
-            log.error("%s", self.fault)
 
     def _stamps(self) -> list[object]:
         return [file_stamp(Path(file)) for file in _files(self._tls)]

@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import count
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -95,18 +95,6 @@ class Answered(NamedTuple):
     """Tokens that the best worker holds."""
 
 
-class RequestHandler(Protocol):
-    """Handles the requests that the data plane forwards. Both methods return at once."""
-
-    def handle(self, request: _native.Request) -> None:
-        """Begin to handle a request."""
-        ...
-
-    def on_changed(self, stream: int) -> None:
-        """Record that a response in pieces has room for one more, or that its client has left."""
-        ...
-
-
 class DataPlane:
     """The native server of one service. Any thread may call it. Methods do nothing before `start` and after `close`."""
 
@@ -122,10 +110,13 @@ class DataPlane:
         self._rows: dict[Member, _Row] = {}
         """The row of each worker in the newest table, so that only changed rows are written."""
 
-    def start(self, listening: socket.socket, handler: RequestHandler, settings: Mapping[str, Any]) -> None:
+    def start(
+        self, listening: socket.socket, handle: Callable[[_native.Request | int], None], settings: Mapping[str, Any]
+    ) -> None:
         """Serve at a listening socket. Only the event loop may call this.
 
-        `settings` are the fields of `native/server/src/settings.rs`.
+        `handle` gets each request that is forwarded, and the number of each response in pieces that has room for one more or
+        whose client has left. `settings` are the fields of `native/server/src/settings.rs`.
         """
         wakes, waker = socket.socketpair()
         wakes.setblocking(False)
@@ -133,7 +124,7 @@ class DataPlane:
             native = _native.DataPlane(_encode(settings), listening.fileno(), waker.fileno(), self._fleet.loads.requests)
         self._native = native
         self._wakes = wakes
-        asyncio.get_running_loop().add_reader(wakes, _take_all, native, wakes, handler)
+        asyncio.get_running_loop().add_reader(wakes, _take_all, native, wakes, handle)
         self._fleet.on_change = self.publish
         self.publish()
         self.refresh()
@@ -243,14 +234,10 @@ class DataPlane:
             self._native.close()
 
 
-def _take_all(native: _native.DataPlane, wakes: socket.socket, handler: RequestHandler) -> None:
-    """Pass everything that the data plane has for the control plane to `handler`."""
+def _take_all(native: _native.DataPlane, wakes: socket.socket, handle: Callable[[_native.Request | int], None]) -> None:
     wakes.recv(_WAKES)
     for item in native.take():
-        if isinstance(item, int):
-            handler.on_changed(item)
-        else:
-            handler.handle(item)
+        handle(item)
 
 
 # --- the routing table

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from kvevents.client.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.errors import SnapshotError
-from kvevents.index import PrefixIndex
+from kvevents.index import Block, PrefixIndex
 from kvevents.package_metadata import version
 from kvevents.service.access import Access, AuditLog
 from kvevents.service.allow_list import EndpointAllowList
@@ -231,6 +231,13 @@ class Service:
         """Return the members of the fleet, with the other ranks that their streams carry."""
         self.data_plane.publish()  # the answer must not be newer than the table of queries
         return dict(self.fleet.workers)
+
+    def blocks(self, key: Key) -> Iterable[Block]:
+        """Return the blocks of a worker, of one moment and in no order."""
+        try:
+            return self.index.blocks(key)
+        except LookupError:  # no event has arrived yet
+            return ()
 
     # --- state
 

@@ -76,9 +76,12 @@ class App:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def on_changed(self, stream: int) -> None:
-        """Continue a response in pieces, or end it if its client has left."""
-        response = self._open_streams.get(stream)
+    def __call__(self, item: _native.Request | int) -> None:
+        """Begin to handle a request, or continue the response in pieces with this number."""
+        if not isinstance(item, int):
+            self.handle(item)
+            return
+        response = self._open_streams.get(item)
         if response is None:
             return
         if response.stream.is_gone and response.task is not None:
@@ -223,7 +226,7 @@ def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
     if not request.query or endpoint.role is None:
         return
     has_body = endpoint.takes is not None and not (endpoint.raw and request.kind == RAW)
-    names = () if has_body else [parameter.name for parameter in endpoint.parameters]
+    names = () if has_body else [parameter["name"] for parameter in endpoint.parameters if parameter["in"] == "query"]
     request.arguments = scope_parameters(request.parameters, names, beside=" beside a body of this type" if has_body else "")
 
 

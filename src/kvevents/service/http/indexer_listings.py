@@ -6,6 +6,7 @@ encodes the next piece when the client has read the previous one.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
@@ -170,20 +171,13 @@ async def _pieces(service: Service) -> AsyncIterator[bytes]:
         yield separator + b'%b:{"block_size":%b,"events":[' % head
         comma = b""
         for key, member in members:
-            blocks = await service.pools.dumping.run(_blocks, service, key)
-            while piece := await service.pools.dumping.run(_encode, member, blocks):
+            blocks = enumerate(await asyncio.to_thread(service.blocks, key))
+            while piece := await asyncio.to_thread(_encode, member, blocks):
                 yield comma + piece
                 comma = b","
         yield b'],"trust":%b}' % msgspec.json.encode(_trusts(member for _, member in members))
         separator = b","
     yield b"}" if groups else b"{}"
-
-
-def _blocks(service: Service, key: Key) -> Iterator[tuple[int, Block]]:
-    try:
-        return enumerate(service.fleet.index.blocks(key))
-    except LookupError:  # no event has arrived yet
-        return enumerate(())
 
 
 def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:

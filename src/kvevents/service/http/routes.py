@@ -7,11 +7,11 @@ too; those of other endpoints are in the modules of their APIs.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from importlib.resources import files
-from typing import Any, Final, Literal, TypeAlias, get_args
+from typing import Any, Final, TypeAlias, get_args
 
 import msgspec
 
@@ -30,17 +30,6 @@ from kvevents.stream import TrustState
 
 Handler: TypeAlias = "Callable[[Service, HttpRequest], AnyResponse | Awaitable[AnyResponse]]"
 """Handles a request, in the thread pool of its route, or in the event loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """A parameter of the query string, a header or a part of the path."""
-
-    name: str
-    description: str
-    required: bool = False
-    schema: dict[str, Any] = field(default_factory=lambda: {"type": "string"})
-    """JSON Schema of the value."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +55,12 @@ class Route:
     """Whether orchestrators send it: with any host name, and also when the service accepts no other clients."""
     pool: str = ""
     """Name of the thread pool that runs the handler, if it may take longer than a match; empty for the event loop."""
-    parameters: tuple[Parameter, ...] = field(default=())
-    """Parameters of the query string; an endpoint with a body accepts them with raw bodies only.
+    parameters: tuple[Mapping[str, Any], ...] = ()
+    """Parameters of the query string, and headers that change the response, as in OpenAPI documents.
 
-    Others are rejected, except at public endpoints.
+    An endpoint with a body accepts a query string with raw bodies only. Other parameters are rejected, except at public
+    endpoints.
     """
-    headers: tuple[Parameter, ...] = ()
-    """Headers of requests that change the response."""
     media: str = "application/json"
     """Media type of the response."""
 
@@ -92,22 +80,32 @@ class Route:
         return Decoders(msgspec.json.Decoder(self.takes), msgspec.msgpack.Decoder(self.takes), self.known)
 
 
+def _parameter(name: str, description: str, place: str = "query", *, required: bool = False, **schema: Any) -> dict[str, Any]:
+    """Return a parameter as in OpenAPI documents; without a JSON Schema its value is any text."""
+    fields = {"name": name, "in": place, "required": required, "description": description}
+    return fields | {"schema": schema or {"type": "string"}}
+
+
+def _limit(maximum: int, default: str = "") -> dict[str, Any]:
+    return _parameter("limit", f"maximum number of items{default}", type="integer", minimum=1, maximum=maximum)
+
+
 _NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
 _FILTERS: Final = (
-    Parameter("instance", "only this engine"),
-    Parameter("model", "only this model"),
-    Parameter("tenant", "only this tenant"),
-    Parameter("group", "only this routing group"),
+    _parameter("instance", "only this engine"),
+    _parameter("model", "only this model"),
+    _parameter("tenant", "only this tenant"),
+    _parameter("group", "only this routing group"),
 )
 _INDEXER_FILTERS: Final = (
-    Parameter("model_name", "only this model"),
-    Parameter("tenant_id", "only this tenant"),
-    Parameter("routing_group", "only this routing group"),
+    _parameter("model_name", "only this model"),
+    _parameter("tenant_id", "only this tenant"),
+    _parameter("routing_group", "only this routing group"),
 )
 _RAW: Final = (
-    Parameter("model", "for a raw body: name of the model", schema=_NAME),
+    _parameter("model", "for a raw body: name of the model", **_NAME),
     *(
-        Parameter(name, f"for a raw body: as `{name}` of `MatchRequest`", schema=schema)
+        _parameter(name, f"for a raw body: as `{name}` of `MatchRequest`", **schema)
         for name, schema in {
             **dict.fromkeys(("tenant", "group", "lora", "salt"), _NAME),
             "lora_id": {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
@@ -116,30 +114,26 @@ _RAW: Final = (
         }.items()
     ),
 )
-
-
-def _limit(maximum: int, default: str = "") -> Parameter:
-    schema = {"type": "integer", "minimum": 1, "maximum": maximum}
-    return Parameter("limit", f"maximum number of items{default}", schema=schema)
-
-
+_TAGGED: Final = _parameter("If-None-Match", "entity tag (`ETag`) of the answer that the client has", "header")
+"""Header of an endpoint whose responses have an entity tag."""
 _PAGE: Final = (
     _limit(pages.MAX_LISTED, f"; default {pages.MAX_LISTED}"),
-    Parameter("cursor", "where the page begins", schema={"type": "string", "pattern": pages.CURSOR.pattern}),
+    _parameter("cursor", "where the page begins", type="string", pattern=pages.CURSOR.pattern),
+    _TAGGED,
 )
-_SOURCES: Final = (*_FILTERS, *_PAGE)
 _RESERVATIONS: Final = (_limit(reservations.MAX_LISTED),)
 _BLOCKS: Final = (
-    Parameter("instance", "name of the engine instance", required=True),
-    Parameter("rank", "data-parallel rank; default 0", schema={"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1}),
-    Parameter("tenant", "tenant; default: `default`"),
-    Parameter("group", "routing group; default: `default`"),
+    _parameter("instance", "name of the engine instance", required=True),
+    _parameter("rank", "data-parallel rank; default 0", type="integer", minimum=0, maximum=(1 << 32) - 1),
+    _parameter("tenant", "tenant; default: `default`"),
+    _parameter("group", "routing group; default: `default`"),
     _limit(v1.MAX_PAGE),
-    Parameter("cursor", "`next` of the previous page", schema={"type": "string", "pattern": v1.CURSOR.pattern}),
+    _parameter("cursor", "`next` of the previous page", type="string", pattern=v1.CURSOR.pattern),
 )
-_EVENTS: Final = (Parameter("Last-Event-ID", "id of the newest event that the client has; the events after it follow"),)
-_TAGGED: Final = (Parameter("If-None-Match", "entity tag (`ETag`) of the answer that the client has"),)
-"""Headers of an endpoint whose responses have an entity tag."""
+_EVENTS: Final = (
+    *_FILTERS,
+    _parameter("Last-Event-ID", "id of the newest event that the client has; the events after it follow", "header"),
+)
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _FAILED: Final = ((503, "the process failed and must be restarted"),)
 _NOT_READY: Final = ((503, "the service is not ready"),)
@@ -214,7 +208,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _registering("/unregister", indexer_api.unregister, takes=schemas.UnregisterRequest),
     _indexer("POST", "/query", indexer_api.query, takes=indexer_api.QueryRequest, pool=QUERIES),
     _indexer("POST", "/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest, pool=QUERIES),
-    _indexer("GET", "/workers", indexer_listings.workers, pool=FLEET, parameters=(*_INDEXER_FILTERS, *_PAGE), headers=_TAGGED),
+    _indexer("GET", "/workers", indexer_listings.workers, pool=FLEET, parameters=(*_INDEXER_FILTERS, *_PAGE)),
     _indexer("GET", "/services", indexer_listings.services, pool=FLEET, parameters=_INDEXER_FILTERS),
     _indexer("GET", "/global_view", indexer_listings.global_view, pool=FLEET, parameters=_INDEXER_FILTERS),
     _indexer("GET", "/dump", indexer_listings.dump),
@@ -254,11 +248,11 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _v1("GET", "/v1/reservations/{id}", reservations.show, gives=schemas.Reservation),
     _v1("POST", "/v1/reservations/{id}", reservations.update, takes=schemas.ReservationUpdate, gives=schemas.Reservation),
     _v1("DELETE", "/v1/reservations/{id}", reservations.finish, gives=schemas.Reservation),
-    _v1("GET", "/v1/sources", v1.sources, gives=schemas.SourcesAnswer, pool=FLEET, parameters=_SOURCES, headers=_TAGGED),
+    _v1("GET", "/v1/sources", v1.sources, gives=schemas.SourcesAnswer, pool=FLEET, parameters=(*_FILTERS, *_PAGE)),
     _registering("/v1/drain", v1.drain, tag="v1", takes=schemas.DrainRequest, gives=schemas.DrainAnswer),
     _v1("GET", "/v1/stats", v1.stats, gives=schemas.StatsAnswer, pool=FLEET),
     _v1("GET", "/v1/blocks", v1.blocks, gives=schemas.BlocksAnswer, pool=LISTING, parameters=_BLOCKS),
-    _v1("GET", "/v1/events", v1.events, parameters=_FILTERS, headers=_EVENTS, media="text/event-stream"),
+    _v1("GET", "/v1/events", v1.events, parameters=_EVENTS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
     _probe("/health", health, gives=schemas.HealthAnswer, also=_FAILED),
     _probe("/livez", health, gives=schemas.HealthAnswer, also=_FAILED),
@@ -344,19 +338,9 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-def _describe(parameter: Parameter, place: Literal["query", "header", "path"]) -> dict[str, Any]:
-    return {
-        "name": parameter.name,
-        "in": place,
-        "required": parameter.required,
-        "description": parameter.description,
-        "schema": parameter.schema,
-    }
-
-
 _ITEM_PATTERN: Final = f"^[A-Za-z0-9._~:-]{{1,{schemas.MAX_RESERVATION_ID}}}$"
-_ITEM_PARAMETER: Final = _describe(
-    Parameter("id", "name of the reservation", required=True, schema={"type": "string", "pattern": _ITEM_PATTERN}), "path"
+_ITEM_PARAMETER: Final = _parameter(
+    "id", "name of the reservation", "path", required=True, type="string", pattern=_ITEM_PATTERN
 )
 
 
@@ -365,11 +349,7 @@ def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
         "operationId": (endpoint.method.lower() + endpoint.path.replace("/", "_").replace(".", "_")).rstrip("_"),
         "summary": endpoint.summary,
         "tags": [endpoint.tag],
-        "parameters": [
-            *(_describe(parameter, "query") for parameter in endpoint.parameters),
-            *([_ITEM_PARAMETER] if ITEM in endpoint.path else []),
-            *(_describe(parameter, "header") for parameter in endpoint.headers),
-        ],
+        "parameters": [*([_ITEM_PARAMETER] if ITEM in endpoint.path else []), *endpoint.parameters],
         "responses": _responses(endpoint, by_kind),
         "security": [] if endpoint.role is None else [{}, {"bearer": []}],
     }
@@ -388,7 +368,7 @@ def _responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
         str(status): {"description": description, "content": content}
         for status, description in ((endpoint.status, "success"), *endpoint.also)
     }
-    if endpoint.headers is _TAGGED:
+    if _TAGGED in endpoint.parameters:
         responses["304"] = {"description": "the client has this version already (`If-None-Match`)"}
     problem = {PROBLEM.decode(): {"schema": by_kind[id(Problem)]}}
     for status, description in _ERRORS.items():

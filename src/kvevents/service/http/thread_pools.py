@@ -53,7 +53,6 @@ class ThreadPools:
 
     def __init__(self, max_waiting: int) -> None:
         self._by_name: Final = {name: ThreadPool(name, threads, max_waiting) for name, threads in _THREADS.items()}
-        self.dumping: Final = ThreadPool("dump", 1, 0)
         self.dump: Final = BoundedLock("dump", max_waiting)
         """Held by the client that reads `/dump`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -20,7 +20,6 @@ from kvevents.client.schemas import (
     ScopedRequest,
     SourcesAnswer,
 )
-from kvevents.index import Block
 from kvevents.service.errors import NotFoundError, RefusedError, TooMuchError, UnavailableError
 from kvevents.service.fleet.event_bus import StreamEvent, Subscription
 from kvevents.service.fleet.member import Member
@@ -141,11 +140,7 @@ def blocks(service: Service, request: HttpRequest) -> Response:
     limit = read_number(arguments, "limit", DEFAULT_PAGE, MAX_PAGE)
     if cursor := read_cursor(arguments, CURSOR):
         return answer(service.block_listings.next(key, cursor, limit), request)
-    try:
-        worker_blocks: Iterable[Block] = service.fleet.index.blocks(key)
-    except LookupError:  # no event has arrived yet
-        worker_blocks = ()
-    return answer(service.block_listings.first(key, worker_blocks, limit, lambda: member.trust_status), request)
+    return answer(service.block_listings.first(key, service.blocks(key), limit, lambda: member.trust_status), request)
 
 
 def _member(service: Service, arguments: Mapping[str, str]) -> Member:
