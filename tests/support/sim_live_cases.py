@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvevents.sim.live import LiveFleet
-from kvevents.sim.network import parse_faults
+from kvevents.sim.live import LiveFleet, parse_faults
 from kvevents.sim.settings import FleetSettings, LiveTimers
 
 SMALL: dict[str, Any] = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 64}

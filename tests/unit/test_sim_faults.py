@@ -1,4 +1,4 @@
-"""`kvevents.sim.network`: the notation of faults, the engines that they affect, and their times."""
+"""`kvevents.sim.live`: the notation of faults, the engines that they affect, and their times."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvevents.errors import ConfigError
 from kvevents.routing import Worker
-from kvevents.sim.network import KINDS, RequestedFault, begin_faults, parse_faults
+from kvevents.sim.live import KINDS, RequestedFault, begin_faults, parse_faults
 from kvevents.sim.settings import LiveTimers
 from kvevents.sim.simulated_fleet import Timeline
 
@@ -32,7 +32,7 @@ def test_every_kind_of_fault_is_parsed() -> None:
         RequestedFault("stall", 7),
     ]
     assert {fault.kind for fault in parse_faults(text)} == set(KINDS)
-    assert [fault.kind for fault in parse_faults(text) if not fault.network] == ["restart", "reset"]
+    assert [fault.kind for fault in parse_faults(text) if not KINDS[fault.kind].network] == ["restart", "reset"]
 
 
 @pytest.mark.parametrize("text", ["", " ", ",", " , "])

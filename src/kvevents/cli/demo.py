@@ -13,8 +13,7 @@ from kvevents.cli.sim_compare import report_disagreements
 from kvevents.cli.sim_run import note_delay
 from kvevents.cli.values import factor, positive_int
 from kvevents.diagnosis.text_format import plural
-from kvevents.sim.live import LiveFleet
-from kvevents.sim.network import parse_faults
+from kvevents.sim.live import LiveFleet, parse_faults
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.workloads import rescaled, workload

@@ -21,8 +21,8 @@ from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simu
 from kvevents.cli.values import factor, positive_int, positive_seconds
 from kvevents.diagnosis.text_format import duration, percentage, plural
 from kvevents.errors import ConfigError
-from kvevents.sim.live import LiveFleet
-from kvevents.sim.network import KINDS, WorkerEndpoints, parse_faults
+from kvevents.sim.live import KINDS, LiveFleet, parse_faults
+from kvevents.sim.network import WorkerEndpoints
 from kvevents.sim.report_text import report_settings
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Comparison, LiveResult, StreamResult

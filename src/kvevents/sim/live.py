@@ -1,4 +1,4 @@
-"""A fleet in real time: simulated engines that publish over real sockets, and routers that follow them.
+"""A fleet in real time: simulated engines that publish over real sockets, routers that follow them, and faults.
 
 Engines, routers and traffic are those of `kvevents.sim.simulated_fleet`, in real time or `pace` times as fast. Their events
 pass publishers, sockets, a subscriber and an index like those of real engines. Any other consumer can subscribe to the same
@@ -7,11 +7,14 @@ sockets.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from random import Random
 from types import TracebackType
 from typing import Final, NamedTuple, Self
 
@@ -19,7 +22,7 @@ from kvevents.errors import ConfigError, ExternalError
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.audit import Audit
-from kvevents.sim.network import RequestedFault, Sockets, WorkerEndpoints, begin_faults
+from kvevents.sim.network import Sockets, WorkerEndpoints
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.routers import make_routers
@@ -27,6 +30,7 @@ from kvevents.sim.settings import FleetSettings, LiveTimers
 from kvevents.sim.simulated_fleet import SimulatedFleet, Timeline
 from kvevents.stream import Batch, DegradedReason, Gap, RawBatch, Reset, Source
 from kvevents.subscriber import StreamStatus, Subscriber
+from kvevents.testing import FaultProxy
 
 PAUSE: Final = 0.02
 """Seconds without a delivery after which waiting lookups and the trust of streams are checked."""
@@ -175,7 +179,7 @@ class LiveFleet:
         """Requested faults."""
         self._timeline: Final = Timeline()
         self._stop: Final = threading.Event()
-        proxied = any(fault.network for fault in requested)
+        proxied = any(KINDS[fault.kind].network for fault in requested)
         with ExitStack() as closing:
             sockets = Sockets(settings, host=host, base_port=base_port, proxied=proxied, rebind_seconds=timers.rebind)
             self.sockets = closing.enter_context(sockets)
@@ -314,24 +318,158 @@ class LiveFleet:
 
     def _not_settled(self) -> dict[Worker, StreamStatus]:
         """Return the streams of running engines that have published, of which batches are missing or not confirmed."""
-        statuses = {(status.source, status.rank): status for status in self.follower.statuses}
-        return {
-            worker: statuses[worker]
-            for worker, simulated in self.fleet.workers.items()
-            if simulated.is_up and simulated.batches and not self._is_settled(statuses[worker])
-        }
-
-    def _is_settled(self, status: StreamStatus) -> bool:
-        return self._has_arrived(status) and status.trust.name == "EXACT"
+        waiting = {}
+        for status in self.follower.statuses:
+            simulated = self.fleet.workers[status.source, status.rank]
+            is_settled = self._has_arrived(status) and status.trust.name == "EXACT"
+            if simulated.is_up and simulated.batches and not is_settled:
+                waiting[simulated.worker] = status
+        return waiting
 
     def _is_unconfirmed(self, status: StreamStatus) -> bool:
-        return (
-            self._has_arrived(status)
-            and status.trust.name == "DEGRADED"
-            and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
-        )
+        is_unproven = status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
+        return self._has_arrived(status) and status.trust.name == "DEGRADED" and is_unproven
 
     def _has_arrived(self, status: StreamStatus) -> bool:
         """Return whether the subscriber has all batches of the incarnation. It does not count incarnations without batches."""
         simulated = self.fleet.workers[status.source, status.rank]
         return status.last_seq + 1 == simulated.batches and status.counters.resets >= min(simulated.incarnation, 1)
+
+
+# --- faults
+
+_UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True, slots=True)
+class FaultKind:
+    """A kind of fault."""
+
+    example: str
+    """Example of an amount."""
+    effect: str
+    """Description of its effect with that amount, for `--help`."""
+    share: bool
+    """Whether its amount is a share (`1%`) instead of a duration (`60s`)."""
+    inject: Callable[[LiveFleet, Worker], bool] | None = None
+    """Injects the fault into one engine each time the duration has passed; returns False if there was nothing to do."""
+    lasting: Callable[[FaultProxy, float, int], None] | None = None
+    """Applies a lasting fault to the live events of an engine from the beginning: amount and seed."""
+    network: bool = True
+    """Whether it needs proxies before the engines."""
+
+
+class RequestedFault(NamedTuple):
+    """A requested fault."""
+
+    kind: str
+    amount: float
+    """A share from 0 to 1, or seconds of real time."""
+
+
+def parse_faults(text: str) -> list[RequestedFault]:
+    """Parse faults such as `restart:60s,drop:1%`. Raises `ConfigError`, which lists the known faults."""
+    return [_fault(part.strip()) for part in text.split(",") if part.strip()]
+
+
+def _fault(text: str) -> RequestedFault:
+    name, _, amount = text.partition(":")
+    kind = KINDS.get(name)
+    if kind is None:
+        known = "; ".join(f"{known}:{kind.example} ({kind.effect})" for known, kind in KINDS.items())
+        raise ConfigError(f"unknown fault {name!r}: expected {known}")
+    parsed = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(%|ms|s|m|h)", amount)
+    number = float(parsed[1]) if parsed is not None and (parsed[2] == "%") == kind.share else -1.0
+    if kind.share and not 0 <= number <= 100:
+        raise ConfigError(f"invalid fault '{text}': expected a share from 0% to 100%, for example {name}:1%")
+    if not kind.share and number <= 0:
+        raise ConfigError(f"invalid fault '{text}': expected a duration above 0, for example {name}:60s")
+    return RequestedFault(name, number / 100 if parsed is None or kind.share else number * _UNITS[parsed[2]])
+
+
+def begin_faults(fleet: LiveFleet) -> None:
+    """Inject the fleet's faults from now on, into engines that its seed selects."""
+    for number, fault in enumerate(fleet.requested):
+        kind = KINDS[fault.kind]
+        if kind.lasting is not None:
+            for place, (live, _) in enumerate(fleet.sockets.proxies.values()):
+                kind.lasting(live, fault.amount, fleet.settings.seed + place)
+        else:
+            random = Random(f"{fleet.settings.seed}/{number}/{fault.kind}")  # noqa: S311 - a fault, not a secret
+            _plan(fleet, fault, random)
+
+
+def _plan(fleet: LiveFleet, fault: RequestedFault, random: Random) -> None:
+    """Inject a recurring fault into one engine after the other."""
+    workers = _forever_shuffled(list(fleet.fleet.workers), random)
+    inject = KINDS[fault.kind].inject
+    assert inject is not None  # noqa: S101 - faults that recur have one
+
+    def act() -> None:
+        if not fleet.fleet.done:
+            fleet.injected[fault.kind] += inject(fleet, next(workers))
+            fleet.after(fault.amount, act)
+
+    fleet.after(fault.amount, act)
+
+
+def _forever_shuffled(workers: list[Worker], random: Random) -> Iterator[Worker]:
+    while True:
+        random.shuffle(workers)
+        yield from workers
+
+
+# --- effects
+
+
+def _restart(fleet: LiveFleet, worker: Worker) -> bool:
+    up = fleet.fleet.workers[worker].is_up
+    fleet.fleet.restart(worker, down=fleet.timers.down * fleet.pace)
+    return up
+
+
+def _reset(fleet: LiveFleet, worker: Worker) -> bool:
+    simulated = fleet.fleet.workers[worker]
+    if simulated.is_up:
+        simulated.engine.reset()
+    return simulated.is_up
+
+
+def _cut(fleet: LiveFleet, worker: Worker) -> bool:
+    for proxy in fleet.sockets.proxies[worker]:
+        proxy.cut()
+    return True
+
+
+def _stall(fleet: LiveFleet, worker: Worker) -> bool:
+    if worker in fleet.stalled:
+        return False
+    fleet.stalled.add(worker)
+    for proxy in fleet.sockets.proxies[worker]:
+        proxy.stall()
+    fleet.after(fleet.timers.stall, lambda: _resume(fleet, worker))
+    return True
+
+
+def _resume(fleet: LiveFleet, worker: Worker) -> None:
+    fleet.stalled.discard(worker)
+    for proxy in fleet.sockets.proxies[worker]:
+        proxy.resume()
+
+
+KINDS: Final = {
+    "restart": FaultKind("60s", "every 60 s an engine is killed and restarts empty", False, inject=_restart, network=False),
+    "reset": FaultKind("60s", "every 60 s an engine clears its prefix cache", False, inject=_reset, network=False),
+    "drop": FaultKind(
+        "1%",
+        "1% of the live batches are lost in the network",
+        True,
+        lasting=lambda live, share, seed: live.drop(share, seed=seed),
+    ),
+    "delay": FaultKind("20ms", "live batches arrive 20 ms later", False, lasting=lambda live, seconds, _: live.delay(seconds)),
+    "cut": FaultKind("60s", "every 60 s the connections of an engine are cut", False, inject=_cut),
+    "stall": FaultKind(
+        "60s", f"every 60 s the network of an engine drops everything for {LiveTimers().stall:g} s", False, inject=_stall
+    ),
+}
+"""Kinds of faults by name."""
