@@ -110,7 +110,6 @@ class Run:
                 self.mirror.apply(event)
             done = lookup.position
             sequence = lookup.job.sequence
-            assert sequence is not None
             assert lookup.cached == self.mirror.cached(self.size, sequence.hashes, lookup.tokens)
         for event in step.events[done:]:
             self.mirror.apply(event)

@@ -124,9 +124,8 @@ class EventState:
 
 
 def list_free_blocks(pool: Pool) -> list[int]:
-    """Return the free blocks, the next one first. Each is at the last of its positions in the queue."""
-    last = {block: place for place, block in enumerate(pool._queue)}
-    return [block for place, block in enumerate(pool._queue) if last[block] == place and not pool.uses[block]]
+    """Return the free blocks, the next one first."""
+    return list(pool._queue)
 
 
 def contents(cache: PrefixCache) -> Counter[tuple[str, int, int]]:

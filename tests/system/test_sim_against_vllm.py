@@ -67,8 +67,7 @@ def test_blocks_without_contents_are_reused_first(monkeypatch: pytest.MonkeyPatc
         for block in filter(None, blocks):
             self.uses[block] -= 1
             if not self.uses[block]:
-                self._queue.append(block)
-                self.free += 1
+                self._queue[block] = None
 
     monkeypatch.setattr(Pool, "give_back", give_back)
     assert against_vllm.main(["--kind", "cache", "--only", "full", "--histories", "20"]) == 1

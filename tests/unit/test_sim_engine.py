@@ -250,7 +250,7 @@ def test_a_sliding_window_frees_memory_as_the_answer_grows() -> None:
     held = []
     while not run.engine.idle:
         run.step()
-        if job.sequence is not None and job.sequence.tables:
+        if job.sequence.tables:
             held.append(sum(block > 0 for block in job.sequence.tables[0]))
     assert max(held) <= (6 - 1 + 8) // 2 + 1
     assert all(count <= 4 for count in held[4:])

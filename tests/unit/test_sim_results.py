@@ -52,7 +52,7 @@ def test_an_overprediction_is_counted_if_fewer_tokens_are_cached_than_predicted(
     """The last token of a prompt, and so its block, cannot be cached."""
     metrics = RequestMetrics()
     cached = min(cached, prompt - 1) // size * size
-    metrics.record_lookup(Lookup(Job(request([1])), prompt, cached, 0, True), predicted, size)
+    metrics.record_lookup(Lookup(Job(request([1]), size, ""), prompt, cached, 0, True), predicted, size)
     assert (metrics.prompt_tokens, metrics.cached_tokens, metrics.predicted_tokens) == (prompt, cached, predicted)
     best = max(tokens for tokens in range(0, prompt, size))
     assert metrics.overpredictions == (cached < min(predicted, best))

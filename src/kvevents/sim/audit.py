@@ -10,13 +10,12 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
 
-from kvevents.errors import UsageError
-from kvevents.events import BlockRemoved, KVEvent, KVEventBatch
+from kvevents.events import KVEvent, KVEventBatch
 from kvevents.index import ApplyResult, Namespace, PrefixIndex
 from kvevents.routing import Worker
 from kvevents.sim.requests import Sequence
@@ -26,8 +25,6 @@ from kvevents.wire.encode import batch_encoder
 
 MAX_EXAMPLES: Final = 10
 """Disagreements that are reported with details; all are counted."""
-MAX_PENDING: Final = 100_000
-"""Lookups of one worker that wait for a batch; beyond it the oldest count as `unproven`."""
 
 
 class Mark(NamedTuple):
@@ -89,15 +86,12 @@ class _Stream:
 class Audit:
     """Applies deliveries to an index and compares lookups. For one thread, except that another one can call `expect`."""
 
-    def __init__(
-        self, index: PrefixIndex, exact: Callable[[Worker], bool] = lambda _: True, *, max_pending: int = MAX_PENDING
-    ) -> None:
+    def __init__(self, index: PrefixIndex, exact: Callable[[Worker], bool] = lambda _: True) -> None:
         self.index: Final = index
         self.others: Final[list[PrefixIndex]] = []
         """Further indexes that get the same deliveries, and are not compared."""
         self.counts: Final = AuditCounts()
         self._exact: Final = exact
-        self._max_pending: Final = max_pending
         self._streams: Final[dict[Worker, _Stream]] = {}
 
     def add(self, worker: Worker) -> None:
@@ -106,22 +100,15 @@ class Audit:
 
     def expect(self, worker: Worker, expected: Expected) -> None:
         """Compare this lookup when the index has reached its position."""
-        pending = self._streams[worker].pending
-        pending.append(expected)
-        if len(pending) > self._max_pending:
-            pending.popleft()
-            self.counts.unproven += 1
+        self._streams[worker].pending.append(expected)
 
     def apply(self, delivery: Batch | RawBatch | Reset | Gap, incarnation: int | None = None) -> ApplyResult:
         """Apply the next delivery of a stream to the index.
 
         `incarnation` is the engine's incarnation, needed for batches; None for a reset whose next incarnation is not known yet.
-        Raises `UsageError` for a worker that was not added.
         """
         worker = (delivery.source, delivery.rank)
-        stream = self._streams.get(worker)
-        if stream is None:
-            raise UsageError(f"the audit has no worker {worker[0]!r} with rank {worker[1]}: add it first")
+        stream = self._streams[worker]
         for other in self.others:
             other.apply(delivery)
         if isinstance(delivery, Reset):
@@ -172,17 +159,13 @@ class Audit:
         stream.incarnation, stream.next = mark.incarnation, mark.seq
 
     def _in_parts(self, worker: Worker, stream: _Stream, batch: Batch, splits: list[int]) -> ApplyResult:
-        report, start = inspect_events(batch.events, batch.rejected), 0
+        start = 0
         for split in splits:
             self._apply_batch(stream, _part(batch, batch.events[start:split]))
             start = split
             self._compare_until(worker, stream, Mark(stream.incarnation, batch.seq, split))
-        heartbeat = report.heartbeat if report is not None else None
-        # Its digest covers the entire batch, regardless of its position in it.
-        last = [] if heartbeat is None else [BlockRemoved([], heartbeat=heartbeat)]
-        applied = self._apply_batch(stream, _part(batch, [*batch.events[start:], *last]))
-        agrees = applied.report.digest_matches if applied.report is not None else None
-        return ApplyResult(applied.status, report and replace(report, digest_matches=agrees))
+        applied = self._apply_batch(stream, _part(batch, batch.events[start:]))
+        return ApplyResult(applied.status, inspect_events(batch.events, batch.rejected))
 
     def _apply_batch(self, stream: _Stream, batch: Batch | RawBatch) -> ApplyResult:
         number = stream.numbered

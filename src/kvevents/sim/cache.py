@@ -104,10 +104,12 @@ class PrefixCache:
         Events are created only now, since those of a step have half a megabyte of token ids and hashes. Created earlier, they
         would leave the CPU's caches until the end of the step.
         """
-        events = [
-            BlockRemoved([change[1]], MEDIUM_GPU, change[0]) if isinstance(change, tuple) else self._to_event(change)
-            for change in self._changes
-        ]
+        events: list[KVEvent] = []
+        for change in self._changes:
+            if isinstance(change, tuple):
+                events.append(BlockRemoved([change[1]], MEDIUM_GPU, change[0]))
+            else:
+                events.append(self._stored(change) if isinstance(change, _Filled) else change)
         self._changes.clear()
         return events
 
@@ -121,32 +123,21 @@ class PrefixCache:
     def find(self, sequence: Sequence) -> CachedPrefix:
         """Return the cached prefix of `sequence`, which holds no blocks. Changes nothing."""
         names = sequence.hashes[: (sequence.known - 1) // self.size.block_size]
-        if self._host is not None:
-            return self._find_on_both(names, self._host)
-        size, whole = self.size.block_size, self._full.whole
-        blocks = []
+        size, whole, host = self.size.block_size, self._full.whole, self._host
+        blocks, loaded = [], 0
         for name in names:
             block = whole.get(name)
             if block is None:
-                break
-            blocks.append(block)
-        if self._window is None:
-            return CachedPrefix(len(blocks) * size, (blocks,))
-        reached = self._window.find(names[: len(blocks)])
-        boundary = len(blocks) * size if len(blocks) > len(reached) else 0
-        return CachedPrefix(len(reached) * size, (reached, blocks[: len(reached)]), boundary=boundary)
-
-    def _find_on_both(self, names: Items[int], host: HostMemory) -> CachedPrefix:
-        blocks, loaded = [], 0
-        for name in names:
-            block = self._full.whole.get(name)
-            if block is None:
-                if name not in host:
+                if host is None or name not in host:
                     break
                 block = NULL
                 loaded += 1
             blocks.append(block)
-        return CachedPrefix(len(blocks) * self.size.block_size, (blocks,), loaded)
+        if self._window is None:
+            return CachedPrefix(len(blocks) * size, (blocks,), loaded)
+        reached = self._window.find(names[: len(blocks)])
+        boundary = len(blocks) * size if len(blocks) > len(reached) else 0
+        return CachedPrefix(len(reached) * size, (reached, blocks[: len(reached)]), boundary=boundary)
 
     def admit(self, sequence: Sequence, prefix: CachedPrefix, tokens: int) -> bool:
         """Give a sequence its cached prefix, and blocks for the next `tokens` tokens.
@@ -197,10 +188,6 @@ class PrefixCache:
         self._changes.append(AllBlocksCleared())
         return True
 
-    def holds(self, name: int) -> bool:
-        """Return whether a block with this hash is on either tier."""
-        return name in self._full.whole or (self._host is not None and name in self._host)
-
     def could_hold(self, tokens: int) -> bool:
         """Return whether a single sequence of `tokens` tokens fits."""
         return sum(group.most(tokens) for group in self._groups) <= self.size.blocks
@@ -243,9 +230,6 @@ class PrefixCache:
         if self._host is not None:
             self._host.put(names)
 
-    def _to_event(self, change: _Filled | KVEvent) -> KVEvent:
-        return self._stored(change) if isinstance(change, _Filled) else change
-
     def _stored(self, filled: _Filled) -> BlockStored:
         sequence, group, start, blocks = filled.sequence, filled.group, filled.start, filled.blocks
         size, names = self.size.block_size, sequence.hashes[start : start + len(blocks)]
@@ -286,7 +270,8 @@ class PrefixCache:
     def _release_passed(self, sequence: Sequence, group: _Group) -> None:
         """Give back the blocks that the sliding window does not reach any more."""
         table, gone = sequence.tables[group.place], []
-        for place in range(group.first_reached(sequence.computed) - 1, -1, -1):
+        reached = max(0, sequence.computed - (group.window or 0) + 1) // self.size.block_size
+        for place in range(reached - 1, -1, -1):
             if table[place] == NULL:
                 break
             gone.append(table[place])
@@ -296,8 +281,6 @@ class PrefixCache:
 
 class _Group:
     """One KV cache group: the lookup of its contents, and the blocks that its window needs."""
-
-    __slots__ = ("_block_size", "_most", "_needed", "kind", "place", "table", "window")
 
     def __init__(self, place: int, window: int | None, block_size: int, max_step_tokens: int) -> None:
         self.place: Final = place
@@ -321,10 +304,6 @@ class _Group:
             if run == self._needed:
                 return [NULL] * place + [whole[name] for name in names[place : place + run]]
         return [whole[name] for name in names[:run]]
-
-    def first_reached(self, computed: int) -> int:
-        """Return the number of the first block that the next token reaches after `computed` tokens."""
-        return max(0, computed - (self.window or 0) + 1) // self._block_size
 
     def retained_blocks(self, sequence: Sequence, start: int, blocks: list[int]) -> list[int]:
         """Return `blocks`, which begin at number `start`, with `NULL` for those from which no later prompt can continue."""

@@ -9,14 +9,12 @@ contents if they were computed at the same time; the older one is found.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final
 
 NULL: Final = 0
 """Entry of a sequence's table for a block that its sliding window does not need."""
-_MAX_QUEUE: Final = 2
-"""Longest queue, as a multiple of the pool's size; beyond it stale entries are removed."""
 
 
 class BlockTable:
@@ -52,18 +50,17 @@ class Pool:
         self.size: Final = size
         self.uses: Final = [0] * (size + 1)
         """Number of sequences that use each block; entry 0 belongs to `NULL`."""
-        self.free = size
-        """Number of blocks that no sequence uses."""
         self.holding = 0
         """Number of blocks with contents that can be found."""
-        self.freed = 0
-        """Blocks that ever joined the free queue. While it is unchanged, a sequence that did not fit still does not."""
         self._names: Final[list[int]] = [0] * (size + 1)
         self._tables: Final[list[BlockTable | None]] = [None] * (size + 1)
-        self._queue: Final = deque(range(1, size + 1))
-        """Free blocks, the next one first, and stale entries of reused blocks: removing them from a deque is expensive."""
-        self._left: Final[dict[int, int]] = {}
-        """Number of stale entries by block. They are all before its current entry."""
+        self._queue: Final[OrderedDict[int, None]] = OrderedDict.fromkeys(range(1, size + 1))
+        """Free blocks, the next one first."""
+
+    @property
+    def free(self) -> int:
+        """Number of blocks that no sequence uses."""
+        return len(self._queue)
 
     def unused(self, blocks: Iterable[int]) -> int:
         """Return how many of these blocks are in the free queue."""
@@ -72,18 +69,17 @@ class Pool:
 
     def touch(self, blocks: Iterable[int]) -> None:
         """Record that one more sequence uses these blocks, each of which is in use or has contents."""
-        uses, left = self.uses, self._left
+        uses, queue = self.uses, self._queue
         for block in blocks:
             if block:
                 if not uses[block]:
-                    left[block] = left.get(block, 0) + 1
-                    self.free -= 1
+                    del queue[block]
                 uses[block] += 1
 
     def take(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
         """Take `count` blocks from the front of the free queue. Return them and the evicted contents (table, hash)."""
         uses, tables, names = self.uses, self._tables, self._names
-        taken = self._pop(count)
+        taken = [self._queue.popitem(last=False)[0] for _ in range(count)]
         gone = []
         for block in taken:
             uses[block] = 1
@@ -96,7 +92,6 @@ class Pool:
                     del table.whole[name]
                 tables[block] = None
                 gone.append((table.place, name))
-        self.free -= count
         self.holding -= len(gone)
         return taken, gone
 
@@ -122,12 +117,10 @@ class Pool:
                 uses[block] -= 1
                 if not uses[block]:
                     (empty if tables[block] is None else full).append(block)
-        self._queue.extend(full)
-        self._queue.extendleft(reversed(empty))
-        self.free += len(full) + len(empty)
-        self.freed += len(full) + len(empty)
-        if len(self._queue) > self.size * _MAX_QUEUE:
-            self._queue.extend(self._pop(self.free))
+        self._queue.update(dict.fromkeys(full))
+        for block in reversed(empty):
+            self._queue[block] = None
+            self._queue.move_to_end(block, last=False)
 
     def forget(self) -> bool:
         """Remove all contents, and return True. If a block is in use, return False, as vLLM does."""
@@ -140,22 +133,3 @@ class Pool:
                 self._tables[block] = None
         self.holding = 0
         return True
-
-    def _pop(self, count: int) -> list[int]:
-        """Remove the first `count` free blocks from the queue."""
-        pop, left = self._queue.popleft, self._left
-        blocks: list[int] = []
-        while len(blocks) < count:
-            places = [pop() for _ in range(count - len(blocks))]
-            if left.keys().isdisjoint(places):
-                blocks += places
-            else:
-                blocks += [block for block in places if not self._has_left(block)]
-        return blocks
-
-    def _has_left(self, block: int) -> bool:
-        """Return whether an entry of the queue is stale, and count it as removed."""
-        places = self._left.pop(block, 0)
-        if places > 1:
-            self._left[block] = places - 1
-        return places > 0

@@ -21,21 +21,6 @@ from kvevents.index import Namespace, block_keys
 class Sequence:
     """A prompt and its answer, which is known in advance: the simulation does not compute it."""
 
-    __slots__ = (
-        "block_size",
-        "boundary",
-        "cached",
-        "computed",
-        "hashes",
-        "known",
-        "lora",
-        "placed",
-        "prompt",
-        "salt",
-        "tables",
-        "tokens",
-    )
-
     def __init__(
         self,
         tokens: array[int],
@@ -48,7 +33,6 @@ class Sequence:
         self.tokens: Final = tokens
         """Token ids of the prompt, then of the answer."""
         self.prompt: Final = prompt
-        self.block_size: Final = block_size
         self.lora: Final = lora
         self.salt: Final = salt
         # The seed makes hashes differ between engines, as Python's hash seed does in vLLM.
@@ -71,11 +55,6 @@ class Sequence:
     def remaining(self) -> int:
         """Known tokens that are not computed yet."""
         return self.known - self.computed
-
-    @property
-    def answered(self) -> int:
-        """Tokens of the answer so far."""
-        return self.known - self.prompt
 
     @property
     def complete(self) -> bool:

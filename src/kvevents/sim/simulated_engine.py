@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import Final, NamedTuple
 
 from kvevents.errors import ConfigError
 from kvevents.events import KVEvent
 from kvevents.settings import Positive, Settings
-from kvevents.sim.cache import EVENT_STYLES, CachedPrefix, CacheSize, EventStyle, PrefixCache
+from kvevents.sim.cache import EVENT_STYLES, CacheSize, EventStyle, PrefixCache
 from kvevents.sim.costs import CostModel
 from kvevents.sim.requests import Request, Sequence
 
@@ -56,13 +57,14 @@ class Lookup(NamedTuple):
     """Whether it is the first lookup of this request."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Job:
     """A request that an engine works on."""
 
     request: Request
-    sequence: Sequence | None = None
-    """None until the first lookup."""
+    block_size: int
+    seed: str
+    """Makes block hashes differ between engines."""
     order: int = 0
     """Number of its admission, from 1; the highest is preempted first. 0 while it waits, and after it finished."""
     cached: int | None = None
@@ -70,6 +72,13 @@ class Job:
     preemptions: int = 0
     ahead: int = 0
     """While it decodes, `n + ahead` tokens are computed before step `n`."""
+
+    @cached_property
+    def sequence(self) -> Sequence:
+        """Its prompt and answer, whose tokens are generated at the first lookup."""
+        request = self.request
+        tokens = (request.prompt + request.output).tokens()
+        return Sequence(tokens, len(request.prompt), self.block_size, self.seed, request.lora, request.salt)
 
 
 @dataclass(slots=True)
@@ -122,8 +131,6 @@ class SimulatedEngine:
         """Positions in a block at which a decoding sequence begins a block, fills it, or moves its window past one."""
         self._context = 0
         """Computed tokens of all decoding sequences."""
-        self._stuck: tuple[int, int] | None = None
-        """Set if the first waiting job did not fit: the pool's `freed`, and the hash of the first block that was not cached."""
         self._reset_wanted = False
         self._step = StepResult()
         self._prefilled: list[Job] = []
@@ -146,7 +153,7 @@ class SimulatedEngine:
 
     def submit(self, request: Request) -> Job:
         """Add a request, which waits for a step."""
-        job = Job(request)
+        job = Job(request, self.size.block_size, self._seed)
         self._waiting.append(job)
         return job
 
@@ -196,7 +203,7 @@ class SimulatedEngine:
         for order, job in sorted(self._due.pop(self._number, ()), key=itemgetter(0)):
             if job.order != order:
                 continue  # preempted since
-            sequence = _sequence_of(job)
+            sequence = job.sequence
             sequence.computed = self._number + job.ahead
             sequence.known = sequence.computed + 1
             if not self.cache.extend(sequence, 1):
@@ -215,11 +222,11 @@ class SimulatedEngine:
             self._preempt(victim)
             if victim is job:
                 return False
-            if self.cache.extend(_sequence_of(job), tokens):
+            if self.cache.extend(job.sequence, tokens):
                 return True
 
     def _preempt(self, job: Job) -> None:
-        sequence = _sequence_of(job)
+        sequence = job.sequence
         if job in self._decoding:
             sequence.known = self._number + job.ahead + 1
             self._stop_decoding(job, self._number)
@@ -238,7 +245,7 @@ class SimulatedEngine:
         self._due[number + wait].append((job.order, job))
 
     def _start_decoding(self, job: Job) -> None:
-        sequence = _sequence_of(job)
+        sequence = job.sequence
         job.ahead = sequence.computed - self._number - 1
         self._decoding[job] = None
         self._context += sequence.computed
@@ -260,7 +267,7 @@ class SimulatedEngine:
         """Schedule further chunks of prompts that began in earlier steps. Return whether a job was preempted."""
         preempted = False
         for job in list(self._prefilling):
-            sequence = _sequence_of(job)
+            sequence = job.sequence
             chunk = min(sequence.remaining, work.left)
             if not chunk or not job.order:
                 continue
@@ -273,10 +280,8 @@ class SimulatedEngine:
 
     def _admit(self, work: _Work) -> None:
         while self._waiting and work.left and self.running < self._step_limits.max_num_seqs:
-            if self._is_still_stuck():
-                return
             job = self._waiting[0]
-            sequence = job.sequence = job.sequence or self._sequence(job.request)
+            sequence = job.sequence
             if not self.cache.could_hold(len(sequence.tokens) - 1):  # the last token of an answer is never computed
                 self._step.refused.append(self._waiting.popleft())
                 continue
@@ -284,7 +289,6 @@ class SimulatedEngine:
             chunk = min(sequence.known - prefix.tokens, work.left)
             position = self.cache.pending
             if not self.cache.admit(sequence, prefix, chunk):
-                self._note_stuck(sequence, prefix)
                 return
             self._waiting.popleft()
             self._admissions += 1
@@ -296,20 +300,8 @@ class SimulatedEngine:
             work.loaded += prefix.loaded
             self._chunk(job, chunk, work)
 
-    def _note_stuck(self, sequence: Sequence, prefix: CachedPrefix) -> None:
-        missed = sequence.hashes[len(prefix.tables[-1]) :][:1]
-        # With a sliding window the result of the lookup depends on more blocks than the one remembered hash.
-        self._stuck = (self.cache.pool.freed, missed[0]) if missed and self.size.window is None else None
-
-    def _is_still_stuck(self) -> bool:
-        """Return whether the first waiting job still does not fit: no block was freed, nor its first missing block computed."""
-        if self._stuck is None:
-            return False
-        freed, missed = self._stuck
-        return freed == self.cache.pool.freed and not self.cache.holds(missed)
-
     def _chunk(self, job: Job, tokens: int, work: _Work) -> None:
-        sequence = _sequence_of(job)
+        sequence = job.sequence
         work.left -= tokens
         work.prefilled += tokens
         work.pairs += tokens * (2 * sequence.computed - tokens) // 2
@@ -317,16 +309,12 @@ class SimulatedEngine:
             self._prefilled.append(job)
             self._prefilling.remove(job)
 
-    def _sequence(self, request: Request) -> Sequence:
-        tokens = (request.prompt + request.output).tokens()
-        return Sequence(tokens, len(request.prompt), self.size.block_size, self._seed, request.lora, request.salt)
-
     # --- answers
 
     def _answer(self, job: Job, step: StepResult) -> None:
         """Record the first token after a prefill: after the prompt, or after the tokens known at a preemption."""
-        sequence = _sequence_of(job)
-        if sequence.answered == 0:
+        sequence = job.sequence
+        if sequence.known == sequence.prompt:
             step.first.append(job)
         sequence.known += 1
         if sequence.complete:
@@ -335,7 +323,7 @@ class SimulatedEngine:
             self._start_decoding(job)
 
     def _finish(self, job: Job, step: StepResult) -> None:
-        self.cache.release(_sequence_of(job))
+        self.cache.release(job.sequence)
         job.order = 0
         step.finished.append(job)
 
@@ -352,8 +340,3 @@ class _Work:
     decoding: int = 0
     loaded: int = 0
     """Blocks loaded from host memory."""
-
-
-def _sequence_of(job: Job) -> Sequence:
-    assert job.sequence is not None  # noqa: S101 - made when the job was admitted
-    return job.sequence

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from random import Random
 from typing import Final, NamedTuple, Protocol
@@ -23,7 +24,7 @@ from kvevents.sim.requests import Request
 from kvevents.sim.results import Distribution, PolicyResult, RequestMetrics, SimulatedWorker
 from kvevents.sim.routers import make_routers
 from kvevents.sim.settings import FleetSettings
-from kvevents.sim.simulated_engine import Job, Lookup, StepResult
+from kvevents.sim.simulated_engine import Job, Lookup
 from kvevents.stream import RawBatch, Reset
 from kvevents.wire import Dialect
 from kvevents.wire.dialects import NEWEST_VLLM
@@ -109,18 +110,16 @@ class DelayedDelivery:
         self._timeline.after(self._delay, partial(self._deliver, delivery, incarnation))
 
 
+@dataclass(slots=True)
 class InFlightRequest:
     """A request from its arrival to the end of its answer."""
 
-    __slots__ = ("arrived", "decision", "first_at", "number", "request", "router")
-
-    def __init__(self, number: int, request: Request, router: Router, arrived: float) -> None:
-        self.number: Final = number
-        self.request: Final = request
-        self.router: Final = router
-        self.arrived: Final = arrived
-        self.decision: Decision | None = None
-        self.first_at: float | None = None
+    number: int
+    request: Request
+    router: Router
+    arrived: float
+    decision: Decision | None = None
+    first_at: float | None = None
 
 
 class Progress(NamedTuple):
@@ -256,7 +255,10 @@ class SimulatedFleet:
             return  # the engine was restarted in the middle of the step
         worker.is_busy = False
         step = worker.engine.end()
-        self._announce(worker, step)
+        for lookup in step.lookups:
+            self._on_lookup(worker, lookup)
+        if step.events:
+            self._publish(worker, step.events)
         for job in step.first:
             self._first_token(self._in_flight[job])
         for job in step.finished:
@@ -266,12 +268,6 @@ class SimulatedFleet:
             refused.router.finish(refused.number)
             self.metrics.refused += 1
         self._begin(worker)
-
-    def _announce(self, worker: SimulatedWorker, step: StepResult) -> None:
-        for lookup in step.lookups:
-            self._on_lookup(worker, lookup)
-        if step.events:
-            self._publish(worker, step.events)
 
     def publish_empty(self, worker: Worker) -> None:
         """Publish a batch without events: a live batch confirms replayed batches to consumers."""
@@ -285,7 +281,6 @@ class SimulatedFleet:
 
     def _on_lookup(self, worker: SimulatedWorker, lookup: Lookup) -> None:
         job = lookup.job
-        assert job.sequence is not None  # noqa: S101 - it was looked up
         mark = Mark(worker.incarnation, worker.batches, lookup.position)
         self.audit.expect(worker.worker, Expected(mark, job.sequence, lookup.tokens, lookup.cached))
         if lookup.first:
