@@ -1,9 +1,9 @@
-"""A redactor of `kvevents.relay.transform` keeps only the fields of a store that are listed here."""
+"""`kvevents.relay.transform.redact` keeps only the fields of a store that are listed here."""
 
 from __future__ import annotations
 
 from kvevents.events import BlockStored
-from kvevents.relay.transform import drop_redactor
+from kvevents.relay.transform import placeholder_key, redact
 
 STORE = BlockStored(
     [1],
@@ -44,9 +44,9 @@ UNCHANGED_FIELDS = {
 }
 
 
-def test_a_redactor_keeps_only_fields_that_reveal_nothing_about_a_prompt() -> None:
+def test_redaction_keeps_only_fields_that_reveal_nothing_about_a_prompt() -> None:
     """The list names the fields that stay unchanged, so a field of a later release is removed until it is added here."""
-    (redacted,) = drop_redactor()(0, [STORE])
+    redacted = redact(STORE, placeholder_key)
     assert isinstance(redacted, BlockStored)
     fields = BlockStored.__struct_fields__
     assert all(getattr(STORE, name) is not None for name in fields)

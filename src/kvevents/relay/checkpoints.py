@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -32,13 +32,15 @@ from kvevents.relay.output_sequencer import (
     encode_payloads,
 )
 from kvevents.relay.settings import RelayLimits, RelaySettings
-from kvevents.relay.transform import BlocksKey, PassThrough, Transform, expressible_placement
+from kvevents.relay.transform import PassThrough, Transform, expressible_placement
 from kvevents.relay.upstreams import Position, UpstreamBlocks, Upstreams, resume_point
 from kvevents.settings import build_decoder_now
 from kvevents.stream import Checkpoint, DegradedReason, Fingerprint, Gap, Reset
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import decode_batch
 
+BlocksKey: TypeAlias = tuple[int, int]
+"""The ordinal of an upstream, and a rank that its batches state."""
 _BATCHES_PER_READ: Final = 1_000
 """Batches of a journal that are read at a time."""
 _OWNERSHIP_PREFIX: Final = b"\xc1aside"
@@ -81,7 +83,7 @@ class CheckpointWriter:
         journal: Journal | None,
         fingerprint: str,
         upstreams: Upstreams,
-        transform: PassThrough | Transform,
+        transforms: Sequence[PassThrough | Transform],
         sequencer: OutputSequencer,
         buffer: ReplayBuffer,
         checkpoints: Sequence[Checkpoint],
@@ -90,7 +92,7 @@ class CheckpointWriter:
         self._journal: Final = journal
         self._fingerprint: Final = fingerprint
         self._upstreams: Final = upstreams
-        self._transform: Final = transform
+        self._transforms: Final = transforms
         self._sequencer: Final = sequencer
         self._buffer: Final = buffer
         self._limits: Final = limits
@@ -147,9 +149,9 @@ class CheckpointWriter:
     def write(self) -> None:
         """Write the last checkpoints again, with the current form of the stream."""
         if self._journal is not None:
-            checkpoint = RelayCheckpoint(
-                self._fingerprint, self.checkpoints, self._sequencer.encoder.form, self._transform.has_salted_prompts
-            )
+            has_salted_prompts = any(transform.has_salted_prompts for transform in self._transforms)
+            form = self._sequencer.encoder.form
+            checkpoint = RelayCheckpoint(self._fingerprint, self.checkpoints, form, has_salted_prompts)
             self._journal.set_checkpoint(msgspec.msgpack.encode(checkpoint))
 
     def _write_snapshot(self, journal: Journal, statuses: Sequence[StreamStatus]) -> None:
@@ -162,7 +164,9 @@ class CheckpointWriter:
         if history is None and (journal.state == "disk" or self._has_history()):
             return
         number = -1 if history is None else history.last_seq
-        parts = snapshot_parts(history, last, self._transform.blocks())
+        transforms = enumerate(self._transforms)
+        blocks = {(at, rank): own for at, transform in transforms for rank, own in transform.blocks.items()}
+        parts = snapshot_parts(history, last, blocks)
         self.take(statuses)  # the tail has no upstreams, so the checkpoints must be as of its end
         journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.partial)
 

@@ -61,7 +61,7 @@ from kvevents.relay.output_sequencer import (
 )
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.status import RelayStatus
-from kvevents.relay.transform import PassThrough, Transform, clear_of_all_tiers, received_streams
+from kvevents.relay.transform import PassThrough, Transform, clear_of_all_tiers
 from kvevents.relay.upstreams import Upstreams, lowest_trust
 from kvevents.stream import BatchReport, Gap, RawBatch, RawDelivery, Reset, Trust
 from kvevents.subscriber import StreamStatus
@@ -128,7 +128,9 @@ class Relay:
         self._encoder = encoder = DialectEncoder(
             settings.resolved_dialect, fixed=settings.changes_payloads, max_payload=limits.max_payload_bytes
         )
-        received = received_streams(settings, index)
+        # The upstreams as received, if block keys replace tokens: they provide the keys, and show whether digests agree.
+        ordinals = range(len(settings.upstreams))
+        received = {at: IndexedStream(index, f"upstream {at}") for at in ordinals if settings.tokens == "hash"}
         self._buffer = ReplayBuffer(settings.buffer_steps, Compactor.create(), encoder.encode)
         self._restored = restored = restore(settings, self._journal, self._buffer, self._state, received, encoder)
         # After the buffer has its history: consumers can request replay at once.
@@ -137,18 +139,22 @@ class Relay:
         self._sequencer = OutputSequencer(
             self._event_server, self._state, self._journal, encoder, restored.next_number, settings.heartbeat
         )
-        self._transform: PassThrough | Transform = PassThrough(self._sequencer, self._report)
+        self._transforms: list[PassThrough | Transform] = [PassThrough(self._sequencer, self._report)]
         if settings.changes_payloads:
-            self._transform = Transform(
-                settings,
-                limits,
-                self._sequencer,
-                received,
-                restored.blocks,
-                self._report,
-                lambda: self._checkpoints.write(),  # noqa: PLW0108 - it is assigned below
-                was_resumed=restored.was_resumed,
-            )
+            self._transforms = [
+                Transform(
+                    at,
+                    settings,
+                    limits,
+                    self._sequencer,
+                    received.get(at),
+                    {rank: own for (ordinal, rank), own in restored.blocks.items() if ordinal == at},
+                    self._report,
+                    lambda: self._checkpoints.write(),  # noqa: PLW0108 - it is assigned below
+                    was_resumed=restored.was_resumed,
+                )
+                for at in ordinals
+            ]
         self._follow(undo, transport)
 
     def _follow(self, undo: ExitStack, transport: Transport | None) -> None:
@@ -171,7 +177,7 @@ class Relay:
             self._journal,
             settings.fingerprint(),
             self._upstreams,
-            self._transform,
+            self._transforms,
             self._sequencer,
             self._buffer,
             restored.checkpoints,
@@ -343,7 +349,7 @@ class Relay:
             self._checkpoints.request()  # the first one by which the upstream can be recognised
             self._is_maintenance_due = True
         for start in range(0, len(batches), self._run_limit):
-            self._transform.forward(ordinal, batches[start : start + self._run_limit])
+            self._transforms[ordinal].forward(batches[start : start + self._run_limit])
             if self._heartbeats.is_repeat_due:
                 self._heartbeats.send(self._current_trust())
 
@@ -362,7 +368,7 @@ class Relay:
         log.warning("%s rank %d: %s; removing the blocks that it stored", reset.source, reset.rank, reset.reason)
         self._checkpoints.record_reset(ordinal, reset)
         self._has_skipped = False
-        for rank, events in self._transform.retract(ordinal).items():
+        for rank, events in self._transforms[ordinal].retract().items():
             self._send_retraction(ordinal, rank, events)
         self._encoder.restart_detection()
         self._checkpoints.request()  # written when everything received with the reset has been sent
@@ -417,7 +423,10 @@ class Relay:
         """Clear a shared stream with gaps when no upstream holds a block: no upstream's own clear ends LOST at consumers."""
         if not (self._is_shared and self._has_gaps):
             return
-        if not any(map(len, self._transform.blocks().values())) and self._upstreams.trust() == Trust.EXACT:
+        if (
+            not any(own for transform in self._transforms for own in transform.blocks.values())
+            and self._upstreams.trust() == Trust.EXACT
+        ):
             self._has_gaps = False
             self._sequencer.send_events(clear_of_all_tiers())
 
