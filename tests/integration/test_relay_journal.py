@@ -32,6 +32,7 @@ from relay_journal_cases import (
     WatchedDisk,
     batches_of,
     crash,
+    is_resumable,
     no_failure,
     open_journal,
     release_all,
@@ -163,7 +164,7 @@ def test_recorded_batches_are_recovered_after_a_crash_and_after_closing(path: Pa
         end(journal)
         journal = open_journal(path)
         found = journal.recover()
-        assert found.is_resumable
+        assert is_resumable(found)
         assert model.matches(found)
         assert found.origins == {3: Origin(1, 4, b"\1" * 32)}
         assert [each.number for each in found.batches()] == [0, 1, 2, 3, 5]
@@ -329,8 +330,8 @@ def test_a_disk_that_fails_at_any_point_never_causes_wrong_data(
         stats = run.journal.stats()
         crash(run.journal)
         found = open_journal(run.folder).recover()
-        assert found.is_resumable == (stats.state == "disk") or "could not be marked" in stats.reason
-        assert run.model.matches(found) or not found.is_resumable or "could not be marked" in stats.reason
+        assert is_resumable(found) == (stats.state == "disk") or "could not be marked" in stats.reason
+        assert run.model.matches(found) or not is_resumable(found) or "could not be marked" in stats.reason
 
 
 def write_history(path: Path) -> tuple[Model, dict[str, bytes]]:
@@ -766,7 +767,7 @@ def test_only_the_owner_can_read_payloads(path: Path) -> None:
 
 def test_an_empty_folder_is_neither_resumable_nor_incomplete(path: Path) -> None:
     found = open_journal(path).recover()
-    assert (found.incarnation, found.incomplete, found.is_resumable) == (None, "", False)
+    assert (found.incarnation, found.incomplete, is_resumable(found)) == (None, "", False)
 
 
 def test_a_new_incarnation_removes_earlier_files(path: Path) -> None:

@@ -86,6 +86,11 @@ def open_journal(folder: Path, limits: JournalLimits = TINY, disk: Disk | None =
     return journal
 
 
+def is_resumable(found: Recovered) -> bool:
+    """Return whether a relay can continue with `next_number` in the same incarnation."""
+    return found.incarnation is not None and not found.incomplete
+
+
 _opened: Final[list[Callable[[], None]]] = []
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import paths
-from relay_journal_cases import TINY, crash, open_journal, payload_of
+from relay_journal_cases import TINY, crash, is_resumable, open_journal, payload_of
 
 KILLS = 8
 INCARNATION = 5
@@ -17,11 +17,11 @@ import sys
 from dataclasses import replace
 from kvevents.relay.journal import Journal
 from kvevents.relay.journal_format import Batches
-from relay_journal_cases import TINY, payload_of
+from relay_journal_cases import TINY, is_resumable, payload_of
 journal = Journal(sys.argv[1], replace(TINY, max_log_bytes=1 << 30))  # slow disks delay snapshots
 found = journal.recover()
 assert not found.incomplete, found.incomplete
-journal.resume(found) if found.is_resumable else journal.begin(5)
+journal.resume(found) if is_resumable(found) else journal.begin(5)
 first = found.next_number
 while True:
     numbers = range(first, first + first % 4 + 1)
@@ -53,7 +53,7 @@ def test_batches_that_a_journal_acknowledged_survive_sigkill(tmp_path: Path) -> 
         acknowledged = max([acknowledged, *(int(line) for line in rest if line.endswith(b"\n"))])
         journal = open_journal(path, TINY)
         found = journal.recover()
-        assert found.is_resumable, found.incomplete
+        assert is_resumable(found), found.incomplete
         assert acknowledged < found.next_number <= acknowledged + 1 + 4
         number = found.snapshot_number
         assert list(found.parts()) == ([] if number < 0 else [payload_of(number, 400)] * 3)

@@ -76,10 +76,10 @@ class SmgTarget(RouterTarget):
     """The gateway."""
 
     def __init__(
-        self, program: Program, workers: Mapping[str, PlayedWorker], control: Control, block_size: int, metrics_port: int
+        self, program: Program, ports: Ports, workers: Mapping[str, PlayedWorker], control: Control, block_size: int
     ) -> None:
-        super().__init__(program, workers, control, block_size)
-        self._metrics = f"http://127.0.0.1:{metrics_port}/metrics"
+        super().__init__(program, ports, workers, control, block_size)
+        self._metrics = f"http://127.0.0.1:{ports.metrics}/metrics"
         self._names = {worker.url: name for name, worker in workers.items()}
 
     def _start(self) -> None:
@@ -115,6 +115,8 @@ class SmgTarget(RouterTarget):
 class SmgDriver(RouterDriver):
     """Starts a gateway for each scenario. Its choices at random, for new workers, are off."""
 
+    kind = SmgTarget
+
     def __init__(self, servicer: str, folder: Path) -> None:
         self._python = python_with(*SMG, folder, also=SERVICERS)
         self._servicer = servicer
@@ -137,8 +139,7 @@ class SmgDriver(RouterDriver):
         rows, ports = [], dict[str, int]()
         for number, name in enumerate(names):
             port = reserve_port(ANY_LOCAL_PORT)
-            if port.holder is not None:  # held, because other scenarios take ports at the same time
-                stack.enter_context(port.holder)
+            stack.callback(port.close)  # held, because other scenarios take ports at the same time
             ports[name] = int(port.endpoint.rpartition(":")[2])
             registrations = [registration for registration in followed if registration.worker == name]
             sources = [[rank.rank, rank.endpoint, rank.replay_endpoint] for rank in registrations]
@@ -150,11 +151,6 @@ class SmgDriver(RouterDriver):
         workers = {name: SmgWorker(name, port, program) for name, port in ports.items()}
         program.start(lambda: all(worker.is_open for worker in workers.values()))
         return workers
-
-    def _target(
-        self, program: Program, workers: Mapping[str, PlayedWorker], control: Control, block_size: int, metrics_port: int
-    ) -> RouterTarget:
-        return SmgTarget(program, workers, control, block_size, metrics_port)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,15 @@ class Indexer(Target):
 
     def register(self, registration: EngineRegistration) -> None:
         self._instances.setdefault(registration.worker, self._first + len(self._instances))
-        answer = self.ask("POST", "/register", self._registration_body(registration))
+        body = {
+            **self._identity(registration),
+            "block_size": registration.block_size,
+            "endpoint": registration.endpoint,
+            "dp_rank": registration.rank,
+        }
+        if registration.replay_endpoint is not None:
+            body["replay_endpoint"] = registration.replay_endpoint
+        answer = self.ask("POST", "/register", body)
         if answer.status not in ACCEPTED:
             raise RejectedError(answer.text)
         self._registrations.append(registration)
@@ -109,15 +117,6 @@ class Indexer(Target):
         """Return the fields by which a registration is ended."""
         body = {"instance_id": self._instances[registration.worker], "model_name": self._model}
         return body if registration.tenant is None else {**body, "tenant_id": registration.tenant}
-
-    def _registration_body(self, registration: EngineRegistration) -> dict[str, Any]:
-        body = {
-            **self._identity(registration),
-            "block_size": registration.block_size,
-            "endpoint": registration.endpoint,
-            "dp_rank": registration.rank,
-        }
-        return body if registration.replay_endpoint is None else {**body, "replay_endpoint": registration.replay_endpoint}
 
     # --- answers
 
@@ -143,7 +142,10 @@ class Indexer(Target):
 
     def _ask(self, query: CheckQuery) -> dict[str, Match]:
         """Return what each instance holds of a prompt."""
-        answer = self.ask("POST", "/query", {**_query_fields(query), **self._scope()})
+        names = {"lora_name": query.lora, "cache_salt": query.salt, "tenant_id": query.tenant}
+        given = {name: value for name, value in names.items() if value is not None}
+        # kvevents answers what an engine would find, which never includes the last token; Dynamo ignores unknown fields.
+        answer = self.ask("POST", "/query", {"token_ids": query.ids, "whole_prompt": True, **given, **self._scope()})
         if answer.status == 404:  # a model without workers
             return {}
         if answer.status != 200:
@@ -158,34 +160,21 @@ class Indexer(Target):
         return answer.decode(_Matches).instances
 
     def reports(self) -> dict[str, str | None]:
-        return {name: text or self._caveats.get(name) for name, text in self._listed().items()}
+        listed = self._listed()
+        said = {name: listed.get(str(instance), ["not listed"]) for name, instance in self._instances.items()}
+        return {name: "; ".join(dict.fromkeys(texts)) or self._caveats.get(name) for name, texts in said.items()}
 
-    def _listed(self) -> dict[str, str | None]:
-        """Return what the list of workers says against each."""
-        listed = self.ask("GET", f"/workers?model_name={self._model}").decode(list[_Worker])
-        workers = {str(listing.instance_id): listing for listing in listed}
-        return {name: _report(workers.get(str(instance))) for name, instance in self._instances.items()}
+    def _listed(self) -> dict[str, list[str]]:
+        """Return what the list of workers says against each instance: a status other than `active`, and the last errors."""
+        said: dict[str, list[str]] = {}
+        for worker in self.ask("GET", f"/workers?model_name={self._model}").decode(list[_Worker]):
+            texts = said[str(worker.instance_id)] = [] if worker.status == "active" else [f"status {worker.status}"]
+            texts += [listener.last_error for listener in worker.listeners.values() if listener.last_error]
+        return said
 
     def ask(self, method: str, path: str, body: Any = None) -> TargetResponse:
         """Send one request. Raise `TargetError`."""
         return request(self._url + path, method, body, seconds=self._answer_seconds)
-
-
-def _query_fields(query: CheckQuery) -> dict[str, Any]:
-    """Return the fields of a query that both forms of the API have."""
-    # kvevents answers what an engine would find, which never includes the last token; Dynamo ignores unknown fields.
-    names = {"lora_name": query.lora, "cache_salt": query.salt, "tenant_id": query.tenant}
-    given = {name: value for name, value in names.items() if value is not None}
-    return {"token_ids": query.ids, "whole_prompt": True, **given}
-
-
-def _report(worker: _Worker | None) -> str | None:
-    """Return what `/workers` says against a worker: its status, if that is not `active`, and the last errors."""
-    if worker is None:
-        return "not listed"
-    said = [] if worker.status == "active" else [f"status {worker.status}"]
-    said += [listener.last_error for listener in worker.listeners.values() if listener.last_error]
-    return "; ".join(dict.fromkeys(said)) or None
 
 
 # --- as Mooncake has it
@@ -239,16 +228,13 @@ class MooncakeIndexer(Indexer):
         tenants = answer.decode(dict[str, dict[str, _MooncakeMatch]])
         return {instance: match for instances in tenants.values() for instance, match in instances.items()}
 
-    def _listed(self) -> dict[str, str | None]:
-        listed = self.ask("GET", "/services").decode(_Services).services
-        reports: dict[str, str | None] = {}
-        for name, instance in self._instances.items():
-            ranks = [listing for listing in listed if listing.instance_id == str(instance)]
-            said = [] if ranks else ["not listed"]
-            said += [f"status {rank.status}" for rank in ranks if rank.status != "active"]
-            said += [rank.trust.reason or rank.trust.state for rank in ranks if rank.trust.state != EXACT]
-            reports[name] = "; ".join(dict.fromkeys(said)) or None
-        return reports
+    def _listed(self) -> dict[str, list[str]]:
+        said: dict[str, list[str]] = {}
+        for rank in self.ask("GET", "/services").decode(_Services).services:
+            texts = said.setdefault(rank.instance_id, [])
+            texts += [] if rank.status == "active" else [f"status {rank.status}"]
+            texts += [] if rank.trust.state == EXACT else [rank.trust.reason or rank.trust.state]
+        return said
 
 
 SERVICE_PACKAGES: Final = ("kvevents_native", "aiohttp")

@@ -85,8 +85,7 @@ class ScriptedEngine:
 
     def _unused_port(self) -> str:
         port = reserve_port(ANY_LOCAL_PORT)
-        if port.holder is not None:
-            self._open.enter_context(port.holder)
+        self._open.callback(port.close)
         return port.endpoint
 
     def publish(self, times: int, *, lost: bool) -> None:

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import singledispatchmethod
 from pathlib import Path
@@ -46,6 +46,7 @@ JOIN_SECONDS: Final = 0.3
 SILENCE_SECONDS: Final = 3.0
 """Time without a message after which a reply counts as ended without its end marker."""
 WATCHED_BATCHES: Final = 10
+_NOT_FED: Final = "the referee cannot give batches to a running publisher; name its command instead of endpoints"
 
 
 class ReceivedStream(NamedTuple):
@@ -134,7 +135,7 @@ class PublisherPlayer:
     @property
     def _program(self) -> Program:
         if self._publisher.program is None:
-            raise TargetError("the referee cannot give batches to a running publisher; name its command instead of endpoints")
+            raise TargetError(_NOT_FED)
         return self._publisher.program
 
     @do.register
@@ -265,86 +266,78 @@ class PublisherPlayer:
         return ScenarioOutcome(Verdict.REPORTED if faults else Verdict.CORRECT, "; ".join(faults))
 
 
-PublisherCommand = Callable[[str, str, int], Sequence[str]]
-"""Returns the command of a publisher from its endpoint, its replay endpoint, and the size of its replay buffer in batches."""
-
-
 class PublisherDriver:
-    """Starts a publisher for each scenario, or plays with one that runs."""
+    """Starts a publisher for each scenario, or plays with one that runs.
 
-    def __init__(self, title: str, source: PublisherCommand | Publisher) -> None:
+    `source` is a publisher that runs, or the words of a command with the fields `{endpoint}`, `{replay_endpoint}` and
+    `{buffer_steps}`.
+    """
+
+    def __init__(self, title: str, source: Sequence[str] | Publisher) -> None:
         self.title: Final = title
         self._source = source
 
     def play(self, scenario: PublisherScenario) -> Result:
         """Play a scenario. Whatever the publisher does is a result."""
         began = time.monotonic()
-        outcome = self._outcome(scenario)
+        try:
+            outcome = self._outcome(scenario)
+        except TargetError as error:
+            outcome = ScenarioOutcome(Verdict.UNANSWERED, str(error))
         seconds = round(time.monotonic() - began, 1)
         return Result(scenario.name, scenario.group, scenario.title, outcome.verdict, outcome.detail, seconds, 0.0)
 
     def _outcome(self, scenario: PublisherScenario) -> ScenarioOutcome:
         if scenario.needs and isinstance(self._source, Publisher):
-            return ScenarioOutcome(
-                Verdict.NOT_APPLICABLE,
-                "the referee cannot give batches to a running publisher; name its command instead of endpoints",
-            )
+            return ScenarioOutcome(Verdict.NOT_APPLICABLE, _NOT_FED)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            with ExitStack() as stack:
-                stack.callback(context.destroy, linger=0)
-                publisher = self._publisher(scenario, stack)
-                publisher.start()
-                player = PublisherPlayer(publisher, context)
-                for step in scenario.steps:
-                    player.do(step)
-                return worst(player.outcomes)
-        except TargetError as error:
-            return ScenarioOutcome(Verdict.UNANSWERED, str(error))
+        with ExitStack() as stack:
+            stack.callback(context.destroy, linger=0)
+            publisher = self._publisher(scenario, stack)
+            publisher.start()
+            player = PublisherPlayer(publisher, context)
+            for step in scenario.steps:
+                player.do(step)
+            return worst(player.outcomes)
 
     def _publisher(self, scenario: PublisherScenario, stack: ExitStack) -> Publisher:
         if isinstance(self._source, Publisher):
             return self._source
         ports = [reserve_port(ANY_LOCAL_PORT) for _ in range(2)]
         for port in ports:
-            if port.holder is not None:
-                stack.enter_context(port.holder)
+            stack.callback(port.close)
         endpoint, replay_endpoint = (port.endpoint for port in ports)
-        words = self._source(endpoint, replay_endpoint, scenario.buffer_steps)
+        words = _fill_in(self._source, endpoint, replay_endpoint, scenario.buffer_steps)
         program = stack.enter_context(Program(self.title, lambda _port, _folder: words, is_fed=True))
         return Publisher(endpoint, replay_endpoint, program)
 
 
+def _fill_in(words: Sequence[str], endpoint: str, replay_endpoint: str, buffer_steps: int) -> list[str]:
+    fields = {"endpoint": endpoint, "replay_endpoint": replay_endpoint, "buffer_steps": buffer_steps}
+    return [word.format(**fields) for word in words]
+
+
 def kvevents_publisher() -> PublisherDriver:
     """Return the driver of this package's publisher, with its defaults."""
-
-    def command(endpoint: str, replay_endpoint: str, buffer_steps: int) -> list[str]:
-        options = ["--endpoint", endpoint, "--replay", replay_endpoint, "--buffer-steps", str(buffer_steps)]
-        return [sys.executable, "-m", "kvevents", "publish", *options]
-
-    return PublisherDriver(f"kvevents {version()} publisher", command)
+    options = ("--endpoint", "{endpoint}", "--replay", "{replay_endpoint}", "--buffer-steps", "{buffer_steps}")
+    return PublisherDriver(f"kvevents {version()} publisher", [sys.executable, "-m", "kvevents", "publish", *options])
 
 
 def publisher_driver(target: str) -> PublisherDriver:
     """Return the driver of any publisher: `ENDPOINT,REPLAY` of one that runs, or the command of one that is fed.
 
-    A command has the fields `{endpoint}`, `{replay_endpoint}` and `{buffer_steps}`. It publishes each line of its stdin, a JSON
-    object with `events`, as one batch, and ends in order at the end of its input. Raise `ConfigError`.
+    A command publishes each line of its stdin, a JSON object with `events`, as one batch, and ends in order at the end of its
+    input. Raise `ConfigError`.
     """
     if target.startswith("tcp://"):
         endpoint, _, replay_endpoint = target.partition(",")
         if not replay_endpoint:
             raise ConfigError(f"invalid publisher {target!r}: expected tcp://HOST:PORT,tcp://HOST:REPLAY_PORT or a command")
         return PublisherDriver(target, Publisher(endpoint, replay_endpoint))
-
-    def command(endpoint: str, replay_endpoint: str, buffer_steps: int) -> list[str]:
-        fields = {"endpoint": endpoint, "replay_endpoint": replay_endpoint, "buffer_steps": buffer_steps}
-        return [word.format(**fields) for word in words]
-
     try:
         words = shlex.split(target)
         title = Path(words[0]).name
-        command("", "", 1)
+        _fill_in(words, "", "", 1)
     except (ValueError, LookupError) as error:
         raise ConfigError(f"invalid publisher command {target!r}: {error}; expected fields as {{endpoint}}") from error
-    return PublisherDriver(title, command)
+    return PublisherDriver(title, words)

@@ -193,8 +193,11 @@ class Ports(NamedTuple):
 class RouterTarget(Target):
     """A router in a process of the referee."""
 
-    def __init__(self, program: Program, workers: Mapping[str, PlayedWorker], control: Control, block_size: int) -> None:
+    def __init__(
+        self, program: Program, ports: Ports, workers: Mapping[str, PlayedWorker], control: Control, block_size: int
+    ) -> None:
         self._program = program
+        self._ports = ports
         self._workers = workers
         self._control = control
         self._block_size = block_size
@@ -266,6 +269,7 @@ class RouterDriver(Driver):
     """Starts a router for each scenario, which knows all its workers from its start."""
 
     abilities = frozenset[Ability]({"kill", "salt"})
+    kind: type[RouterTarget] = RouterTarget
 
     def __init__(self, title: str, command: RouterCommand) -> None:
         self.title = title
@@ -287,15 +291,14 @@ class RouterDriver(Driver):
 
             # Held, because routers of several scenarios run at a time.
             metrics = reserve_port(ANY_LOCAL_PORT)
-            if metrics.holder is not None:
-                stack.enter_context(metrics.holder)
+            stack.callback(metrics.close)
             metrics_port = int(metrics.endpoint.rpartition(":")[2])
 
             def command(port: int, _: Path) -> Sequence[str]:
                 return self._command(Ports(port, metrics_port), scenario.block_size, members)
 
             program = stack.enter_context(Program(self.title, command))
-            yield self._target(program, workers, control, scenario.block_size, metrics_port)
+            yield self.kind(program, Ports(program.port, metrics_port), workers, control, scenario.block_size)
 
     def _play_workers(
         self, scenario: Scenario, followed: Sequence[EngineRegistration], stack: ExitStack
@@ -306,12 +309,6 @@ class RouterDriver(Driver):
         for worker in workers.values():
             stack.callback(worker.close)
         return workers
-
-    def _target(
-        self, program: Program, workers: Mapping[str, PlayedWorker], control: Control, block_size: int, metrics_port: int
-    ) -> RouterTarget:
-        del metrics_port
-        return RouterTarget(program, workers, control, block_size)
 
 
 def vllm_router(folder: Path) -> Driver:

@@ -284,8 +284,7 @@ class Program:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        if self._held.holder is not None:
-            self._held.holder.close()
+        self._held.close()
         self._folder.cleanup()
 
 

@@ -46,12 +46,9 @@ class ConformRun(msgspec.Struct, frozen=True):
         At most `max_needless` may be, by default one of `SCENARIOS_PER_NEEDLESS` that were played, and none without faults.
         """
         needless = [result.group for result in self.results if result.verdict is Verdict.NEEDLESS]
-        limit = self._default_max_needless if max_needless is None else max_needless
+        played = len(self.results) - self.counts[Verdict.NOT_APPLICABLE]
+        limit = played // SCENARIOS_PER_NEEDLESS if max_needless is None else max_needless
         return any(self.counts[verdict] for verdict in FAILURES) or len(needless) > limit or FAULTLESS_GROUP in needless
-
-    @property
-    def _default_max_needless(self) -> int:
-        return (len(self.results) - self.counts[Verdict.NOT_APPLICABLE]) // SCENARIOS_PER_NEEDLESS
 
     @property
     def summary(self) -> str:
@@ -94,7 +91,8 @@ def to_junit(run: ConformRun) -> bytes:
     }
     for result in run.results:
         case = ET.SubElement(suite, "testcase", classname=result.group, name=result.name, time=f"{result.seconds:.1f}")
-        detail = _printable(result.detail)
+        # XML does not allow control characters.
+        detail = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in result.detail)
         if result.verdict in tags:
             ET.SubElement(case, tags[result.verdict], message=f"{result.verdict}: {result.title}").text = detail
         else:
@@ -104,11 +102,6 @@ def to_junit(run: ConformRun) -> bytes:
     ET.indent(whole)
     encoded: bytes = ET.tostring(whole, encoding="utf-8", xml_declaration=True)
     return encoded
-
-
-def _printable(text: str) -> str:
-    """Return a text without the control characters that XML does not allow."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 class Verdict(StrEnum):

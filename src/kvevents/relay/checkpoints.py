@@ -17,11 +17,11 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvevents.events import AllBlocksCleared, KVEventBatch
+from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
 from kvevents.index import ApplyResult
 from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
 from kvevents.relay.journal import Journal
-from kvevents.relay.journal_format import ForwardedBatch, Origin
+from kvevents.relay.journal_format import ForwardedBatch
 from kvevents.relay.journal_recovery import Recovered
 from kvevents.relay.output_sequencer import (
     OWN_UPSTREAM,
@@ -35,7 +35,7 @@ from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.transform import PassThrough, Transform, expressible_placement
 from kvevents.relay.upstreams import Position, UpstreamBlocks, Upstreams, resume_point
 from kvevents.settings import build_decoder_now
-from kvevents.stream import Checkpoint, DegradedReason, Fingerprint, Gap, Reset
+from kvevents.stream import Checkpoint, DegradedReason, Fingerprint, Gap
 from kvevents.subscriber import StreamStatus
 from kvevents.wire import decode_batch
 
@@ -108,11 +108,6 @@ class CheckpointWriter:
         """Have the next `run_due` write a checkpoint, regardless of the time."""
         self._written_at = -math.inf
 
-    def record_reset(self, ordinal: int, reset: Reset) -> None:
-        """Record a reset of an upstream, which voids its earlier checkpoints; see `upstreams.resume_point`."""
-        if self._journal is not None:
-            self._journal.reset(ordinal, reset.incarnation)
-
     def record_gap(self, ordinal: int, gap: Gap) -> None:
         """Record that batches of an upstream are lost. Call it before batches that follow the gap are sent."""
         checkpoint = self.checkpoints[ordinal]
@@ -161,19 +156,16 @@ class CheckpointWriter:
         if history_and_tail is None:
             return
         history, tail = history_and_tail
-        if history is None and (journal.state == "disk" or self._has_history()):
-            return
+        if history is None:
+            evicted = self._buffer.history_stats()
+            if journal.state == "disk" or evicted is None or evicted.batches > 0:
+                return
         number = -1 if history is None else history.last_seq
         transforms = enumerate(self._transforms)
         blocks = {(at, rank): own for at, transform in transforms for rank, own in transform.blocks.items()}
         parts = snapshot_parts(history, last, blocks)
         self.take(statuses)  # the tail has no upstreams, so the checkpoints must be as of its end
         journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.partial)
-
-    def _has_history(self) -> bool:
-        """Return whether batches have left the buffer."""
-        history = self._buffer.history_stats()
-        return history is None or history.batches > 0
 
 
 def snapshot_parts(history: CompactedHistory | None, number: int, blocks: Mapping[BlocksKey, UpstreamBlocks]) -> list[bytes]:
@@ -230,16 +222,18 @@ def restore(
         journal.begin(incarnation)
         return Restored(incarnation, reason=f"new incarnation: {usable}", seconds=time.monotonic() - start)
     encoder.restore(usable.checkpoint.form)
-    newest = _NewestForwarded(usable.checkpoint.checkpoints)
+    newest: dict[int, ForwardedBatch] = {}
     blocks = _apply_journal(settings, usable, buffer, state, received, newest)
     journal.resume(recovered)
     forwarded = {at: position for at, position in recovered.positions.items() if at < len(settings.upstreams)}
     checkpoints: list[Checkpoint] = []
     for at, checkpoint in enumerate(usable.checkpoint.checkpoints):
-        if settings.changes_payloads:
-            required = _require_origin(checkpoint, recovered.origins.get(at))
-        else:
-            required = newest.required_by(at)
+        # A restarted relay skips batches that it has forwarded. So the upstream must confirm that it sent the newest of them.
+        required, batch, origin = checkpoint, newest.get(at), recovered.origins.get(at)
+        if not settings.changes_payloads and batch is not None:
+            required = checkpoint.with_fingerprint(Fingerprint.of(batch.seq, batch.payload, live=False))
+        elif settings.changes_payloads and origin is not None and origin.incarnation == checkpoint.incarnation:
+            required = checkpoint.with_fingerprint(Fingerprint(origin.seq, origin.digest, live=False))
         checkpoints.append(resume_point(required, forwarded.get(at)))
     return Restored(
         recovered.incarnation or 0,
@@ -297,48 +291,22 @@ def _split_parts(recovered: Recovered) -> tuple[list[bytes], Ownership]:
     return [part for part in parts if not part.startswith(_OWNERSHIP_PREFIX)], ownership
 
 
-class _NewestForwarded:
-    """Finds the newest batch of each upstream that was forwarded after its checkpoint.
+def _observe(newest: dict[int, ForwardedBatch], batches: Iterable[ForwardedBatch], checkpoints: Sequence[Checkpoint]) -> None:
+    """Store in `newest` the newest batch of each upstream that was forwarded after its checkpoint.
 
-    A restarted relay skips batches that it has forwarded. So the upstream must confirm that it sent this one. A batch with a
-    heartbeat is not in the journal as received. If it holds nothing else, it confirms nothing. If it is a part of a snapshot,
-    the upstream cannot repeat it, and is followed from its start.
+    A batch with a heartbeat is not in the journal as received. If it holds nothing else, it confirms nothing. If it is a part
+    of a snapshot, the upstream cannot repeat it, and is followed from its start.
     """
-
-    def __init__(self, checkpoints: Sequence[Checkpoint]) -> None:
-        self._checkpoints = checkpoints
-        self._newest: dict[int, ForwardedBatch] = {}
-
-    def observe(self, batches: Iterable[ForwardedBatch]) -> None:
-        """Take note of batches of the journal, in their order."""
-        for batch in batches:
-            if batch.upstream >= len(self._checkpoints):
-                continue
-            checkpoint = self._checkpoints[batch.upstream]
+    for batch in batches:
+        if batch.upstream < len(checkpoints):
+            checkpoint = checkpoints[batch.upstream]
             is_newer = batch.incarnation == checkpoint.incarnation and batch.seq > checkpoint.last_seq
-            if is_newer and _has_content(batch.payload):
-                self._newest[batch.upstream] = batch
-
-    def required_by(self, ordinal: int) -> Checkpoint:
-        """Return the checkpoint of an upstream, extended by that batch."""
-        checkpoint, newest = self._checkpoints[ordinal], self._newest.get(ordinal)
-        return (
-            checkpoint
-            if newest is None
-            else checkpoint.with_fingerprint(Fingerprint.of(newest.seq, newest.payload, live=False))
-        )
+            if is_newer and any(map(_has_content, decode_batch(batch.payload).batch.events)):
+                newest[batch.upstream] = batch
 
 
-def _has_content(payload: bytes) -> bool:
-    """Return whether a batch has an event besides heartbeats."""
-    return any(isinstance(event, AllBlocksCleared) or event.block_hashes for event in decode_batch(payload).batch.events)
-
-
-def _require_origin(checkpoint: Checkpoint, origin: Origin | None) -> Checkpoint:
-    """Extend the checkpoint of an upstream whose batches were changed by the newest one as received."""
-    if origin is None or origin.incarnation != checkpoint.incarnation:
-        return checkpoint
-    return checkpoint.with_fingerprint(Fingerprint(origin.seq, origin.digest, live=False))
+def _has_content(event: KVEvent) -> bool:
+    return isinstance(event, AllBlocksCleared) or bool(event.block_hashes)
 
 
 def _apply_journal(
@@ -347,7 +315,7 @@ def _apply_journal(
     buffer: ReplayBuffer,
     state: IndexedStream,
     received: Mapping[int, IndexedStream],
-    newest: _NewestForwarded,
+    newest: dict[int, ForwardedBatch],
 ) -> dict[BlocksKey, UpstreamBlocks]:
     """Apply the journal to the buffer and to all streams, in parallel: native code applies without the interpreter lock."""
     recovered, parts = usable.recovered, usable.parts
@@ -361,7 +329,7 @@ def _apply_journal(
             payloads = [batch.payload for batch in chunk]
             applying = [pool.submit(stream.apply, payloads) for stream in streams]
             buffer.extend([(batch.number, batch.payload) for batch in chunk])
-            newest.observe(chunk)
+            _observe(newest, chunk, usable.checkpoint.checkpoints)
         _wait_for(applying)
     if len(settings.upstreams) == 1:
         return {}

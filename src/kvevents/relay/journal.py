@@ -33,8 +33,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+from kvevents.errors import JournalError
 from kvevents.relay import journal_format
-from kvevents.relay.journal_disk import TEMPORARY, Disk, Folder, open_folder
+from kvevents.relay.journal_disk import TEMPORARY, Disk, Folder
 from kvevents.relay.journal_format import (
     Batches,
     EndState,
@@ -51,6 +52,8 @@ JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
 """Not begun; everything sent is in the files; the disk fails, and nothing is recorded; closed."""
 
 MIB: Final = 1 << 20
+_RECOVERABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
+"""Errors that can pass by themselves. Any other error when the folder is opened needs an operator."""
 _PROBE: Final = f"probe{TEMPORARY}"
 _UNMARKED: Final = "the logs could not be marked as broken: remove the folder before another relay starts with it"
 _DELETED: Final = OSError(errno.ENOENT, "its files were deleted or moved")
@@ -146,9 +149,18 @@ class Journal:
         self._appended = self._dropped = self._failures = self._snapshots = 0
         self._now = self._check_at = self._retry_at = 0.0
         self._retry_delay = self.limits.first_retry_delay
-        opened = open_folder(self.path)
-        self._folder = None if isinstance(opened, OSError) else opened
-        self._open_error = opened if isinstance(opened, OSError) else None
+        self._folder: Folder | None = None
+        self._open_error: OSError | None = None
+        try:
+            self._folder = Folder(self.path)
+        except JournalError:
+            raise
+        except OSError as error:
+            if error.errno not in _RECOVERABLE:
+                raise JournalError(
+                    f"cannot open the journal folder {self.path}: {error.strerror}; choose a folder that this process can write"
+                ) from error
+            self._open_error = error
 
     # --- start
 
@@ -170,11 +182,8 @@ class Journal:
         self._end_state = EndState(
             recovered.next_number, recovered.checkpoint, dict(recovered.positions), dict(recovered.origins)
         )
-        sizes = {
-            kind: sum(header.committed for header in recovered.headers if header.kind == kind)
-            for kind in journal_format.SUFFIXES
-        }
-        self._snapshot_bytes, self._closed_logs = sizes[journal_format.SNAPSHOT], sizes[journal_format.LOG]
+        self._snapshot_bytes = sum(header.committed for header in recovered.headers if header.kind == journal_format.SNAPSHOT)
+        self._closed_logs = sum(header.committed for header in recovered.headers if header.kind == journal_format.LOG)
         self._start([header.name for header in recovered.headers])
 
     def _start(self, continued: Sequence[str]) -> None:

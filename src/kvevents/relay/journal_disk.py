@@ -15,8 +15,6 @@ from typing import BinaryIO, Final
 
 from kvevents.errors import JournalError
 
-RECOVERABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
-"""Errors that can pass by themselves. Any other error when the folder is opened needs an operator."""
 UNKNOWN_BOOT: Final = bytes(16)
 BOOT_ID_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
 TEMPORARY: Final = ".tmp"
@@ -131,17 +129,3 @@ class Folder:
             os.close(fd)
             raise
         return fd
-
-
-def open_folder(path: Path) -> Folder | OSError:
-    """Open and lock a folder, or return a recoverable error. Raises `JournalError` if an operator must change something."""
-    try:
-        return Folder(path)
-    except JournalError:
-        raise
-    except OSError as error:
-        if error.errno in RECOVERABLE:
-            return error
-        raise JournalError(
-            f"cannot open the journal folder {path}: {error.strerror}; choose a folder that this process can write"
-        ) from error

@@ -31,11 +31,6 @@ class Recovered:
     incomplete: str = ""
     """Why the files might not hold all that was sent; then the relay must begin a new incarnation. Empty if they do."""
 
-    @property
-    def is_resumable(self) -> bool:
-        """Whether the relay can continue with `next_number` in the same incarnation."""
-        return self.incarnation is not None and not self.incomplete
-
     def parts(self) -> Iterator[bytes]:
         """Return the state of the snapshot. Raises `JournalError` if it cannot be read again."""
         return (record.payload for record in self._reread(self.headers[:1]) if isinstance(record, journal_format.SnapshotPart))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from typing import Any, Final
@@ -322,16 +322,13 @@ class OutputSequencer:
     ) -> None:
         if not payloads:
             return
-        self._append(Batches(self.next_number, upstreams, incarnations, seqs, list(payloads)))
+        if self._journal is not None:
+            self._journal.append(Batches(self.next_number, upstreams, incarnations, seqs, list(payloads)))
         numbered: list[SequencedPayload] = list(enumerate(payloads, self.next_number))
         self._event_server.send(numbered)
         self.next_number += len(payloads)
         self.batches_since_heartbeat += len(payloads)
         self._is_newest_unseen = False
-
-    def _append(self, batches: Batches) -> None:
-        if self._journal is not None:
-            self._journal.append(batches)
 
 
 class HeartbeatSchedule:
@@ -341,34 +338,40 @@ class HeartbeatSchedule:
     changes. Both are in seconds.
     """
 
-    def __init__(self, sequencer: OutputSequencer, buffer: ReplayBuffer, *, heartbeat: float, trust_interval: float) -> None:
+    def __init__(
+        self,
+        sequencer: OutputSequencer,
+        buffer: ReplayBuffer,
+        clock: Callable[[], float],
+        *,
+        heartbeat: float,
+        trust_interval: float,
+    ) -> None:
         self._sequencer: Final = sequencer
         self._buffer: Final = buffer
+        self._clock: Final = clock
         self._heartbeat: Final = heartbeat
         self._trust_interval: Final = min(heartbeat, trust_interval)
         self._sent_at = -math.inf
         self._sent: Trust | None = None
         """Trust in the last heartbeat."""
 
-    def send_if_due(self, trust: Trust, now: float) -> None:
+    def send_if_due(self, trust: Trust) -> None:
         """Send a heartbeat if its time has come or trust has changed; a drop of trust at once."""
-        if now >= self._sent_at + self._delay(trust):
-            self._sent_at = now
+        is_same = self._sent is not None and (trust.name, trust.reason) == (self._sent.name, self._sent.reason)
+        if self._clock() >= self._sent_at + (self._heartbeat if is_same else self._trust_interval):
             self.send(trust)
+        else:
+            self.send_if_lower(trust)
 
-    def send_if_lower(self, trust: Trust, now: float) -> None:
+    def send_if_lower(self, trust: Trust) -> None:
         """Send a heartbeat if trust is below that of the last one, or below EXACT before the first one."""
         if trust_order(trust.name) < trust_order("EXACT" if self._sent is None else self._sent.name):
-            self.send_if_due(trust, now)
+            self.send(trust)
 
-    def send(self, trust: Trust) -> None:
-        """Send a heartbeat, due or not."""
-        self._sent = trust
-        self._sequencer.send_heartbeat(trust)
-
-    def send_attested(self, trust: Trust, attestation: int, now: float) -> None:
-        """Send a heartbeat, due or not, with an attestation of everything that was sent before it."""
-        self._sent, self._sent_at = trust, now
+    def send(self, trust: Trust, attestation: int | None = None) -> None:
+        """Send a heartbeat, due or not, with an attestation of everything that was sent before it if there is one."""
+        self._sent, self._sent_at = trust, self._clock()
         self._sequencer.send_heartbeat(trust, attestation)
 
     @property
@@ -380,10 +383,3 @@ class HeartbeatSchedule:
         """
         half = max(1, len(self._buffer) // 2)
         return bool(self._sent and self._buffer.has_evicted and self._sequencer.batches_since_heartbeat >= half)
-
-    def _delay(self, trust: Trust) -> float:
-        """Least time in seconds between the last heartbeat and one with this trust."""
-        if self._sent is None or trust_order(trust.name) < trust_order(self._sent.name):
-            return 0.0
-        is_same = (trust.name, trust.reason) == (self._sent.name, self._sent.reason)
-        return self._heartbeat if is_same else self._trust_interval

@@ -39,17 +39,17 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Final, NamedTuple, Self, cast
+from typing import Final, Self, cast
 
 from kvevents.endpoints import should_bind
 from kvevents.errors import ClosedError
-from kvevents.events import BlockRemoved, Heartbeat, KVEvent, KVEventBatch
+from kvevents.events import BlockRemoved, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.publisher.compaction import Compactor
 from kvevents.publisher.event_server import EventServer
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.checkpoints import CheckpointWriter, restore
-from kvevents.relay.journal import Journal, JournalStats
+from kvevents.relay.journal import Journal
 from kvevents.relay.journal_disk import Disk
 from kvevents.relay.output_sequencer import (
     RETRACTION_OFFSET,
@@ -57,26 +57,17 @@ from kvevents.relay.output_sequencer import (
     HeartbeatSchedule,
     IndexedStream,
     OutputSequencer,
-    encode_payloads,
 )
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.status import RelayStatus
 from kvevents.relay.transform import PassThrough, Transform, clear_of_all_tiers
 from kvevents.relay.upstreams import Upstreams, lowest_trust
 from kvevents.stream import BatchReport, Gap, RawBatch, RawDelivery, Reset, Trust
-from kvevents.subscriber import StreamStatus
 from kvevents.subscriber.multiplexer import Transport
 
 log = logging.getLogger(__name__)
 
 _INCOMPLETE: Final = Trust("DEGRADED", "an upstream restarted or sends a snapshot, and not all of that has been forwarded yet")
-
-
-class _LastTurn(NamedTuple):
-    """State that belongs to the relay's thread, as of its last turn, for other threads to read."""
-
-    upstreams: tuple[StreamStatus, ...]
-    journal: JournalStats | None
 
 
 class Relay:
@@ -116,7 +107,7 @@ class Relay:
         """Whether something happened that consumers or the journal should learn at once."""
         self._maintain_at = -math.inf
         with ExitStack() as undo:
-            self._journal = self._open_journal(disk)
+            self._journal = None if settings.journal is None else Journal(settings.journal, self.limits.journal, disk=disk)
             if self._journal is not None:
                 undo.callback(self._journal.close)
             self._open(undo, transport)
@@ -171,7 +162,11 @@ class Relay:
         undo.callback(self._upstreams.close)
         self._has_begun = self._has_gaps = restored.was_resumed
         self._heartbeats = HeartbeatSchedule(
-            self._sequencer, self._buffer, heartbeat=settings.heartbeat, trust_interval=limits.trust_interval
+            self._sequencer,
+            self._buffer,
+            self._clock,
+            heartbeat=settings.heartbeat,
+            trust_interval=limits.trust_interval,
         )
         self._checkpoints = CheckpointWriter(
             self._journal,
@@ -186,13 +181,10 @@ class Relay:
         self._update_last_turn()
         if restored.was_resumed:
             # Consumers that were connected before must not take what they hold for the newest state.
-            self._heartbeats.send_if_due(self.trust(), self._clock())
+            self._heartbeats.send_if_due(self.trust())
         else:
-            self._checkpoints.take(self._last_turn.upstreams)
+            self._checkpoints.take(self._statuses)
         log.info("relaying to %s: %s", self.endpoint, restored.reason)
-
-    def _open_journal(self, disk: Disk | None) -> Journal | None:
-        return None if self.settings.journal is None else Journal(self.settings.journal, self.limits.journal, disk=disk)
 
     def _open_event_server(self, buffer: ReplayBuffer, incarnation: int) -> EventServer:
         settings = self.settings
@@ -223,16 +215,16 @@ class Relay:
 
     def trust(self) -> Trust:
         """Return the lowest trust of the upstreams."""
-        return lowest_trust(self._last_turn.upstreams)
+        return lowest_trust(self._statuses)
 
     def status(self) -> RelayStatus:
         """Return the status as of the last turn."""
         batches, size = self._buffer.size()
-        last_turn = self._last_turn
+        statuses = self._statuses
         return RelayStatus(
             endpoint=self.endpoint,
             replay_endpoint=self.replay_endpoint,
-            trust=lowest_trust(last_turn.upstreams),
+            trust=lowest_trust(statuses),
             incarnation=self._restored.incarnation,
             last_seq=self._sequencer.next_number - 1,
             forwarded_batches=self._forwarded,
@@ -249,8 +241,8 @@ class Relay:
             buffered_bytes=size,
             history=self._buffer.history_stats(),
             replay=self._event_server.replay_stats(),
-            journal=last_turn.journal,
-            upstreams=last_turn.upstreams,
+            journal=self._journal_stats,
+            upstreams=statuses,
         )
 
     # --- turns
@@ -290,13 +282,14 @@ class Relay:
         self._update_last_turn()
         self._event_server.events.poll()
         self._clear_if_empty()
-        self._heartbeats.send_if_due(self.trust(), now)
+        self._heartbeats.send_if_due(self.trust())
         self._sequencer.flush_skipped()
-        self._checkpoints.run_due(self._last_turn.upstreams, now)
+        self._checkpoints.run_due(self._statuses, now)
 
     def _update_last_turn(self) -> None:
-        journal = None if self._journal is None else self._journal.stats()
-        self._last_turn = _LastTurn(tuple(self._upstreams.statuses()), journal)
+        """Take state that belongs to the relay's thread, for other threads to read."""
+        self._statuses = tuple(self._upstreams.statuses())
+        self._journal_stats = None if self._journal is None else self._journal.stats()
 
     def _begin(self, deliveries: list[RawDelivery]) -> None:
         """Begin a new incarnation with a clear, before any gap: consumers forget what they hold of an earlier one."""
@@ -317,7 +310,7 @@ class Relay:
         """Send lower trust before the batches that caused it: consumers stay EXACT until they receive it."""
         # From a reset or a gap to the last part of the snapshot that follows, consumers hold less than the upstream.
         is_incomplete = any(isinstance(delivery, Reset | Gap) for delivery in deliveries)
-        self._heartbeats.send_if_lower(_INCOMPLETE if is_incomplete else self._upstreams.trust(), self._clock())
+        self._heartbeats.send_if_lower(_INCOMPLETE if is_incomplete else self._upstreams.trust())
 
     def _forward(self, deliveries: list[RawDelivery]) -> None:
         """Forward deliveries in order, consecutive batches of one upstream together."""
@@ -366,21 +359,17 @@ class Relay:
         self._is_maintenance_due = True
         self._resets_ahead -= 1
         log.warning("%s rank %d: %s; removing the blocks that it stored", reset.source, reset.rank, reset.reason)
-        self._checkpoints.record_reset(ordinal, reset)
+        if self._journal is not None:
+            self._journal.reset(ordinal, reset.incarnation)
         self._has_skipped = False
         for rank, events in self._transforms[ordinal].retract().items():
-            self._send_retraction(ordinal, rank, events)
+            if self._is_shared:
+                payloads = self._encoder.encode_payloads(KVEventBatch(time.time(), events, rank))
+                self._sequencer.send_payloads(payloads, RETRACTION_OFFSET + ordinal)
+            else:
+                self._sequencer.send_events(events, rank)
         self._encoder.restart_detection()
         self._checkpoints.request()  # written when everything received with the reset has been sent
-
-    def _send_retraction(self, ordinal: int, rank: int | None, events: list[KVEvent]) -> None:
-        if self._is_shared:
-            payloads = encode_payloads(
-                KVEventBatch(time.time(), events, rank), self.settings.resolved_dialect, self.limits.max_payload_bytes
-            )
-            self._sequencer.send_payloads(payloads, RETRACTION_OFFSET + ordinal)
-        else:
-            self._sequencer.send_events(events, rank)
 
     def _forward_gap(self, ordinal: int, gap: Gap) -> None:
         self._is_maintenance_due = True
@@ -405,19 +394,13 @@ class Relay:
         self._divergences += report.digest_matches is False
         self._has_gaps |= bool(report.rejected)
         self._upstreams.subscriber.report(batch, report)
-        if report.attestation_matches and not self._is_shared:
-            self._forward_attestation(report.heartbeat)
+        # If it does not agree, the upstream starts over, with a reset. A shared stream has none: an engine attests its own
+        # blocks, and consumers hold those of several.
+        if report.attestation_matches and not self._is_shared and report.heartbeat is not None:
+            self._heartbeats.send(self._current_trust(), report.heartbeat.attestation)
         if report.cleared:
             self._has_skipped = False
             self._clear_if_empty()
-
-    def _forward_attestation(self, heartbeat: Heartbeat | None) -> None:
-        """Send an attestation that agrees with what was sent. If it does not agree, the upstream starts over, with a reset.
-
-        A shared stream has none: an engine attests its own blocks, and consumers hold those of several.
-        """
-        if heartbeat is not None and heartbeat.attestation is not None:
-            self._heartbeats.send_attested(self._current_trust(), heartbeat.attestation, self._clock())
 
     def _clear_if_empty(self) -> None:
         """Clear a shared stream with gaps when no upstream holds a block: no upstream's own clear ends LOST at consumers."""
@@ -438,7 +421,7 @@ class Relay:
             return
         self._closed = True
         if not self._is_interrupted:
-            self._checkpoints.take(self._last_turn.upstreams)
+            self._checkpoints.take(self._statuses)
         self._upstreams.close()
         self._event_server.close(self.limits.close_timeout)
         if self._journal is not None:

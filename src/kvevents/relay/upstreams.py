@@ -262,15 +262,14 @@ class UpstreamBlocks:
     def load(self, piece: Any) -> None:
         """Add one piece of a `dump`. Raises `msgspec.ValidationError`."""
         placement, hashes, counts = msgspec.convert(piece, tuple[RemovalPlacement, list[int], list[int]])
+        added = Counter(dict(zip(hashes, counts, strict=True)))
         copies = self._placements.setdefault(placement, Counter())
         before = len(copies)
-        copies.update(dict(zip(hashes, counts, strict=True)))
+        copies.update(added)
+        self._count += len(copies) - before
+        self._digest += _digest_of(placement, added.elements())
         if not _is_attested(placement):
             self._certain.setdefault(placement, set()).update(hashes)
-        self._count += len(copies) - before
-        if _is_attested(placement):
-            term = attestation_group_term(placement.group_idx)
-            self._digest += sum((block_hash ^ term) * count for block_hash, count in zip(hashes, counts, strict=True))
 
     def _apply_clear(self, event: AllBlocksCleared) -> list[KVEvent]:
         scope = scope_of(event)

@@ -16,6 +16,11 @@ class ReservedPort(NamedTuple):
     endpoint: str
     holder: socket.socket | None
 
+    def close(self) -> None:
+        """Release the port."""
+        if self.holder is not None:
+            self.holder.close()
+
 
 def reserve_port(endpoint: str) -> ReservedPort:
     """Choose the port of a TCP endpoint (the OS chooses for `*` and `0`) and reserve it.

@@ -268,8 +268,7 @@ class FaultProxy:
         try:
             asyncio.run(self._main(listener, ready))
         finally:
-            if self._port.holder is not None:
-                self._port.holder.close()
+            self._port.close()
 
     async def _main(self, listener: socket.socket, ready: Future[None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -309,8 +308,7 @@ class FaultProxy:
             listener.listen()
         except OSError as error:
             listener.close()
-            if self._port.holder is not None:
-                self._port.holder.close()
+            self._port.close()
             raise EndpointError(error.errno, f"cannot listen at {self._port.endpoint}: {error.strerror}") from error
         return listener
 

@@ -163,8 +163,7 @@ class TapeSockets:
         """Close the sockets, the reserved ports and the context. Wait up to `LINGER_MS` until queued messages are sent."""
         self.close(0)
         for port in self._ports:
-            if port.holder is not None:
-                port.holder.close()
+            port.close()
         self._context.term()
 
     def begin_incarnation(self, batches: Sequence[LiveBatch] | None) -> None:
