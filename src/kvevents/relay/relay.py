@@ -107,7 +107,7 @@ class Relay:
         """Whether something happened that consumers or the journal should learn at once."""
         self._maintain_at = -math.inf
         with ExitStack() as undo:
-            self._journal = None if settings.journal is None else Journal(settings.journal, self.limits.journal, disk=disk)
+            self._journal = self._open_journal(disk)
             if self._journal is not None:
                 undo.callback(self._journal.close)
             self._open(undo, transport)
@@ -185,6 +185,9 @@ class Relay:
         else:
             self._checkpoints.take(self._statuses)
         log.info("relaying to %s: %s", self.endpoint, restored.reason)
+
+    def _open_journal(self, disk: Disk | None) -> Journal | None:
+        return None if self.settings.journal is None else Journal(self.settings.journal, self.limits.journal, disk=disk)
 
     def _open_event_server(self, buffer: ReplayBuffer, incarnation: int) -> EventServer:
         settings = self.settings
