@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvevents import Batch, Delivery, Gap, Reset, Source, Subscriber
 from kvevents.cli.console import Console, Span
-from kvevents.cli.delivery_output import LineFormat, TrustChanges
+from kvevents.cli.delivery_output import LineFormat
 from kvevents.diagnosis.text_format import plural
 from kvevents.recording import live_batches
 from kvevents.testing import Faults, TapePlayer
@@ -69,7 +69,6 @@ class Demo:
         self._subscriber = subscriber
         self._console = console
         self._lines = LineFormat(width=len("vllm/0"))
-        self._watch = TrustChanges(subscriber)
 
     def say(self, text: str) -> None:
         """Print what happens."""
@@ -84,7 +83,7 @@ class Demo:
             if delivery is not None:
                 self._take(delivery)
                 continue
-            for source, rank, trust in self._watch.poll():
+            for (source, rank), trust in self._subscriber.trust_changes():
                 self._console.line(*self._lines.trust(source, rank, trust))
             if done():
                 return

@@ -18,8 +18,9 @@ from kvevents.cli.command import NOTHING_ARRIVED, OK
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, Style
 from kvevents.cli.signals import StopSignal
 from kvevents.diagnosis.text_format import number_range, plural
+from kvevents.diagnosis.traffic import IDLE_ADVICE, is_idle
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from kvevents.stream import Batch, DegradedReason, Delivery, Gap, Reset, Source, Trust
+from kvevents.stream import Batch, Delivery, Gap, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
 
 Detail: TypeAlias = Literal["batches", "events", "tokens"]
@@ -264,12 +265,8 @@ class DeliveryLoop:
         self._settle()
         for status in self._subscriber.statuses():
             console.note(*_summary(status, self._totals[status.source, status.rank]))
-            if (
-                status.trust == Trust.DEGRADED
-                and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
-                and not status.counters.live
-            ):
-                console.note("nothing came live: send the engine a request; the next batch confirms the replay endpoint")
+            if is_idle(status):
+                console.note(f"nothing came live: {IDLE_ADVICE}")
         if any(self._totals.values()) or self._idle_timeout is None or self._stop.requested:
             return OK
         endpoint = self._subscriber.statuses()[0].endpoint
@@ -298,21 +295,3 @@ def _summary(status: StreamStatus, totals: Counter[str]) -> list[Part]:
     if totals["unreadable"]:
         parts.append(Span(f"{totals['unreadable']} not fully readable, ", "warn"))
     return [*parts, "trust ", Span(str(status.trust), TRUST_STYLES[status.trust.name])]
-
-
-class TrustChanges:
-    """Detects changes of trust. Call `poll` while no delivery waits, since trust is ahead of waiting deliveries."""
-
-    def __init__(self, subscriber: Subscriber) -> None:
-        self._subscriber = subscriber
-        self._known: dict[tuple[str, int], str] = {}
-
-    def poll(self) -> list[tuple[str, int, Trust]]:
-        """Return source, rank and trust of the streams whose trust, or its reason, has changed since the last call."""
-        changed: list[tuple[str, int, Trust]] = []
-        for status in self._subscriber.statuses():
-            key, text = (status.source, status.rank), str(status.trust)
-            if self._known.get(key) != text:
-                self._known[key] = text
-                changed.append((*key, status.trust))
-        return changed

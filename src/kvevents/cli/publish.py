@@ -97,7 +97,9 @@ class LinePublisher:
             due = max(due, time.monotonic() - 1.0) + self._pause
             self._publisher.publish(batch)
             if number % CHECK_LINES == 0:
-                self._wait_for_room()
+                self._console.progress(f"{plural(self._publisher.stats().accepted, 'batch')} published")
+                while self._publisher.stats().queued > MAX_QUEUED:
+                    time.sleep(POLL_SECONDS)
         self.finished = True
 
     def _read(self, number: int, line: bytes) -> KVEventBatch | None:
@@ -111,12 +113,6 @@ class LinePublisher:
             self._console.note(Span(f"line {number}: {error}", "warn"))
             return None
         return batch
-
-    def _wait_for_room(self) -> None:
-        stats = self._publisher.stats()
-        self._console.progress(f"{plural(stats.accepted, 'batch')} published")
-        while self._publisher.stats().queued > MAX_QUEUED:
-            time.sleep(POLL_SECONDS)
 
 
 def run(args: Namespace) -> int:

@@ -11,7 +11,6 @@ from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import (
     DeliveryLoop,
     LineFormat,
-    TrustChanges,
     delivery_record,
     subscribe,
     trust_record,
@@ -75,10 +74,11 @@ def run(args: Namespace) -> int:
     with StopSignal() as stop:
         note_missing_endpoints(args, console)
         with subscribe(sources) as subscriber:
-            deliveries, trust_changes = DeliveryLoop(subscriber, args, stop), TrustChanges(subscriber)
+            deliveries = DeliveryLoop(subscriber, args, stop)
             for delivery in deliveries:
                 if delivery is None:
-                    for source, rank, trust in trust_changes.poll():
+                    # Trust is ahead of deliveries that wait, so it is read while none does.
+                    for (source, rank), trust in subscriber.trust_changes():
                         if not write_record(trust_record(source, rank, trust), args.output, console):
                             console.line(*lines.trust(source, rank, trust))
                     console.check_reader()

@@ -245,7 +245,13 @@ _ADVICE: Final[dict[DegradedReason, str]] = {
 }
 
 _STALE_WHILE_CONNECTED: Final = frozenset({DegradedReason.SENDER, DegradedReason.SILENT})
-_IDLE: Final = "send the engine a request; the next batch confirms the replay endpoint"
+IDLE_ADVICE: Final = "send the engine a request; the next batch confirms the replay endpoint"
+
+
+def is_idle(status: StreamStatus) -> bool:
+    """Return whether a stream only lacks a live batch that confirms what the replay endpoint says."""
+    is_unproven = status.trust == Trust.DEGRADED and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
+    return is_unproven and not status.counters.live
 
 
 def check_trust(status: StreamStatus, seconds: float) -> CheckResult:
@@ -257,8 +263,8 @@ def check_trust(status: StreamStatus, seconds: float) -> CheckResult:
     text = f"{status.trust}, {progress}"
     if status.trust == Trust.EXACT:
         return ok("trust", text)
-    if status.trust == Trust.DEGRADED and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN} and not counters.live:
-        return ok("trust", text, _IDLE)
+    if is_idle(status):
+        return ok("trust", text, IDLE_ADVICE)
     hints = [_ADVICE.get(reason, reason.value) for reason in DegradedReason if reason in status.degraded_reasons]
     advice = "; ".join(dict.fromkeys(hints))
     if status.trust == Trust.DEGRADED:
