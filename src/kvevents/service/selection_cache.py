@@ -33,6 +33,11 @@ class PendingSelection(NamedTuple):
     """Whether the request waits for its first token at the worker."""
     session: str | None
 
+    @property
+    def worker(self) -> tuple[str, int]:
+        """Instance and rank."""
+        return self.instance, self.rank
+
 
 class SelectionCache:
     """Selections by scope and name, bounded in time, number and bytes; the oldest ones leave first. Any thread may use it."""

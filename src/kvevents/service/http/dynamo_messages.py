@@ -121,33 +121,33 @@ class Overlap(Struct, frozen=True, kw_only=True):
     disk: int
 
 
-class SelectedWorker(Struct, frozen=True, kw_only=True):
+class PlacedRequest(Struct, frozen=True, kw_only=True):
+    """The worker of a request."""
+
+    model_name: str
+    routing_group: str
+    worker_id: int
+    dp_rank: int
+    endpoint: str
+
+
+class Booked(PlacedRequest, frozen=True, kw_only=True):
+    """A reservation."""
+
+    selection_id: str
+
+
+class SelectedWorker(PlacedRequest, frozen=True, kw_only=True):
     """The worker that should take a prompt."""
 
     selection_id: str | UnsetType = UNSET
     isl_tokens: int | UnsetType = UNSET
     track_prefill_tokens: bool | UnsetType = UNSET
-    model_name: str
-    routing_group: str
-    worker_id: int
-    dp_rank: int
-    endpoint: str
     block_size: int
     overlap: Overlap
     effective_prefill_tokens: int
     potential_decode_blocks: int
     """Blocks of this prompt; `/loads` has the blocks of all requests."""
-
-
-class Booked(Struct, frozen=True, kw_only=True):
-    """A reservation."""
-
-    selection_id: str
-    model_name: str
-    routing_group: str
-    worker_id: int
-    dp_rank: int
-    endpoint: str
 
 
 class Done(Struct, frozen=True):

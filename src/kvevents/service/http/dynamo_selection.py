@@ -41,6 +41,11 @@ from kvevents.service.service import Service
 Worker: TypeAlias = tuple[str, int]
 """Instance and rank."""
 
+_decode_selection = msgspec.json.Decoder(Selection).decode  # at import, see `build_decoder_now`
+_decode_match = msgspec.json.Decoder(MatchAnswer).decode
+_decode_reservation = msgspec.json.Decoder(Reservation).decode
+_decode_reservations = msgspec.json.Decoder(ReservationsAnswer).decode
+
 
 @lru_cache(65_536)
 def worker_id(instance: str) -> int:
@@ -129,14 +134,14 @@ class _Fleet:
             if error.reason == "no-candidates":
                 raise UnavailableError(error.sentence, error.reason, error.hint) from error
             raise
-        return msgspec.json.decode(response.body, type=Selection)
+        return _decode_selection(response.body)
 
     def match(self, prompt: _Prompt) -> dict[Worker, _Held]:
         """Return what the workers hold of a prompt."""
         if prompt.hashes is not None:
             return self._held_by_hash(prompt.hashes)
         body = ask(self.service, self.scope, "/v1/match", self.fields(), prompt.tokens).body
-        workers = msgspec.json.decode(body, type=MatchAnswer).workers
+        workers = _decode_match(body).workers
         return {(worker.instance, worker.rank): _by_tier(worker.tiers, worker.tokens) for worker in workers}
 
     def _held_by_hash(self, hashes: list[int]) -> dict[Worker, _Held]:
@@ -157,10 +162,16 @@ class _Fleet:
                 matches[instance, int(rank)] = _Held(device, max(device, min(total, tiers["cpu"])), total)
         return matches
 
-    def endpoint(self, worker: Worker) -> str:
-        """Return where a worker takes requests."""
+    def names_of(self, worker: Worker) -> dict[str, Any]:
+        """Return the fields of answers that name a worker, with the URL at which it takes requests."""
         member = self.members.get(worker)
-        return "" if member is None else member.registration.url or ""
+        return {
+            "model_name": self.scope.model,
+            "routing_group": self.scope.group,
+            "worker_id": worker_id(worker[0]),
+            "dp_rank": worker[1],
+            "endpoint": "" if member is None else member.registration.url or "",
+        }
 
     def block_size_of(self, worker: Worker) -> int:
         """Return the tokens of a worker's block."""
@@ -188,12 +199,9 @@ def _fleet(service: Service, body: Any) -> _Fleet:
 class _Choice(NamedTuple):
     """A selected worker."""
 
-    worker: Worker
+    selection: PendingSelection
     matches: Mapping[Worker, _Held]
     """Tokens of the prompt that its ranks hold."""
-    tokens: Any
-    """Token ids with which it is reserved."""
-    ignores_cache: bool
 
 
 class _Chooser:
@@ -248,7 +256,11 @@ class _Chooser:
             for candidate in selection.considered or ()
             if candidate.instance == selection.instance
         }
-        return _Choice((selection.instance, selection.rank), matches, tokens, self._ignores_cache)
+        return _Choice(self._pending(selection.instance, selection.rank, tokens, self._ignores_cache), matches)
+
+    def _pending(self, instance: str, rank: int, tokens: Any, ignores_cache: bool) -> PendingSelection:
+        body = self._body
+        return PendingSelection(instance, rank, self._fleet.scope, tokens, ignores_cache, _waits(body), body.session)
 
     def _select(self, tokens: Any, workers: Sequence[Worker] | None, name: str | None, *, ignores_cache: bool) -> Selection:
         reserve = None if name is None else {"id": name}
@@ -275,7 +287,7 @@ class _Chooser:
         tokens = _placeholder(max(1, length - matches.get(worker, _NOTHING).all))
         self._select(tokens, [worker], name, ignores_cache=True)
         of_instance = {candidate: tier for candidate, tier in matches.items() if candidate[0] == best.instance}
-        return _Choice(worker, of_instance, tokens, ignores_cache=True)
+        return _Choice(self._pending(*worker, tokens, ignores_cache=True), of_instance)
 
 
 def _waits(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> bool:
@@ -301,12 +313,10 @@ def select(service: Service, request: HttpRequest) -> Response:
     """Select a worker as Dynamo's selection service does; `selection_id` names the selection for `/reservations`."""
     body, fleet, prompt = _read(service, request)
     choice = _Chooser(fleet, body, prompt).choose()
-    if body.selection_id is not None:
-        instance, rank = choice.worker
-        pending = PendingSelection(instance, rank, fleet.scope, choice.tokens, choice.ignores_cache, _waits(body), body.session)
-        service.selections.add(body.selection_id, pending)
-    worker = _selected(fleet, prompt, choice, selection_id=msgspec.UNSET if body.selection_id is None else body.selection_id)
-    return answer(worker, request)
+    if body.selection_id is None:
+        return answer(_selected(fleet, prompt, choice), request)
+    service.selections.add(body.selection_id, choice.selection)
+    return answer(_selected(fleet, prompt, choice, selection_id=body.selection_id), request)
 
 
 def select_and_reserve(service: Service, request: HttpRequest) -> Response:
@@ -316,22 +326,18 @@ def select_and_reserve(service: Service, request: HttpRequest) -> Response:
     with service.selections.booking:
         _check_free(service, name)
         choice = _Chooser(fleet, body, prompt).choose(name)
-    waits = _waits(body)
+    waits = choice.selection.waits
     _start(service, name, waits=waits)
     worker = _selected(fleet, prompt, choice, selection_id=name, isl_tokens=prompt.length, track_prefill_tokens=waits)
     return answer(worker, request)
 
 
 def _selected(fleet: _Fleet, prompt: _Prompt, choice: _Choice, **fields: Any) -> messages.SelectedWorker:
-    worker, size = choice.worker, fleet.block_size_of(choice.worker)
+    worker, size = choice.selection.worker, fleet.block_size_of(choice.selection.worker)
     longest_match = _Held(*map(max, zip(*choice.matches.values(), strict=True))) if choice.matches else _NOTHING
-    cached_tokens = 0 if choice.ignores_cache and prompt.tokens is not None else choice.matches.get(worker, _NOTHING).all
+    ignores_cache = choice.selection.ignores_cache and prompt.tokens is not None
+    cached_tokens = 0 if ignores_cache else choice.matches.get(worker, _NOTHING).all
     return messages.SelectedWorker(
-        model_name=fleet.scope.model,
-        routing_group=fleet.scope.group,
-        worker_id=worker_id(worker[0]),
-        dp_rank=worker[1],
-        endpoint=fleet.endpoint(worker),
         block_size=size,
         overlap=messages.Overlap(
             longest_matched=longest_match.all,
@@ -342,6 +348,7 @@ def _selected(fleet: _Fleet, prompt: _Prompt, choice: _Choice, **fields: Any) ->
         ),
         effective_prefill_tokens=max(0, prompt.length - cached_tokens),
         potential_decode_blocks=_blocks(prompt.length, size),
+        **fleet.names_of(worker),
         **fields,
     )
 
@@ -382,16 +389,7 @@ def book(service: Service, request: HttpRequest) -> Response:
         _reserve(service, pending, name)
     service.selections.discard(fleet.scope, name)
     _start(service, name, waits=pending.waits)
-    worker = pending.instance, pending.rank
-    booking = messages.Booked(
-        selection_id=name,
-        model_name=fleet.scope.model,
-        routing_group=fleet.scope.group,
-        worker_id=worker_id(pending.instance),
-        dp_rank=pending.rank,
-        endpoint=fleet.endpoint(worker),
-    )
-    return answer(booking, request, status=201)
+    return answer(messages.Booked(selection_id=name, **fleet.names_of(pending.worker)), request, status=201)
 
 
 def _explicit(service: Service, fleet: _Fleet, body: messages.BookRequest, tokens: Any) -> PendingSelection:
@@ -415,13 +413,11 @@ def _explicit(service: Service, fleet: _Fleet, body: messages.BookRequest, token
 def _reserve(service: Service, pending: PendingSelection, name: str) -> None:
     """Reserve the worker of a selection. Raises `NotFoundError` if it has left or cannot be reached."""
     fleet = _Fleet(service, pending.scope)
-    worker = pending.instance, pending.rank
     refusal = _unknown_worker(worker_id(pending.instance), pending.rank, pending.scope)
-    if worker not in fleet.members:
+    if pending.worker not in fleet.members:
         raise refusal
-    reserve, ignores_cache = {"id": name}, pending.ignores_cache
-    terms = {"reserve": reserve, "ignores_cache": ignores_cache, "session": pending.session}
-    if not fleet.select(pending.tokens, [worker], **terms).usable:
+    terms = {"reserve": {"id": name}, "ignores_cache": pending.ignores_cache, "session": pending.session}
+    if not fleet.select(pending.tokens, [pending.worker], **terms).usable:
         raise refusal
 
 
@@ -440,7 +436,7 @@ def output_block(service: Service, request: HttpRequest) -> Response:
     """Record that a request has one more block of output."""
     request.read()
     with service.selections.booking:  # so that two requests add two blocks
-        now = msgspec.json.decode(reservations.ask(service, "GET", request.item), type=Reservation)
+        now = _decode_reservation(reservations.ask(service, "GET", request.item))
         member = _members_of(service, Scope(now.model, now.tenant, now.group)).get((now.instance, now.rank))
         changes = ReservationUpdate(output_tokens=now.output_tokens + _block_size(member))
         reservations.ask(service, "POST", request.item, changes)
@@ -465,7 +461,7 @@ def _loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> 
     """Return the loads of workers by the open reservations of their model."""
     body = service.data_plane.reservations(service.settings.limits.max_reservations)
     sums = {worker: _no_load(worker) for worker in members}
-    for reservation in msgspec.json.decode(body, type=ReservationsAnswer).reservations:
+    for reservation in _decode_reservations(body).reservations:
         worker = reservation.instance, reservation.rank
         load = sums.get(worker)
         if load is None or (reservation.model, reservation.tenant, reservation.group) != scope[:3]:

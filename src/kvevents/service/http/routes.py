@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any, Final, TypeAlias, get_args
 
@@ -63,6 +63,8 @@ class Route:
     """
     media: str = "application/json"
     """Media type of the response."""
+    decoders: Decoders = field(init=False)
+    """Decoders of the body."""
 
     @property
     def summary(self) -> str:
@@ -74,10 +76,9 @@ class Route:
         """Fields of the body, if others are ignored, as in the APIs of Dynamo and Mooncake; None if they are rejected."""
         return None if self.takes is None or self.tag == "v1" else frozenset(self.takes.__struct_fields__)
 
-    @cached_property
-    def decoders(self) -> Decoders:
-        """Decoders of the body."""
-        return Decoders(msgspec.json.Decoder(self.takes), msgspec.msgpack.Decoder(self.takes), self.known)
+    def __post_init__(self) -> None:
+        decoders = Decoders(msgspec.json.Decoder(self.takes), msgspec.msgpack.Decoder(self.takes), self.known)
+        object.__setattr__(self, "decoders", decoders)  # at import, see `build_decoder_now`
 
 
 def _parameter(name: str, description: str, place: str = "query", *, required: bool = False, **schema: Any) -> dict[str, Any]:
