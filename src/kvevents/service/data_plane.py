@@ -54,17 +54,6 @@ class Answers(msgspec.Struct):
     requests: dict[str, PathCounts] = {}
 
 
-class ReservationCounts(msgspec.Struct):
-    """Numbers of reservations by state or outcome."""
-
-    open: int = 0
-    made: int = 0
-    finished: int = 0
-    expired: int = 0
-    replaced: int = 0
-    refused: int = 0
-
-
 class Counts(msgspec.Struct):
     """Counters of the data plane."""
 
@@ -75,7 +64,8 @@ class Counts(msgspec.Struct):
     refusals: dict[str, int] = {}
     received: int = 0
     unread: int = 0
-    reservations: ReservationCounts = msgspec.field(default_factory=ReservationCounts)
+    reservations: dict[str, int] = {}
+    """Open reservations, and those of each outcome."""
 
 
 _decode_counts = msgspec.json.Decoder(Counts).decode
@@ -177,7 +167,9 @@ class DataPlane:
 
     # --- from the data plane
 
-    def answer(self, method: str, path: str, fields: Mapping[str, Any], tokens: Any, *, wants_msgpack: bool) -> Answered | None:
+    def answer(
+        self, method: str, path: str, fields: Mapping[str, Any], tokens: Any, *, wants_msgpack: bool = False
+    ) -> Answered | None:
         """Answer a query by the fields of its body, and the token ids of its prompt.
 
         Returns None if no worker serves the model, or the fleet has failed. Raises `ServiceError` if the fleet does not permit

@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Final, NamedTuple, TypeVar, get_args
 
-from msgspec.structs import asdict
 from prometheus_client import generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 
@@ -244,10 +243,10 @@ _SERVICE: Final[Table[_Scrape]] = {
         "Unknown fields in request bodies that the service ignored.",
         lambda s: by_label("path", dict(s.service.ignored_fields)),
     ),
-    "reservations_open": ("Reservations that were neither finished nor expired.", lambda s: s.counts.reservations.open),
+    "reservations_open": ("Reservations that were neither finished nor expired.", lambda s: s.counts.reservations.get("open")),
     "reservations_total": (
         "Reservations by outcome: made; then finished, expired or replaced; or refused, since too many were open.",
-        lambda s: by_label("outcome", {name: count for name, count in asdict(s.counts.reservations).items() if name != "open"}),
+        lambda s: by_label("outcome", {name: count for name, count in s.counts.reservations.items() if name != "open"}),
     ),
     "http_requests_total": (
         "HTTP and gRPC requests by path and status.",

@@ -19,11 +19,10 @@ from kvevents.service.errors import TooMuchError
 from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import Key
 from kvevents.service.http.messages import JSON, HttpRequest, Response, StreamingResponse, answer
-from kvevents.service.http.pages import cut_page, link_next, tag
+from kvevents.service.http.pages import cut_page, link_next, matches, tag
 from kvevents.service.service import Service
 from kvevents.stream import trust_order
 
-_SCOPE: Final = ("model", "tenant", "group")
 _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}
 """Status of Dynamo's `/workers` by trust state."""
 
@@ -40,11 +39,8 @@ def workers(service: Service, request: HttpRequest) -> Response:
 
 
 def list_members(service: Service, filters: Mapping[str, str]) -> Iterator[Member]:
-    """Yield the workers of a model, a tenant and a group, in order, as far as `filters` names them."""
-    for _, member in sorted(service.members().items()):
-        scope = member.registration.scope[:3]
-        if all(filters.get(part, value) == value for part, value in zip(_SCOPE, scope, strict=True)):
-            yield member
+    """Return the workers of a model, a tenant and a group, in order, as far as `filters` names them."""
+    return (member for _, member in sorted(service.members().items()) if matches(member.registration, filters))
 
 
 def _instance(members: list[Member]) -> dict[str, Any]:

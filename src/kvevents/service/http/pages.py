@@ -9,7 +9,8 @@ from typing import Final, TypeVar
 from urllib.parse import urlencode
 
 from kvevents.service.errors import RefusedError
-from kvevents.service.fleet.registration import Key
+from kvevents.service.fleet.event_bus import StreamEvent
+from kvevents.service.fleet.registration import Key, Registration
 from kvevents.service.http.messages import HttpRequest, Response
 
 T = TypeVar("T")
@@ -21,6 +22,7 @@ CURSOR: Final = re.compile(r"^((?:[0-9a-f]{2})+\.[0-9]{1,10})?$")
 """Form of a cursor of a listing of the fleet: the key of the last item before the page; empty for the first page."""
 MAX_DIGITS: Final = 10
 """Maximum number of digits of a number in a query string; Python does not parse very long numbers."""
+_FILTERS: Final = ("instance", "model", "tenant", "group")
 MAX_SHOWN: Final = 40
 """Maximum number of characters of an invalid value that an error quotes."""
 
@@ -42,6 +44,11 @@ def read_cursor(arguments: Mapping[str, str], pattern: re.Pattern[str]) -> str:
     if pattern.fullmatch(cursor) is None:
         raise RefusedError(f"invalid cursor {cursor[:MAX_SHOWN]!r}", "bad-parameter", "send `next` of the previous page")
     return cursor
+
+
+def matches(item: Registration | StreamEvent, filters: Mapping[str, str]) -> bool:
+    """Return whether an engine, or an event of its stream, is one that the filters of a listing name."""
+    return all(getattr(item, name) == filters[name] for name in _FILTERS if name in filters)
 
 
 def cut_page(items: Iterable[tuple[Key, T]], arguments: Mapping[str, str]) -> tuple[list[T], str | None]:

@@ -9,7 +9,7 @@ import msgspec
 
 from kvevents.client.schemas import MAX_RESERVATION_ID, ReservationUpdate
 from kvevents.service.errors import NotFoundError, UnavailableError
-from kvevents.service.http.messages import JSON, MSGPACK, HttpRequest, Response, answer_json
+from kvevents.service.http.messages import HttpRequest, Response, answer_json
 from kvevents.service.http.pages import read_number
 from kvevents.service.service import Service
 
@@ -36,21 +36,16 @@ def finish(service: Service, request: HttpRequest) -> Response:
 
 
 def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) -> Response:
-    wants_msgpack = request.headers.wants_msgpack
     method = "GET" if request.method == "HEAD" else request.method
-    body = ask(service, method, request.item, changes, wants_msgpack=wants_msgpack)
-    return Response(body, kind=MSGPACK if wants_msgpack else JSON)
+    return answer_json(ask(service, method, request.item, changes), request)
 
 
-def ask(
-    service: Service, method: str, name: str, changes: ReservationUpdate = _UNCHANGED, *, wants_msgpack: bool = False
-) -> bytes:
-    """Return a reservation that was read, changed or ended. Raises `NotFoundError` if it is not open."""
+def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _UNCHANGED) -> bytes:
+    """Return a reservation that was read, changed or ended, as JSON. Raises `NotFoundError` if it is not open."""
     if not _NAME.fullmatch(name):
         sentence = f"no reservation {name[:MAX_RESERVATION_ID]!r} is open"
         raise NotFoundError(sentence, "no-such-reservation", "use the `id` of the reservation")
-    path, fields = f"/v1/reservations/{name}", msgspec.structs.asdict(changes)
-    response = service.data_plane.answer(method, path, fields, (), wants_msgpack=wants_msgpack)
+    response = service.data_plane.answer(method, f"/v1/reservations/{name}", msgspec.structs.asdict(changes), ())
     if response is None:
         raise UnavailableError("the service ends", "ending", "ask another replica")
     return response.body

@@ -21,22 +21,20 @@ from kvevents.client.schemas import (
     SourcesAnswer,
 )
 from kvevents.service.errors import NotFoundError, RefusedError, TooMuchError, UnavailableError
-from kvevents.service.fleet.event_bus import StreamEvent, Subscription
+from kvevents.service.fleet.event_bus import Subscription
 from kvevents.service.fleet.member import Member
-from kvevents.service.fleet.registration import Registration, source_name
+from kvevents.service.fleet.registration import source_name
 from kvevents.service.http.messages import RAW, HttpRequest, Response, StreamingResponse, answer
-from kvevents.service.http.pages import cut_page, read_cursor, read_number, tag
+from kvevents.service.http.pages import cut_page, matches, read_cursor, read_number, tag
 from kvevents.service.http.queries import answer_query, check_tokens
 from kvevents.service.registrations import InstanceQuery
 from kvevents.service.service import Service
-from kvevents.settings import build_decoder_now
 
 MAX_PAGE: Final = 10_000
 """Maximum length of a page of `/v1/blocks`, in blocks."""
 DEFAULT_PAGE: Final = 1_000
 CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
 """Form of a cursor of `/v1/blocks`; empty for the first page."""
-_FILTERS: Final = ("instance", "model", "tenant", "group")
 HEARTBEAT_SECONDS: Final = 15.0
 """Longest pause of `/v1/events`, after which a comment is sent. It keeps proxies from closing the connection, reveals clients
 that have left, and moves the last id of a client on whose filters nothing has passed."""
@@ -58,11 +56,6 @@ def match(service: Service, request: HttpRequest) -> Response:
     return answer_query(service, request, query, tokens)
 
 
-@build_decoder_now
-class _RawScope(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Query parameters of a raw prompt."""
-
-
 def _raw_prompt(request: HttpRequest) -> tuple[ScopedRequest, Any]:
     if len(request.body) % 4:
         raise RefusedError(
@@ -71,7 +64,7 @@ def _raw_prompt(request: HttpRequest) -> tuple[ScopedRequest, Any]:
             "send 32-bit numbers",
         )
     try:
-        query = msgspec.convert(dict(request.arguments), _RawScope, strict=False)
+        query = msgspec.convert(dict(request.arguments), ScopedRequest, strict=False)
     except msgspec.ValidationError as error:
         raise RefusedError(f"invalid query string: {error}", "bad-parameter", "see /openapi.json") from error
     if not query.model:
@@ -108,7 +101,7 @@ def select(service: Service, request: HttpRequest) -> Response:
 
 def sources(service: Service, request: HttpRequest) -> Response:
     """List every source with its trust, lag, gaps and counters."""
-    members = [item for item in service.members().items() if _matches(item[1].registration, request.arguments)]
+    members = [item for item in service.members().items() if matches(item[1].registration, request.arguments)]
     page, cursor = cut_page(members, request.arguments)
     listing = SourcesAnswer(sources=[member.view() for member in page], faults=service.faults(), next=cursor)
     return tag(answer(listing, request), request)
@@ -121,10 +114,6 @@ async def drain(service: Service, request: HttpRequest) -> Response:
     ranks = await service.registrations.drain(query, request.client, is_draining=body.draining)
     numbers = [registration.rank for registration in ranks]
     return answer(DrainAnswer(instance=query.instance, ranks=numbers, draining=body.draining), request)
-
-
-def _matches(item: Registration | StreamEvent, filters: Mapping[str, str]) -> bool:
-    return all(getattr(item, name) == filters[name] for name in _FILTERS if name in filters)
 
 
 def stats(service: Service, request: HttpRequest) -> Response:
@@ -180,7 +169,7 @@ async def _events(subscription: Subscription, filters: Mapping[str, str]) -> Asy
         event = await subscription.get(max(0.0, sent_at + HEARTBEAT_SECONDS - time.monotonic()))
         if isinstance(event, int):
             lines = b'event: missed\ndata: {"events":%d}' % event
-        elif event is not None and _matches(event, filters):
+        elif event is not None and matches(event, filters):
             lines = b"event: %b\ndata: %b" % (str(event.__struct_config__.tag).encode(), msgspec.json.encode(event))
         elif time.monotonic() - sent_at >= HEARTBEAT_SECONDS:
             lines = b": still here"
