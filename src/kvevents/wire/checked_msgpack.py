@@ -269,22 +269,14 @@ def to_python(raw: msgspec.Raw, subject: str, depth: int, take_steps: Callable[[
 
 def _layout_by_first_byte() -> list[tuple[int, int, int]]:
     """Return for each first byte: bytes to skip, bytes of a length field, and values inside (per unit of length)."""
-    layout = [(0, 0, 0)] * 256
-    for length in range(16):
-        layout[0x80 + length] = (0, 0, 2 * length)
-        layout[0x90 + length] = (0, 0, length)
-    for length in range(32):
-        layout[0xA0 + length] = (length, 0, 0)
-    fixed_sizes = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-    fixed_sizes |= {0xD4 + power: 1 + (1 << power) for power in range(5)}
-    lengths = {0xC4: (0, 1), 0xC5: (0, 2), 0xC6: (0, 4), 0xC7: (1, 1), 0xC8: (1, 2), 0xC9: (1, 4), 0xD9: (0, 1), 0xDA: (0, 2)}
-    lengths |= {0xDB: (0, 4)}
-    for head, size in fixed_sizes.items():
-        layout[head] = (size, 0, 0)
-    for head, (skip, width) in lengths.items():
-        layout[head] = (skip, width, 0)
-    for head, width, inside in ((0xDC, 2, 1), (0xDD, 4, 1), (0xDE, 2, 2), (0xDF, 4, 2)):
-        layout[head] = (0, width, inside)
+    layout = [(0, 0, 0)] * 256  # small integers, nil and booleans
+    layout[0x80:0xA0] = [(0, 0, 2 * length) for length in range(16)] + [(0, 0, length) for length in range(16)]  # maps, arrays
+    layout[0xA0:0xC0] = [(length, 0, 0) for length in range(32)]  # strings
+    layout[0xC4:0xC7] = layout[0xD9:0xDC] = [(0, width, 0) for width in (1, 2, 4)]  # bins and strings
+    layout[0xC7:0xCA] = [(1, width, 0) for width in (1, 2, 4)]  # extensions
+    layout[0xCA:0xD4] = [(size, 0, 0) for size in (4, 8, 1, 2, 4, 8, 1, 2, 4, 8)]  # floats, unsigned and signed integers
+    layout[0xD4:0xD9] = [(1 + (1 << power), 0, 0) for power in range(5)]  # extensions of a fixed size
+    layout[0xDC:0xE0] = [(0, 2, 1), (0, 4, 1), (0, 2, 2), (0, 4, 2)]  # arrays, maps
     return layout
 
 

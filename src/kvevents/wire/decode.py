@@ -14,16 +14,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 from msgspec.structs import astuple
 
-from kvevents.events import (
-    AllBlocksCleared,
-    BlockHash,
-    BlockRemoved,
-    BlockStored,
-    ExtraKey,
-    Heartbeat,
-    KVEvent,
-    KVEventBatch,
-)
+from kvevents.events import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, ExtraKey, Heartbeat, KVEvent, KVEventBatch
 from kvevents.wire.checked_msgpack import (
     DEFAULT_WIRE_LIMITS,
     MAX_FAST_BYTES,

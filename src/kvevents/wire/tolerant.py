@@ -14,16 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    ExtraKey,
-    Heartbeat,
-    KVEvent,
-    KVEventBatch,
-    TokenId,
-)
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, ExtraKey, Heartbeat, KVEvent, KVEventBatch, TokenId
 from kvevents.wire.checked_msgpack import (
     MSGPACK_ERRORS,
     NIL,
@@ -168,34 +159,29 @@ def _rank(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw],
 # --- events ------------------------------------------------------------------------------------------------------------------
 
 
-def _event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget, is_unwrapped: bool = False) -> KVEvent | None:
+def _event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEvent | None:
     """Return the event; None if its kind is neutral."""
-    head = first_byte(raw)
-    if is_bin(head) and not is_unwrapped:
-        return _unwrap(raw, limits, budget)
-    tag, fields = _event_fields(raw, head, limits)
+    is_wrapped = is_bin(first_byte(raw))
+    if is_wrapped:  # by llm-d's storage connector
+        try:
+            raw = msgspec.Raw(_decode_bin(raw))
+        except MSGPACK_ERRORS as error:
+            raise rejection_of(error, "the event") from error
+    tag, fields = _event_fields(raw, limits)
     if tag in NEUTRAL_KINDS:
         return None
     build = _BUILDERS.get(tag)
     if build is None:
         raise DecodeRejectedError("unknown-tag", f"event type {tag[:64]!r}")
-    return build(FieldReader(fields, limits, budget))
-
-
-def _unwrap(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEvent | None:
-    """Return the event inside a bin. llm-d's storage connector wraps each event and writes 0 for "no parent"."""
-    try:
-        inner = msgspec.Raw(_decode_bin(raw))
-    except MSGPACK_ERRORS as error:
-        raise rejection_of(error, "the event") from error
-    event = _event(inner, limits, budget, is_unwrapped=True)
-    if type(event) is BlockStored and event.parent_block_hash == 0:
-        event.parent_block_hash = None
+    event = build(FieldReader(fields, limits, budget))
+    if is_wrapped and type(event) is BlockStored and event.parent_block_hash == 0:
+        event.parent_block_hash = None  # the connector writes 0 for "no parent"
     return event
 
 
-def _event_fields(raw: msgspec.Raw, head: int, limits: WireLimits) -> tuple[str, dict[str, msgspec.Raw]]:
+def _event_fields(raw: msgspec.Raw, limits: WireLimits) -> tuple[str, dict[str, msgspec.Raw]]:
     """Return the tag of an event of any form, and its raw fields by the names of `kvevents.events`."""
+    head = first_byte(raw)
     if is_array(head):
         items = array_items(raw, "the event", limits.max_fields, "too-many-fields")
         tag = _tag(items[0] if items else NIL)
@@ -239,11 +225,7 @@ def _rename_mooncake_fields(kind: str, fields: dict[str, msgspec.Raw]) -> dict[s
 _EMPTY: Final = msgspec.Raw(b"\x90")
 _ZERO: Final = msgspec.Raw(b"\x00")
 _MOONCAKE_TAGS: Final = {"stored": "BlockStored", "removed": "BlockRemoved", "cleared": "AllBlocksCleared"}
-_MOONCAKE_NAMES: Final = {
-    "seq_hashes": "block_hashes",
-    "parent_hash": "parent_block_hash",
-    "additional_salt": "cache_salt",
-}
+_MOONCAKE_NAMES: Final = {"seq_hashes": "block_hashes", "parent_hash": "parent_block_hash", "additional_salt": "cache_salt"}
 _ARRAY_NAMES: Final = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVED, "AllBlocksCleared": ARRAY_CLEARED}
 
 
