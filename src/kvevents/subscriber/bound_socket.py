@@ -220,7 +220,6 @@ class BoundSocket:
         return False
 
     def _sort(self, message: list[bytes], descriptor: int) -> None:
-        """Queue a message for its source."""
         topic = message[0]
         if self._ignored and self._ignored.get(topic, -2) == descriptor:
             return

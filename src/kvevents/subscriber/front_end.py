@@ -67,7 +67,6 @@ class Outcome(Protocol):
     @property
     def report(self) -> BatchReport | None:
         """The findings from applying the delivery; None without any."""
-        ...
 
 
 class Sink(Protocol):
@@ -75,7 +74,6 @@ class Sink(Protocol):
 
     def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> Sequence[Outcome]:
         """Apply the deliveries in this order and return one outcome for each."""
-        ...
 
 
 class Options(TypedDict, total=False):
@@ -365,12 +363,10 @@ class FrontEnd(Generic[BatchT]):
         self._check_open()
 
     def _begin_wait(self, call: object) -> None:
-        """Call `_begin_call`, and record that the call waits for deliveries; `_end_wait` must follow."""
         self._waits.add(call)
         self._begin_call(call)
 
     def _end_wait(self, call: object) -> None:
-        """Record that the call does not wait any more, and call `_end_call`."""
         self._read_at = self._clock()
         self._waits.discard(call)
         self._end_call(call)
