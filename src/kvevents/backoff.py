@@ -51,11 +51,7 @@ class Backoff:
     __slots__ = ("_initial", "_maximum", "_next", "_random")
 
     def __init__(
-        self,
-        random: Callable[[], float] = random.random,
-        *,
-        initial: float = INITIAL_DELAY,
-        maximum: float = MAX_DELAY,
+        self, random: Callable[[], float] = random.random, *, initial: float = INITIAL_DELAY, maximum: float = MAX_DELAY
     ) -> None:
         self._random = random
         self._initial = initial

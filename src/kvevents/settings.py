@@ -105,8 +105,6 @@ class Settings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _RangedField(NamedTuple):
-    """A field with a range."""
-
     name: str
     limits: Range
     types: frozenset[type]
@@ -115,10 +113,9 @@ class _RangedField(NamedTuple):
 
 @cache
 def _ranges(kind: type[Struct]) -> list[_RangedField]:
-    fields = msgspec.structs.fields(kind)
     return [
         _RangedField(field.name, part, frozenset({*types_in(field.type), *([int] if float in types_in(field.type) else [])}))
-        for field in fields
+        for field in msgspec.structs.fields(kind)
         for part in parts_of(field.type)
         if isinstance(part, Range)
     ]

@@ -392,11 +392,7 @@ def parse_bindable_tcp(endpoint: str | None) -> HostPort | None:
 
 
 def resolve_load_pub_range(
-    *,
-    kv_endpoint: str | None,
-    replay_endpoint: str | None,
-    dp_size: int,
-    load_publish_endpoint: str | None = None,
+    *, kv_endpoint: str | None, replay_endpoint: str | None, dp_size: int, load_publish_endpoint: str | None = None
 ) -> tuple[HostPort | None, str | None]:
     """Return the address at which rank 0 publishes its load, or the reason why it publishes none.
 

@@ -225,5 +225,5 @@ class EventPublisherFactory(PublisherRegistry):
             return NullEventPublisher()
         settings = asdict(config)
         del settings["enable_kv_cache_events"]
-        kind = settings.pop("publisher")
-        return cls._constructor(kind)(data_parallel_rank=data_parallel_rank, **settings, **options)
+        create = cls._constructor(settings.pop("publisher"))
+        return create(data_parallel_rank=data_parallel_rank, **settings, **options)

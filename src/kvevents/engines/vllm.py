@@ -35,7 +35,7 @@ from kvevents.events import (
     BlockStored,
     KVEvent,
     KVEventBatch,
-    attestation_group_term,
+    attestation_term,
 )
 from kvevents.wire.dialects import Dialect, dialect_for
 
@@ -162,20 +162,20 @@ def _count_changes(original: Callable[..., Any], *, sign: int, has_groups: bool)
     A key is the block hash and four bytes of the KV cache group (`make_block_hash_with_group_id`).
     """
 
-    def change(block_map: Any, *arguments: Any, **options: Any) -> Any:
+    def count(block_map: Any, *arguments: Any, **options: Any) -> Any:
         result = original(block_map, *arguments, **options)
         if sign > 0 or result is not None:
             try:
                 key = arguments[0] if arguments else options["key"]
                 group = int.from_bytes(key[-4:], "big") if has_groups else 0
-                term = int.from_bytes(key[-12:-4], "big") ^ attestation_group_term(group)
-                block_map.kvevents_digest = block_map.__dict__.get("kvevents_digest", 0) + sign * term & ATTESTATION_MASK
+                change = sign * attestation_term(key[-12:-4], group)
+                block_map.kvevents_digest = block_map.__dict__.get("kvevents_digest", 0) + change & ATTESTATION_MASK
             except Exception as error:  # noqa: BLE001 - the engine goes on
                 with suppress(Exception):
                     block_map.kvevents_digest = error  # `_digest_of` reports it, and ends the attestation
         return result
 
-    return change
+    return count
 
 
 def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -139,10 +139,7 @@ class PollPlanner:
         self._deviation = 0.0
 
     def record_arrival(self, now: float, *, at_first_poll: bool = False) -> None:
-        """Record that batches were found at `now` (monotonic seconds).
-
-        `at_first_poll` says that the first poll found them.
-        """
+        """Record that batches were found at `now` (monotonic seconds). `at_first_poll` says that the first poll found them."""
         interval = now - self._arrived_at
         # The batch came at an unknown time before the first poll; without a correction pauses would grow longer and longer.
         interval -= self._settings.min_poll_interval if at_first_poll else 0.0

@@ -32,6 +32,7 @@ from kvevents.events import (
 from kvevents.native_module import find_native
 from kvevents.stream import RawBatch, inspect_events
 from kvevents.wire import DEFAULT_WIRE_LIMITS, decode_batch
+from kvevents.wire.dialects import ARRAY_STORED
 
 SequencedPayload: TypeAlias = tuple[int, bytes]
 """A batch as it is sent: its number and its payload."""
@@ -340,22 +341,8 @@ def _split_stored(event: EventTuple, step: int) -> Iterator[EventTuple]:
 
 
 _STORED_FIELDS: Final = (
-    "block_hashes",
-    "parent_block_hash",
-    "token_ids",
-    "pairs",
-    "block_size",
-    "lora_id",
-    "medium",
-    "lora_name",
-    "extra_keys",
-    "group_idx",
-    "kv_cache_spec_kind",
-    "kv_cache_spec_sliding_window",
-    "locality",
-    "ownership",
-    "cache_salt",
-    "block_keys",
+    *(*ARRAY_STORED[:3], "pairs", *ARRAY_STORED[3:]),  # `pairs` is about `token_ids`
+    *("locality", "ownership", "cache_salt", "block_keys"),
 )
 _REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx", "locality", "ownership")
 _EXTRA: Final = _STORED_FIELDS.index("extra_keys") - 1

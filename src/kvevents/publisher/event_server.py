@@ -26,14 +26,7 @@ from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSet
 from kvevents.publisher.stats import FailureLog, ReplayStats
 from kvevents.zeromq.bulk_transfer import FRAMES, libzmq_io
 from kvevents.zeromq.keys import Curve
-from kvevents.zeromq.sockets import (
-    FLUSH_GRACE,
-    Reconnector,
-    close_socket,
-    connect_or_bind,
-    open_socket,
-    start_termination,
-)
+from kvevents.zeromq.sockets import FLUSH_GRACE, Reconnector, close_socket, connect_or_bind, open_socket, start_termination
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 logger = logging.getLogger(__name__)

@@ -115,8 +115,6 @@ class _Snapshot(NamedTuple):
 
 
 class _SnapshotInput(NamedTuple):
-    """The input from which a snapshot is built."""
-
     last_seq: int
     last_payload: bytes
     gap: int | None
@@ -214,14 +212,11 @@ class ReplayBuffer:
         excess = excess if excess > tolerance else 0
         stats = self._history_stats
         if stats is not None and stats.unavailable_reason is None and batches.bytes > self._settings.max_bytes:
-            excess = max(excess, self._count_excess_bytes())
+            # Evict some more at once, but never the newest batch, whose number replay needs.
+            target = self._settings.max_bytes - self._settings.max_bytes // self._settings.min_groups
+            sizes = accumulate(batches, lambda size, batch: size - len(batch[1]), initial=batches.bytes)
+            excess = max(excess, min(sum(1 for _ in takewhile(lambda size: size > target, sizes)), len(batches) - 1))
         return excess
-
-    def _count_excess_bytes(self) -> int:
-        """Return how many of the oldest batches to evict to free some bytes; never the newest, whose number replay needs."""
-        target = self._settings.max_bytes - self._settings.max_bytes // self._settings.min_groups
-        sizes = accumulate(self._batches, lambda size, batch: size - len(batch[1]), initial=self._batches.bytes)
-        return min(sum(1 for _ in takewhile(lambda size: size > target, sizes)), len(self._batches) - 1)
 
     def _evict(self, *, exactly: bool = False, max_bytes: int | None = None) -> int:
         """Evict and compact the excess; return the number of batches. The caller holds `_history_lock`.
@@ -370,11 +365,7 @@ class ReplayBuffer:
             return self.compacted_history(), batches
 
     def restore(
-        self,
-        last_seq: int,
-        payloads: Sequence[bytes],
-        partial: bool,
-        batches: Sequence[SequencedPayload] = (),
+        self, last_seq: int, payloads: Sequence[bytes], partial: bool, batches: Sequence[SequencedPayload] = ()
     ) -> None:
         """Fill an empty buffer with the fields of a `CompactedHistory` and the batches after it.
 

@@ -151,12 +151,7 @@ class ReplayServer:
     """
 
     def __init__(
-        self,
-        socket: Socket,
-        buffer: ReplayBuffer,
-        topic: bytes | None,
-        settings: ReplayServerSettings,
-        log_interval: float,
+        self, socket: Socket, buffer: ReplayBuffer, topic: bytes | None, settings: ReplayServerSettings, log_interval: float
     ) -> None:
         """`topic` is the first frame of every reply; None for the shape before vLLM 0.26 and SGLang 0.5.22."""
         socket.router_mandatory = True
@@ -253,7 +248,6 @@ class ReplayServer:
         zmq.zmq_poll(sockets, int(seconds * 1000))
 
     def _has_room(self) -> bool:
-        """Whether another request may be read."""
         return len(self._sessions) < self._settings.max_sessions
 
     def _read_requests(self) -> None:

@@ -338,7 +338,6 @@ class ZmqEventPublisher(QueuedPublisher):
         return True
 
     def _record_failure(self, error: BaseException) -> None:
-        """Count and log an exception of the publisher thread."""
         self._failures.record("thread", error, "publishing continues with the next batch")
 
     def _run_once(self, encode: Encode, heartbeat_at: float) -> None:
@@ -389,7 +388,6 @@ class ZmqEventPublisher(QueuedPublisher):
         return None
 
     def _heartbeat(self, tracker: DigestTracker, number: int) -> Heartbeat:
-        """Return the heartbeat for batch `number`."""
         return tracker.heartbeat(number, self._heartbeat_interval, self._server.incarnation, self._attestation())
 
     def _send_heartbeat(self, tracker: DigestTracker, encode: Encode) -> None:

@@ -386,7 +386,6 @@ class Stream:
     # --- actions of the table: live frames ------------------------------------------------------------------------------
 
     def _sequence(self, live: Live) -> None:
-        """Put a live batch in order."""
         deliverer, seq, payload = self._deliverer, live.seq, live.payload
         order = deliverer.order.order_of(seq)
         if order is Order.REGRESSED:

@@ -35,13 +35,7 @@ class DegradedReason(enum.Enum):
 
 
 REASONS_ENDED_BY_CLEAR: Final = frozenset(
-    {
-        DegradedReason.IDENTITY,
-        DegradedReason.LOST,
-        DegradedReason.REJECTED,
-        DegradedReason.DIVERGED,
-        DegradedReason.UNATTESTED,
-    }
+    {DegradedReason.IDENTITY, DegradedReason.LOST, DegradedReason.REJECTED, DegradedReason.DIVERGED, DegradedReason.UNATTESTED}
 )
 """Reasons that are about older events. AllBlocksCleared ends them."""
 REASONS_ENDED_BY_DIGEST: Final = REASONS_ENDED_BY_CLEAR - {DegradedReason.UNATTESTED}
@@ -315,8 +309,6 @@ class TrustLedger:
 
 # --- heartbeats of the publisher
 
-_STATES: Final = frozenset({"CONNECTING", "REPLAYING", "DEGRADED", "STALE"})
-
 
 class MismatchCounter:
     """Counts consecutive heartbeats that the delivered state differs from, so that a stream does not start over for ever."""
@@ -399,7 +391,7 @@ class HeartbeatMonitor:
         if self._heartbeat is None or self._heartbeat.trust == Trust.EXACT.name:
             return Trust.EXACT
         is_stale = self._heartbeat.trust == Trust.STALE.name
-        name = self._heartbeat.trust if self._heartbeat.trust in _STATES else Trust.DEGRADED.name
+        name = self._heartbeat.trust if self._heartbeat.trust in _ORDER else Trust.DEGRADED.name
         reason = "".join(letter if letter.isprintable() else "?" for letter in self._heartbeat.reason)
         sentence = f"its sender is {name}: {reason}" if reason else f"its sender is {name}"
         return (Trust.STALE if is_stale else Trust.DEGRADED).with_reason(sentence)

@@ -97,7 +97,6 @@ class NameResolver(Generic[Waiter]):
         threading.Thread(target=run, name="kvevents-name", daemon=True).start()
 
     def _take_ended(self) -> set[Waiter]:
-        """Return the waiters whose lookups have ended."""
         waiters: set[Waiter] = set()
         if self._ends is not None:
             with contextlib.suppress(OSError):

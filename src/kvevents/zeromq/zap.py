@@ -74,25 +74,23 @@ class KeyAllowList:
         if self._path is None or now - self._read_at < self._settings.reread_interval:
             return
         self._read_at = now
-        try:
-            self._load(self._path, self._key_files(self._path))
-        except (OSError, ConfigError) as error:
-            text = f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            self.keys, self.errors = frozenset(), [text]
-
-    def _load(self, folder: Path, paths: list[Path]) -> None:
         keys: set[bytes] = set()
-        self.errors = []
+        errors: list[str] = []
+        try:
+            paths = self._key_files(self._path)
+        except (OSError, ConfigError) as error:
+            paths = []
+            errors.append(f"{self._path}: {error.strerror}" if isinstance(error, OSError) else str(error))
         for path in paths:
             try:
                 keys |= {decoded_key for key in read_public_keys(path) if (decoded_key := z85_decode(key)) is not None}
             except ConfigError as error:
-                self.errors.append(str(error))
+                errors.append(str(error))
         limit = self._settings.max_allowed_keys
         if len(keys) > limit:
-            self.errors.append(f"{folder} holds {len(keys)} keys, more than {limit}; no client may connect")
+            errors.append(f"{self._path} holds {len(keys)} keys, more than {limit}; no client may connect")
             keys.clear()
-        self.keys = frozenset(keys)
+        self.keys, self.errors = frozenset(keys), errors
 
     def _key_files(self, path: Path) -> list[Path]:
         if not path.is_dir():
