@@ -19,11 +19,11 @@ from kvevents.events import BlockStored
 from kvevents.index import PrefixIndex
 from kvevents.stream import Batch, DegradedReason
 from kvevents_plane.connection import open_client
+from kvevents_plane.digests import ConsistencyCheck
 from kvevents_plane.layout import create_partition, create_plane, partition_info
 from kvevents_plane.partition_state import PartitionState, StreamState
 from kvevents_plane.records import StreamKey
 from kvevents_plane.replica.build import Snapshotter
-from kvevents_plane.replica.consistency_check import ConsistencyCheck
 from kvevents_plane.settings import PlaneSettings
 from kvevents_plane.snapshots import SWEEP_SECONDS, VERSION, SnapshotBody, SnapshotInfo, Snapshots, capture
 from nats_cases import needs_nats

@@ -52,7 +52,7 @@ def test_a_replica_that_differs_from_others_rebuilds_its_index(server: NatsServe
             assert found[0].digest != right
             wait_for("another generation", lambda: found[0].replica.builds > 1)
             wait_for("agreement", lambda: {each.digest for each in found} == {right})
-            assert found[0].replica.disagreements >= 1
+            assert found[0].replica.consistency.disagreements >= 1
             if count == 3:
                 assert [each.replica.builds for each in found[1:]] == [1, 1]
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.errors import PlaneError
+from kvevents_plane.digests import ConsistencyCheck
 from kvevents_plane.layout import Layout
 from kvevents_plane.replica.build import Snapshotter, turn
-from kvevents_plane.replica.consistency_check import ConsistencyCheck
 
 INTERVAL = 0.05
 NAMES = ("a", "b", "c")

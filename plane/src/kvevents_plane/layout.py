@@ -85,6 +85,12 @@ class Layout:
     def __init__(self, name: str, partitions: int) -> None:
         self.name: Final = name
         self.partitions: Final = partitions
+        self.bucket: Final = f"KVEVENTS_{name}"
+        """Name of the bucket whose entries do not expire."""
+        self.digests: Final = f"KVEVENTS_{name}_digests"
+        """Name of the bucket whose entries expire."""
+        self.snapshots: Final = f"KVEVENTS_{name}_snapshots"
+        """Name of the object store."""
 
     def stream(self, partition: int) -> str:
         """Return the name of a partition's stream."""
@@ -93,21 +99,6 @@ class Layout:
     def subject(self, partition: int) -> str:
         """Return the subject to which a partition's pages are published."""
         return f"kvevents.{self.name}.partition.{partition}"
-
-    @property
-    def bucket(self) -> str:
-        """Name of the bucket whose entries do not expire."""
-        return f"KVEVENTS_{self.name}"
-
-    @property
-    def digests(self) -> str:
-        """Name of the bucket whose entries expire."""
-        return f"KVEVENTS_{self.name}_digests"
-
-    @property
-    def snapshots(self) -> str:
-        """Name of the object store."""
-        return f"KVEVENTS_{self.name}_snapshots"
 
     def partition_of(self, source: str) -> int:
         """Return the partition of an engine; it depends on the engine's name and the number of partitions alone."""

@@ -208,7 +208,7 @@ class _ClaimRecorder:
 
     def report(self) -> TrustReport:
         replica, build = self._replica, self._replica.build
-        counted = {"claims": self._claims, "generations": replica.builds, "disagreements": replica.disagreements}
+        counted = {"claims": self._claims, "generations": replica.builds, "disagreements": replica.consistency.disagreements}
         if build is None or not replica.is_complete:
             return TrustReport({}, counted, replica.why_incomplete)
         states = build.subscriber.states.values()

@@ -16,14 +16,13 @@ from kvevents.errors import KVEventsError, PlaneError, SnapshotError, UnknownSou
 from kvevents.index import PrefixIndex
 from kvevents.service.fleet.follower import Follower, IndexSink
 from kvevents.stream import DegradedReason
-from kvevents_plane.digests import ReplicaDigests
+from kvevents_plane.digests import ConsistencyCheck, ReplicaDigests
 from kvevents_plane.layout import Layout, PartitionInfo, partition_info
 from kvevents_plane.log_subscriber import LogSubscriber
 from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.partition_reader import DEFAULT_LIMITS, OnMessages, PartitionReader, ReadFailure
 from kvevents_plane.partition_state import PartitionState
 from kvevents_plane.records import ReceivedMessage, StreamKey, Tail
-from kvevents_plane.replica.consistency_check import ConsistencyCheck
 from kvevents_plane.settings import ReaderLimits
 from kvevents_plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture, temporary_file
 

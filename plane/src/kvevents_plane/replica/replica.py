@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import msgspec
@@ -19,17 +19,19 @@ from prometheus_client.metrics_core import Metric
 
 from kvevents.errors import ConfigError, PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
+from kvevents.prometheus import Samples, Table, by_label, families
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.registration import Registration
 from kvevents.stream import Checkpoint
 from kvevents_plane.connection import open_client, require_jetstream
+from kvevents_plane.digests import ConsistencyCheck
 from kvevents_plane.layout import Layout, find_plane
+from kvevents_plane.log_subscriber import PartitionProgress
 from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import first_error
+from kvevents_plane.partition_state import PartitionState
 from kvevents_plane.records import StreamKey, stream_text
 from kvevents_plane.replica.build import IndexBuild, Snapshotter
-from kvevents_plane.replica.consistency_check import ConsistencyCheck
-from kvevents_plane.replica.metrics import ReplicaStatus, collect
 from kvevents_plane.settings import PlaneSettings
 from kvevents_plane.snapshots import Snapshots
 
@@ -66,26 +68,27 @@ class Replica:
         """Why the log cannot be read; empty if it can."""
         self._fleet: Final = fleet
         self._memory_limit: Final = memory_limit
-        self._current: IndexBuild | None = None
+        self.build: IndexBuild | None = None
+        """The index build that queries are answered from."""
         self._applied: Mapping[StreamKey, bytes] | None = None
         """Registrations with which the fleet was last updated."""
         self._settled = set[int]()
         """Partitions that were read again because of a dispute."""
         self._built_at = float("-inf")
-        self._consistency: Final = ConsistencyCheck(name, plane.replicas.turn_seconds)
-        self._snapshotter: Final = Snapshotter(name, self._consistency, snapshot_seconds)
+        self.consistency: Final = ConsistencyCheck(name, plane.replicas.turn_seconds)
+        self.snapshotter: Final = Snapshotter(name, self.consistency, snapshot_seconds)
 
     # --- status
 
     @property
     def builds(self) -> int:
         """Number of times that the index was built, or a partition of it was read again."""
-        return 0 if self._current is None else self._former_builds + 1 + self._current.rereads
+        return 0 if self.build is None else self._former_builds + 1 + self.build.rereads
 
     @property
     def is_complete(self) -> bool:
         """Whether all partitions of the log were read to their ends."""
-        return self.is_answering and self._current is not None and self._current.is_complete
+        return self.is_answering and self.build is not None and self.build.is_complete
 
     @property
     def why_incomplete(self) -> str:
@@ -99,23 +102,14 @@ class Replica:
 
     def warnings(self) -> list[str]:
         """Return sentences about the log, and about snapshots that could not be written or read."""
-        unreadable = [] if self._current is None else self._current.unreadable_snapshots
-        return [fault for fault in (self.fault, self._snapshotter.fault, *unreadable) if fault]
+        unreadable = [] if self.build is None else self.build.unreadable_snapshots
+        return [fault for fault in (self.fault, self.snapshotter.fault, *unreadable) if fault]
 
     def collect(self) -> Iterator[Metric]:
-        """Return the metrics of this replica."""
-        counts = self.is_complete, self.fault, self._snapshotter.fault, self.builds, self.disagreements
-        return collect(ReplicaStatus(*counts, self._current))
-
-    @property
-    def disagreements(self) -> int:
-        """Number of times that another replica had other contents at the same position."""
-        return self._consistency.disagreements
-
-    @property
-    def build(self) -> IndexBuild | None:
-        """The index build that queries are answered from."""
-        return self._current
+        """Yield the metric families of this replica."""
+        yield from families("kvevents_plane_", _REPLICA, self)
+        if self.build is not None:
+            yield from families("kvevents_plane_", _BUILD, self.build)
 
     # --- lifecycle
 
@@ -132,12 +126,12 @@ class Replica:
                     self._set_fault(str(error))
                     await asyncio.sleep(self.plane.replicas.retry_seconds)
         finally:
-            if self._current is not None:
-                await self._current.end()
+            if self.build is not None:
+                await self.build.end()
 
     def _on_state(self, state: str) -> None:
-        if state == "connected" and self._current is not None:
-            self._current.on_connected()
+        if state == "connected" and self.build is not None:
+            self.build.on_connected()
 
     def _set_fault(self, fault: str) -> None:
         if fault and fault != self.fault:
@@ -155,7 +149,7 @@ class Replica:
             await self._switch_to_build(build)
             try:
                 async with asyncio.TaskGroup() as tasks:
-                    writing = tasks.create_task(self._snapshotter.run(layout, snapshots, build))
+                    writing = tasks.create_task(self.snapshotter.run(layout, snapshots, build))
                     await self._keep(client, layout, build)
                     writing.cancel()
             except BaseExceptionGroup as group:
@@ -174,7 +168,7 @@ class Replica:
                 self._set_fault(build.fault)
                 if build.missing and time.monotonic() >= compare_at:
                     compare_at = time.monotonic() + self.plane.replicas.compare_seconds
-                    await self._consistency.compare(client, layout, build.digests(), self._built_at)
+                    await self.consistency.compare(client, layout, build.digests(), self._built_at)
                 await asyncio.sleep(CHECK_SECONDS)
         except BaseException:
             await build.end()
@@ -184,12 +178,12 @@ class Replica:
     async def _switch_to_build(self, build: IndexBuild) -> None:
         """Make the fleet answer from a build."""
         registrations = self._registrations(build)
-        before, self._current = self._current, build
+        before, self.build = self.build, build
         former = self._fleet.replace_index(build.follower, build.index)
         await self._register(build, registrations)
         self._former_builds += 0 if before is None else 1 + before.rereads
         self._built_at = time.monotonic()
-        self._consistency.forget()
+        self.consistency.forget()
         self.is_answering = True
         self._set_fault(build.fault)
         whole = "complete" if build.is_complete else "used without the partitions that cannot be read"
@@ -239,7 +233,7 @@ class Replica:
             now = time.monotonic()
             if now >= compare_at:
                 compare_at = now + self.plane.replicas.compare_seconds
-                why = await self._consistency.compare(client, layout, build.digests(), self._built_at)
+                why = await self.consistency.compare(client, layout, build.digests(), self._built_at)
                 build.rebuild_reason = build.rebuild_reason or why
         self._settled |= build.settled
         log.warning("the index is rebuilt: %s", build.rebuild_reason)
@@ -258,3 +252,57 @@ def _snapshots_text(build: IndexBuild) -> str:
     if not names:
         return "the log alone"
     return f"snapshot {names[0]}" if len(names) == 1 else f"snapshots of {len(names)} partitions"
+
+
+# --- metrics, of which the only label is `partition`
+
+_REPLICA: Final[Table[Replica]] = {
+    "synced": ("1 while all partitions of the log were read to their ends.", lambda r: r.is_complete),
+    "readable": ("1 while the replica can read the log.", lambda r: not r.fault),
+    "snapshot_failed": ("1 while the replica's last attempt to take a snapshot failed.", lambda r: bool(r.snapshotter.fault)),
+    "index_builds_total": ("Times that the replica built its index, or read a partition of it again.", lambda r: r.builds),
+    "divergences_total": (
+        "Times that another replica's digest differed at the same position of the log; stays at 0.",
+        lambda r: r.consistency.disagreements,
+    ),
+}
+
+
+def _sum(count: Callable[[PartitionState], int]) -> Callable[[IndexBuild], Samples]:
+    return lambda build: sum(map(count, list(build.subscriber.states.values())))
+
+
+def _by_partition(read: Callable[[PartitionProgress], float | None]) -> Callable[[IndexBuild], Samples]:
+    return lambda build: by_label(
+        "partition", {str(number): read(partition) for number, partition in dict(build.subscriber.partitions).items()}
+    )
+
+
+_BUILD: Final[Table[IndexBuild]] = {
+    "invalid_records_total": (
+        "Records and messages in the log that no bridge writes; stays at 0.",
+        _sum(lambda s: s.invalid_records + s.foreign_messages),
+    ),
+    "duplicate_records_total": (
+        "Records that repeat the log or belong to an incarnation that has ended; stays at 0.",
+        _sum(lambda s: s.duplicate_records),
+    ),
+    "discarded_pages_total": (
+        "Pages without effect because their writer expected other pages before them; the bridge writes them again.",
+        _sum(lambda s: s.void_pages),
+    ),
+    "bridges": ("Bridges whose heartbeats arrive.", lambda b: b.subscriber.bridges()),
+    "partition_position": ("Number of the newest page in the index.", _by_partition(lambda p: p.position)),
+    "partition_lag_pages": (
+        "Pages in the log that are not in the index yet; absent while unknown.",
+        _by_partition(lambda p: p.lag),
+    ),
+    "partition_last_page_timestamp_seconds": (
+        "Unix time at which the servers stored the newest page in the index, by their clock.",
+        _by_partition(lambda p: p.stored_at),
+    ),
+    "partition_snapshot_timestamp_seconds": (
+        "Unix time at which this replica found the newest snapshot; absent before the first.",
+        lambda b: by_label("partition", {str(number): time.time() - age for number, age in b.snapshot_ages().items()}),
+    ),
+}
