@@ -24,8 +24,7 @@ from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import RawBatch, Source
 from kvevents.wire.encode import batch_encoder
 from kvevents_plane.bridge import Bridge, BridgeSettings, Watch
-from kvevents_plane.partition_state import TrustReport
-from kvevents_plane.records import bridge_name
+from kvevents_plane.records import TrustRecord, bridge_name
 from kvevents_plane.settings import ConnectionLimits, PlaneSettings
 from plane_cases import SECONDS, Log
 from publisher_engine import Engine
@@ -161,7 +160,7 @@ def numbers_of_last_incarnation(log: Log, name: str) -> list[int]:
     return [each.seq for each in batches if each.incarnation == batches[-1].incarnation]
 
 
-def reports_by_bridge(log: Log, name: str = "engine") -> dict[str, TrustReport]:
+def reports_by_bridge(log: Log, name: str = "engine") -> dict[str, TrustRecord]:
     """Return the trust reports for a stream by bridge; for a restarted bridge, the report of its last process."""
     stream = log.states[log.layout.partition_of(name)].streams.get((name, 0))
     return {} if stream is None else {bridge_name(bridge): report for bridge, report in stream.trust_reports.items()}

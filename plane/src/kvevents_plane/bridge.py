@@ -50,7 +50,6 @@ from kvevents_plane.layout import Layout, create_buckets, create_plane
 from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import first_error
 from kvevents_plane.page_builder import record_size
-from kvevents_plane.partition_state import TrustReport
 from kvevents_plane.partition_writer import PartitionWriter
 from kvevents_plane.records import (
     CONFLICT_INTERVALS,
@@ -129,19 +128,11 @@ class Bridge:
         self._client: PlaneClient | None = None
         self._follow_ids: dict[StreamKey, int] = {}
         self._last_follow_id = 0
-        self._heartbeat_at: dict[int, float] = {}
-        """When the next heartbeat is due, by partition."""
         # Each is written by one thread only.
         self._handed_over = self._taken_over = 0
         self._unread_since: float | None = None
         """When the thread found no room, while it reads nothing."""
-        self._paused_since: dict[int, float] = {}
-        """Time by partition at which its first stream was paused."""
-        self._lagging: set[int] = set()
-        """Partitions whose last heartbeat reported a lag."""
         self._process: Final = f"process {os.getpid()} at {socket.gethostname()}"
-        self._conflicts: dict[int, str] = {}
-        """Why engines of a partition have no name of their own, by partition."""
 
     # --- status
 
@@ -163,7 +154,7 @@ class Bridge:
     @property
     def engine_conflict(self) -> str:
         """An engine whose name another bridge uses for another engine; empty without one."""
-        return next(filter(None, self._conflicts.values()), "")
+        return next((partition.conflict for partition in self.partitions if partition.conflict), "")
 
     def trusts(self) -> dict[StreamKey, TrustRecord | None]:
         """Return the trust in each followed stream; None before it is known."""
@@ -280,7 +271,7 @@ class Bridge:
         """Return whether another bridge that is alive reaches the engine."""
         return any(report.trust in REACHED for report in self._reports_of_others(partition, key))
 
-    def _reports_of_others(self, partition: PartitionWriter, key: StreamKey) -> list[TrustReport]:
+    def _reports_of_others(self, partition: PartitionWriter, key: StreamKey) -> list[TrustRecord]:
         """Return the reports of other bridges that are alive about a stream."""
         now = asyncio.get_running_loop().time()
         stream = partition.builder.state.streams.get(key)
@@ -319,7 +310,7 @@ class Bridge:
     def _pause(self, key: StreamKey, partition: PartitionWriter) -> None:
         """Stop following a stream until there is room for its records."""
         partition.paused.add(key)
-        self._paused_since.setdefault(partition.partition, time.monotonic())
+        partition.paused_since = partition.paused_since or time.monotonic()
         self.liveness.forget(key)
         self._next_follow_id(key)
         self._reader.unfollow(key)
@@ -445,26 +436,22 @@ class Bridge:
         """Write heartbeats when they are due, and at once in a partition that is ready, or that begins or ceases to lag."""
         interval = self.settings.heartbeat_seconds
         for partition in self.partitions:
-            number, lag = partition.partition, self._lag(partition, now)
             if not partition.ready.is_set():
-                self._heartbeat_at.pop(number, None)  # what is to be written to it is dropped when it is read
+                partition.heartbeat_at = 0.0  # what is to be written to it is dropped when it is read
                 continue
-            is_lagging = lag > self.settings.max_lag_seconds
-            is_due = now >= self._heartbeat_at.get(number, now)
+            lag = self._lag(partition, now)
+            is_lagging, is_due = lag > self.settings.max_lag_seconds, now >= partition.heartbeat_at
             if is_due:
-                self._heartbeat_at[number] = now + interval
-            if is_due or is_lagging != (number in self._lagging):
-                (self._lagging.add if is_lagging else self._lagging.discard)(number)
-                reported = lag if is_lagging else 0.0
-                suspicion, conflict = self.liveness.suspicion, self._conflict_in(partition, now)
-                uptime = time.monotonic()
+                partition.heartbeat_at = now + interval
+            if is_due or is_lagging != partition.is_lagging:
+                partition.is_lagging, partition.conflict = is_lagging, self._conflict_in(partition, now)
+                suspicion, reported = self.liveness.suspicion, lag if is_lagging else 0.0
                 partition.set_heartbeat(
-                    HeartbeatRecord(self.id, interval, suspicion, reported, self._process, uptime, conflict)
+                    HeartbeatRecord(self.id, interval, suspicion, reported, self._process, now, partition.conflict)
                 )
 
     def _conflict_in(self, partition: PartitionWriter, now: float) -> str:
         """Return which stream of a partition another bridge uses for another engine; empty without one."""
-        conflict = ""
         for key, stream in partition.builder.state.streams.items():
             if (watch := self._watches.get(key)) is None:
                 continue
@@ -473,17 +460,15 @@ class Bridge:
             )
             own = engine_digest(watch.registration) if bridges else b""
             if names := sorted({bridge_name(bridge) for bridge in bridges if stream.engines[bridge] != own}):
-                conflict = f"{stream_text(key)} is another engine for bridge {', '.join(names)}: give each engine its own name"
-                break
-        self._conflicts[partition.partition] = conflict
-        return conflict
+                return f"{stream_text(key)} is another engine for bridge {', '.join(names)}: give each engine its own name"
+        return ""
 
     def _lag(self, partition: PartitionWriter, now: float) -> float:
         """Return the seconds for which the oldest record has waited, or for which nothing was read."""
         if not partition.paused:
-            self._paused_since.pop(partition.partition, None)
-        since = (self._unread_since, self._paused_since.get(partition.partition))
-        return max(partition.builder.lag(now), *(time.monotonic() - began for began in since if began is not None), 0.0)
+            partition.paused_since = None
+        since = (self._unread_since, partition.paused_since)
+        return max(partition.builder.lag(now), *(now - began for began in since if began is not None), 0.0)
 
     def _check_engines(self, now: float) -> None:
         joined: list[StreamKey] = []

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import Final, NamedTuple
 
+import msgspec
+
 from kvevents.errors import ClosedError, UnknownSourceError
 from kvevents.stream import (
     BatchReport,
@@ -39,9 +41,8 @@ from kvevents_plane.partition_state import (
     StreamJoined,
     StreamLeft,
     StreamState,
-    TrustReport,
 )
-from kvevents_plane.records import CONFLICT_INTERVALS, ReceivedMessage, StreamKey, bridge_name, stream_text
+from kvevents_plane.records import CONFLICT_INTERVALS, ReceivedMessage, StreamKey, TrustRecord, bridge_name, stream_text
 from kvevents_plane.settings import ReaderLimits
 
 log = logging.getLogger(__name__)
@@ -464,7 +465,7 @@ class LogSubscriber:
             return Trust.STALE.with_reason("no bridge that follows the stream is alive")
         return Trust.REPLAYING.with_reason("no bridge has reported its trust in the stream yet")
 
-    def _best_report(self, partition: int, stream: StreamState) -> TrustReport | None:
+    def _best_report(self, partition: int, stream: StreamState) -> TrustRecord | None:
         """Return the best report of the bridges that are alive; None without a report."""
         reports = [
             self._current_report(partition, bridge, report)
@@ -474,13 +475,13 @@ class LogSubscriber:
         order = {trust: place for place, trust in enumerate(_BEST_FIRST)}
         return min(reports, key=lambda report: order.get(report.trust, len(order)), default=None)
 
-    def _current_report(self, partition: int, bridge: str, report: TrustReport) -> TrustReport:
+    def _current_report(self, partition: int, bridge: str, report: TrustRecord) -> TrustRecord:
         """Return a bridge's report; REPLAYING if the bridge lags, because it reported what it had read by then."""
         lag = self.states[partition].heartbeats[bridge].record.lag
         if not lag or report.trust not in _CURRENT:
             return report
         reason = f"bridge {bridge_name(bridge)} lags by {lag:.0f} s: the engines' events are not in the log yet"
-        return TrustReport("REPLAYING", reason, report.degraded_reasons)
+        return msgspec.structs.replace(report, trust="REPLAYING", reason=reason)
 
     def _is_alive(self, partition: int, bridge: str, intervals: float = 1.0) -> bool:
         state, known = self.states.get(partition), self._heartbeats.get((partition, bridge))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import re
 import ssl
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from nats.aio.client import Client
 from nats.js import errors as js
 
 from kvevents.errors import PlaneError
+
+log = logging.getLogger(__name__)
 
 PlaneFault: TypeAlias = Literal[
     "away", "backlog", "closed", "conflict", "denied", "exists", "full", "large", "missing", "old", "refused", "timeout", "tls"
@@ -184,9 +187,14 @@ def error_text(error: Exception) -> str:
     return str(error).removeprefix("nats: ")
 
 
-def disconnection_reason(client: Client) -> str:
-    """Return why no server is connected, since then an error of a request says less; empty while one is."""
-    if client.is_connected:
-        return ""
-    error = client.last_error
-    return "no NATS server is connected: " + ("reconnecting" if error is None else error_text(error))
+def report_fault(client: Client, error: PlaneError, before: str) -> str:
+    """Return the fault that an error shows, and log it unless it is the one before.
+
+    While no server is connected, an error of a request says less than why, which the connection has logged.
+    """
+    if not client.is_connected:
+        reason = client.last_error
+        return "no NATS server is connected: " + ("reconnecting" if reason is None else error_text(reason))
+    if str(error) != before:
+        log.warning("%s", error)
+    return str(error)

@@ -38,7 +38,7 @@ from kvevents_plane.layout import (
     has_tail,
     partition_info,
 )
-from kvevents_plane.nats_errors import disconnection_reason, map_errors
+from kvevents_plane.nats_errors import map_errors, report_fault
 from kvevents_plane.records import (
     EMPTY_HISTORY,
     HISTORY_HEADER,
@@ -178,7 +178,8 @@ class PartitionReader:
                     if failure is not None:
                         return failure
                 except PlaneError as error:
-                    self._report(error)
+                    self.lag = None
+                    self.fault = report_fault(self._client, error, self.fault)
                 await asyncio.sleep(0.0 if self._is_urgent else self._limits.retry_seconds)
                 self._is_urgent = False
         finally:
@@ -201,13 +202,6 @@ class PartitionReader:
         if self._polls:
             self._poll_requested = True
             self._interrupted.set()
-
-    def _report(self, error: PlaneError) -> None:
-        self.lag = None
-        disconnection = disconnection_reason(self._client)  # logged by the connection, once for all partitions
-        if not disconnection and self.fault != str(error):
-            log.warning("%s", error)
-        self.fault = disconnection or str(error)
 
     # --- check
 

@@ -57,14 +57,6 @@ MAX_BRIDGES: Final = 1_000
 """Bridge processes whose last heartbeat is remembered; the oldest go first."""
 
 
-class TrustReport(msgspec.Struct, frozen=True, array_like=True):
-    """A bridge's last report about a stream."""
-
-    trust: str
-    reason: str
-    degraded_reasons: dict[str, int]
-
-
 class StreamJoined(NamedTuple):
     """A stream has joined, or its registration has changed."""
 
@@ -120,7 +112,7 @@ class StreamState(msgspec.Struct, array_like=True):
     last_seq: int = -1
     digest: bytes | None = None
     """SHA-256 of the newest batch, if its bytes are not kept."""
-    trust_reports: dict[str, TrustReport] = {}
+    trust_reports: dict[str, TrustRecord] = {}
     """Reports by bridge; the newest one is the last."""
     partial_batch: PartialBatch | None = None
     has_ended: bool = False
@@ -326,7 +318,7 @@ class PartitionState:
         if stream is not None and stream.registration is not None:
             stream.trust_reports.pop(record.bridge, None)
             if record.trust:
-                stream.trust_reports[record.bridge] = TrustReport(record.trust, record.reason, record.degraded_reasons)
+                stream.trust_reports[record.bridge] = record
             if len(stream.trust_reports) > MAX_REPORTS:
                 del stream.trust_reports[min(stream.trust_reports, key=self._heartbeat_position)]
         return ()

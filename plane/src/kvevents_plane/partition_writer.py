@@ -25,7 +25,7 @@ from kvevents.errors import KVEventsError, PlaneError
 from kvevents_plane.bridge_rules import BridgePeers
 from kvevents_plane.layout import Layout, create_partition, partition_info
 from kvevents_plane.nats_client import PlaneClient
-from kvevents_plane.nats_errors import disconnection_reason, map_errors
+from kvevents_plane.nats_errors import map_errors, report_fault
 from kvevents_plane.page_builder import PageBuilder
 from kvevents_plane.partition_reader import PartitionReader, ReadFailure
 from kvevents_plane.partition_state import PartitionState
@@ -92,6 +92,14 @@ class PartitionWriter:
         self.ready = asyncio.Event()
         self.paused: set[StreamKey] = set()
         """Streams that are not followed because there is no room for their records."""
+        self.paused_since: float | None = None
+        """When the first of them was paused."""
+        self.heartbeat_at = 0.0
+        """When the next heartbeat is due."""
+        self.is_lagging = False
+        """Whether the last heartbeat reported a lag."""
+        self.conflict = ""
+        """The engine in the last heartbeat whose name another bridge uses for another one; empty without one."""
         self.conflicts = 0
         """Pages that were rejected because another bridge has written."""
         self._on_ready: Final = on_ready
@@ -417,7 +425,4 @@ class PartitionWriter:
         self._retry.reset()
 
     def _set_write_fault(self, error: PlaneError) -> None:
-        disconnection = disconnection_reason(self._client)  # logged by the connection, once for all partitions
-        if not disconnection and str(error) != self._write_fault:
-            log.warning("%s", error)
-        self._write_fault = disconnection or str(error)
+        self._write_fault = report_fault(self._client, error, self._write_fault)

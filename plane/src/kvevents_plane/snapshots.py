@@ -15,6 +15,7 @@ import os
 import secrets
 import tempfile
 import time
+from base64 import urlsafe_b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,8 +23,7 @@ from typing import BinaryIO, Final
 
 import msgspec
 from nats.js import JetStreamContext, api
-from nats.js.api import ObjectInfo
-from nats.js.errors import BadObjectMetaError, DigestMismatchError, NotFoundError
+from nats.js.errors import BadObjectMetaError, DigestMismatchError
 from nats.js.object_store import ObjectStore
 
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
@@ -52,8 +52,6 @@ BODY_SECONDS: Final = 30.0
 CLEANUP_SECONDS: Final = 60.0
 """Timeout of deleting what is no longer needed after a snapshot was written."""
 _SUFFIXES: Final = ("index", "streams")
-_CHUNKS: Final = "$O."
-"""Prefix of an object store's subjects."""
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True):
@@ -161,11 +159,15 @@ class Snapshots:
         self._js: Final = js
         self._layout: Final = layout
         self._clock: Final = clock
+        self._store_stream: Final = f"OBJ_{layout.snapshots}"
+        """Name of the object store's stream."""
+        self._subjects: Final = f"$O.{layout.snapshots}."
+        """Prefix of the subjects of its objects' metadata and chunks."""
         self._swept_at = float("-inf")
         self._newest: dict[int, tuple[str, float]] = {}
         """Name of the newest snapshot by partition, and when this process found it first."""
         self._unlisted: dict[str, float] = {}
-        """Objects that no entry lists, and when this process found them first."""
+        """Subjects of objects that no entry lists, and when this process found them first."""
 
     # --- list
 
@@ -283,7 +285,7 @@ class Snapshots:
             info = await store.get_info(name)
         except BadObjectMetaError as error:
             raise _damage_error(name, "its metadata cannot be read") from error
-        subject = f"{_CHUNKS}{self._layout.snapshots}.C.{info.nuid}"
+        subject = f"{self._subjects}C.{info.nuid}"
         stream = await self._js.stream_info(self._store_stream, subjects_filter=subject)
         present, chunks = (stream.state.subjects or {}).get(subject, 0), info.chunks or 0
         if present < chunks:
@@ -393,33 +395,25 @@ class Snapshots:
                 await store.delete(name)
 
     async def _sweep(self) -> None:
-        """Delete objects that no entry has listed for longer than a process takes to list a new object."""
-        try:
-            infos = await (await self._js.object_store(self._layout.snapshots)).list(ignore_deletes=True)
-        except NotFoundError:
-            return
-        keep: set[str] = set()
+        """Purge subjects of objects that no entry has listed for longer than a process takes to list a new object.
+
+        Chunks without an object are among them, whose writer was killed before it was complete.
+        """
+        listed: set[str] = set()
         for partition in range(self._layout.partitions):
-            keep.update(*(snapshot.objects for snapshot in await self.list_valid(partition)))
+            listed.update(*(snapshot.objects for snapshot in await self.list_valid(partition)))
+        keep: set[str] = set()
+        for info in await (await self._js.object_store(self._layout.snapshots)).list(ignore_deletes=True):
+            if info.name in listed:
+                keep |= {
+                    f"{self._subjects}M.{urlsafe_b64encode(info.name.encode()).decode()}",
+                    f"{self._subjects}C.{info.nuid}",
+                }
+        stream = await self._js.stream_info(self._store_stream, subjects_filter=f"{self._subjects}>")
         now = self._clock()
-        names = {info.name for info in infos if info.name and info.name not in keep} | await self._unlisted_chunks(infos)
-        self._unlisted = {name: self._unlisted.get(name, now) for name in names}
-        for name in [name for name, since in self._unlisted.items() if now - since >= SWEEP_SECONDS]:
-            if name.startswith(_CHUNKS):
-                await self._js.purge_stream(self._store_stream, subject=name)
-            else:
-                await self._delete([name])
-
-    @property
-    def _store_stream(self) -> str:
-        """Name of the object store's stream."""
-        return f"OBJ_{self._layout.snapshots}"
-
-    async def _unlisted_chunks(self, infos: Iterable[ObjectInfo]) -> set[str]:
-        """Return the subjects of chunks without an object, whose writer was killed before it was complete."""
-        prefix = f"{_CHUNKS}{self._layout.snapshots}.C."
-        stream = await self._js.stream_info(self._store_stream, subjects_filter=f"{prefix}>")
-        return set(stream.state.subjects or {}) - {f"{prefix}{info.nuid}" for info in infos}
+        self._unlisted = {subject: self._unlisted.get(subject, now) for subject in set(stream.state.subjects or {}) - keep}
+        for subject in [subject for subject, since in self._unlisted.items() if now - since >= SWEEP_SECONDS]:
+            await self._js.purge_stream(self._store_stream, subject=subject)
 
     async def _purge(self, snapshot: SnapshotInfo) -> None:
         """Purge the pages that a snapshot contains, if the partition still holds them."""
