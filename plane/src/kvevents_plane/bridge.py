@@ -39,13 +39,7 @@ from kvevents.errors import ConfigError, PlaneError
 from kvevents_plane.bridge_rules import REACHED, EngineLiveness, UnclaimedEngines
 from kvevents_plane.connection import open_client, require_jetstream
 from kvevents_plane.digests import missing_pages, read_digests
-from kvevents_plane.engine_reader import (
-    MAX_REGISTRATION_BYTES,
-    MAX_SOURCE_BYTES,
-    EngineReader,
-    EngineRecord,
-    Watch,
-)
+from kvevents_plane.engine_reader import MAX_REGISTRATION_BYTES, MAX_SOURCE_BYTES, EngineReader, EngineRecord, Watch
 from kvevents_plane.layout import Layout, create_buckets, create_plane
 from kvevents_plane.nats_client import PlaneClient
 from kvevents_plane.nats_errors import first_error

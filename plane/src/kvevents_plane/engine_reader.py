@@ -17,17 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from kvevents.errors import ConfigError, KVEventsError, UnknownSourceError
-from kvevents.stream import (
-    REASONS_ENDED_BY_CLEAR,
-    Batch,
-    BatchReport,
-    Gap,
-    RawBatch,
-    Reset,
-    Source,
-    Trust,
-    inspect_events,
-)
+from kvevents.stream import REASONS_ENDED_BY_CLEAR, Batch, BatchReport, Gap, RawBatch, Reset, Source, Trust, inspect_events
 from kvevents.subscriber import SocketOptions, Subscriber, Transport, ZmqTransport
 from kvevents.wire import decode_batch
 from kvevents_plane.partition_state import ResumePoint

@@ -34,14 +34,7 @@ from kvevents.stream import (
 )
 from kvevents.subscriber import Sink, StreamStatus
 from kvevents_plane.digests import PartitionDigest
-from kvevents_plane.partition_state import (
-    InvalidRecord,
-    PartitionEvent,
-    PartitionState,
-    StreamJoined,
-    StreamLeft,
-    StreamState,
-)
+from kvevents_plane.partition_state import InvalidRecord, PartitionEvent, PartitionState, StreamJoined, StreamLeft, StreamState
 from kvevents_plane.records import CONFLICT_INTERVALS, ReceivedMessage, StreamKey, TrustRecord, bridge_name, stream_text
 from kvevents_plane.settings import ReaderLimits
 

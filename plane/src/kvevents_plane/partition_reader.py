@@ -31,13 +31,7 @@ from nats.aio.msg import Msg
 from nats.js import api
 
 from kvevents.errors import PlaneError
-from kvevents_plane.layout import (
-    Layout,
-    PartitionInfo,
-    fetch_message,
-    has_tail,
-    partition_info,
-)
+from kvevents_plane.layout import Layout, PartitionInfo, fetch_message, has_tail, partition_info
 from kvevents_plane.nats_errors import map_errors, report_fault
 from kvevents_plane.records import (
     EMPTY_HISTORY,

@@ -383,8 +383,5 @@ _METRICS: Final[Table[BridgeProcess]] = {
         _by_partition(lambda p: p.builder.queued_bytes),
     ),
     "partition_blocked": ("1 while the bridge cannot read or write the partition.", _by_partition(lambda p: bool(p.fault))),
-    "streams": (
-        "Followed streams by trust state.",
-        lambda p: by_label("state", dict.fromkeys(_TRUSTS, 0) | p.count_trusts()),
-    ),
+    "streams": ("Followed streams by trust state.", lambda p: by_label("state", dict.fromkeys(_TRUSTS, 0) | p.count_trusts())),
 }

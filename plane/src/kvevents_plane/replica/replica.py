@@ -50,13 +50,7 @@ class Replica:
     registration_advice = "register the engine with the bridges of the plane that this replica reads"
 
     def __init__(
-        self,
-        plane: PlaneSettings,
-        name: str,
-        fleet: Fleet,
-        *,
-        snapshot_seconds: float,
-        memory_limit: int | None,
+        self, plane: PlaneSettings, name: str, fleet: Fleet, *, snapshot_seconds: float, memory_limit: int | None
     ) -> None:
         self.plane: Final = plane
         self.name: Final = name
