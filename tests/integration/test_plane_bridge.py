@@ -432,7 +432,7 @@ def test_a_message_that_is_not_a_page_is_skipped(plane: PlaneSettings, caplog: p
             run_with_jetstream(plane, publish_garbage)
         engine.publish_next(10)
         wait_until_complete(log, engine)
-        wait_for("all of them", lambda: bridge.partitions[partition].foreign_messages == 6, SECONDS)
+        wait_for("all of them", lambda: bridge.partitions[partition].builder.state.foreign_messages == 6, SECONDS)
     assert sum("is not a page" in record.message for record in caplog.records) == 1
 
 

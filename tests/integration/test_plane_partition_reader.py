@@ -321,7 +321,7 @@ def test_a_message_whose_headers_contradict_its_content_is_not_a_page() -> None:
     for name, said in (("a#2", history), ("a#1", "new"), ("a#1", history_of("x").hex())):
         assert ReceivedMessage(1, data, 0, name, said).page() is None
     state = PartitionState()
-    state.skip(1, "x", is_first=True)
+    state.receive(ReceivedMessage(1, b"", 0, "x", "new"), 0)
     assert state.tail == Tail(1, "x", history_of("x"))
 
 

@@ -100,7 +100,7 @@ async def use_two_partitions(plane: PlaneSettings, folder: Path) -> None:
             assert found == {(name, 0): degraded_reasons[name, 0]}
             assert restored.digest(name) == index.digest(name)
         forged = capture(0, state_of(("engine", 0)), {}, index, path)
-        forged.digests = [("engine", 0, index.digest("other"))]
+        forged.digests = {("engine", 0): index.digest("other")}
         saved_forgery = await snapshots.save(forged, path, 0, "test", (await partition_info(js, layout, 0)).stream_id)
         empty = PrefixIndex()
         with pytest.raises(SnapshotError, match="does not have its digests"):
@@ -223,7 +223,7 @@ async def read_first_pages(plane: PlaneSettings, path: Path) -> list[int]:
         layout = await create_plane(js, plane)
         state = PartitionState()
         state.position = 2
-        body = SnapshotBody(VERSION, 0, state.encode(), [], [])
+        body = SnapshotBody(VERSION, 0, state.encode(), {}, {})
         created_id = (await partition_info(js, layout, 0)).stream_id
         for _ in range(2):
             for _ in range(3):
@@ -267,7 +267,7 @@ def test_a_snapshot_from_a_clock_that_is_ahead_does_not_prevent_later_ones(
             with monkeypatch.context() as ahead:
                 ahead.setattr(time, "time", lambda: 1e11)
                 saved = await Snapshots(js, layout).save(
-                    SnapshotBody(VERSION, 0, PartitionState().encode(), [], []), path, 1, "ahead", created_id
+                    SnapshotBody(VERSION, 0, PartitionState().encode(), {}, {}), path, 1, "ahead", created_id
                 )
             assert saved.taken_at == 1e11
             assert await snapshotter._is_fresh(0, snapshots_with_clock, generation)
@@ -297,7 +297,7 @@ def test_objects_without_an_entry_are_removed_after_a_while(tmp_path: Path) -> N
             snapshots_with_clock, found = Snapshots(js, layout, clock), []
             for _ in range(2):
                 await snapshots_with_clock.save(
-                    SnapshotBody(VERSION, 0, PartitionState().encode(), [], []), path, 1, "test", created_id
+                    SnapshotBody(VERSION, 0, PartitionState().encode(), {}, {}), path, 1, "test", created_id
                 )
                 chunks = (
                     await js.stream_info(f"OBJ_{layout.snapshots}", subjects_filter=subject_of_chunk)
@@ -337,7 +337,7 @@ def test_saving_into_a_full_bucket_deletes_an_older_snapshot(tmp_path: Path, cap
 
             async def save_snapshot() -> SnapshotInfo:
                 state.position = (await partition_info(js, layout, 0)).last
-                return await snapshots.save(SnapshotBody(VERSION, 0, state.encode(), [], []), large, 1, "test", created_id)
+                return await snapshots.save(SnapshotBody(VERSION, 0, state.encode(), {}, {}), large, 1, "test", created_id)
 
             await fill(js, layout.subject(0), 4)
             for _ in range(2):

@@ -123,7 +123,7 @@ class Log:
     def _feed(self, state: PartitionState, position: int, data: bytes) -> None:
         page = decode_page(data)
         if page is None:
-            state.skip(position)
+            state._advance(position, "")  # `receive` logs it
             return
         self.pages.append(page)
         for event in state.apply(position, page):

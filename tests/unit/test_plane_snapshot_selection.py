@@ -39,7 +39,7 @@ def snapshot_info(name: str) -> SnapshotInfo:
 def encoded_body(position: int) -> bytes:
     state = PartitionState()
     state.position = position
-    return msgspec.msgpack.encode(SnapshotBody(VERSION, 0, state.encode(), [], []))
+    return msgspec.msgpack.encode(SnapshotBody(VERSION, 0, state.encode(), {}, {}))
 
 
 def snapshots_with(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]) -> Snapshots:

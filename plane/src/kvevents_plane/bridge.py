@@ -138,12 +138,12 @@ class Bridge:
     @property
     def written(self) -> int:
         """Batches that this bridge has written to the log."""
-        return sum(partition.written for partition in self.partitions)
+        return sum(partition.builder.written for partition in self.partitions)
 
     @property
     def invalid_records(self) -> int:
         """Records in the log that no bridge writes; 0 unless something is broken."""
-        return sum(partition.invalid_records for partition in self.partitions)
+        return sum(partition.builder.state.invalid_records for partition in self.partitions)
 
     @property
     def engine_conflict(self) -> str:

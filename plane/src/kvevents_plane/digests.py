@@ -103,22 +103,16 @@ async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, Replic
     """
     begin = f"$KV.{layout.digests}."
     digests_by_name: dict[str, ReplicaDigests] = {}
-    activity = "reading the digests of the replicas"
-    try:
-        with map_errors(activity):
-            async with asyncio.timeout(LIST_SECONDS):
-                bucket = await js.key_value(layout.digests)
-                info = await js.stream_info(f"KV_{layout.digests}", subjects_filter=f"{begin}>")
-                for subject in info.state.subjects or {}:
-                    name = subject.removeprefix(begin)
-                    with suppress(KeyNotFoundError):  # it was deleted or has expired
-                        digests = ReplicaDigests.decode((await bucket.get(name)).value or b"")
-                        if digests is not None:
-                            digests_by_name[name] = digests
-    except TimeoutError as error:
-        raise PlaneError(
-            f"{activity}: no answer in {LIST_SECONDS:g} s; check the load of the servers", fault="timeout"
-        ) from error
+    with map_errors("reading the digests of the replicas"):
+        async with asyncio.timeout(LIST_SECONDS):
+            bucket = await js.key_value(layout.digests)
+            info = await js.stream_info(f"KV_{layout.digests}", subjects_filter=f"{begin}>")
+            for subject in info.state.subjects or {}:
+                name = subject.removeprefix(begin)
+                with suppress(KeyNotFoundError):  # it was deleted or has expired
+                    digests = ReplicaDigests.decode((await bucket.get(name)).value or b"")
+                    if digests is not None:
+                        digests_by_name[name] = digests
     return digests_by_name
 
 

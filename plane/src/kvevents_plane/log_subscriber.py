@@ -322,19 +322,8 @@ class LogSubscriber:
         partition, state, message, received_at = queued
         if state is None or self.states.get(partition) is not state or self._partitions[partition].is_broken:
             return []
-        page = message.page()
-        events: list[PartitionEvent] = []
         is_live = self._partitions[partition].is_complete
-        if page is None:
-            if not state.foreign_messages:
-                log.error(
-                    "message %d of partition %d is not a page of kvevents: another application writes to its subject",
-                    message.position,
-                    partition,
-                )
-            state.skip(message.position, message.name, is_first=message.begins_history)
-        else:
-            events = state.apply(message.position, page)
+        events = state.receive(message, partition)
         if message.position % self._limits.digest_intervals[0] == 0 and not state.unknown_prefix:
             self._due.append(partition)
         self._advance(partition, message, received_at)

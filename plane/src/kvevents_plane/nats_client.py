@@ -42,12 +42,8 @@ _FORBIDDEN_SUBJECT: Final = re.compile(r'publish to "(.*?)"')
 class NotPermittedError(errors.AuthorizationError):
     """The server does not permit this user to publish to a subject."""
 
-    def __init__(self, subject: str) -> None:
-        super().__init__(subject)
-        self.subject = subject
-
     def __str__(self) -> str:
-        return f"this user must not publish to {self.subject!r}"
+        return f"this user must not publish to {self.args[0]!r}"
 
 
 class PlaneClient(Client):

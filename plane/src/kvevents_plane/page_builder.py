@@ -34,6 +34,7 @@ from kvevents_plane.records import (
     HeartbeatRecord,
     IncarnationRecord,
     Page,
+    ReceivedMessage,
     Record,
     ResetRecord,
     StreamKey,
@@ -336,7 +337,7 @@ class PageBuilder:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return []
-        events = self._apply(position, in_flight.page)
+        events = self._note(self.state.first_page, self.state.apply(position, in_flight.page))
         for selection in in_flight.selections:
             self._commit(selection)
         self.written += sum(isinstance(event, RawBatch) for event in events)
@@ -366,21 +367,21 @@ class PageBuilder:
     def apply(self, position: int, page: Page) -> list[PartitionEvent]:
         """Apply a page of any bridge that was read; return its events. The page in flight is too late then."""
         self.withdraw()
-        return self._apply(position, page)
+        return self._note(self.state.first_page, self.state.apply(position, page))
 
-    def _apply(self, position: int, page: Page) -> list[PartitionEvent]:
-        first_page, events = self.state.first_page, self.state.apply(position, page)
+    def receive(self, message: ReceivedMessage, partition: int) -> None:
+        """Apply a message that was read. The page in flight is too late then."""
+        self.withdraw()
+        self._note(self.state.first_page, self.state.receive(message, partition))
+
+    def _note(self, first_page: int, events: list[PartitionEvent]) -> list[PartitionEvent]:
+        """Note what the events mean for the queues; `first_page` is that of the state before them."""
         if self.state.first_page != first_page:
             self.reset_reason = ""
         for event in events:
             if isinstance(event, StreamLeft) and (queue := self._queues.get(event.key)) is not None:
                 queue.followed = None
         return events
-
-    def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
-        """Count a message that is not a page. The page in flight is too late then."""
-        self.withdraw()
-        self.state.skip(position, name, is_first=is_first)
 
 
 def record_size(record: StreamRecord) -> int:

@@ -21,6 +21,7 @@ Nothing behind it is applied until a bridge writes a `ResetRecord`, at which all
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -39,6 +40,7 @@ from kvevents_plane.records import (
     JoinRecord,
     LeaveRecord,
     Page,
+    ReceivedMessage,
     Record,
     ResetRecord,
     StreamKey,
@@ -47,6 +49,8 @@ from kvevents_plane.records import (
     engine_digest,
     extend_history,
 )
+
+log = logging.getLogger(__name__)
 
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
 MAX_DEPARTED: Final = 100_000
@@ -173,7 +177,7 @@ class PartitionState:
         self._newest: dict[StreamKey, bytes] = {}
         self._writer = ""
         """The bridge that wrote the page that is being applied."""
-        self._name: str | None = ""
+        self.name: str | None = ""
         """Name of the newest message."""
 
     # --- apply pages
@@ -197,13 +201,22 @@ class PartitionState:
                 events += apply(self, record)
         return events
 
-    def skip(self, position: int, name: str = "", *, is_first: bool = False) -> None:
-        """Count a message that is not a page. `is_first`: its headers say that a new history begins with it."""
-        self._advance(position, name, is_first=is_first)
+    def receive(self, message: ReceivedMessage, partition: int) -> list[PartitionEvent]:
+        """Apply a message of a partition, and return its events; count one that is not a page, and log the first of these."""
+        if (page := message.page()) is not None:
+            return self.apply(message.position, page)
+        if not self.foreign_messages:
+            log.error(
+                "message %d of partition %d is not a page of kvevents: another application writes to its subject",
+                message.position,
+                partition,
+            )
+        self._advance(message.position, message.name, is_first=message.begins_history)
         self.foreign_messages += 1
+        return []
 
     def _advance(self, position: int, name: str, *, is_first: bool = False) -> None:
-        self.position, self._name = position, name
+        self.position, self.name = position, name
         known = EMPTY_HISTORY if is_first else self.history
         self.history = None if known is None else extend_history(known, name)
 
@@ -345,7 +358,7 @@ class PartitionState:
     @property
     def tail(self) -> Tail:
         """The newest message that was read."""
-        return Tail(self.position, self._name, self.history)
+        return Tail(self.position, self.name, self.history)
 
     def registrations(self) -> dict[StreamKey, bytes]:
         """Return the registrations of the joined streams."""
@@ -380,28 +393,14 @@ class PartitionState:
         """Encode the state for a snapshot."""
         for key, newest in self._newest.items():
             self.streams[key].digest = payload_digest(newest)
-        saved = _Saved(
-            self.position,
-            [(*key, stream) for key, stream in self.streams.items()],
-            [(heartbeat.record, heartbeat.position) for heartbeat in self.heartbeats.values()],
-            self.min_incarnation,
-            self.unknown_prefix,
-            self._name,
-            self.history,
-            self.first_page,
-        )
-        return msgspec.msgpack.encode(saved)
+        return msgspec.msgpack.encode(_Saved(*(getattr(self, field) for field in _Saved.__struct_fields__)))
 
     @classmethod
     def decode(cls, data: bytes) -> PartitionState:
         """Decode what `encode` returned. Raises `ValueError` for anything else."""
-        saved = msgspec.msgpack.decode(data, type=_Saved)
-        state = cls()
-        state.position = saved.position
-        state.streams = {(source, rank): stream for source, rank, stream in saved.streams}
-        state.heartbeats = {record.bridge: LastHeartbeat(record, position) for record, position in saved.heartbeats}
-        state.min_incarnation, state.unknown_prefix = saved.min_incarnation, saved.unknown_prefix
-        state._name, state.history, state.first_page = saved.name, saved.history, saved.first_page
+        state, saved = cls(), msgspec.msgpack.decode(data, type=_Saved)
+        for field in _Saved.__struct_fields__:
+            setattr(state, field, getattr(saved, field))
         return state
 
     @classmethod
@@ -409,20 +408,22 @@ class PartitionState:
         """Return the state of a partition that can be read only after `position`; `reason` says why."""
         state = cls()
         state.position, state.unknown_prefix = position, reason
-        state._name = state.history = None
+        state.name = state.history = None
         return state
 
 
 @build_decoder_now
 class _Saved(msgspec.Struct, array_like=True):
+    """Fields of a `PartitionState` that a snapshot contains."""
+
     position: int
-    streams: list[tuple[str, int, StreamState]]
-    heartbeats: list[tuple[HeartbeatRecord, int]]
-    min_incarnation: int = 0
-    unknown_prefix: str = ""
-    name: str | None = ""
-    history: bytes | None = EMPTY_HISTORY
-    first_page: int = 1
+    streams: dict[StreamKey, StreamState]
+    heartbeats: dict[str, LastHeartbeat]
+    min_incarnation: int
+    unknown_prefix: str
+    name: str | None
+    history: bytes | None
+    first_page: int
 
 
 def _why_invalid(stream: StreamState, record: BatchRecord | FragmentRecord | GapRecord) -> str | None:

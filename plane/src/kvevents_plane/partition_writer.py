@@ -116,10 +116,6 @@ class PartitionWriter:
         self._retry: Final = Backoff(initial=RETRY_FIRST_SECONDS, maximum=RETRY_MAX_SECONDS)
         self._wake: Final = asyncio.Event()
         self._advanced: Final = asyncio.Event()
-        # Counts of builders and states that were replaced:
-        self._written = 0
-        self._invalid_records = 0
-        self._foreign_messages = 0
         self._sent: _SentPage | None = None
         """The page in flight, of which the result is unknown."""
 
@@ -129,21 +125,6 @@ class PartitionWriter:
     def fault(self) -> str:
         """Why nothing is read or written at the moment; empty if it is."""
         return (self._reader is not None and self._reader.fault) or self._write_fault
-
-    @property
-    def written(self) -> int:
-        """Batches that this bridge has written to the partition."""
-        return self._written + self.builder.written
-
-    @property
-    def invalid_records(self) -> int:
-        """Records that no bridge writes."""
-        return self._invalid_records + self.builder.state.invalid_records
-
-    @property
-    def foreign_messages(self) -> int:
-        """Messages that are not pages, which another application wrote."""
-        return self._foreign_messages + self.builder.state.foreign_messages
 
     # --- records to write
 
@@ -244,13 +225,12 @@ class PartitionWriter:
 
     def _replace_state(self, state: PartitionState) -> None:
         before = self.builder
-        self._written += before.written
-        self._invalid_records += before.state.invalid_records
-        self._foreign_messages += before.state.foreign_messages
+        state.invalid_records, state.foreign_messages = before.state.invalid_records, before.state.foreign_messages
         self._end_page()
         self.peers.restart()
         self._advanced.set()
         self.builder = PageBuilder(state, self._bridge, self._page_bytes, secrets.token_hex(4))
+        self.builder.written = before.written
         self.paused.clear()
 
     async def _recreate(self) -> None:
@@ -283,16 +263,7 @@ class PartitionWriter:
                 self.conflicts += 1
                 self._end_page()
                 self._clear_write_fault()
-            if (page := message.page()) is None:
-                if not self.foreign_messages:
-                    log.error(
-                        "message %d of partition %d is not a page of kvevents: another application writes to its subject",
-                        position,
-                        self.partition,
-                    )
-                self.builder.skip(position, name, is_first=message.begins_history)
-            else:
-                self.builder.apply(position, page)
+            self.builder.receive(message, self.partition)
         self.peers.update(asyncio.get_running_loop().time())
         self._advanced.set()
         self._wake.set()

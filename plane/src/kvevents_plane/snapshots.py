@@ -101,10 +101,10 @@ class SnapshotBody(msgspec.Struct, array_like=True):
     partition: int
     state: bytes
     """The encoded `PartitionState`."""
-    degraded_reasons: list[tuple[str, int, list[str]]]
-    """Source, rank and names of the degraded reasons of each degraded stream."""
-    digests: list[tuple[str, int, str]]
-    """Source, rank and index digest of each stream."""
+    degraded_reasons: dict[StreamKey, list[str]]
+    """Names of the degraded reasons of each degraded stream."""
+    digests: dict[StreamKey, str]
+    """Index digest of each stream."""
 
     def decode(self, snapshot: SnapshotInfo) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
         """Return the partition's state and the degraded reasons.
@@ -117,8 +117,8 @@ class SnapshotBody(msgspec.Struct, array_like=True):
             )
         try:
             state = PartitionState.decode(self.state)
-            rows = self.degraded_reasons
-            reasons = {(source, rank): frozenset(DegradedReason[name] for name in names) for source, rank, names in rows}
+            rows = self.degraded_reasons.items()
+            reasons = {key: frozenset(DegradedReason[name] for name in names) for key, names in rows}
         except (ValueError, KeyError) as error:
             raise SnapshotError(f"cannot read the streams of the snapshot: {error}; use another snapshot") from error
         if (self.partition, state.tail) != (snapshot.partition, snapshot.tail):
@@ -139,16 +139,16 @@ def capture(
 ) -> SnapshotBody:
     """Write the index of a partition's streams to `path` and return the rest. Nothing must be applied to them meanwhile."""
     index.snapshot(path, workers=list(state.streams))
-    names = [(*key, [reason.name for reason in degraded_reasons[key]]) for key in state.streams if key in degraded_reasons]
+    names = {key: [reason.name for reason in degraded_reasons[key]] for key in state.streams if key in degraded_reasons}
     return SnapshotBody(VERSION, partition, state.encode(), names, stream_digests(index, state.streams))
 
 
-def stream_digests(index: PrefixIndex, keys: Iterable[StreamKey]) -> list[tuple[str, int, str]]:
-    """Return source, rank and digest of the given streams that are in the index."""
-    digests = []
-    for key in sorted(keys):
+def stream_digests(index: PrefixIndex, keys: Iterable[StreamKey]) -> dict[StreamKey, str]:
+    """Return the digests of the given streams that are in the index."""
+    digests = {}
+    for key in keys:
         with suppress(UnknownSourceError):
-            digests.append((*key, index.digest(key)))
+            digests[key] = index.digest(key)
     return digests
 
 
@@ -249,18 +249,13 @@ class Snapshots:
 
         Raises `SnapshotError` for a damaged snapshot, of which nothing stays in the index.
         """
-        with temporary_file() as path:
-            try:
-                async with asyncio.timeout(TRANSFER_SECONDS):
-                    body = await self.load_body(snapshot)
-                    state, degraded_reasons = body.decode(snapshot)
-                    with map_errors(f"reading snapshot {snapshot.name}"), path.open("wb") as file:
-                        await self._get(f"{snapshot.name}.index", file)
-                await asyncio.to_thread(_merge, index, path, body, snapshot.name)
-            except TimeoutError as error:
-                raise PlaneError(
-                    f"snapshot {snapshot.name} was not read within {TRANSFER_SECONDS:g} s", fault="timeout"
-                ) from error
+        with temporary_file() as path, map_errors(f"reading snapshot {snapshot.name}"):
+            async with asyncio.timeout(TRANSFER_SECONDS):
+                body = await self.load_body(snapshot)
+                state, degraded_reasons = body.decode(snapshot)
+                with path.open("wb") as file:
+                    await self._get(f"{snapshot.name}.index", file)
+            await asyncio.to_thread(_merge, index, path, body, snapshot.name)
         return state, degraded_reasons
 
     async def load_body(self, snapshot: SnapshotInfo) -> SnapshotBody:
@@ -320,7 +315,7 @@ class Snapshots:
         if info.stream_id == stream_id and not await has_tail(self._js, self._layout, partition, info, snapshot.tail):
             raise PlaneError(f"partition {partition} has lost pages that snapshot {name} contains", fault="conflict")
         valid = [snapshot, *before[:1]]
-        try:
+        with map_errors(f"writing snapshot {name}"):
             async with asyncio.timeout(TRANSFER_SECONDS):
                 try:
                     await self._put(snapshot, body, path)
@@ -331,8 +326,6 @@ class Snapshots:
                     await self._make_room(before)
                     await self._put(snapshot, body, path)
                 await self._publish_list(valid, revision)
-        except TimeoutError as error:
-            raise PlaneError(f"snapshot {name} was not written within {TRANSFER_SECONDS:g} s", fault="timeout") from error
         self._note_newest(partition, valid)
         try:
             async with asyncio.timeout(CLEANUP_SECONDS):
@@ -444,7 +437,7 @@ def _damage_error(name: str, reason: str) -> SnapshotError:
 
 def _merge(index: PrefixIndex, path: Path, body: SnapshotBody, name: str) -> None:
     keys = index.merge(path)
-    if sorted(body.digests) != stream_digests(index, keys):
+    if body.digests != stream_digests(index, keys):
         for key in keys:
             index.remove_worker(key)
             index.readmit(key)

@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvevents.errors import KVEventsError, PlaneError, SnapshotError, UnknownSourceError
+from kvevents.errors import KVEventsError, PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
 from kvevents.service.fleet.follower import Follower, IndexSink
 from kvevents.stream import DegradedReason
@@ -24,7 +24,7 @@ from kvevents_plane.partition_reader import DEFAULT_LIMITS, OnMessages, Partitio
 from kvevents_plane.partition_state import PartitionState
 from kvevents_plane.records import ReceivedMessage, StreamKey, Tail
 from kvevents_plane.settings import ReaderLimits
-from kvevents_plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture, temporary_file
+from kvevents_plane.snapshots import SnapshotBody, SnapshotInfo, Snapshots, capture, stream_digests, temporary_file
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class IndexBuild:
     ) -> None:
         self.index: Final = index
         sink = IndexSink(index)
-        self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: _digest(index, key), sink, limits)
+        self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: stream_digests(index, [key]).get(key), sink, limits)
         self.follower: Final = Follower(self.subscriber, sink)
         self.stream_ids: dict[int, str] = {}
         """JetStream stream of each partition that was begun."""
@@ -225,13 +225,8 @@ class IndexBuild:
 
         def apply(messages: list[ReceivedMessage]) -> None:
             for message in messages:
-                page = message.page()
-                if not state.unknown_prefix:
-                    break
-                if page is None:
-                    state.skip(message.position, message.name, is_first=message.begins_history)
-                else:
-                    state.apply(message.position, page)
+                if state.unknown_prefix:
+                    state.receive(message, partition)
 
         reader = self._create_reader(partition, state.tail, apply)
         reading = asyncio.create_task(reader.run())
@@ -350,29 +345,21 @@ class IndexBuild:
 
         Raises `SnapshotError`, and `TimeoutError` after `TAKE_SECONDS`.
         """
-        order = self.follower.submit(lambda: self._take(partition, path))
+        subscriber = self.subscriber
+        # In the follower's thread, so that ledger and index have the same state.
+        order = self._order(
+            lambda: capture(partition, subscriber.states[partition], subscriber.degraded_reasons(), self.index, path)
+        )
         async with asyncio.timeout(TAKE_SECONDS):
-            taken = await asyncio.wrap_future(order)
+            taken = await order
         # Counted in another thread, since the follower's thread has no time to read every worker for each partition.
         infos = await asyncio.to_thread(self.index.workers)
-        keys = {(source, rank) for source, rank, _ in taken.digests}
-        return taken, sum(info.blocks for info in infos if (info.source, info.rank) in keys)
-
-    def _take(self, partition: int, path: Path) -> SnapshotBody:
-        """Write a snapshot in the follower's thread, so that ledger and index have the same state."""
-        state = self.subscriber.states[partition]
-        return capture(partition, state, self.subscriber.degraded_reasons(), self.index, path)
+        return taken, sum(info.blocks for info in infos if (info.source, info.rank) in taken.digests)
 
 
 def _are_pages_missing(position: int, state: PartitionInfo) -> bool:
     """Return whether pages after a position are missing from the log."""
     return position + 1 < state.first and position < state.last
-
-
-def _digest(index: PrefixIndex, key: StreamKey) -> str | None:
-    with suppress(UnknownSourceError):
-        return index.digest(key)
-    return None
 
 
 FRESH_FRACTION: Final = 0.8
