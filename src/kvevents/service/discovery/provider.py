@@ -10,6 +10,7 @@ The settings are `[[sources]]` tables, the template for engines found by one nam
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NamedTuple, Protocol, Self
@@ -67,6 +68,7 @@ class Provider(Protocol):
 
 WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in the answers of engines
 """Hosts that mean "all interfaces of this machine". A client cannot connect to them."""
+_WILDCARD_HOST: Final = re.compile(r"((?:tcp|https?|grpc)://)(?:\*|0\.0\.0\.0|\[::\]|::)(?=[:/]|$)")
 MAX_RANKS: Final = 1_024
 """Maximum number of data-parallel ranks of one engine. The largest known deployments have a few hundred."""
 NO_LOAD: Final = "none"
@@ -100,12 +102,16 @@ def bracket_host(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-def replace_wildcard_host(endpoint: str, host: str) -> str:
-    """Return a TCP endpoint with `host` in place of a wildcard host; return any other endpoint unchanged."""
-    found = split_tcp(endpoint)
-    if found is None or found[0] not in WILDCARDS:
-        return endpoint
-    return f"tcp://{bracket_host(host)}:{found[1]}"
+def replace_wildcard_host(address: str, host: str) -> str:
+    """Return an endpoint or a URL with `host` in place of a wildcard host; return any other address unchanged."""
+    wildcard = _WILDCARD_HOST.match(address)
+    return address if wildcard is None else f"{wildcard[1]}{bracket_host(host)}{address[wildcard.end() :]}"
+
+
+def _on_host_of(address: str, endpoint: str) -> str:
+    """Return an address with the host of a TCP endpoint in place of a wildcard host."""
+    target = split_tcp(endpoint)
+    return address if target is None else replace_wildcard_host(address, target[0])
 
 
 def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
@@ -272,29 +278,19 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
         """Return the replay endpoint of the rank `index` after the first, which publishes at `endpoint`."""
         replay = offset_endpoint_port(self.replay_endpoint, index)
-        found = split_tcp(endpoint)
-        return replay if replay is None or found is None else replace_wildcard_host(replay, found[0])
+        return None if replay is None else _on_host_of(replay, endpoint)
 
     def _load_of(self, index: int, endpoint: str) -> str | None:
         """Return where the load of the rank `index` after the first is read, which publishes at `endpoint`."""
-        found = split_tcp(endpoint)
         if self.load is None or self.load == NO_LOAD:
             return self.load
-        if not is_load_url(self.load):
-            load = offset_endpoint_port(self.load, index) or self.load
-            return load if found is None else replace_wildcard_host(load, found[0])
-        return _on_host_of(self.load, endpoint)
+        load = self.load if is_load_url(self.load) else offset_endpoint_port(self.load, index) or self.load
+        return _on_host_of(load, endpoint)
 
     def _rank_endpoints(self, endpoint: str) -> Iterator[RankEndpoint]:
         for index in range(self.ranks):
             own = offset_endpoint_port(endpoint, index) or endpoint
             yield RankEndpoint(self.rank + index, own, self.replay_endpoint_of(index, own))
-
-
-def _on_host_of(url: str, endpoint: str) -> str:
-    """Return a URL with the host of a TCP endpoint in place of the wildcard `*`."""
-    address, (scheme, _, rest) = split_tcp(endpoint), url.partition("://")
-    return url if address is None or not rest.startswith("*") else f"{scheme}://{bracket_host(address[0])}{rest[1:]}"
 
 
 DEFAULT_TEMPLATE: Final = Template()

@@ -106,13 +106,10 @@ class _Branch:
     finding: Finding | None = None
     children: dict[Provider, _Branch] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
-    refused: tuple[str, ...] = ()
-    """The fault that some of the children do not run."""
 
     def findings(self) -> Iterator[tuple[str, Finding | None]]:
         """Yield the findings of the provider and of the providers below it, in order."""
-        known = self.finding
-        yield self.provider.name, known and replace(known, faults=known.faults + self.refused)
+        yield self.provider.name, self.finding
         for child in self.children.values():
             yield from child.findings()
 
@@ -180,13 +177,14 @@ class ProviderRunner:
     async def _follow(self, group: asyncio.TaskGroup, branch: _Branch) -> None:
         async with aclosing(branch.provider.watch()) as findings:
             async for finding in findings:
-                branch.finding = finding
-                self._adjust_children(group, branch)
+                refused = self._adjust_children(group, branch, finding.providers)
+                faults = (_too_many(refused, "providers", self._max_sources),) if refused else ()
+                branch.finding = replace(finding, faults=finding.faults + faults)
                 self._changed.set()
 
-    def _adjust_children(self, group: asyncio.TaskGroup, branch: _Branch) -> None:
-        """Run exactly the providers of the branch's finding, in their order."""
-        wanted = dict.fromkeys(branch.finding.providers if branch.finding else ())
+    def _adjust_children(self, group: asyncio.TaskGroup, branch: _Branch, providers: Iterable[Provider]) -> int:
+        """Run exactly these providers below a branch, in their order. Return the number of those above `max_sources`."""
+        wanted = dict.fromkeys(providers)
         for gone in branch.children.keys() - wanted.keys():
             branch.children.pop(gone).cancel()
         before = branch.children
@@ -199,34 +197,24 @@ class ProviderRunner:
                 branch.children[provider] = self._start(group, provider)
             else:
                 refused += 1
-        branch.refused = (_too_many(refused, "providers", self._max_sources),) if refused else ()
+        return refused
 
 
 # --- registering
 
 
 class RegistrationTarget(Protocol):
-    """Follows the engines that are found: the service's fleet, or a bridge."""
+    """Follows the engines that are found: the service's `Fleet`, or a bridge."""
 
     adapters: frozenset[Scope]
-    """LoRA adapters that requests name as their model, as engines list them."""
     unready: Mapping[str, str]
-    """Why sources should get no requests although they are followed, by their names."""
 
     @property
-    def follow_errors(self) -> dict[Key, str]:
-        """Sentences about registered engines that cannot be followed."""
-        ...
-
+    def follow_errors(self) -> dict[Key, str]: ...
+    def replace_adapter(self, source: str, lora: str, /) -> None: ...
     def replace_registrations(
         self, origin: str, registrations: Iterable[Registration], resume: Callable[[Key], Checkpoint | None], /
-    ) -> list[str]:
-        """Make `registrations` the only ones of their origin. Return sentences about those that cannot be registered."""
-        ...
-
-    def replace_adapter(self, source: str, lora: str, /) -> None:
-        """Record that an engine has loaded a LoRA name from another path."""
-        ...
+    ) -> list[str]: ...
 
 
 class EngineDiscovery:
@@ -253,8 +241,6 @@ class EngineDiscovery:
 
     async def run(self) -> None:
         """Run until cancelled."""
-        if not self._providers:
-            await asyncio.Event().wait()
         async with asyncio.TaskGroup() as group:
             group.create_task(ProviderRunner(self._providers, self._register, max_sources=self._max_sources).run())
             while True:  # clients register and unregister engines too, and an endpoint that was in use becomes free
