@@ -13,10 +13,11 @@ from kvevents.client.reasons import Reason
 from kvevents.events import BlockStored, EventBatch
 from kvevents.service.data_plane import Answers, Counts, HistogramCounts, PathCounts
 from kvevents.service.exposition import STATES, exposition
+from kvevents.service.fleet import fleet
 from kvevents.service.fleet.member import Member, SourceFault
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.service import Service
-from kvevents.service.settings import FleetTiming, ServiceSettings
+from kvevents.service.settings import ServiceSettings
 from kvevents.stream import DegradedReason, RawBatch, Trust
 from kvevents.wire import encode_batch
 
@@ -25,13 +26,13 @@ BLOCK = 16
 
 @pytest.fixture(name="service")
 def service_without_sources() -> Iterator[Service]:
-    with make_service(FleetTiming()) as service:
+    with make_service() as service:
         yield service
 
 
 @contextmanager
-def make_service(timing: FleetTiming) -> Iterator[Service]:
-    service = Service(ServiceSettings(), timing=timing)
+def make_service() -> Iterator[Service]:
+    service = Service(ServiceSettings())
     yield service
     service.fleet.follower.subscriber.close()
 
@@ -222,10 +223,10 @@ def test_requests_and_lookups_are_those_of_the_data_plane(service: Service, monk
 
 
 @pytest.mark.parametrize("sources", [1, 16, 47])
-def test_refreshes_reach_every_source_while_sources_join_and_leave(sources: int) -> None:
-    timing = FleetTiming(refresh_seconds=0.0)
-    with make_service(timing) as service:
-        refresh_members(service, sources, 2 * timing.refreshes_per_round)
+def test_refreshes_reach_every_source_while_sources_join_and_leave(sources: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "REFRESH_SECONDS", 0.0)
+    with make_service() as service:
+        refresh_members(service, sources, 2 * fleet.REFRESHES_PER_ROUND)
 
 
 def refresh_members(service: Service, sources: int, refreshes: int) -> None:
@@ -249,7 +250,7 @@ def refresh_members(service: Service, sources: int, refreshes: int) -> None:
 
 def test_only_the_first_sources_have_series_of_their_own() -> None:
     """A page of 1,500 sources with long names has less than 1 MB. What is left out is counted."""
-    with make_service(FleetTiming()) as service:
+    with make_service() as service:
         for number in range(1_500):
             register(service, f"engine-{number:04}.inference.svc.cluster.local:5557")
         refresh_fleet(service)

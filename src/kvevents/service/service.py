@@ -29,7 +29,7 @@ from kvevents.service.index_source import FollowedEngines, IndexSource, OpenInde
 from kvevents.service.prober import Prober
 from kvevents.service.registrations import Registrations
 from kvevents.service.selection_cache import SelectionCache
-from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming, ServiceSettings
+from kvevents.service.settings import ServiceSettings
 from kvevents.service.state_store import StateStore
 from kvevents.stream import Checkpoint
 
@@ -59,7 +59,6 @@ class Service:
         sources_file: Path | None = None,
         open_source: OpenIndexSource | None = None,
         *,
-        timing: FleetTiming = DEFAULT_FLEET_TIMING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = config
@@ -73,7 +72,6 @@ class Service:
             max_reservations=config.limits.max_reservations,
             hide_stale_seconds=config.hide_stale_seconds,
             curve=config.curve,
-            timing=timing,
             load=config.load,
         )
         self.fleet.why_incomplete = self._why_incomplete

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Annotated, Final
 
 from msgspec import Struct, field
@@ -302,20 +301,3 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
         """Whether other machines can reach the service and have all permissions without a token or certificate."""
         has_access = bool(self.access.tokens) or self.access.anonymous is not None
         return not (self.is_loopback or has_access or (self.tls is not None and self.tls.client_ca is not None))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetTiming:
-    """How often a fleet does its periodic work. No setting of users: tests change it."""
-
-    trust_seconds: float = 0.1
-    """Pause between two updates of the trust of all members. A lost connection is noticed after this time at the latest."""
-    loss_log_seconds: float = 10.0
-    """Pause between two log lines about losses of one stream: a network that loses every other batch must not fill the disk."""
-    refresh_seconds: float = 0.25
-    """Pause between two refreshes of the members that received events: blocks, orphans, rejected stores."""
-    refreshes_per_round: int = 8
-    """Number of refreshes over which all members are refreshed once. A refresh delays queries."""
-
-
-DEFAULT_FLEET_TIMING: Final = FleetTiming()

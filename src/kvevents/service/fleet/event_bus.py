@@ -17,8 +17,6 @@ from kvevents.stream import TrustState
 
 MAX_KEPT: Final = 1_024
 """Number of events that are kept for clients that are slow or connect again. They receive the number of the older ones."""
-MAX_DIGITS: Final = 19
-"""Maximum number of digits of an event's number."""
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -68,7 +66,7 @@ class EventBus:
     """Numbers the events of all sources, and keeps the newest ones for the clients in the event loop."""
 
     def __init__(self) -> None:
-        self._name: Final = token_hex(4)
+        self.name: Final = token_hex(4)
         """Part of all ids, since the next process counts from 0 again."""
         self._lock: Final = threading.Lock()
         self._newest: Final = deque[StreamEvent](maxlen=MAX_KEPT)
@@ -107,18 +105,16 @@ class EventBus:
         Without an id it begins with the next event. After the id of another process it begins with the first event of this one.
         """
         self._loop = asyncio.get_running_loop()
-        subscription = Subscription(self, self._count if last_id is None else self._find(last_id))
+        name, _, number = (last_id or "").partition("-")
+        position = self._count if last_id is None else 0
+        if name == self.name and number.isascii() and number.isdecimal() and len(number) < 20:
+            position = min(int(number), self._count)
+        subscription = Subscription(self, position)
         self._subscriptions.add(subscription)
         try:
             yield subscription
         finally:
             self._subscriptions.discard(subscription)
-
-    def _find(self, event_id: str) -> int:
-        """Return the number of the event after the one with an id."""
-        name, _, number = event_id.partition("-")
-        is_known = name == self._name and number.isascii() and number.isdecimal() and len(number) <= MAX_DIGITS
-        return min(int(number), self._count) if is_known else 0
 
     def read(self, position: int) -> StreamEvent | int | None:
         """Return an event by its number, or None if it is to come. If it is not kept, return how many events are missing."""
@@ -127,10 +123,6 @@ class EventBus:
             if position < first:
                 return first - position
             return self._newest[position - first] if position < self._count else None
-
-    def id_before(self, position: int) -> str:
-        """Return the id of the event before a number."""
-        return f"{self._name}-{position}"
 
 
 class Subscription:
@@ -146,7 +138,7 @@ class Subscription:
     @property
     def last_id(self) -> str:
         """The id of the newest event that was returned, or was missed."""
-        return self._bus.id_before(self._position)
+        return f"{self._bus.name}-{self._position}"
 
     @property
     def is_closed(self) -> bool:

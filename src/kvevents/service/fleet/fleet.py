@@ -26,7 +26,6 @@ from kvevents.service.fleet.follower import Follower, IndexSink, Listener, LoadF
 from kvevents.service.fleet.member import HTTP, Member, Revision
 from kvevents.service.fleet.registration import SEPARATOR, Key, Registration, Scope, check_same_engine
 from kvevents.service.scope_fields import Scopes
-from kvevents.service.settings import DEFAULT_FLEET_TIMING, FleetTiming
 from kvevents.stream import Checkpoint, Gap, RawBatch, Reset, Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
 from kvevents.wire import Rejected, decode_batch
@@ -38,6 +37,14 @@ DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
 DEFAULT_MAX_RESERVATIONS: Final = 65_536
 TOPIC: Final = "topic"
 """Origin of the registrations of engines that have connected and were found by their topic."""
+TRUST_SECONDS: Final = 0.1
+"""Pause between two updates of the trust of all members. A lost connection is noticed after this time at the latest."""
+LOSS_LOG_SECONDS: Final = 10.0
+"""Pause between two log lines about losses of one stream: a network that loses every other batch must not fill the disk."""
+REFRESH_SECONDS: Final = 0.25
+"""Pause between two refreshes of the members that received events: blocks, orphans, rejected stores."""
+REFRESHES_PER_ROUND: Final = 8
+"""Number of refreshes over which all members are refreshed once. A refresh delays queries."""
 DRAINING: Final = "it is drained: a client of /v1/drain has excluded it from selections"
 """Why a stream is in no selection although it is followed."""
 
@@ -65,7 +72,6 @@ class Fleet(Listener):
         max_sources: int,
         hide_stale_seconds: float = float("inf"),
         curve: Curve | None = None,
-        timing: FleetTiming = DEFAULT_FLEET_TIMING,
         load: LoadSettings = DEFAULT_LOAD_SETTINGS,
         max_reservations: int = DEFAULT_MAX_RESERVATIONS,
         clock: Callable[[], float] = time.time,
@@ -84,7 +90,6 @@ class Fleet(Listener):
         self._hide_stale_seconds = hide_stale_seconds
         self.curve = curve
         """CURVE keys for engines whose registration has none. They are not in registrations, which are written to the disk."""
-        self._timing = timing
         self._clock = clock
         self._lock = threading.Lock()
         self.revision: Final = Revision()
@@ -348,7 +353,7 @@ class Fleet(Listener):
     # --- callbacks of the follower
 
     def on_received(self, keys: Iterable[Key]) -> None:
-        """See `Listener`. Trust that the deliveries lower is updated before the index contains them."""
+        """Update the trust that deliveries of these streams lower, before the index contains them."""
         for key in keys:
             member = self.members.get(key)
             if member is None or member.trust != Trust.EXACT:
@@ -359,7 +364,7 @@ class Fleet(Listener):
         self.on_change()
 
     def on_applied(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
-        """See `Listener`."""
+        """Update the members whose deliveries the index now has: the newest batch of each stream, and every reset and gap."""
         now = self._clock()
         for batch in batches:
             member = self.members.get((batch.source, batch.rank))
@@ -412,27 +417,27 @@ class Fleet(Listener):
             return
         suffix = f" ({member.suppressed_losses} more losses were not logged)" if member.suppressed_losses else ""
         log.warning("%s: %s%s", member.registration.label, sentence, suffix)
-        member.log_muted_until, member.suppressed_losses = time.monotonic() + self._timing.loss_log_seconds, 0
+        member.log_muted_until, member.suppressed_losses = time.monotonic() + LOSS_LOG_SECONDS, 0
 
     def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
-        """See `Listener`."""
+        """Count the events of an applied batch that cannot be decoded."""
         wire_dialect = decode_batch(batch.payload).dialect
         dialect = "unknown" if wire_dialect is None else f"{wire_dialect.engine}-{wire_dialect.since}"
         for rejection in events:
             self.counts[dialect, rejection.reason] = self.counts.get((dialect, rejection.reason), 0) + rejection.count
 
     def on_tasks_done(self) -> None:
-        """See `Listener`. Members that were added or removed are published together, before their callers know of it."""
+        """Publish the members that submitted tasks added or removed, together and before their callers know of it."""
         self.on_change()
 
     def on_tick(self) -> None:
-        """See `Listener`."""
+        """Do what is due. It is called about every `TICK_SECONDS`."""
         now, instant = self._clock(), time.monotonic()
         if instant >= self._refresh_due:
-            self._refresh_due = instant + self._timing.refresh_seconds
+            self._refresh_due = instant + REFRESH_SECONDS
             self._refresh_some(now)
         if instant >= self._trust_due:
-            self._trust_due = instant + self._timing.trust_seconds
+            self._trust_due = instant + TRUST_SECONDS
             self._update_all_trust(now)
         self.on_change()
 
@@ -446,7 +451,7 @@ class Fleet(Listener):
         self.on_change()
 
     def on_failure(self, error: BaseException) -> None:
-        """See `Listener`."""
+        """Mark all members as STALE: the follower's thread has ended with an error."""
         self.failure = f"{type(error).__name__}: {error}"
         trust = Trust.STALE.with_reason(f"the service no longer follows engines: {self.failure}")
         for member in list(self.workers.values()):
@@ -489,7 +494,7 @@ class Fleet(Listener):
             self._update_block_sizes()
             self._end_topics()
             self._pending_refresh = list(self.members)
-            self._refresh_batch = math.ceil(len(self._pending_refresh) / self._timing.refreshes_per_round)
+            self._refresh_batch = math.ceil(len(self._pending_refresh) / REFRESHES_PER_ROUND)
         due, self._changed_members = self._changed_members, set()
         due.update(self._pending_refresh[: self._refresh_batch])
         due.update([key for key, member in list(self.members.items()) if member.status is None])
@@ -550,14 +555,5 @@ class Fleet(Listener):
 
     def _announce(self, kind: Callable[..., StreamEvent], member: Member, now: float, **fields: object) -> None:
         registration = member.registration
-        self.event_bus.publish(
-            kind(
-                at=now,
-                instance=registration.instance,
-                rank=registration.rank,
-                model=registration.model,
-                tenant=registration.tenant,
-                group=registration.group,
-                **fields,
-            )
-        )
+        scope = {name: getattr(registration, name) for name in ("instance", "rank", "model", "tenant", "group")}
+        self.event_bus.publish(kind(at=now, **scope, **fields))

@@ -40,25 +40,14 @@ RATE_SECONDS: Final = 10
 
 
 class Listener:
-    """Callbacks of a follower. The follower calls them in its own thread."""
+    """Callbacks of a follower, which calls them in its own thread. `Fleet` has them; these do nothing."""
 
-    def on_received(self, keys: Iterable[tuple[str, int]]) -> None:
-        """Deliveries of these streams have arrived. The index does not contain them yet."""
-
-    def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
-        """A batch was applied without some of its events, which cannot be decoded."""
-
-    def on_applied(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
-        """The index contains the deliveries: the newest batch of each stream, and every reset and gap."""
-
-    def on_tasks_done(self) -> None:
-        """Submitted tasks have run, and their results are passed on next."""
-
-    def on_tick(self) -> None:
-        """About `TICK_SECONDS` have passed."""
-
-    def on_failure(self, error: BaseException) -> None:
-        """The thread has ended with an error."""
+    def on_received(self, keys: Iterable[tuple[str, int]]) -> None: ...
+    def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None: ...
+    def on_applied(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None: ...
+    def on_tasks_done(self) -> None: ...
+    def on_tick(self) -> None: ...
+    def on_failure(self, error: BaseException) -> None: ...
 
 
 class IndexSink:
@@ -83,35 +72,15 @@ class IndexSink:
 
 
 class StreamSubscriber(Protocol):
-    """The part of a subscriber that a follower and a fleet use. It applies what it returns to an `IndexSink` first."""
+    """The part of a `Subscriber` that a follower and a fleet use. It applies what it returns to an `IndexSink` first."""
 
-    def receive_many(self, *, timeout: float | None = None) -> Sequence[RawDelivery]:
-        """Return new deliveries in order; none after `timeout` seconds."""
-        ...
-
-    def add(self, source: Source, resume: Checkpoint | None = None) -> None:
-        """Follow one more source."""
-        ...
-
-    def remove(self, name: str, rank: int = 0) -> None:
-        """Stop following a source."""
-        ...
-
-    def trust(self, name: str | None = None, rank: int = 0) -> Trust:
-        """Return the trust of one stream. Raises `LookupError` if the stream is not followed."""
-        ...
-
-    def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
-        """Return trust, numbers and counters of one stream. Raises `LookupError` if the stream is not followed."""
-        ...
-
-    def checkpoints(self) -> list[Checkpoint]:
-        """Return where a later process can resume each stream."""
-        ...
-
-    def close(self) -> None:
-        """Close the connections. `receive_many` raises afterwards."""
-        ...
+    def receive_many(self, *, timeout: float | None = None) -> Sequence[RawDelivery]: ...
+    def add(self, source: Source, resume: Checkpoint | None = None) -> None: ...
+    def remove(self, name: str, rank: int = 0) -> None: ...
+    def trust(self, name: str | None = None, rank: int = 0) -> Trust: ...
+    def status(self, name: str | None = None, rank: int = 0) -> StreamStatus: ...
+    def checkpoints(self) -> list[Checkpoint]: ...
+    def close(self) -> None: ...
 
 
 class Follower(threading.Thread):

@@ -125,11 +125,6 @@ class Member:
     _was_exact: bool = False
 
     @property
-    def instance(self) -> str:
-        """Name of the engine."""
-        return self.registration.instance
-
-    @property
     def worker(self) -> tuple[str, int]:
         """Instance and rank, which are unique within a tenant and group."""
         return self.registration.instance, self.registration.rank

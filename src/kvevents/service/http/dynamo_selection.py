@@ -556,7 +556,7 @@ def ready(service: Service, request: HttpRequest) -> Response:
     """List the workers, and say whether one can be selected; 503 if none can."""
     instances: dict[tuple[Any, ...], list[Member]] = {}
     for member in service.members().values():
-        instances.setdefault((*member.registration.scope[:3], member.instance), []).append(member)
+        instances.setdefault((*member.registration.scope[:3], member.registration.instance), []).append(member)
     workers = [_catalog_worker(members) for members in instances.values()]
     schedulable = sum(worker.lifecycle == "schedulable" for worker in workers)
     is_ready = schedulable > 0 and service.readiness().ready

@@ -183,7 +183,7 @@ def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
     """
     trusts: dict[str, dict[str, TrustStatus]] = {}
     for member in sorted(members, key=lambda candidate: trust_order(candidate.trust_status.state), reverse=True):
-        trusts.setdefault(member.instance, {})[str(member.registration.rank)] = member.trust_status
+        trusts.setdefault(member.registration.instance, {})[str(member.registration.rank)] = member.trust_status
     return trusts
 
 
