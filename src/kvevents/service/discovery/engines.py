@@ -27,7 +27,7 @@ import ssl
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -221,17 +221,6 @@ class _Models(Struct):
     data: list[_Model]
 
 
-class ServedModels(NamedTuple):
-    """The model names that an engine serves."""
-
-    base: str | None
-    """Name of the base model; None if the engine lists none."""
-    adapters: list[tuple[str, str | None]]
-    """Names of the LoRA adapters, which requests name as their model, each with the path of its weights."""
-    names: frozenset[str]
-    """All names."""
-
-
 INFO_PATHS: Final = (
     ("/kv_event_sources", parse_kv_event_sources),
     ("/server_info", parse_server_info),
@@ -368,7 +357,7 @@ class Declaration:
             for index in range(template.ranks)
         ]
 
-    def contradictions(self, first: RankEndpoint, models: frozenset[str]) -> Iterator[str]:
+    def contradictions(self, first: RankEndpoint, models: set[str]) -> Iterator[str]:
         """Yield what the engine says otherwise, each as a sentence. `first` is its first rank, not always 0."""
         if self.names_model and models and self.model not in models:
             yield f"it is declared to serve {self.model}, and serves {', '.join(sorted(models))}"
@@ -464,14 +453,17 @@ class EngineProvider:
         if declared.is_relay:
             self._follow_relays(declared.endpoints(bracket_host(url.host), self.template), info)
         models = await self._models(url, is_needed=not (self.template.model or info.model or declared.model))
-        model = self.template.model or info.model or models.base or declared.model
+        base = next((model.id for model in models if model.parent is None and model.id), None)
+        model = self.template.model or info.model or base or declared.model
         if model is None:
             hint = "set model in the source's table"
             if self.declared is not None:
                 hint = "set the annotation kvevents/model of its pod"
             raise EngineQueryError(f"{url.join('/v1/models')} lists no model: {hint}")
-        wrong = declared.contradictions(info.endpoints[0], models.names | {model}) if info.endpoints else iter(())
-        faults = [f"{self.label}: {each}; what it says takes effect" for each in wrong]
+        faults = []
+        if info.endpoints:
+            wrong = declared.contradictions(info.endpoints[0], {model, *(served.id for served in models)})
+            faults += [f"{self.label}: {sentence}; what it says takes effect" for sentence in wrong]
         self._add_configured_ranks(info)
         if not self.template.other_hosts:
             await self._drop_foreign_endpoints(url, info)
@@ -485,9 +477,10 @@ class EngineProvider:
             except ConfigError as error:
                 info.missing[found.rank] = f"cannot be followed: {error}"
         scope = Scope(model, self.template.tenant, self.template.group)
-        adapters = [Adapter(scope._replace(lora=name), path) for name, path in models.adapters]
+        loras = (served for served in models if base is not None and served.parent == base and served.id)
+        adapters = tuple(Adapter(scope._replace(lora=lora.id), lora.root) for lora in loras)
         faults += [f"rank {rank} of {self.label} {reason}" for rank, reason in sorted(info.missing.items())]
-        return Finding(tuple(registrations), tuple(faults), adapters=tuple(adapters))
+        return Finding(tuple(registrations), tuple(faults), adapters=adapters)
 
     @staticmethod
     def _follow_relays(relays: list[RankEndpoint], info: EngineInfo) -> None:
@@ -520,23 +513,17 @@ class EngineProvider:
                     )
                     break
 
-    async def _models(self, url: BaseUrl, *, is_needed: bool) -> ServedModels:
-        """Return the models of `/v1/models`. The first one without a parent is the base model.
-
-        Raises `EngineQueryError` only if the list is needed.
-        """
+    async def _models(self, url: BaseUrl, *, is_needed: bool) -> list[_Model]:
+        """Return the models of `/v1/models`. Raises `EngineQueryError` only if the list is needed."""
         try:
             answer = await self._get(url.join("/v1/models"))
-            models = [] if answer is None else msgspec.convert(answer, _Models).data
+            return [] if answer is None else msgspec.convert(answer, _Models).data
         except (EngineQueryError, msgspec.ValidationError) as error:
             if is_needed and isinstance(error, EngineQueryError):
                 raise
             if is_needed:
                 raise EngineQueryError(f"/v1/models does not have the shape of OpenAI's: {error}") from error
-            models = []
-        base = next((model.id for model in models if model.parent is None and model.id), None)
-        adapters = [(model.id, model.root) for model in models if base is not None and model.parent == base and model.id]
-        return ServedModels(base, adapters, frozenset(model.id for model in models))
+            return []
 
     def _add_configured_ranks(self, info: EngineInfo) -> None:
         """Add the ranks of the template that the engine does not report to the missing ones."""

@@ -97,7 +97,8 @@ class Fleet(Listener):
         self.on_change: Callable[[], None] = lambda: None
         """Called when the revision might have changed."""
         self._published_batches: dict[Key, int] = {}
-        self._sizes: dict[tuple[str, ...], list[int]] = {}
+        self._sizes: tuple[int, dict[tuple[str, ...], list[int]]] = -1, {}
+        """The revision for which block sizes were collected last, and these sizes."""
         self._scopes = Scopes()
         self.why_incomplete: Callable[[], str] = str
         """Returns why engines of any model may be missing; empty if all are known."""
@@ -150,7 +151,6 @@ class Fleet(Listener):
             self.members[registration.key] = member
             self._collect_workers()
             self._scopes.add(registration.scope, registration.key)
-            self._add_block_size(registration)
             self.revision.advance()
         return member
 
@@ -331,24 +331,14 @@ class Fleet(Listener):
     @property
     def all_block_sizes(self) -> dict[tuple[str, ...], list[int]]:
         """Tokens per block by model, tenant and group."""
-        return self._sizes
-
-    def _add_block_size(self, registration: Registration) -> None:
-        scope, size = registration.scope[:3], registration.block_size
-        sizes = self._sizes.get(scope)
-        if sizes is None or (size is not None and size not in sizes):
-            self._sizes = {**self._sizes, scope: sorted({*(sizes or ()), *(() if size is None else (size,))})}
-
-    def _update_block_sizes(self) -> None:
-        by_scope: dict[tuple[str, ...], set[int]] = {}
-        for member in list(self.workers.values()):
-            size = member.registration.block_size
-            sizes = member.block_sizes or ([] if size is None else [size])
-            by_scope.setdefault(member.registration.scope[:3], set()).update(sizes)
-        sorted_sizes = {scope: sorted(sizes) for scope, sizes in by_scope.items()}
-        if sorted_sizes != self._sizes:
-            self._sizes = sorted_sizes
-            self.revision.advance()
+        revision = self.revision.number
+        if self._sizes[0] != revision:
+            by_scope: dict[tuple[str, ...], set[int]] = {}
+            for member in list(self.workers.values()):
+                sizes = by_scope.setdefault(member.registration.scope[:3], set())
+                sizes.update(member.block_sizes or filter(None, (member.registration.block_size,)))
+            self._sizes = revision, {scope: sorted(sizes) for scope, sizes in by_scope.items()}
+        return self._sizes[1]
 
     # --- callbacks of the follower
 
@@ -446,7 +436,6 @@ class Fleet(Listener):
         now = self._clock()
         for key in list(self.members):
             self._refresh(key, now)
-        self._update_block_sizes()
         self._update_all_trust(now)
         self.on_change()
 
@@ -491,7 +480,6 @@ class Fleet(Listener):
 
     def _refresh_some(self, now: float) -> None:
         if not self._pending_refresh:
-            self._update_block_sizes()
             self._end_topics()
             self._pending_refresh = list(self.members)
             self._refresh_batch = math.ceil(len(self._pending_refresh) / REFRESHES_PER_ROUND)
@@ -518,7 +506,7 @@ class Fleet(Listener):
         if (info is not None and info.carried_ranks) or member.carried:
             self._refresh_carried(member, status, info, hidden_before)
         if member.block_sizes != sizes:
-            self._update_block_sizes()
+            self.revision.advance()
         if self._published_batches.get(key) != status.counters.delivered and len(self.event_bus):
             self._published_batches[key] = status.counters.delivered
             fields = {"batches": status.counters.delivered, "last_seq": status.last_seq, "blocks": member.blocks}
@@ -546,7 +534,7 @@ class Fleet(Listener):
         if has_changed:
             self._update_trust(member, self._clock())
         if sizes != [worker.block_sizes for worker in member.carried]:
-            self._update_block_sizes()
+            self.revision.advance()
 
     def _collect_workers(self) -> None:
         members = list(self.members.values())

@@ -44,6 +44,9 @@ CODES_OF_DEGRADED_REASONS: Final[dict[DegradedReason, Reason]] = {
 _REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
 """The reason for a state if no other reason explains it."""
 _STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
+_REGISTERED: Final = ("instance", "rank", "model", "tenant", "group", "endpoint", "replay_endpoint", "url")
+_COUNTED: Final = ("replayed", "lost", "compacted", "resets", "reconnects")
+"""Fields of a registration and of counters that answers have under the same names."""
 _CONNECTING: Final = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
 
 
@@ -282,14 +285,8 @@ class Member:
         if info is not None:
             rejections.update({f"{kind}: {reason}": count for (kind, reason), count in info.rejected.items()})
         return SourceView(
-            instance=registration.instance,
-            rank=registration.rank,
-            model=registration.model,
-            tenant=registration.tenant,
-            group=registration.group,
-            endpoint=registration.endpoint,
-            replay_endpoint=registration.replay_endpoint,
-            url=registration.url,
+            **{name: getattr(registration, name) for name in _REGISTERED},
+            **{name: getattr(counters, name) for name in _COUNTED},
             labels=dict(registration.labels),
             origin=self.origin,
             lease_expires_at=None if (lease := self.lease) is None else lease.expires_at,
@@ -312,15 +309,10 @@ class Member:
             block_sizes=self.block_sizes,
             declared_block_size=registration.block_size,
             batches=counters.delivered,
-            replayed=counters.replayed,
-            lost=counters.lost,
-            compacted=counters.compacted,
             gap_count=counters.gaps,
             gaps=list(self.gaps),
             load=_load_view(reading),
             load_fault=None if reading is None else reading.fault or None,
-            resets=counters.resets,
-            reconnects=counters.reconnects,
             rejected=rejections,
         )
 
