@@ -81,10 +81,7 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.blocks is None and self.block_size > room:
             raise ConfigError(f"block_size is {self.block_size}; the cache of {self.preset} holds {room} tokens")
         _ = self.size, self.step_limits  # checks them
-        self._check_dialect(self.wire)
-
-    def _check_dialect(self, wire: Dialect) -> None:
-        """Raise `ConfigError` if the dialect cannot express the events of the engines."""
+        wire = self.wire
         if self.window is not None and "kv_cache_spec_kind" not in wire.stored_fields:
             raise ConfigError(f"{wire} has no field for groups of a hybrid model: leave out window, or use vllm-0.22 or later")
         if self.host_blocks and "medium" not in wire.stored_fields:

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Final, NamedTuple, TypeAlias
 
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockStored, KVEventBatch
-from kvevents.recording import RecordingReader, read_recording
+from kvevents.recording import read_recording
 from kvevents.recording.deliveries import RecordedStream, RecordingDeliveries
 from kvevents.recording.files import StrPath
 from kvevents.sim.requests import Drawn, Request, Text
@@ -88,51 +88,10 @@ class RecordedRequests(Iterator[Request]):
         max_blocks: int = MAX_BLOCKS,
         max_open: int = MAX_OPEN,
     ) -> None:
-        self._reader = read_recording(path)
-        self._rebuilding = _Rebuilding(max_blocks, max_open)
-        self._requests = _requests(self._reader, self._rebuilding, run, endpoint)
-
-    def __next__(self) -> Request:
-        return next(self._requests)
-
-    @property
-    def skipped(self) -> int:
-        """Number of events so far that were ignored, because their parent is unknown or their tokens are not token ids."""
-        return self._rebuilding.skipped
-
-    @property
-    def torn(self) -> str | None:
-        """Why the recording ends in an incomplete record, as in `RecordingReader.truncation`; None if it is complete."""
-        return self._reader.truncation
-
-
-def from_recording(path: StrPath, run: str | None = None, endpoint: str | None = None) -> RecordedRequests:
-    """Reconstruct the requests of a recording, for one run and endpoint or for all.
-
-    Times are seconds from the first batch. If the clock goes back, for example between runs, times continue from the last one.
-    Prompts and answers consist of whole blocks; the guide to workloads lists what events do not show. Sessions are inferred
-    as for traces. Iterating raises `RecordingError` as `read_recording` does.
-    """
-    return RecordedRequests(path, run, endpoint)
-
-
-def _requests(reader: RecordingReader, rebuilding: _Rebuilding, run: str | None, endpoint: str | None) -> Iterator[Request]:
-    of_run = (frame for frame in reader if run in (None, frame.run))
-    frames = (
-        frame for frame in of_run if frame.socket == "meta" or (frame.socket == "pub" and endpoint in (None, frame.endpoint))
-    )
-    for stream, delivery in RecordingDeliveries(waits=False).read(frames):
-        if isinstance(delivery, RawBatch):
-            rebuilding.feed(stream, delivery)
-        yield from rebuilding.finished()
-    yield from rebuilding.finished(at_end=True)
-
-
-class _Rebuilding:
-    """Reconstructs requests from live batches. Call `feed` with each batch, and `finished` after it."""
-
-    def __init__(self, max_blocks: int, max_open: int) -> None:
         self.skipped = 0
+        """Number of events so far that were ignored, because their parent is unknown or their tokens are not token ids."""
+        self._reader = read_recording(path)
+        self._requests = self._read(run, endpoint)
         self._max_blocks = max_blocks
         self._max_open = max_open
         self._blocks: dict[_Key, _Block] = {}
@@ -145,15 +104,41 @@ class _Rebuilding:
         self._now = 0.0
         self._number = 0
 
-    def feed(self, stream: RecordedStream, raw: RawBatch) -> None:
-        """Process one batch."""
+    def __next__(self) -> Request:
+        return next(self._requests)
+
+    @property
+    def torn(self) -> str | None:
+        """Why the recording ends in an incomplete record, as in `RecordingReader.truncation`; None if it is complete."""
+        return self._reader.truncation
+
+    def _read(self, run: str | None, endpoint: str | None) -> Iterator[Request]:
+        frames = (
+            frame
+            for frame in self._reader
+            if run in (None, frame.run)
+            and (frame.socket == "meta" or (frame.socket == "pub" and endpoint in (None, frame.endpoint)))
+        )
+        for stream, delivery in RecordingDeliveries(waits=False).read(frames):
+            if isinstance(delivery, RawBatch):
+                self._feed(stream, delivery)
+            yield from self._finished()
+        yield from self._finished(at_end=True)
+
+    def _feed(self, stream: RecordedStream, raw: RawBatch) -> None:
         batch = decode_batch(raw.payload).batch
-        self._tick(batch.ts if stream.recorded_at is None else stream.recorded_at)
-        generation = self._generation(stream, batch.data_parallel_rank, raw.incarnation)
+        clock = batch.ts if stream.recorded_at is None else stream.recorded_at
+        if self._clock is not None:
+            self._now += max(clock - self._clock, 0.0)
+        self._clock = clock
+        generation = self._streams.get((stream, batch.data_parallel_rank))
+        if generation is None or generation.recorded != raw.incarnation:
+            generation = _CacheGeneration(next(self._generations), raw.incarnation)
+            self._streams[stream, batch.data_parallel_rank] = generation
         for chain in self._chains(generation, batch):
             self._place_chain(chain)
 
-    def finished(self, *, at_end: bool = False) -> Iterator[Request]:
+    def _finished(self, *, at_end: bool = False) -> Iterator[Request]:
         """Yield the completed requests, up to the first one that can continue."""
         while self._open:
             first = self._open[0]
@@ -161,23 +146,9 @@ class _Rebuilding:
                 return
             self._open.popleft()
             self._leave(first)
-            yield self._request(first)
-
-    def _request(self, done: _Open) -> Request:
-        self._number += 1
-        unseen = Drawn(ANSWERS + self._number, max(len(done.prompt[-1]) // 2, 1))
-        return Request(done.at, Text(done.prompt), Text(done.answer or (unseen,)), done.session, *done.scope)
-
-    def _tick(self, clock: float) -> None:
-        if self._clock is not None:
-            self._now += max(clock - self._clock, 0.0)
-        self._clock = clock
-
-    def _generation(self, stream: RecordedStream, rank: int | None, recorded: int) -> _CacheGeneration:
-        generation = self._streams.get((stream, rank))
-        if generation is None or generation.recorded != recorded:
-            generation = self._streams[stream, rank] = _CacheGeneration(next(self._generations), recorded)
-        return generation
+            self._number += 1
+            unseen = Drawn(ANSWERS + self._number, max(len(first.prompt[-1]) // 2, 1))
+            yield Request(first.at, Text(first.prompt), Text(first.answer or (unseen,)), first.session, *first.scope)
 
     # --- chains of new blocks
 
@@ -207,7 +178,8 @@ class _Rebuilding:
         if tokens is None or (parent is not None and above is None):
             self.skipped += 1
             return
-        lora, salt = _lora_of(event), above.salt if above else _salt_of(event)
+        lora = event.lora_name if event.lora_id is None or event.lora_name is not None else str(event.lora_id)
+        salt = above.salt if above else _salt_of(event)
         chain = chains[-1] if chains and chains[-1][-1] == parent else []
         if not chain:
             chains.append(chain)
@@ -215,15 +187,12 @@ class _Rebuilding:
         for place, block_hash in enumerate(event.block_hashes):
             key = (generation, block_hash)
             part = tokens[place * event.block_size : (place + 1) * event.block_size]
-            self._keep(key, _Block(parent, depth + place, part, lora, salt))
+            self._blocks.pop(key, None)
+            self._blocks[key] = _Block(parent, depth + place, part, lora, salt)
+            if len(self._blocks) > self._max_blocks:
+                del self._blocks[next(iter(self._blocks))]
             chain.append(key)
             parent = key
-
-    def _keep(self, key: _Key, block: _Block) -> None:
-        self._blocks.pop(key, None)
-        self._blocks[key] = block
-        if len(self._blocks) > self._max_blocks:
-            del self._blocks[next(iter(self._blocks))]
 
     # --- requests of chains
 
@@ -281,18 +250,22 @@ class _Rebuilding:
         return path if path[-len(chain) :] == chain else None
 
 
+def from_recording(path: StrPath, run: str | None = None, endpoint: str | None = None) -> RecordedRequests:
+    """Reconstruct the requests of a recording, for one run and endpoint or for all.
+
+    Times are seconds from the first batch. If the clock goes back, for example between runs, times continue from the last one.
+    Prompts and answers consist of whole blocks; the guide to workloads lists what events do not show. Sessions are inferred
+    as for traces. Iterating raises `RecordingError` as `read_recording` does.
+    """
+    return RecordedRequests(path, run, endpoint)
+
+
 def _tokens_of(event: BlockStored) -> array[int] | None:
     """Return the token ids, of EAGLE's pairs the first one; None if one is not an unsigned 32-bit integer."""
     try:
         return array("I", (int(one[0] if isinstance(one, tuple) else one) for one in event.token_ids))
     except (OverflowError, ValueError):  # ValueError: the digest of an item
         return None
-
-
-def _lora_of(event: BlockStored) -> str | None:
-    if event.lora_name is not None:
-        return event.lora_name
-    return None if event.lora_id is None else str(event.lora_id)
 
 
 def _salt_of(event: BlockStored) -> str | None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Final, TypeAlias
+from typing import IO, Annotated, Final
 
 import msgspec
 
@@ -186,13 +186,10 @@ def plain_row(request: Request) -> PlainRow:
 
 
 def _text(pieces: Sequence[tuple[int, int] | Given]) -> Text:
-    return Text(array("I", piece.tokens) if isinstance(piece, Given) else _drawn_piece(*piece) for piece in pieces)
-
-
-def _drawn_piece(number: int, length: int) -> Drawn:
-    if number > MAX_NUMBER:
-        raise ValueError(f"invalid number {number} of a piece: expected at most 2**64 - 1")
-    return Drawn(number, length)
+    for piece in pieces:
+        if not isinstance(piece, Given) and piece[0] > MAX_NUMBER:
+            raise ValueError(f"invalid number {piece[0]} of a piece: expected at most 2**64 - 1")
+    return Text(array("I", piece.tokens) if isinstance(piece, Given) else piece for piece in pieces)
 
 
 def _pieces(text: Text) -> list[tuple[int, int] | Given]:
@@ -203,12 +200,6 @@ MAX_LINE_BYTES: Final = 32 * 1024 * 1024
 """Longest line that is read. It has room for a prompt of three million token ids."""
 
 
-_Reader: TypeAlias = Callable[[bytes, int], Request]
-_FORMATS: Final[Mapping[str, Callable[[], _Reader]]] = {
-    "hash_ids": lambda: MooncakeReader().request,
-    "at": lambda: plain_request,
-}
-"""Readers by the key that only lines of their format have."""
 _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ENCODER: Final = msgspec.json.Encoder()
 
@@ -244,32 +235,28 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
 
 
 def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
-    readers: dict[str, _Reader] = {}
+    # By the key that only lines of their format have.
+    readers = {"hash_ids": MooncakeReader().request, "at": plain_request}
     last = 0.0
     for number, line in _lines(path, max_line_bytes):
         try:
-            keys = _KEYS.decode(line)
-            request = _reader(keys, readers)(line, number)
-            last = _in_order(request.at, last)
+            request = _request(line, number, readers, last)
         except (msgspec.DecodeError, ValueError) as error:
             expected = "expected a JSON object with the key hash_ids (Mooncake's format) or at (the format of kvevents)"
             raise WorkloadError(f"{path}, line {number}: {error}; {expected}") from error
+        last = request.at
         yield request
 
 
-def _in_order(at: float, last: float) -> float:
-    if at < last:
-        raise ValueError(f"its time {at} s is before {last} s of the previous line: sort the lines by time")
-    return at
-
-
-def _reader(keys: Mapping[str, object], readers: dict[str, _Reader]) -> _Reader:
-    for key, kind in _FORMATS.items():
-        if key in keys:
-            if key not in readers:
-                readers[key] = kind()
-            return readers[key]
-    raise ValueError(f"its format is unknown, since it has neither of the keys {' and '.join(_FORMATS)}")
+def _request(line: bytes, number: int, readers: Mapping[str, Callable[[bytes, int], Request]], last: float) -> Request:
+    keys = _KEYS.decode(line)
+    read = next((reader for key, reader in readers.items() if key in keys), None)
+    if read is None:
+        raise ValueError(f"its format is unknown, since it has neither of the keys {' and '.join(readers)}")
+    request = read(line, number)
+    if request.at < last:
+        raise ValueError(f"its time {request.at} s is before {last} s of the previous line: sort the lines by time")
+    return request
 
 
 def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
