@@ -68,14 +68,13 @@ def test_a_line_is_plain_json(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ENDINGS)
-def test_writing_continues_an_existing_recording(tmp_path: Path, name: str) -> None:
-    """A recording that is opened again is appended to, compressed or not, and is read as one recording."""
-    path = tmp_path / name
-    record(path, 0, 1)
-    record(path)
-    record(path, 2)
-    assert list(read_recording(path)) == [frame(0), frame(1), frame(2)]
+def test_an_existing_recording_is_not_written_to(tmp_path: Path) -> None:
+    """A second recorder of one file raises and leaves the file unchanged."""
+    path = tmp_path / "run.jsonl"
+    record(path, 0)
+    with pytest.raises(RecordingError, match="it exists"):
+        record(path, 1)
+    assert list(read_recording(path)) == [frame(0)]
 
 
 @pytest.mark.parametrize("name", ENDINGS)
@@ -106,32 +105,18 @@ def test_an_incomplete_last_line_is_ignored_and_reported(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_a_recording_that_is_cut_off_anywhere_can_be_read_and_continued(tmp_path: Path, name: str) -> None:
-    """Reading never fails, wherever the file ends, and appending preserves every complete line."""
+def test_a_recording_that_is_cut_off_anywhere_can_be_read(tmp_path: Path, name: str) -> None:
+    """Reading never fails, wherever the file ends, also in a file of two gzip members."""
     path = tmp_path / name
     record(path, 0)
-    record(path, 1)
     whole = path.read_bytes()
+    path.unlink()
+    record(path, 1)
+    whole += path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        before = list(read_recording(path))
-        record(path, 9)
-        reader = read_recording(path)
-        assert list(reader) == [*before, frame(9)]
-        assert reader.truncation is None
-
-
-def test_a_writer_reports_what_it_removed(tmp_path: Path) -> None:
-    """An incomplete line is removed, and never silently."""
-    path = tmp_path / "run.jsonl"
-    record(path, 0, 1)
-    truncate(path, 12)
-    incomplete = len(lines(path)[-1])
-    with RecordingWriter(path) as writer:
-        assert writer.repair is not None
-        assert f"{incomplete} bytes were removed" in writer.repair
-    with RecordingWriter(path) as writer:
-        assert writer.repair is None
+        frames = list(read_recording(path))
+        assert frames == [frame(seq) for seq in range(len(frames))]
 
 
 def test_damage_names_file_and_line(tmp_path: Path) -> None:
@@ -166,9 +151,9 @@ def test_bytes_after_a_complete_gzip_member_begin_another_one_or_are_an_error(
     error = gzip.BadGzipFile
     monkeypatch.setattr(error, "__str__", lambda _: "worded in another way", raising=False)
     path = tmp_path / "run.jsonl.gz"
-    record(path, 0)
     record(path, *range(1, 3_000))
-    path.write_bytes(path.read_bytes() + tail)
+    record(tmp_path / "first.jsonl.gz", 0)
+    path.write_bytes((tmp_path / "first.jsonl.gz").read_bytes() + path.read_bytes() + tail)
     reader = read_recording(path)
     if is_truncated:
         assert len(list(reader)) == 3_000
@@ -189,11 +174,11 @@ def test_other_files_are_rejected(tmp_path: Path, text: str) -> None:
         list(read_recording(path))
 
 
-def test_a_file_that_is_not_a_recording_is_never_appended_to(tmp_path: Path) -> None:
-    """A mistyped file name must not remove the last line of another file."""
+def test_a_file_that_is_not_a_recording_is_never_written_to(tmp_path: Path) -> None:
+    """A mistyped file name must not change another file."""
     path = tmp_path / "notes.txt"
     path.write_text("precious, without a newline")
-    with pytest.raises(RecordingError, match="not a recording"):
+    with pytest.raises(RecordingError, match="it exists"):
         RecordingWriter(path)
     assert path.read_text() == "precious, without a newline"
 
