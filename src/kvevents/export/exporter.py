@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from kvevents.errors import ConfigError, RecordingError, UsageError
-from kvevents.export.residency import BatchPosition, SaltDigests, WorkerCache
+from kvevents.export.residency import BatchPosition, WorkerCache
 from kvevents.export.tables import (
     BATCHES,
     DEFAULT_EXPORT_LIMITS,
@@ -116,24 +116,14 @@ class _Worker:
         self.last_at = time if time is not None else self.last_at
         self.first_at = self.last_at if self.first_at is None else self.first_at
 
-    def close(self) -> None:
-        """Collect the final counters after the last batch."""
-        self.counts["duplicates"] = self.stream.duplicates
-        self.counts.update(self.cache.counts)
-
     def row(self) -> Row:
-        """Return its row of `workers`."""
+        """Return its row of `workers`, after the last batch."""
         stream = self.stream
-        about = (
-            self.number,
-            self.recording,
-            stream.source,
-            stream.rank or 0,
-            stream.endpoint,
-            len(self.incarnations),
-            self.batches,
-        )
-        return (*about, *(self.counts[name] for name in COUNTED), self.first_at, self.last_at)
+        self.counts["duplicates"] = stream.duplicates
+        self.counts.update(self.cache.counts)
+        about = (self.number, self.recording, stream.source, stream.rank or 0, stream.endpoint)
+        counts = (len(self.incarnations), self.batches, *(self.counts[name] for name in COUNTED))
+        return (*about, *counts, self.first_at, self.last_at)
 
 
 COUNTED: Final = tuple(column.name for column in WORKERS.columns[7:-2])
@@ -149,7 +139,7 @@ class _Export:
         self._progress = progress
         self._tokens = tokens
         self._start = time.monotonic()
-        self._salts = SaltDigests(secrets.token_bytes(_KEY_BYTES))
+        self._salt_key = secrets.token_bytes(_KEY_BYTES)
         self._workers: list[_Worker] = []
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
@@ -180,7 +170,9 @@ class _Export:
         for stream, delivery in streams.read(reader):
             worker = workers.get(stream)
             if worker is None:
-                worker = workers[stream] = self._add_worker(name, stream)
+                cache = WorkerCache(len(self._workers), self._salt_key, tokens=self._tokens)
+                worker = workers[stream] = _Worker(len(self._workers), name, stream, cache)
+                self._workers.append(worker)
             if isinstance(delivery, Gap):
                 worker.count_gap(delivery)
             elif isinstance(delivery, RawBatch):
@@ -212,19 +204,14 @@ class _Export:
         seconds = time.monotonic() - self._start
         return ExportSummary(self._folder, rows, size, seconds, dict(self._totals), dict(self._reasons), self._truncations)
 
-    def _add_worker(self, recording: str, stream: RecordedStream) -> _Worker:
-        number = len(self._workers)
-        cache = WorkerCache(number, self._salts, tokens=self._tokens)
-        worker = _Worker(number, recording, stream, cache)
-        self._workers.append(worker)
-        return worker
-
     def _add_batch(self, worker: _Worker, batch: RawBatch) -> None:
         t = worker.stream.recorded_at
         decoding = decode_batch(batch.payload)
         events, ts = decoding.batch.events, decoding.batch.ts or None
         time = t if ts is None else ts
-        self._set_rank(worker, decoding.batch.data_parallel_rank)
+        rank = decoding.batch.data_parallel_rank
+        if worker.stream.rank is None and rank is not None and -_I63 <= rank < _I63:
+            worker.stream.rank = rank
         gap_before = worker.gap_before
         worker.count_batch(batch.incarnation, time)
         rejections = self._count_rejections(worker, decoding.rejected)
@@ -239,11 +226,6 @@ class _Export:
             self._events.add(rows, len(getattr(event, "token_ids", ())) if self._tokens else 0)
         self._enforce_limit(worker)
         self._lifetimes.add(cache.take_ended())
-
-    @staticmethod
-    def _set_rank(worker: _Worker, rank: int | None) -> None:
-        if worker.stream.rank is None and rank is not None:
-            worker.stream.rank = rank if -_I63 <= rank < _I63 else None
 
     def _count_rejections(self, worker: _Worker, rejections: tuple[Rejected, ...]) -> tuple[int, str | None]:
         for rejection in rejections:
@@ -263,7 +245,6 @@ class _Export:
         for worker in workers:
             worker.cache.finish(max(ends) if ends and worker.stream.is_followed else None)
             self._lifetimes.add(worker.cache.take_ended())
-            worker.close()
 
 
 def _names(recordings: Sequence[StrPath]) -> list[str]:

@@ -49,16 +49,6 @@ class Placement(NamedTuple):
     ownership: str | None
 
 
-class ClearScope(NamedTuple):
-    """The scope of a clear: everything, or one tier, or one group, or one group on one tier."""
-
-    tier: str | None
-    group: int | None
-
-
-_EVERYTHING: Final = ClearScope(None, None)
-
-
 class BatchPosition(NamedTuple):
     """A batch: incarnation, sequence number, and time in seconds since the epoch."""
 
@@ -94,29 +84,16 @@ class _Block:
         self.residencies: dict[Placement, _Residency] = {}
 
 
-class SaltDigests:
-    """Digests of salts with a key that is not stored. Salts are often names, which could be guessed from plain digests."""
-
-    def __init__(self, key: bytes) -> None:
-        self._key = key
-
-    def digest(self, salt: int) -> str | None:
-        """Return 16 hex digits for what a salt adds to the seed of local hashes; None without a salt."""
-        if not salt:
-            return None
-        return hashlib.blake2b(salt.to_bytes(8, "little"), key=self._key, digest_size=_SALT_DIGITS // 2).hexdigest()
-
-
 class WorkerCache:
     """Follows the blocks of one worker. Call `begin_batch`, `apply` and at the end `finish`; after each call `take_ended`."""
 
-    def __init__(self, worker: int, salts: SaltDigests, *, tokens: bool) -> None:
+    def __init__(self, worker: int, salt_key: bytes, *, tokens: bool) -> None:
         self.counts: Final[Counter[str]] = Counter()
         """The counters `unkeyed`, `unknown_removals` and `dropped` of the table `workers`."""
         self.residencies = 0
         """Current residencies."""
         self._worker = worker
-        self._salts = salts
+        self._salt_key = salt_key
         self._ended_rows: list[Row] = []
         self._with_tokens = tokens
         self._incarnation = 0
@@ -140,7 +117,7 @@ class WorkerCache:
     def begin_batch(self, batch: BatchPosition, gap: int) -> None:
         """Begin a batch, before which `gap` batches were lost. A new incarnation ends all residencies."""
         if batch.incarnation != self._incarnation:
-            self._end_all("restart", self._time, _EVERYTHING)
+            self._end_all("restart", self._time)
             self._incarnation = batch.incarnation
         self._gaps += gap
         self._time = batch.at
@@ -151,7 +128,7 @@ class WorkerCache:
 
     def finish(self, time: float | None) -> None:
         """End all residencies at `time`, or at the newest batch if that is None: the recording ends."""
-        self._end_all("end", self._time if time is None else time, _EVERYTHING)
+        self._end_all("end", self._time if time is None else time)
 
     def drop_oldest(self) -> int:
         """End the residencies of the oldest block to save memory, and return their number."""
@@ -166,16 +143,17 @@ class WorkerCache:
 
     def _store(self, event: BlockStored, batch: BatchPosition, position: int) -> list[Row]:
         former = self._chain_before(event)
-        keys = _keys_of(event, former)
+        keys = stored_keys(event, None if former.key is None else (former.key, former.salt))
+        if keys.unkeyed == "parent-unknown" and former.depth is not None:
+            keys = keys._replace(unkeyed="parent-unkeyed")
         placement = _placement_of(event)
         if event.group_idx is not None:
             self._grouped_placements.add((placement.tier, placement.locality))
-        medium = event.medium
+        medium, parent = event.medium, event.parent_block_hash
         lora = event.lora_name if event.lora_name is not None else None if event.lora_id is None else str(event.lora_id)
         salt = former.salt if keys.salt is None else keys.salt
-        digest = self._salts.digest(salt)
+        digest = self._salt_digest(salt)
         rows: list[Row] = []
-        parent = event.parent_block_hash
         for index, value in enumerate(event.block_hashes):
             block, keyless_reason = self._stored_block(event, index, parent, former._replace(salt=salt), keys)
             key, depth, _ = block.chain
@@ -190,6 +168,12 @@ class WorkerCache:
             self._step += 1
             parent = value
         return rows or [self._row_without_block("stored", batch, position, (placement.tier, medium, *placement[1:]))]
+
+    def _salt_digest(self, salt: int) -> str | None:
+        """Return a digest with a key that is not stored. Salts are often names, which plain digests would confirm."""
+        if not salt:
+            return None
+        return hashlib.blake2b(salt.to_bytes(8, "little"), key=self._salt_key, digest_size=_SALT_DIGITS // 2).hexdigest()
 
     def _chain_before(self, event: BlockStored) -> ChainState:
         if event.parent_block_hash is None:
@@ -219,14 +203,12 @@ class WorkerCache:
     def _add_copy(self, value: int, block: _Block, placement: Placement, residency: _Residency) -> None:
         self._blocks[value] = block
         existing = block.residencies.get(placement)
-        if existing is not None and (placement.tier, placement.locality) not in self._grouped_placements:
-            return
-        if existing is not None:
+        if existing is None:
+            block.residencies[placement] = residency
+            self.residencies += 1
+        elif (placement.tier, placement.locality) in self._grouped_placements:
             existing.copies += 1
             existing.max_copies = max(existing.max_copies, existing.copies)
-            return
-        block.residencies[placement] = residency
-        self.residencies += 1
 
     def _token_ids(self, event: BlockStored, index: int) -> Row:
         """Return token ids if they are exported. If hashes and tokens do not match, the first block gets all of them."""
@@ -268,13 +250,13 @@ class WorkerCache:
         fields = scope_of(event)
         tier = tier_of(fields["medium"]) if "medium" in fields else None
         group = fields.get("group_idx")
-        self._end_all("cleared", batch.at, ClearScope(tier, group))
+        self._end_all("cleared", batch.at, tier, group)
         return [self._row_without_block("cleared", batch, position, (tier, fields.get("medium"), group, None, None))]
 
-    def _end_all(self, reason: str, time: float | None, scope: ClearScope) -> None:
+    def _end_all(self, reason: str, time: float | None, tier: str | None = None, group: int | None = None) -> None:
         for value in list(self._blocks):
             for placement in list(self._blocks[value].residencies):
-                if _is_in_scope(placement, scope):
+                if tier in {None, placement.tier} and group in {None, placement.group}:
                     self._end_residency(value, placement, reason, time)
 
     def _end_residency(self, value: int, placement: Placement, reason: str, time: float | None) -> None:
@@ -301,20 +283,9 @@ class WorkerCache:
         return row
 
 
-def _keys_of(event: BlockStored, former: ChainState) -> StoredKeys:
-    keys = stored_keys(event, None if former.key is None else (former.key, former.salt))
-    if keys.unkeyed == "parent-unknown" and former.depth is not None:
-        return keys._replace(unkeyed="parent-unkeyed")
-    return keys
-
-
 def _placement_of(event: BlockStored | BlockRemoved) -> Placement:
     group = event.group_idx or 0
     return Placement(tier_of(event.medium), group if -_I63 <= group < _I63 else None, event.locality, event.ownership)
-
-
-def _is_in_scope(placement: Placement, scope: ClearScope) -> bool:
-    return scope.tier in {None, placement.tier} and scope.group in {None, placement.group}
 
 
 def _plain_token_ids(tokens: Sequence[TokenId]) -> list[int] | None:

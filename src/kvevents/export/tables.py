@@ -21,8 +21,6 @@ from kvevents.settings import Positive, Settings, suggestion
 
 _FOLDER: Final = Path(__file__).parent / "queries"
 _SUFFIX: Final = ".sql"
-MAX_SQL_BYTES: Final = 1 << 20
-"""Maximum size of the user's own query: a longer file is not a query."""
 _SETTINGS: Final[dict[str, str | bool | int | float | list[str]]] = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
@@ -96,16 +94,11 @@ def run_query(folder: StrPath, query: Query) -> QueryResult:
 
 def _read_sql(file: Path) -> str:
     try:
-        with file.open("rb") as sql_file:
-            content = sql_file.read(MAX_SQL_BYTES + 1)
-        text = content.decode()
+        return file.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"invalid query {file}: not UTF-8, {error.reason} at byte {error.start}") from error
-    if len(content) > MAX_SQL_BYTES:
-        raise ConfigError(f"invalid query {file}: more than {MAX_SQL_BYTES >> 10} KiB")
-    return text
 
 
 Row: TypeAlias = tuple[Any, ...]
