@@ -13,7 +13,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
 from pathlib import Path
@@ -38,8 +37,7 @@ class Role(IntEnum):
     REGISTER = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(NamedTuple):
     """The sender of a request."""
 
     role: Role
@@ -118,9 +116,15 @@ class Access:
         callers = [caller for candidate, caller in self._callers.items() if hmac.compare_digest(candidate, digest)]
         return callers[0] if callers and scheme.lower() == b"bearer" else _UNKNOWN
 
-    def digests(self, role: Role) -> list[bytes]:
-        """Return the SHA-256 digests of the tokens with at least this role."""
-        return [digest for digest, caller in self._callers.items() if caller.role >= role]
+    @property
+    def digests(self) -> list[bytes]:
+        """The SHA-256 digests of all tokens, each of which may query."""
+        return list(self._callers)
+
+    @property
+    def has_anonymous(self) -> bool:
+        """Whether callers without a token have any role, so that the `Host` of requests is checked."""
+        return self.anonymous.role is not Role.NONE
 
     def __repr__(self) -> str:
         return f"<Access {len(self._callers)} tokens, anonymous callers {self.anonymous.role.name}>"
@@ -188,12 +192,14 @@ class HostPatterns:
     """
 
     def __init__(self, patterns: Sequence[str], setting: str) -> None:
-        networks = {pattern: _network_of(pattern) for pattern in patterns}
-        for pattern, network in networks.items():
-            if network is None and _HOST_PATTERN.fullmatch(pattern) is None:
-                forms = "HOST, NETWORK/BITS or *.SUFFIX, without a port"
-                raise ConfigError(f"invalid {setting} entry {pattern!r}: expected {forms}")
-        self._networks: Final = [network for network in networks.values() if network is not None]
+        self._networks: Final[list[Network]] = []
+        for pattern in patterns:
+            try:
+                self._networks.append(ipaddress.ip_network(pattern))
+            except ValueError as error:
+                if _HOST_PATTERN.fullmatch(pattern) is None:
+                    forms = "HOST, NETWORK/BITS or *.SUFFIX, without a port"
+                    raise ConfigError(f"invalid {setting} entry {pattern!r}: expected {forms}") from error
         self._names: Final = {name.lower() for name in patterns if not name.startswith("*.")}
         self._suffixes: Final = tuple(name[1:].lower() for name in patterns if name.startswith("*."))
 
@@ -202,13 +208,6 @@ class HostPatterns:
             return True
         address = address_of(host) if self._networks else None
         return address is not None and any(address in network for network in self._networks)
-
-
-def _network_of(pattern: str) -> Network | None:
-    try:
-        return ipaddress.ip_network(pattern)
-    except ValueError:
-        return None
 
 
 # --- the audit log

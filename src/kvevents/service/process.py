@@ -24,9 +24,8 @@ from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.certificates import check_tls
 from kvevents.service.data_plane import DURATION_BOUNDS, MATCH_RATIO_BOUNDS
 from kvevents.service.discovery.runner import check_engines
-from kvevents.service.http.app import App, OriginPolicy
+from kvevents.service.http.app import App
 from kvevents.service.http.routes import ENDPOINTS
-from kvevents.service.http.thread_pools import METRICS
 from kvevents.service.index_source import OpenIndexSource
 from kvevents.service.service import Service
 from kvevents.service.settings import Limits, ServiceSettings
@@ -187,23 +186,22 @@ class _Server:
 def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[str, Any]:
     """Return the settings of the data plane, as `native/server/src/settings.rs` reads them."""
     config, access = service.settings, service.access
-    policy = OriginPolicy.of(config, access)
     paths: dict[str, list[str]] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, []).append(endpoint.method)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "limits": config.limits,
-        "tokens": [digest.hex() for digest in access.digests(Role.READ)],
+        "tokens": [digest.hex() for digest in access.digests],
         "has_tokens": bool(config.access.tokens),
         "is_open": access.anonymous.role >= Role.READ,
-        "checks_host": policy.checks_host,
+        "checks_host": access.has_anonymous,
         "host": config.host,
-        "names": [name for name in policy.names if "*" not in name and "/" not in name],
+        "names": [name for name in config.allowed_hosts if "*" not in name and "/" not in name],
         "answers_queries": answers_queries,
         "select": {name: getattr(_SELECT, name) for name in ("tiers", "trust", "wait_weight", "load_weight")},
         "paths": paths,
-        "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe or endpoint.pool == METRICS],
+        "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe or endpoint.pool == "metrics"],
         "seconds": DURATION_BOUNDS,
         "depths": MATCH_RATIO_BOUNDS,
         "threads": min(MAX_THREADS, cpus),

@@ -25,13 +25,12 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import unquote
 
-from kvevents.service.access import Access, Caller, Client, HostPatterns, Role, address_of, host_of, is_loopback
+from kvevents.service.access import Caller, Client, HostPatterns, Role, address_of, host_of, is_loopback
 from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
 from kvevents.service.http.messages import RAW, AnyResponse, Headers, HttpRequest, Response, StreamingResponse, problem
 from kvevents.service.http.routes import ROUTES, Route, item_of, match_path
 from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
-from kvevents.service.settings import ServiceSettings
 from kvevents_native import _native
 
 if TYPE_CHECKING:
@@ -59,7 +58,8 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        self._origins = OriginPolicy.of(service.settings, service.access)
+        host, names = service.settings.host, service.settings.allowed_hosts
+        self._origins = OriginPolicy(host, names, checks_host=service.access.has_anonymous)
         self._tracer = find_tracer()
         self._tasks: set[asyncio.Task[None]] = set()
         self._open_streams: dict[int, _Sending] = {}
@@ -258,23 +258,17 @@ class OriginPolicy:
     """
 
     def __init__(self, host: str, names: Sequence[str], *, checks_host: bool) -> None:
-        self.names: Final = tuple(names)
         self._names: Final = HostPatterns(names, "allowed_hosts")
         self._host: Final = host.lower()
-        self.checks_host: Final = checks_host
+        self._checks_host: Final = checks_host
         self._is_loopback: Final = is_loopback(host)
-
-    @classmethod
-    def of(cls, config: ServiceSettings, access: Access) -> OriginPolicy:
-        """Return the policy of a service with these settings."""
-        return cls(config.host, config.allowed_hosts, checks_host=access.anonymous.role is not Role.NONE)
 
     def check(self, headers: Headers, *, is_read: bool) -> None:
         """Raise `UnauthorizedError` for a request of another origin, or with an unknown host name.
 
         `is_read` says that the request changes nothing, so a link on another site may open it in a browser.
         """
-        if self.checks_host and headers.host is not None and not self._is_own_host(host_of(_text(headers.host))):
+        if self._checks_host and headers.host is not None and not self._is_own_host(host_of(_text(headers.host))):
             hint = "use an address of this service, or add the name to allowed_hosts"
             raise UnauthorizedError(f"unknown host {_text(headers.host)[:MAX_SHOWN]!r}", "unknown-host", hint, status=421)
         if headers.origin is not None and not self._is_own_origin(headers.origin, headers.host):

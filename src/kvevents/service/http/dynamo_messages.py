@@ -259,17 +259,13 @@ class TieredAnswer(Struct, frozen=True, kw_only=True):
     tiered: TieredMatch
 
 
-def _rules(*forms: str) -> dict[str, Any]:
-    kinds = {"token_ids": {"type": "array"}, "isl_tokens": {"type": "integer"}, "worker_id": {"type": "null"}}
-    one_of = [{"required": [name], "properties": {name: kinds[name]}} for name in forms if name != "worker_id"]
-    if "worker_id" in forms:  # a replay needs no prompt
-        one_of.append({"properties": {"worker_id": kinds["worker_id"]}})
-    return {"anyOf": one_of}
-
-
+_PROMPT: Final = [
+    {"required": ["token_ids"], "properties": {"token_ids": {"type": "array"}}},
+    {"required": ["isl_tokens"], "properties": {"isl_tokens": {"type": "integer"}}},
+]
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
-    PromptRequest: _rules("token_ids", "isl_tokens"),
-    SelectWorkerRequest: _rules("token_ids", "isl_tokens"),
-    BookRequest: _rules("token_ids", "isl_tokens", "worker_id"),
+    PromptRequest: {"anyOf": _PROMPT},
+    SelectWorkerRequest: {"anyOf": _PROMPT},
+    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # a replay needs no prompt
 }
 """JSON Schema rules of these bodies that their types do not express."""

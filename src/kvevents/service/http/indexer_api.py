@@ -18,7 +18,7 @@ from kvevents.package_metadata import documented
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import EngineQueryError, Template, check_endpoint, check_load
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError, UnavailableError
-from kvevents.service.fleet.registration import Registration
+from kvevents.service.fleet.registration import MAX_SHOWN, Registration
 from kvevents.service.http.messages import HttpRequest, Response, answer
 from kvevents.service.http.queries import answer_query
 from kvevents.service.prober import check_allowed, load_target
@@ -40,8 +40,6 @@ Hash = Annotated[
 ]
 MAX_WARNINGS: Final = 8
 """Maximum number of ignored fields that a response names."""
-MAX_SHOWN: Final = 40
-"""Maximum number of characters of an invalid value that an error quotes."""
 
 
 class IndexerRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
@@ -236,10 +234,6 @@ def _to_unsigned(value: int | str) -> int:
         number = 1 << 64
     if not -(1 << 63) <= number < 1 << 64:
         text = value[:MAX_SHOWN] if isinstance(value, str) else value
-        raise ServiceError(
-            f"invalid hash {text!r}: expected a 64-bit integer",
-            "bad-hash",
-            "send integers, signed or unsigned, or 0x...",
-            status=422,
-        )
+        hint = "send integers, signed or unsigned, or 0x..."
+        raise ServiceError(f"invalid hash {text!r}: expected a 64-bit integer", "bad-hash", hint, status=422)
     return number & 0xFFFF_FFFF_FFFF_FFFF

@@ -104,7 +104,6 @@ class HttpRequest:
     """Parameters of the query string that the endpoint knows, under their names of `/v1`."""
     span_attributes: dict[str, str | int] = field(default_factory=dict)
     """Attributes of its span about its query."""
-    _parameters: dict[str, str] | None = None
 
     @property
     def kind(self) -> bytes:
@@ -114,9 +113,18 @@ class HttpRequest:
     @property
     def parameters(self) -> Mapping[str, str]:
         """All parameters of the query string. Raises `RefusedError` if it cannot be parsed."""
-        if self._parameters is None:
-            self._parameters = _parameters(self.query)
-        return self._parameters
+        try:
+            pairs = parse_qsl(
+                self.query.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_PARAMETERS, errors="strict"
+            )
+        except (UnicodeDecodeError, ValueError) as error:
+            raise RefusedError(f"invalid query string: {error}", "bad-query-string", "percent-encode it as UTF-8") from error
+        parameters: dict[str, str] = {}
+        for name, value in pairs:
+            if name in parameters:
+                raise RefusedError(f"parameter {name!r} occurs twice", "bad-parameter", "send it once")
+            parameters[name] = value
+        return parameters
 
     def read(self) -> Any:
         """Return the decoded and checked body. Raises `ServiceError`."""
@@ -163,19 +171,6 @@ class HttpRequest:
         check_unknown(self.ignored_fields)
         known_fields = {name: value for name, value in fields.items() if name not in self.ignored_fields}
         return codec.encode(known_fields) if self.ignored_fields else body
-
-
-def _parameters(query: bytes) -> dict[str, str]:
-    try:
-        pairs = parse_qsl(query.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_PARAMETERS, errors="strict")
-    except (UnicodeDecodeError, ValueError) as error:
-        raise RefusedError(f"invalid query string: {error}", "bad-query-string", "percent-encode it as UTF-8") from error
-    parameters: dict[str, str] = {}
-    for name, value in pairs:
-        if name in parameters:
-            raise RefusedError(f"parameter {name!r} occurs twice", "bad-parameter", "send it once")
-        parameters[name] = value
-    return parameters
 
 
 @dataclass(slots=True, eq=False)

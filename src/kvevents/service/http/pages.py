@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from kvevents.service.errors import RefusedError
 from kvevents.service.fleet.event_bus import StreamEvent
-from kvevents.service.fleet.registration import Key, Registration
+from kvevents.service.fleet.registration import MAX_SHOWN, Key, Registration
 from kvevents.service.http.messages import HttpRequest, Response
 
 T = TypeVar("T")
@@ -23,8 +23,6 @@ CURSOR: Final = re.compile(r"^((?:[0-9a-f]{2})+\.[0-9]{1,10})?$")
 MAX_DIGITS: Final = 10
 """Maximum number of digits of a number in a query string; Python does not parse very long numbers."""
 _FILTERS: Final = ("instance", "model", "tenant", "group")
-MAX_SHOWN: Final = 40
-"""Maximum number of characters of an invalid value that an error quotes."""
 
 
 def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: int, minimum: int = 1) -> int:

@@ -17,7 +17,7 @@ _UNCHANGED: Final = ReservationUpdate()
 MAX_LISTED: Final = 10_000
 """Maximum number of reservations of one answer."""
 DEFAULT_LISTED: Final = 1_000
-_NAME: Final = re.compile(rf"[A-Za-z0-9._~:-]{{1,{MAX_RESERVATION_ID}}}")
+NAME: Final = re.compile(rf"[A-Za-z0-9._~:-]{{1,{MAX_RESERVATION_ID}}}")
 
 
 def show(service: Service, request: HttpRequest) -> Response:
@@ -42,7 +42,7 @@ def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) 
 
 def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _UNCHANGED) -> bytes:
     """Return a reservation that was read, changed or ended, as JSON. Raises `NotFoundError` if it is not open."""
-    if not _NAME.fullmatch(name):
+    if not NAME.fullmatch(name):
         sentence = f"no reservation {name[:MAX_RESERVATION_ID]!r} is open"
         raise NotFoundError(sentence, "no-such-reservation", "use the `id` of the reservation")
     response = service.data_plane.answer(method, f"/v1/reservations/{name}", msgspec.structs.asdict(changes), ())

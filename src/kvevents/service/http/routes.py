@@ -24,7 +24,7 @@ from kvevents.service.exposition import exposition
 from kvevents.service.http import dynamo_messages as dynamo
 from kvevents.service.http import dynamo_selection, indexer_api, indexer_listings, pages, reservations, v1
 from kvevents.service.http.messages import PROBLEM, AnyResponse, Decoders, HttpRequest, Response, answer
-from kvevents.service.http.thread_pools import FLEET, LISTING, METRICS, QUERIES
+from kvevents.service.http.thread_pools import PoolName
 from kvevents.service.service import Service
 from kvevents.stream import TrustState
 
@@ -53,8 +53,8 @@ class Route:
     """Whether the body may also be raw token ids: 32-bit unsigned little-endian numbers."""
     probe: bool = False
     """Whether orchestrators send it: with any host name, and also when the service accepts no other clients."""
-    pool: str = ""
-    """Name of the thread pool that runs the handler, if it may take longer than a match; empty for the event loop."""
+    pool: PoolName | None = None
+    """The thread pool that runs the handler, if it may take longer than a match; None for the event loop."""
     parameters: tuple[Mapping[str, Any], ...] = ()
     """Parameters of the query string, and headers that change the response, as in OpenAPI documents.
 
@@ -98,7 +98,7 @@ _FILTERS: Final = (
     _parameter("tenant", "only this tenant"),
     _parameter("group", "only this routing group"),
 )
-_INDEXER_FILTERS: Final = (
+_SCOPE_FILTERS: Final = (
     _parameter("model_name", "only this model"),
     _parameter("tenant_id", "only this tenant"),
     _parameter("routing_group", "only this routing group"),
@@ -197,9 +197,9 @@ def _encoded_openapi() -> bytes:
 _indexer: Final = partial(Route, role=Role.READ, tag="indexer")
 _registering: Final = partial(Route, "POST", role=Role.REGISTER, tag="indexer")
 _selection: Final = partial(Route, role=Role.READ, tag="selection")
-_selecting: Final = partial(_selection, "POST", pool=QUERIES)
+_selecting: Final = partial(_selection, "POST", pool="queries")
 _v1: Final = partial(Route, role=Role.READ, tag="v1")
-_querying: Final = partial(_v1, "POST", pool=QUERIES)
+_querying: Final = partial(_v1, "POST", pool="queries")
 _public: Final = partial(Route, "GET", role=None, tag="probes")
 _probe: Final = partial(_public, probe=True)
 
@@ -207,11 +207,11 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     # The indexer API of Dynamo and Mooncake
     _registering("/register", indexer_api.register, takes=schemas.RegisterRequest, status=201, also=_REGISTERED),
     _registering("/unregister", indexer_api.unregister, takes=schemas.UnregisterRequest),
-    _indexer("POST", "/query", indexer_api.query, takes=indexer_api.QueryRequest, pool=QUERIES),
-    _indexer("POST", "/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest, pool=QUERIES),
-    _indexer("GET", "/workers", indexer_listings.workers, pool=FLEET, parameters=(*_INDEXER_FILTERS, *_PAGE)),
-    _indexer("GET", "/services", indexer_listings.services, pool=FLEET, parameters=_INDEXER_FILTERS),
-    _indexer("GET", "/global_view", indexer_listings.global_view, pool=FLEET, parameters=_INDEXER_FILTERS),
+    _indexer("POST", "/query", indexer_api.query, takes=indexer_api.QueryRequest, pool="queries"),
+    _indexer("POST", "/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest, pool="queries"),
+    _indexer("GET", "/workers", indexer_listings.workers, pool="fleet", parameters=(*_SCOPE_FILTERS, *_PAGE)),
+    _indexer("GET", "/services", indexer_listings.services, pool="fleet", parameters=_SCOPE_FILTERS),
+    _indexer("GET", "/global_view", indexer_listings.global_view, pool="fleet", parameters=_SCOPE_FILTERS),
     _indexer("GET", "/dump", indexer_listings.dump),
     _selecting(
         "/query_tiered_by_hash",
@@ -238,8 +238,8 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     ),
     _selection("POST", "/reservations/{id}/prefill_complete", dynamo_selection.prefill_complete, gives=dynamo.Done),
     _selection("DELETE", "/reservations/{id}", dynamo_selection.free, gives=dynamo.Done),
-    _selection("GET", "/loads", dynamo_selection.loads, gives=list[dynamo.ModelLoad], pool=FLEET, parameters=_INDEXER_FILTERS),
-    _selection("GET", "/ready", dynamo_selection.ready, gives=dynamo.ReadyWorkers, also=_UNSCHEDULABLE, pool=FLEET),
+    _selection("GET", "/loads", dynamo_selection.loads, gives=list[dynamo.ModelLoad], pool="fleet", parameters=_SCOPE_FILTERS),
+    _selection("GET", "/ready", dynamo_selection.ready, gives=dynamo.ReadyWorkers, also=_UNSCHEDULABLE, pool="fleet"),
     # The API of kvevents
     _querying("/v1/match", v1.match, takes=schemas.MatchRequest, gives=schemas.MatchAnswer, raw=True, parameters=_RAW),
     _querying("/v1/match_many", v1.match_many, takes=schemas.MatchManyRequest, gives=schemas.MatchManyAnswer),
@@ -249,16 +249,16 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _v1("GET", "/v1/reservations/{id}", reservations.show, gives=schemas.Reservation),
     _v1("POST", "/v1/reservations/{id}", reservations.update, takes=schemas.ReservationUpdate, gives=schemas.Reservation),
     _v1("DELETE", "/v1/reservations/{id}", reservations.finish, gives=schemas.Reservation),
-    _v1("GET", "/v1/sources", v1.sources, gives=schemas.SourcesAnswer, pool=FLEET, parameters=(*_FILTERS, *_PAGE)),
+    _v1("GET", "/v1/sources", v1.sources, gives=schemas.SourcesAnswer, pool="fleet", parameters=(*_FILTERS, *_PAGE)),
     _registering("/v1/drain", v1.drain, tag="v1", takes=schemas.DrainRequest, gives=schemas.DrainAnswer),
-    _v1("GET", "/v1/stats", v1.stats, gives=schemas.StatsAnswer, pool=FLEET),
-    _v1("GET", "/v1/blocks", v1.blocks, gives=schemas.BlocksAnswer, pool=LISTING, parameters=_BLOCKS),
+    _v1("GET", "/v1/stats", v1.stats, gives=schemas.StatsAnswer, pool="fleet"),
+    _v1("GET", "/v1/blocks", v1.blocks, gives=schemas.BlocksAnswer, pool="listing", parameters=_BLOCKS),
     _v1("GET", "/v1/events", v1.events, parameters=_EVENTS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
     _probe("/health", health, gives=schemas.HealthAnswer, also=_FAILED),
     _probe("/livez", health, gives=schemas.HealthAnswer, also=_FAILED),
     _probe("/readyz", ready, gives=schemas.ReadyAnswer, also=_NOT_READY),
-    _public("/metrics", metrics, role=Role.READ, media="text/plain", pool=METRICS),
+    _public("/metrics", metrics, role=Role.READ, media="text/plain", pool="metrics"),
     _public("/openapi.json", openapi),
     _public("/", page, media="text/html"),
 )
@@ -339,7 +339,7 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-_ITEM_PATTERN: Final = f"^[A-Za-z0-9._~:-]{{1,{schemas.MAX_RESERVATION_ID}}}$"
+_ITEM_PATTERN: Final = f"^{reservations.NAME.pattern}$"
 _ITEM_PARAMETER: Final = _parameter(
     "id", "name of the reservation", "path", required=True, type="string", pattern=_ITEM_PATTERN
 )

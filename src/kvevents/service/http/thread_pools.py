@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from kvevents.service.errors import UnavailableError
 
 T = TypeVar("T")
 
-LISTING: Final = "listing"
-"""Reads all blocks of a worker."""
-QUERIES: Final = "queries"
-"""Reads and answers the queries that the data plane has forwarded."""
-FLEET: Final = "fleet"
-"""Lists all members of the fleet."""
-METRICS: Final = "metrics"
-"""Writes the metrics, which no request of another kind may delay."""
-_THREADS: Final = {LISTING: 1, QUERIES: 4, FLEET: 2, METRICS: 1}
+PoolName: TypeAlias = Literal["listing", "queries", "fleet", "metrics"]
+_THREADS: Final[dict[PoolName, int]] = {
+    "listing": 1,  # reads all blocks of a worker
+    "queries": 4,  # reads and answers the queries that the data plane has forwarded
+    "fleet": 2,  # lists all members of the fleet
+    "metrics": 1,  # writes the metrics, which no request of another kind may delay
+}
 
 
 class ThreadPool:
@@ -56,7 +54,7 @@ class ThreadPools:
         self.dump: Final = BoundedLock("dump", max_waiting)
         """Held by the client that reads `/dump`."""
 
-    def __getitem__(self, name: str) -> ThreadPool:
+    def __getitem__(self, name: PoolName) -> ThreadPool:
         return self._by_name[name]
 
 
