@@ -50,24 +50,20 @@ PUBLISHED: Final = {
 TEXT: Final = """\
 # When events pay
 
-For authors and operators of routers: what routing by cache events is worth beside policies that need none, with one and
-with several routers, and beside llm-d's published figures.
-
-`python -m benchmarks.study --write` wrote this page and its picture in some minutes: do not edit them. Fleets are
-[simulated](simulation.md), times are virtual and runs are seeded, so every machine gets the same figures.
+For authors and operators of routers: what routing by cache events is worth beside policies that need none.
+`python -m benchmarks.study --write` wrote this page and its picture: do not edit them. Fleets are
+[simulated](simulation.md) in virtual time, so every machine gets the same figures.
 
 {findings}
 
 ![TTFT p90 of the fastest policy without events, relative to prefix-aware, by the number of routers](routing-study.svg)
 
 - A fleet is 8 engines of `qwen3-32b-2xh100`, a roofline of Qwen3-32B on two H100, with blocks of 128 tokens. Events are
-  in the index 1 ms after a step. The traffic is 800 requests of each of the five [workloads](workloads.md), at their
-  rates: `llm-d` saturates the fleet.
+  in the index 1 ms after a step. The traffic is 800 requests of each [workload](workloads.md). `llm-d` saturates it.
 - Requests are distributed over the routers at random. A router knows its own decisions and its own requests in flight;
   events reach all of them. Routers that ask one service (`/v1/select`) are one router here.
 - `approximate-tree` is the default rule of SMG and of SGLang's gateway without events, over a router's own decisions.
-  `prefix-estimated` has the score of `prefix-aware` over the same. `prefix-aware` expects a prompt where it was just
-  sent (`overlay`, 2 s), until events arrive. Policies have their defaults, which for `prefix-aware` were chosen on
+  `prefix-estimated` has the score of `prefix-aware` over the same. The defaults of `prefix-aware` were chosen on
   these generators ([ADR 0008](../adr/0008-prefix-aware-score.md)).
 - TTFT: seconds from a request's arrival to its first token. Hit rate: share of prompt tokens that engines found cached.
   Figures are means over {seeds} seeds.
@@ -84,31 +80,21 @@ SMG's own measurements agree: one gateway serves 27.5 requests a second with eve
 ([#1771](https://github.com/smg-project/smg/pull/1771)), several gateways 1.0 to 2.6 times as many with events
 ([#1652](https://github.com/smg-project/smg/pull/1652)).
 
-Not in the figures: gateways that ask engines for their load, and so learn of the requests of others; trees that
-gateways share; a restarted router, which has forgotten its decisions but replays events; restarted engines.
+Not in the figures: gateways that ask engines for their load, or share their trees; restarted routers and engines.
 
 ## llm-d's published gain
 
 [KV-Cache Wins You Can See](https://llm-d.ai/blog/kvcache-wins-you-can-see), with a report in llm-d-kv-cache
 (`benchmarking/73-capacity`): 8 pods of Qwen3-32B on two H100 each; 150 groups of 5 prompts, with 6,000 tokens shared by
-the group and 1,200 of their own; answers of 1,000. After 750 requests, 16 stages of 3 to 60 requests a second; each
-begins when the one before is answered. Here: 307,328 tokens of cache per pod, blocks of 64, Poisson arrivals. Output
-tokens a second are the mean over the stages, TTFT is over all requests.
+the group and 1,200 of their own; answers of 1,000. After 750 requests, 16 stages of 3 to 60 requests a second. Here:
+307,328 tokens of cache per pod, blocks of 64, Poisson arrivals. Output tokens a second are the mean over the stages.
 
 {ladder}
 
-| | theirs | here |
-| --- | --- | --- |
-| a step | GPUs | a roofline: half of the data sheets' arithmetic, three quarters of their bandwidth, not fitted |
-| TTFT | at the client, behind gateway and network | from the router to the end of the step: tenths of a second less |
-| prompts and answers | 7,580 and 940 tokens in later reports of the same guide | 7,200 and 1,000 |
-| precise scheduling | prefix, KV usage and queue as scraped | `prefix-aware`: uncached share, and work that it sent |
-| estimated scheduling | an LRU of what was sent, without evictions | `prefix-estimated` |
-| load scheduling | queue and KV usage as scraped, always the best pod | `least-loaded`: each decision counts at once |
-| runs | one | one, of one seed |
-
-The prompts fill 73 % of the caches, and one router sends them all. So `prefix-aware` and `prefix-estimated` know the
-same, and decide the same.
+Theirs is one run on GPUs, with TTFT at the client and loads as scraped. Here a step is a roofline that was not fitted
+(half of the data sheets' arithmetic, three quarters of their bandwidth), and TTFT ends with the step, tenths of a
+second earlier. One router sends all prompts, which fill 73 % of the caches: so `prefix-aware` and `prefix-estimated`
+decide the same.
 
 In {runs} runs, {checked:,} lookups of engines were compared with the index: {disagreements} disagreements, {unproven} that
 could not be compared.
