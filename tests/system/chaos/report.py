@@ -28,13 +28,13 @@ def tables(outcomes: Sequence[Outcome]) -> str:
 
 def by_fault(outcomes: Sequence[Outcome]) -> str:
     """Return a table with a row for each fault."""
-    heads = ["fault", "rounds", "EXACT and right", "not EXACT"]
+    heads = ["fault", "EXACT and right", "not EXACT"]
     return format_table(heads, make_fault_rows(outcomes, known_names(), _format_fault_row))
 
 
 def _format_fault_row(outcomes: Sequence[Outcome]) -> list[str]:
     found = tally(outcomes)
-    return [f"{count:,}" for count in (found.rounds, found.right, found.inexact)]
+    return [f"{count:,}" for count in (found.right, found.inexact)]
 
 
 def by_make(outcomes: Sequence[Outcome]) -> str:
@@ -55,7 +55,7 @@ def _format_make_row(outcomes: Sequence[Outcome]) -> list[str]:
 
 def losses(outcomes: Sequence[Outcome]) -> str:
     """Return a table of the batches that the example subscriber and ours lose in the same rounds, by released publisher."""
-    heads = ["publisher", "subscriber", "rounds", "batches", "lost", "of rounds: state wrong at the end", "of these, reported"]
+    heads = ["publisher", "subscriber", "rounds", "lost batches", "of rounds: state wrong at the end", "of these, reported"]
     body = []
     for make, title in MAKES.items():
         rounds = [outcome for outcome in outcomes if outcome.make == make and outcome.examples]
@@ -70,7 +70,7 @@ def _format_example_row(rounds: Sequence[Outcome], name: str) -> list[str]:
     found = [example for outcome in rounds for example in outcome.examples if example.name == name]
     wrong = sum(not example.right for example in found)
     published, lost = sum(example.published for example in found), sum(example.lost for example in found)
-    return [f"{len(found):,}", f"{published:,}", _format_share(lost, published), _format_share(wrong, len(found)), "0"]
+    return [f"{len(found):,}", _format_share(lost, published), _format_share(wrong, len(found)), "0"]
 
 
 def _format_own_row(rounds: Sequence[Outcome]) -> list[str]:
@@ -79,8 +79,8 @@ def _format_own_row(rounds: Sequence[Outcome]) -> list[str]:
     wrong = sum(result.kind == "wrong" for _, result in steady)
     published = sum(outcome.batches for outcome, _ in steady)
     lost = published - sum(each.received for _, each in steady)
-    summary = f"{inexact:,} not EXACT at the end, each reported; {wrong} silently"
-    return [f"{len(steady):,}", f"{published:,}", _format_share(lost, published), summary, f"{inexact:,}"]
+    summary = f"{inexact:,} not EXACT; {wrong} silently"
+    return [f"{len(steady):,}", _format_share(lost, published), summary, f"{inexact:,}"]
 
 
 def _format_share(part: int, whole: int) -> str:
@@ -108,7 +108,7 @@ else than its engine?
 
 | part | rule |
 | --- | --- |
-| round | drawn from a seed and its number; counts in the row of each of its faults |
+| round | drawn from a seed and its number; its consumers count in the row of each of its faults |
 | processes | engine, up to two relays with journals, consumers; TCP or `ipc://`, `FaultProxy` between |
 | engine | a random, valid KV cache: branches, removals, copies, tiers, sliding windows, LoRA, salts, clears |
 | consumers | early, late, or killed and resumed; threads or asyncio; events or bytes |
