@@ -13,7 +13,7 @@ from tools import released
 
 DOCUMENT: Final = released.CHECKOUT / "docs" / "developers" / "plane-chaos.md"
 SHORT: Final = "short replay"
-_HEADS: Final = ("fault", "rounds", "right at the end", "settled in s", "at most")
+_HEADS: Final = ("fault", "right at the end", "settled in s", "at most")
 
 
 def tables(outcomes: Sequence[Outcome]) -> str:
@@ -27,7 +27,7 @@ def _format_row(outcomes: Sequence[Outcome]) -> list[str]:
     seconds = sorted(outcome.settled for outcome in outcomes if not outcome.error)
     others = [*found.reasons, *([("wrong", found.wrong)] if found.wrong else [])]
     right = [f"{found.right:,} of {found.results:,}", *(f"{count} {reason}" for reason, count in others)]
-    return [f"{found.rounds:,}", "; ".join(right), f"{median(seconds):.1f}", f"{seconds[-1]:.1f}"]
+    return ["; ".join(right), f"{median(seconds):.1f}", f"{seconds[-1]:.1f}"]
 
 
 def totals(outcomes: Sequence[Outcome]) -> str:
@@ -64,15 +64,14 @@ the engines hold, even if engines, bridges, servers and replicas fail?
 | round | three seconds of faults, then each engine publishes its last batches; counts in the row of each of its faults |
 | processes | two bridges, three replicas, two to four engines, one or three NATS servers; a proxy from engine to bridge |
 | claim | what a replica holds of a stream that it calls EXACT, compared every 10 ms with an index in the engine's process |
-| outdated | time from the engine's next batch to the claim; without rounds in which the link of an engine fails |
+| outdated | time from the engine's next batch to the claim, unless the link of an engine fails |
 | right | a replica that is EXACT and holds what the engine holds, counted per engine |
 | settled | median seconds from the last batch until all replicas are right |
-| log | read page by page: numbers in order, none twice, one engine process per incarnation. Other counts must be 0 |
+| log | numbers in order, none twice, one engine process per incarnation; other counts must be 0 |
 | forgotten | batches that had left the replay buffer (`short replay`: 200 batches). Any other lost batch is wrong |
-| servers lose pages | all servers fall back to an older copy of their files |
+| servers lose pages | all fall back to an older copy of their files |
 | flip byte, cut file | in the newest file of a partition of a server that has ended |
 | bridge misses an incarnation | a bridge is stopped while an engine restarts twice; the bridge that wrote between is killed |
-| replica with a clock ahead | one of three, by an hour |
 """
 
 
