@@ -19,6 +19,7 @@ from kvevents.testing import FaultProxy, ProxyLimits, TapePlayer
 from kvevents.testing.zmtp import Segment, ZmtpSplitter
 from kvevents.wire import replay_request_frames
 from resource_cases import leave_nothing_open
+from tests.system.chaos_kit.redirecting_proxy import RedirectingProxy
 
 SECONDS = 60
 """Deadline of every wait; only a failing test waits this long."""
@@ -412,9 +413,10 @@ def test_a_cut_can_refuse_until_healed(tape: TapePlayer, proxy: FaultProxy, conn
     assert receive_seqs(sub, 1) == [0]
 
 
-def test_a_redirected_proxy_uses_another_upstream_until_healed(tape: TapePlayer, proxy: FaultProxy, connect: Open) -> None:
+def test_a_redirected_proxy_uses_another_upstream_until_healed(tape: TapePlayer, connect: Open) -> None:
     """The port then seems to belong to another engine. Each of the two changes ends existing connections."""
-    with TapePlayer([(b"kv", seq, b"another") for seq in range(500, 510)]) as another:
+    other_tape = TapePlayer([(b"kv", seq, b"another") for seq in range(500, 510)])
+    with other_tape as another, RedirectingProxy(tape.endpoint) as proxy:
         sub = connect(zmq.SUB, proxy.endpoint)
         join(tape, sub)
         proxy.redirect(another.endpoint)

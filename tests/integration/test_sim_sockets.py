@@ -167,8 +167,9 @@ def test_open_waits_for_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         sockets.open(FIRST)
 
 
-def test_a_port_that_stays_in_use_is_an_error() -> None:
-    with open_sockets(rebind_seconds=0.02) as sockets, socket.socket() as blocker:
+def test_a_port_that_stays_in_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "REBIND_SECONDS", 0.02)
+    with open_sockets() as sockets, socket.socket() as blocker:
         endpoint = sockets.addresses[FIRST].endpoint
         sockets.close(FIRST)
         take_port(blocker, endpoint)

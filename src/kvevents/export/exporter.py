@@ -224,7 +224,9 @@ class _Export:
         for position, event in enumerate(events):
             rows = cache.apply(event, in_batch, position)
             self._events.add(rows, len(getattr(event, "token_ids", ())) if self._tokens else 0)
-        self._enforce_limit(worker)
+        residencies = sum(other.cache.residencies for other in self._workers)
+        while residencies > self._limits.resident_blocks and worker.cache.residencies:
+            residencies -= worker.cache.drop_oldest()
         self._lifetimes.add(cache.take_ended())
 
     def _count_rejections(self, worker: _Worker, rejections: tuple[Rejected, ...]) -> tuple[int, str | None]:
@@ -233,11 +235,6 @@ class _Export:
         count = sum(rejection.count for rejection in rejections)
         worker.counts["rejected"] += count
         return count, ",".join(dict.fromkeys(rejection.reason for rejection in rejections)) or None
-
-    def _enforce_limit(self, worker: _Worker) -> None:
-        residencies = sum(other_worker.cache.residencies for other_worker in self._workers)
-        while residencies > self._limits.resident_blocks and worker.cache.residencies:
-            residencies -= worker.cache.drop_oldest()
 
     def _end(self, workers: list[_Worker]) -> None:
         """End the residencies. A worker followed to the end held its blocks until then, any other until its last batch."""

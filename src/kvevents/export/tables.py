@@ -103,16 +103,6 @@ def _read_sql(file: Path) -> str:
 
 Row: TypeAlias = tuple[Any, ...]
 
-_TYPES: Final[dict[str, Any]] = {
-    "bool": pa.bool_(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "uint64": pa.uint64(),
-    "double": pa.float64(),
-    "string": pa.string(),
-    "int64[]": pa.list_(pa.int64()),
-}
-
 
 class ExportLimits(Settings, frozen=True, kw_only=True):
     """Limits of an export. Raises `ConfigError`. The table `workers` counts what exceeds the last two."""
@@ -153,8 +143,10 @@ class Table(NamedTuple):
 
     def schema(self, *, tokens: bool = False) -> Any:
         """Return its `pyarrow.Schema`. With `tokens`, `events` has a column of token ids."""
-        columns = [*self.columns, *([TOKEN_IDS] if tokens and self.name == "events" else [])]
-        return pa.schema([pa.field(column.name, _TYPES[column.type], column.nullable) for column in columns])
+        fields = [pa.field(column.name, column.type, column.nullable) for column in self.columns]
+        # The token ids of the block, the first of each pair under EAGLE.
+        token_ids = [pa.field("token_ids", pa.list_(pa.int64()))] if tokens and self.name == "events" else []
+        return pa.schema([*fields, *token_ids])
 
 
 _WORKER: Final = Column("worker", "int32", "number of the worker, in the table `workers`")
@@ -177,7 +169,6 @@ _NAMESPACE: Final = (
     Column("lora", "string", "name of the LoRA adapter, or its number", True),
     Column("salt", "string", "digest of the cache salt, comparable within one export only", True),
 )
-TOKEN_IDS: Final = Column("token_ids", "int64[]", "token ids of the block, the first of each pair under EAGLE", True)
 
 WORKERS: Final = Table(
     "workers",

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, BinaryIO, Final, Literal, Self, TypeAlias
+from typing import Any, BinaryIO, Final, Literal, Self, TypeAlias, TypeVar
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.events import Heartbeat
@@ -157,6 +157,7 @@ class IndexStats(Counters):
     """Decisions of the overlay that ended before they expired, since it had more than `max_speculated` blocks."""
 
 
+_T = TypeVar("_T")
 Worker: TypeAlias = tuple[str, int] | str
 """Source and rank, or the source alone for rank 0."""
 
@@ -383,11 +384,7 @@ class PrefixIndex(_native.NativeIndex):
 
     def worker(self, worker: Worker) -> WorkerInfo:
         """Return one worker. Raises `UnknownSourceError`."""
-        source, rank = _parts(worker)
-        info = self._worker(source, rank)
-        if info is None:
-            raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}; workers() lists all")
-        return WorkerInfo(**info)
+        return WorkerInfo(**_known(worker, self._worker))
 
     def stats(self) -> IndexStats:
         """Return statistics. Reads one stream after the other, and waits for streams that are being written to."""
@@ -406,10 +403,7 @@ class PrefixIndex(_native.NativeIndex):
 
     def blocks(self, worker: Worker) -> Iterator[Block]:
         """Return the blocks that a worker holds now, once for each tier and group, unordered. Raises `UnknownSourceError`."""
-        source, rank = _parts(worker)
-        pages = self._blocks(source, rank)
-        if pages is None:
-            raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}; workers() lists all")
+        pages = _known(worker, self._blocks)
         return (Block(*block) for page in iter(lambda: pages.take(_BLOCKS_PER_PAGE), []) for block in page)
 
     def digest(self, stream: Worker) -> str:
@@ -418,11 +412,7 @@ class PrefixIndex(_native.NativeIndex):
         If a stream carries several ranks, the digest covers all of them. The order of events, sequence numbers and orphans do
         not count. Raises `UnknownSourceError`.
         """
-        source, rank = _parts(stream)
-        digest = self._digest(source, rank)
-        if digest is None:
-            raise UnknownSourceError(f"the index has no stream {source!r} with rank {rank}; workers() lists all workers")
-        return f"{digest:032x}"
+        return f"{_known(stream, self._digest):032x}"
 
     # --- snapshots
 
@@ -477,3 +467,11 @@ _SUMMED: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates"
 
 def _parts(worker: Worker) -> tuple[str, int]:
     return (worker, 0) if isinstance(worker, str) else worker
+
+
+def _known(worker: Worker, query: Callable[[str, int], _T | None]) -> _T:
+    source, rank = _parts(worker)
+    answer = query(source, rank)
+    if answer is None:
+        raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}; workers() lists all")
+    return answer

@@ -131,6 +131,7 @@ CONFIRM_SECONDS: Final = 0.5
 LOOK: Final = 0.1
 """Seconds between two checks of the stop request and of the consumer."""
 POLL: Final = 0.01
+_STREAM_COUNTERS: Final = ("replayed", "gaps_repaired", "lost", "resets", "reconnects")
 
 
 class WorkerView(NamedTuple):
@@ -181,8 +182,7 @@ class LiveFleet:
         self._stop: Final = threading.Event()
         proxied = any(KINDS[fault.kind].network for fault in requested)
         with ExitStack() as closing:
-            sockets = Sockets(settings, host=host, base_port=base_port, proxied=proxied, rebind_seconds=timers.rebind)
-            self.sockets = closing.enter_context(sockets)
+            self.sockets = closing.enter_context(Sockets(settings, host=host, base_port=base_port, proxied=proxied))
             self.index: Final = PrefixIndex(clock=lambda: self._timeline.now)
             self.follower: Final = AuditingFollower(self.index, self.sockets.incarnation)
             closing.callback(self.follower.close)
@@ -264,11 +264,7 @@ class LiveFleet:
                 endpoint=status.endpoint,
                 trust=str(status.trust),
                 batches=status.counters.delivered,
-                replayed=status.counters.replayed,
-                gaps_repaired=status.counters.gaps_repaired,
-                lost=status.counters.lost,
-                resets=status.counters.resets,
-                reconnects=status.counters.reconnects,
+                **{name: getattr(status.counters, name) for name in _STREAM_COUNTERS},
             )
             for status in self.follower.statuses
         ]
@@ -286,12 +282,11 @@ class LiveFleet:
         with those.
         """
         until = time.monotonic() + self.timers.connect
-        while not self._is_followed() and time.monotonic() < until:
+        while time.monotonic() < until:
             self.follower.check()
+            if self.sockets.subscribers() > 0 and {"CONNECTING", "REPLAYING"}.isdisjoint(self.follower.trust.values()):
+                return
             time.sleep(POLL)
-
-    def _is_followed(self) -> bool:
-        return self.sockets.subscribers() > 0 and {"CONNECTING", "REPLAYING"}.isdisjoint(self.follower.trust.values())
 
     def _settle(self) -> None:
         """End the network's faults, and wait until all published batches have arrived, or the timeout has passed.

@@ -14,12 +14,14 @@ from kvevents.errors import ConfigError, EndpointError
 from kvevents.events import KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.routing import Worker
-from kvevents.sim.settings import FleetSettings, LiveTimers
+from kvevents.sim.settings import FleetSettings
 from kvevents.stream import Source
 from kvevents.testing import FaultProxy
 from kvevents.zeromq.sockets import destroy_context
 
 REBIND_PAUSE: Final = 0.005
+REBIND_SECONDS: Final = 5.0
+"""How long a restarted engine waits for its port. The socket of its last incarnation closes within milliseconds."""
 BUFFER_STEPS: Final = 10_000
 """Batches in the replay buffer of each engine, as engines have by default."""
 KILL_SECONDS: Final = 0.05
@@ -57,7 +59,6 @@ class Sockets:
         host: str = "127.0.0.1",
         base_port: int | None = None,
         proxied: bool = False,
-        rebind_seconds: float = LiveTimers().rebind,
     ) -> None:
         last = (base_port or 0) + 2 * len(settings.workers) - 1
         if base_port is not None and last > HIGHEST_PORT:
@@ -71,7 +72,6 @@ class Sockets:
         self._host: Final = host
         self._base_port: Final = base_port
         self._proxied: Final = proxied
-        self._rebind_seconds: Final = rebind_seconds
         self._closing: Final = ExitStack()
         self._context: Final[zmq.Context[zmq.Socket[bytes]]] = zmq.Context(io_threads=2)
         self._closing.callback(destroy_context, self._context)
@@ -126,7 +126,7 @@ class Sockets:
                 self._closing.callback(publisher.shutdown, SHUTDOWN_SECONDS)
 
     def _publisher(self, worker: Worker) -> ZmqEventPublisher:
-        until = time.monotonic() + self._rebind_seconds
+        until = time.monotonic() + REBIND_SECONDS
         while True:
             try:
                 return self._open_publisher(worker)

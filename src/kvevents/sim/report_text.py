@@ -9,6 +9,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from kvevents.diagnosis.text_format import plural
 from kvevents.sim.results import Comparison, Distribution, PolicyResult
 from kvevents.sim.routers import POLICIES, needs_events
 from kvevents.sim.settings import FleetSettings
@@ -37,11 +38,6 @@ class Interval(NamedTuple):
         variance = sum((value - mean) ** 2 for value in values) / (count - 1)
         half = _T_QUANTILES[min(count - 1, len(_T_QUANTILES)) - 1] * math.sqrt(variance / count)
         return cls(mean, mean - half, mean + half)
-
-
-def percent(share: float) -> str:
-    """Return a share from 0 to 1 as text such as `41.0%`."""
-    return f"{100 * share:.1f}%"
 
 
 def span(seconds: float) -> str:
@@ -137,8 +133,8 @@ def _judgement_text(runs: Runs) -> str:
     return (
         f"{_FINDINGS[judgement.finding].format(judgement.rival)}: its TTFT p90 is {mean:.2f} times that of {judgement.subject} "
         + (f"({low:.2f} to {high:.2f} in {seeds} seeds)" if seeds > 1 else "(one seed)")
-        + f", and it found {percent(mean_hit_rate(runs[judgement.rival]))} of prompt tokens in caches, {judgement.subject} "
-        f"{percent(mean_hit_rate(runs[judgement.subject]))}"
+        + f", and it found {mean_hit_rate(runs[judgement.rival]):.1%} of prompt tokens in caches, {judgement.subject} "
+        f"{mean_hit_rate(runs[judgement.subject]):.1%}"
     )
 
 
@@ -147,25 +143,24 @@ def _best_text(runs: Runs) -> str:
     best = min(p90s, key=p90s.__getitem__, default=None)
     if best is None:
         return ""
-    hits = percent(mean_hit_rate(runs[best]))
-    return f"{best} has a TTFT p90 of {span(p90s[best])} and found {hits} of prompt tokens in caches"
+    hits = mean_hit_rate(runs[best])
+    return f"{best} has a TTFT p90 of {span(p90s[best])} and found {hits:.1%} of prompt tokens in caches"
 
 
 def _refused_text(results: Sequence[PolicyResult]) -> str:
     most = max((result.refused for result in results), default=0)
-    return f"{most:,} request{' was' if most == 1 else 's were'} refused, longer than a whole cache" if most else ""
+    return f"{plural(most, 'request')} {'was' if most == 1 else 'were'} refused, longer than a whole cache" if most else ""
 
 
 def _audit_text(results: Sequence[PolicyResult]) -> str:
     checked, wrong, unproven = (
         sum(getattr(result, name) for result in results) for name in ("checked", "disagreements", "unproven")
     )
-    lookups = "lookup" if checked == 1 else "lookups"
     rest = f", {unproven:,} could not be compared" if unproven else ""
     if wrong:
-        return f"index and engines DISAGREED on {wrong:,} of {checked:,} {lookups}, which is a defect{rest}"
+        return f"index and engines DISAGREED on {wrong:,} of {plural(checked, 'lookup')}, which is a defect{rest}"
     if checked:
-        return f"index and engines agreed on {'its only' if checked == 1 else f'all {checked:,}'} {lookups}{rest}"
+        return f"index and engines agreed on {'its only lookup' if checked == 1 else f'all {checked:,} lookups'}{rest}"
     return "no lookup was compared with the index" if any(result.requests for result in results) else ""
 
 
@@ -181,39 +176,30 @@ def report_settings(fleet: FleetSettings, **more: str | float | bool | None) -> 
 
 def traffic_text(settings: ReportSettings) -> str:
     """Return a fleet and its requests as one line: `8 engines, llama-3.1-8b-h100, 200 requests of chat, seed 0`."""
-    engines, ranks = settings.get("engines"), settings.get("ranks")
-    routers = settings.get("routers")
+    engines, ranks, routers = settings.get("engines"), settings.get("ranks"), settings.get("routers")
+    rate, speed = settings.get("rate"), settings.get("trace_speed")
+    seed, seeds = settings.get("seed"), settings.get("seeds")
+    seed_text = f"seed {seed}"
+    if isinstance(seed, int) and isinstance(seeds, int) and seeds > 1:
+        seed_text = f"seeds {seed} to {seed + seeds - 1}"
     parts = [
         f"{engines} engine{'' if engines == 1 else 's'}" + ("" if ranks in {None, 1} else f" of {ranks} ranks"),
         "" if routers in {None, 1} else f"{routers} routers",
         str(settings.get("preset")),
         _source(settings),
-        _pace(settings),
-        _seeds(settings),
+        f"{rate:g} requests a second" if rate is not None else "",
+        f"{speed:g} times as fast" if speed is not None else "",
+        seed_text,
     ]
     return ", ".join(part for part in parts if part)
 
 
 def _source(settings: ReportSettings) -> str:
     trace, workload, requests = (settings.get(name) for name in ("trace", "workload", "requests"))
-    count = f"{requests:,} request{'' if requests == 1 else 's'} of " if isinstance(requests, int) else ""
+    count = f"{plural(requests, 'request')} of " if isinstance(requests, int) else ""
     if trace is not None:
         return f"{count}the trace {trace}"
     return "" if workload is None else f"{count}the packaged sample" if workload == "trace" else f"{count}{workload}"
-
-
-def _pace(settings: ReportSettings) -> str:
-    rate, speed = settings.get("rate"), settings.get("trace_speed")
-    return f"{rate:g} requests a second" if rate is not None else f"{speed:g} times as fast" if speed is not None else ""
-
-
-def _seeds(settings: ReportSettings) -> str:
-    seed, seeds = settings.get("seed"), settings.get("seeds")
-    return (
-        f"seeds {seed} to {seed + seeds - 1}"
-        if isinstance(seed, int) and isinstance(seeds, int) and seeds > 1
-        else f"seed {seed}"
-    )
 
 
 # --- the table
@@ -250,7 +236,7 @@ COLUMNS: Final = (
     ReportColumn("TTFT p50", _ttft(lambda ttft: ttft.p50), "{:,.3f}".format, "least"),
     ReportColumn("p90", _ttft(lambda ttft: ttft.p90), "{:,.3f}".format, "least"),
     ReportColumn("p99", _ttft(lambda ttft: ttft.p99), "{:,.3f}".format, "least"),
-    ReportColumn("hit rate", _if_looked_up(lambda result: result.hit_rate), percent, "most"),
+    ReportColumn("hit rate", _if_looked_up(lambda result: result.hit_rate), "{:.1%}".format, "most"),
     ReportColumn("tokens/s", _if_looked_up(lambda result: result.output_tokens_per_second), "{:,.1f}".format, "most"),
     ReportColumn("imbalance", _if_looked_up(lambda result: result.imbalance), "{:.2f}".format, "least"),
     ReportColumn("preemptions", lambda result: result.preemptions, "{:,.0f}".format, "least"),

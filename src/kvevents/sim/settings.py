@@ -35,8 +35,6 @@ class LiveTimers:
     """How long an engine is down after a `restart` fault."""
     stall: float = 3.0
     """How long a network drops everything after a `stall` fault."""
-    rebind: float = 5.0
-    """How long a restarted engine waits for its port. The socket of its last incarnation closes within milliseconds."""
 
 
 class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -328,7 +328,9 @@ class _Agent:
             )
             if len(following) > settings.context:
                 break
-            begins = [self._helper(helped + place).begun(prompt + call, settings.helper_turns, 0) for place in range(helpers)]
+            names = [f"{self.session.name}.{helped + place}" for place in range(helpers)]
+            agents = [replace(self, session=self.session._replace(name=name)) for name in names]
+            begins = [agent.begun(prompt + call, settings.helper_turns, 0) for agent in agents]
             helped += helpers
             yield Turn(prompt, call, answer_seconds(call) + self._pause_seconds(helpers), begins)
             prompt = following
@@ -336,10 +338,6 @@ class _Agent:
 
     def _text(self, lengths: Lengths) -> Text:
         return self.writer.write(lengths.draw(self.random))
-
-    def _helper(self, number: int) -> _Agent:
-        session = self.session._replace(name=f"{self.session.name}.{number}")
-        return _Agent(self.settings, session, self.writer, self.random)
 
     def _pause_seconds(self, helpers: int) -> float:
         """Return the seconds until the next turn: the duration of a tool, or the mean duration of concurrent sub-agents."""

@@ -58,7 +58,10 @@ class Sessions:
 
         A piece identifies itself and all pieces before it.
         """
-        session = self._find_session(pieces, whole) or self._new_session()
+        session = self._find_session(pieces, whole)
+        if session is None:
+            self._begun += 1
+            session = f"{self._name}-{self._begun}"
         if whole > 1:
             end = pieces[whole - 1]
             _, followers = self._ends.pop(end, (session, set()))
@@ -77,10 +80,6 @@ class Sessions:
                 followers.add(pieces[place + 1])
             return session if len(followers) <= SHARED_AFTER else None
         return None
-
-    def _new_session(self) -> str:
-        self._begun += 1
-        return f"{self._name}-{self._begun}"
 
 
 PIECE_TOKENS: Final = 512

@@ -25,7 +25,7 @@ from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay
 
 
 class VirtualClock:
-    """A replacement for `time.monotonic` that advances only when `advance` or `set` is called.
+    """A replacement for `time.monotonic` that advances only when `advance` is called.
 
     Call it for the time in seconds, as a float. It never goes back. Any thread may read and advance it.
     """
@@ -46,14 +46,6 @@ class VirtualClock:
             raise ConfigError(f"cannot advance the clock by {seconds} s: expected 0 or more")
         with self._lock:
             self._now += seconds
-            return self._now
-
-    def set(self, now: float) -> float:
-        """Set the time to `now` and return it. Raise `ConfigError` if it is before the current time or infinite."""
-        with self._lock:
-            if _check_finite(now) < self._now:
-                raise ConfigError(f"cannot set the clock to {now} s: it is at {self._now} s and does not go back")
-            self._now = float(now)
             return self._now
 
 
@@ -141,12 +133,6 @@ class FakeEngine:
         for event in unseen or []:
             self.publish(event)
         self.reconnect()
-
-    def attach(self, connection: FakeConnection) -> None:
-        """Accept the connection of a subscriber."""
-        self.connections.append(connection)
-        if self.is_up:
-            connection.add_arrival(lambda stream, now: stream.begin_connection(now))
 
     def answer(self, connection: FakeConnection, start: int) -> None:
         """Answer a replay request from `start` on, unless the engine is down or does not answer replay."""
@@ -247,7 +233,9 @@ class FakeTransport:
             )
         connection = FakeConnection(engine, self)
         self._connections.append(connection)
-        engine.attach(connection)
+        engine.connections.append(connection)
+        if engine.is_up:
+            connection.add_arrival(lambda stream, now: stream.begin_connection(now))
         return connection
 
     def discard(self, connection: FakeConnection) -> None:

@@ -76,7 +76,7 @@ class FaultProxy:
     """
 
     def __init__(self, upstream: str, listen: str = "tcp://127.0.0.1:*", *, limits: ProxyLimits = DEFAULT_PROXY_LIMITS) -> None:
-        self._original_upstream = self._upstream = _address(connectable(upstream))
+        self._upstream = tcp_address(connectable(upstream))
         self._limits = limits
         self._port = reserve_port(listen)
         self._condition = threading.Condition()
@@ -202,26 +202,13 @@ class FaultProxy:
 
         self._run_in_loop(apply)
 
-    def redirect(self, upstream: str) -> None:
-        """Close every connection, and connect clients to another TCP endpoint until `heal`. Raise `ConfigError`."""
-        address = _address(connectable(upstream))
-
-        async def apply() -> None:
-            self._upstream = address
-            await self._close_connections()
-
-        self._run_in_loop(apply)
-
     def heal(self) -> None:
         """End every fault: drop nothing, release held messages, resume stalled connections, accept clients again.
 
-        Connections that `half_open` has stalled stay stalled. Connections that were redirected are closed.
+        Connections that `half_open` has stalled stay stalled.
         """
 
         async def apply() -> None:
-            if self._upstream != self._original_upstream:
-                self._upstream = self._original_upstream
-                await self._close_connections()
             for faults in self._directions.values():
                 faults.heal()
             self._flow.set()
@@ -300,7 +287,7 @@ class FaultProxy:
         await asyncio.gather(*connections, return_exceptions=True)
 
     def _listener(self) -> socket.socket:
-        host, port = _address(self._port.endpoint)
+        host, port = tcp_address(self._port.endpoint)
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -384,7 +371,8 @@ async def _close_writer(writer: asyncio.StreamWriter, linger: float) -> None:
     await asyncio.gather(closing, return_exceptions=True)
 
 
-def _address(endpoint: str) -> tuple[str, int]:
+def tcp_address(endpoint: str) -> tuple[str, int]:
+    """Return host and port of a TCP endpoint; port 0 for `*`. Raise `ConfigError`."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     port = "0" if port == "*" else port
     if not endpoint.startswith("tcp://") or not port.isdecimal():

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any, Final
 
-from kvevents.testing import FaultProxy
 from kvevents.wire import replay_end_frames
 from tests.system.chaos.traits import Fits, Setting, fits_always
 from tests.system.chaos_kit import faults
 from tests.system.chaos_kit.engine import TOPIC, draw_malformed_message
 from tests.system.chaos_kit.faults import TargetT, always, draw_seed, refuse
 from tests.system.chaos_kit.parts import Disk, Leg, Part
+from tests.system.chaos_kit.redirecting_proxy import RedirectingProxy
 
 if TYPE_CHECKING:
     from tests.system.chaos.stage import Stage
@@ -57,17 +57,17 @@ def _find_leg(stage: Stage, leg: int) -> list[Leg]:
     return [stage.legs[min(leg, len(stage.legs) - 1)]]
 
 
-def _find_proxies(stage: Stage, leg: int) -> list[FaultProxy]:
+def _find_proxies(stage: Stage, leg: int) -> list[RedirectingProxy]:
     return _find_leg(stage, leg)[0].proxies
 
 
-def _find_live(stage: Stage, leg: int) -> list[FaultProxy]:
+def _find_live(stage: Stage, leg: int) -> list[RedirectingProxy]:
     proxy = _find_leg(stage, leg)[0].live
     assert proxy is not None, "this fault needs a chain over TCP"
     return [proxy]
 
 
-def _find_replay(stage: Stage, leg: int) -> list[FaultProxy]:
+def _find_replay(stage: Stage, leg: int) -> list[RedirectingProxy]:
     proxy = _find_leg(stage, leg)[0].replay
     assert proxy is not None, "this fault needs a chain over TCP with a replay endpoint"
     return [proxy]
@@ -97,23 +97,23 @@ def _find_disk(stage: Stage, _: int) -> list[Disk]:
 # --- faults ------------------------------------------------------------------------------------------------------------------
 
 
-def _drop(proxy: FaultProxy, random: Random) -> None:
+def _drop(proxy: RedirectingProxy, random: Random) -> None:
     proxy.drop(random.choice((0.001, 0.02, 0.3)), seed=draw_seed(random))
 
 
-def _drop_run(proxy: FaultProxy, random: Random) -> None:
+def _drop_run(proxy: RedirectingProxy, random: Random) -> None:
     proxy.drop(random.choice((1, 10, 500)))
 
 
-def _drop_requests(proxy: FaultProxy, random: Random) -> None:
+def _drop_requests(proxy: RedirectingProxy, random: Random) -> None:
     proxy.drop(random.choice((1, 3)), direction="up")
 
 
-def _delay(proxy: FaultProxy, random: Random) -> None:
+def _delay(proxy: RedirectingProxy, random: Random) -> None:
     proxy.delay(random.uniform(0.01, 0.3))
 
 
-def _reorder(proxy: FaultProxy, random: Random) -> None:
+def _reorder(proxy: RedirectingProxy, random: Random) -> None:
     proxy.reorder(random.choice((0.0005, 0.01)), seed=draw_seed(random))
 
 
@@ -123,7 +123,7 @@ def _cut(leg: Leg, random: Random) -> None:
             proxy.cut()
 
 
-def _flap(proxy: FaultProxy, random: Random) -> None:
+def _flap(proxy: RedirectingProxy, random: Random) -> None:
     for _ in range(random.randrange(10, 40)):
         proxy.cut()
         time.sleep(random.expovariate(1 / FLAP_SECONDS))
@@ -154,25 +154,25 @@ def _heal_replay(place: tuple[Stage, int]) -> None:
         proxy.heal()
 
 
-def _inject_malformed(proxy: FaultProxy, random: Random) -> None:
+def _inject_malformed(proxy: RedirectingProxy, random: Random) -> None:
     """Inject malformed messages between live messages."""
     for _ in range(random.randrange(1, 20)):
         proxy.inject(draw_malformed_message(random, TOPIC.encode(), 7))
 
 
-def _inject_malformed_replies(proxy: FaultProxy, random: Random) -> None:
+def _inject_malformed_replies(proxy: RedirectingProxy, random: Random) -> None:
     for _ in range(random.randrange(1, 20)):
         proxy.inject(random.choice(([b""], [b"", b"x", b"y"], [b"", b"\0" * 8], [b"\xff" * 300])))
         proxy.inject(random.choice(([b""], [b"", b"\0\0"], [b"junk"] * 5)), direction="up")
 
 
-def _inject_end_markers(proxy: FaultProxy) -> None:
+def _inject_end_markers(proxy: RedirectingProxy) -> None:
     """Inject end markers in both shapes, so that a reply seems to end early."""
     for with_topic in (False, True):
         proxy.inject(replay_end_frames(with_topic))
 
 
-def _connect_strangers(proxy: FaultProxy, random: Random) -> None:
+def _connect_strangers(proxy: RedirectingProxy, random: Random) -> None:
     """Connect clients that do not speak ZMTP: they close at once or send garbage."""
     host, _, port = proxy.endpoint.removeprefix("tcp://").rpartition(":")
     for _ in range(STRANGERS):
@@ -193,11 +193,11 @@ def _pause(part: Part, random: Random) -> None:
         part.go_on()
 
 
-_half_open: Final = always(FaultProxy.half_open)
-_stall: Final = always(FaultProxy.stall)
+_half_open: Final = always(RedirectingProxy.half_open)
+_stall: Final = always(RedirectingProxy.stall)
 _stop: Final = always(Part.stop)
 _kill: Final = always(Part.kill)
-_heal: Final = FaultProxy.heal
+_heal: Final = RedirectingProxy.heal
 
 FAULTS: Final[dict[str, Fault[Any]]] = {
     "live messages dropped": Fault(_find_live, _drop, _heal),

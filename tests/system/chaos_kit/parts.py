@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, Self
 
-from kvevents.testing import FaultProxy
+from tests.system.chaos_kit.redirecting_proxy import RedirectingProxy
 
 START_SECONDS: Final = 60.0
 ANSWER_SECONDS: Final = 30.0
@@ -141,15 +141,15 @@ class Leg:
     """Proxies for a live and a replay endpoint over TCP. Other endpoints have no proxies."""
 
     def __init__(self, endpoint: str, replay_endpoint: str | None) -> None:
-        self.live = FaultProxy(endpoint) if endpoint.startswith("tcp://") else None
+        self.live = RedirectingProxy(endpoint) if endpoint.startswith("tcp://") else None
         self.replay = (
-            FaultProxy(replay_endpoint) if replay_endpoint is not None and replay_endpoint.startswith("tcp://") else None
+            RedirectingProxy(replay_endpoint) if replay_endpoint is not None and replay_endpoint.startswith("tcp://") else None
         )
         self.endpoint = endpoint if self.live is None else self.live.endpoint
         self.replay_endpoint = replay_endpoint if self.replay is None else self.replay.endpoint
 
     @property
-    def proxies(self) -> list[FaultProxy]:
+    def proxies(self) -> list[RedirectingProxy]:
         return [proxy for proxy in (self.live, self.replay) if proxy is not None]
 
     def heal(self) -> None:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import nats
 
-from kvevents.testing import FaultProxy
 from tests.system.chaos_kit import faults
 from tests.system.chaos_kit.faults import TargetT, always, draw_seed, refuse
 from tests.system.chaos_kit.parts import Leg, Part
+from tests.system.chaos_kit.redirecting_proxy import RedirectingProxy
 from tools.nats_servers import NatsServer
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def find_partition(stage: Stage, number: int) -> list[tuple[Stage, int]]:
     return [(stage, number)]
 
 
-def find_proxies(stage: Stage, number: int) -> list[FaultProxy]:
+def find_proxies(stage: Stage, number: int) -> list[RedirectingProxy]:
     return stage.legs[number].proxies
 
 
@@ -206,8 +206,8 @@ FAULTS: Final[dict[str, Fault[Any]]] = {
     "flip byte": Fault(find_server, _damage(_flip_byte), NatsServer.launch, weight=3),
     "cut file": Fault(find_server, _damage(_cut_in_the_middle), NatsServer.launch, weight=3),
     "stranger's message": Fault(find_partition, _change_partition(_publish_foreign_message), weight=1),
-    "cut engine off": Fault(find_proxies, always(refuse), FaultProxy.heal),
-    "half-open engine": Fault(find_proxies, always(FaultProxy.half_open), FaultProxy.heal, weight=2),
+    "cut engine off": Fault(find_proxies, always(refuse), RedirectingProxy.heal),
+    "half-open engine": Fault(find_proxies, always(RedirectingProxy.half_open), RedirectingProxy.heal, weight=2),
     "drop live batches": Fault(find_leg, _drop, Leg.heal),
 }
 
