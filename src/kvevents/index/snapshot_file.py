@@ -90,10 +90,10 @@ def _write(index: NativeIndex, path: Path, workers: Workers | None) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-    _fsync_directory(path.parent)
+    sync_folder(path.parent)
 
 
-def _fsync_directory(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Wait until the new name is on the disk, if the platform can sync folders."""
     if not hasattr(os, "O_DIRECTORY"):
         return

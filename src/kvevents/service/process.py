@@ -23,6 +23,7 @@ from kvevents.service.access import Access, Role
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.certificates import check_tls
 from kvevents.service.data_plane import DURATION_BOUNDS, MATCH_RATIO_BOUNDS
+from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.discovery.runner import check_engines
 from kvevents.service.http.app import App
 from kvevents.service.http.routes import ENDPOINTS
@@ -239,5 +240,4 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _url(config: ServiceSettings, listening: socket.socket) -> str:
     scheme = "http" if config.tls is None else "https"
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"{scheme}://{host}:{listening.getsockname()[1]}"
+    return f"{scheme}://{bracket_host(config.host)}:{listening.getsockname()[1]}"

@@ -279,14 +279,19 @@ class Service:
         members = list(self.fleet.members.values())
         exact = sum(member.trust_status.state == "EXACT" for member in members)
         caught_up = sum(member.is_caught_up for member in members)
-        reason = "" if self._is_ready else self._why_not_ready(len(members), exact, caught_up)
-        self._is_ready = self._is_ready or not reason
+        missing = self._what_is_missing(len(members), exact, caught_up)
+        is_late = self._clock() - self._began >= self.settings.ready.deadline_seconds
+        reason = ""
+        if not self._is_ready:
+            reason = "" if self.index_source.is_partial else self._why_incomplete()
+            reason = reason or ("" if is_late else missing)
+            self._is_ready = not reason
         ends = "the service is ending" if self.is_ending else self._failure
         if ends:
             reason = ends
         elif not reason:
             reason = self._summary(len(members), exact, caught_up)
-            if self._is_late and self._what_is_missing(len(members), exact, caught_up):
+            if is_late and missing:
                 reason += f"; ready because {self.settings.ready.deadline_seconds:g} s have passed since the start"
         return ReadyAnswer(
             ready=self._is_ready and not ends,
@@ -296,16 +301,6 @@ class Service:
             quorum=self.settings.ready.quorum,
             deadline_seconds=self.settings.ready.deadline_seconds,
         )
-
-    @property
-    def _is_late(self) -> bool:
-        return self._clock() - self._began >= self.settings.ready.deadline_seconds
-
-    def _why_not_ready(self, members: int, exact: int, caught_up: int) -> str:
-        """Return why the service is not ready; empty if it is ready."""
-        if (reason := self._why_incomplete()) and not self.index_source.is_partial:
-            return reason
-        return "" if self._is_late else self._what_is_missing(members, exact, caught_up)
 
     def _why_incomplete(self) -> str:
         """Return why the service cannot know the engines of any model yet; empty if it can."""

@@ -181,18 +181,8 @@ class TopicSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         instance, model = names if len(names) == 2 else (topic, "")
         if not (self.model or model):
             raise ConfigError("its topic names no model: expected kv@INSTANCE@MODEL, or the setting topics.model")
-        return Registration(
-            instance=instance,
-            endpoint=self.endpoint,
-            model=self.model or model,
-            topic=topic,
-            block_size=self.block_size,
-            tenant=self.tenant,
-            group=self.group,
-            bind=True,
-            curve=self.curve,
-            stores_only=self.stores_only,
-        )
+        shared = {name: getattr(self, name) for name in ("endpoint", "block_size", "tenant", "group", "curve", "stores_only")}
+        return Registration(instance=instance, model=self.model or model, topic=topic, bind=True, **shared)
 
 
 class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,6 +22,7 @@ import msgspec
 
 from kvevents.errors import ConfigError, SnapshotError
 from kvevents.index import PrefixIndex
+from kvevents.index.snapshot_file import sync_folder
 from kvevents.service.fleet.registration import Key, Registration
 from kvevents.stream import Checkpoint
 
@@ -191,11 +192,7 @@ def _write(path: Path, content: bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)
 
 
 def _lock_folder(path: Path) -> int:

@@ -184,18 +184,21 @@ class DnsProvider:
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
         """Yield the engines behind the name. While it does not resolve, yield a fault, and the last engines for `max_stale`."""
+        _, host, port = DnsTarget.parse(self.target)
         backoff = Backoff(self.clock.random)
         yielded, last = None, Finding()
         resolved_at = self.clock.now()
         while True:
             try:
-                resolved = await self._resolve()
+                resolved = await (self.resolver.services(host) if port is None else self.resolver.addresses(host))
             except ResolveError as error:
                 pause = backoff.next_delay()
                 # Engines that would become too old during the pause are dropped at its beginning.
                 if self.clock.now() + pause - resolved_at > self.max_stale:
                     last = Finding()
-                found = replace(last, faults=(self._fault(error, last),))
+                known = len(last.registrations) + len(last.providers)
+                stay = f"; the engines found before ({known}) stay for at most {self.max_stale:g} s" if known else ""
+                found = replace(last, faults=(f"{error}{stay}",))
             else:
                 backoff.reset()
                 pause = jittered(min(max(resolved.ttl, MIN_SECONDS), MAX_SECONDS), self.clock.random)
@@ -205,14 +208,6 @@ class DnsProvider:
                 yield found
             yielded = found
             await self.clock.sleep(pause)
-
-    async def _resolve(self) -> Resolved:
-        _, host, port = DnsTarget.parse(self.target)
-        return await (self.resolver.services(host) if port is None else self.resolver.addresses(host))
-
-    def _fault(self, error: ResolveError, last: Finding) -> str:
-        known = len(last.registrations) + len(last.providers)
-        return f"{error}" + (f"; the engines found before ({known}) stay for at most {self.max_stale:g} s" if known else "")
 
     def _finding(self, resolved: Resolved) -> Finding:
         scheme, name, port = DnsTarget.parse(self.target)

@@ -11,7 +11,7 @@ The settings are `[[sources]]` tables, the template for engines found by one nam
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NamedTuple, Protocol, Self
 from urllib.parse import SplitResult, urljoin, urlsplit
@@ -245,7 +245,12 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         collision = port_collision(endpoint, self.replay_endpoint, self.ranks - 1)
         if collision is not None:
             raise ConfigError(collision)
-        return tuple(self.registration(instance, self.model, each) for each in self._rank_endpoints(endpoint))
+        found = []
+        for index in range(self.ranks):
+            own = offset_endpoint_port(endpoint, index) or endpoint
+            rank = RankEndpoint(self.rank + index, own, self.replay_endpoint_of(index, own))
+            found.append(self.registration(instance, self.model, rank))
+        return tuple(found)
 
     def registration(self, instance: str, model: str, found: RankEndpoint) -> Registration:
         """Return the registration of one rank. A setting of this template takes precedence over what `found` says."""
@@ -286,11 +291,6 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             return self.load
         load = self.load if is_load_url(self.load) else offset_endpoint_port(self.load, index) or self.load
         return _on_host_of(load, endpoint)
-
-    def _rank_endpoints(self, endpoint: str) -> Iterator[RankEndpoint]:
-        for index in range(self.ranks):
-            own = offset_endpoint_port(endpoint, index) or endpoint
-            yield RankEndpoint(self.rank + index, own, self.replay_endpoint_of(index, own))
 
 
 DEFAULT_TEMPLATE: Final = Template()

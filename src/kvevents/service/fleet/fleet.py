@@ -398,16 +398,10 @@ class Fleet(Listener):
         else:
             kind, sentence = "reset", f"its blocks are removed: {loss.reason}"
             member.evicted = member.info.evicted if member.info is not None else 0
-        self._warn(member, sentence)
+        if time.monotonic() >= member.log_muted_until:
+            log.warning("%s: %s", member.registration.label, sentence)
+            member.log_muted_until = time.monotonic() + LOSS_LOG_SECONDS
         self._announce(LossEvent, member, now, what=kind, sentence=sentence)
-
-    def _warn(self, member: Member, sentence: str) -> None:
-        if time.monotonic() < member.log_muted_until:
-            member.suppressed_losses += 1
-            return
-        suffix = f" ({member.suppressed_losses} more losses were not logged)" if member.suppressed_losses else ""
-        log.warning("%s: %s%s", member.registration.label, sentence, suffix)
-        member.log_muted_until, member.suppressed_losses = time.monotonic() + LOSS_LOG_SECONDS, 0
 
     def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None:
         """Count the events of an applied batch that cannot be decoded."""

@@ -123,8 +123,6 @@ class Member:
     """Faults that the index reports about this stream."""
     log_muted_until: float = 0.0
     """Monotonic time until which losses are not logged."""
-    suppressed_losses: int = 0
-    """Losses that were not logged since the last log line about losses."""
     _was_exact: bool = False
 
     @property
