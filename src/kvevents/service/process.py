@@ -42,10 +42,8 @@ def fit_clients(limits: Limits) -> tuple[Limits, str]:
     Returns the limits and a warning, which is empty if `max_clients` did not have to be lowered.
     """
     descriptors = raise_descriptor_limit()
-    if descriptors == resource.RLIM_INFINITY:
-        return limits, ""
     room = max(descriptors - RESERVED_FILES - limits.reserved_clients, descriptors // 4)
-    if limits.max_clients <= room:
+    if descriptors == resource.RLIM_INFINITY or limits.max_clients <= room:
         return limits, ""
     warning = (
         f"limits.max_clients is lowered from {limits.max_clients} to {room}, because the process may open {descriptors} files: "

@@ -58,7 +58,7 @@ class SourceFault(NamedTuple):
 
 
 class Revision:
-    """A number that changes before and after each change of the fleet that answers show."""
+    """A number that changes after each change of the fleet that answers show. A reader reads it before it reads the fleet."""
 
     __slots__ = ("_next", "changed_members", "number")
 
@@ -69,10 +69,7 @@ class Revision:
         """The members that have changed; a reader takes them out before it reads them."""
 
     def advance(self, member: Member | None = None) -> None:
-        """Change the number. Call it before and after a change, so that a reader of the change sees another number too.
-
-        `member` is the changed one; None if members are added or removed.
-        """
+        """Change the number. `member` is the changed one; None if members are added or removed."""
         if member is not None:
             self.changed_members[member] = None
         self.number = next(self._next)
@@ -165,7 +162,6 @@ class Member:
         return tuple(dict.fromkeys(reasons)) or (Reason.OTHER,)
 
     def _faults_that_explain(self, trust: Trust) -> list[SourceFault]:
-        """Return the endpoint faults that explain the state."""
         name = "endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint"
         fault = self.faults.get(name)
         return [] if fault is None or trust == Trust.EXACT else [fault]
@@ -181,13 +177,11 @@ class Member:
         is_silent = Reason.REPLAY_SILENT in self.trust_status.reason_codes and (self.last_event or 0.0) < self.since
         if not reason and self._was_exact and is_silent:
             reason = "it seems to be stopped: its replay endpoint answered before, and now neither that nor an event comes"
-        if bool(reason) == bool(self.why_unreachable):
-            self.why_unreachable = reason
-            return False
-        self.revision.advance(self)
+        has_changed = bool(reason) != bool(self.why_unreachable)
         self.why_unreachable = reason
-        self.revision.advance(self)
-        return True
+        if has_changed:
+            self.revision.advance(self)
+        return has_changed
 
     def set_trust(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> TrustState | None:
         """Set state and reasons. Return the former state if it has changed."""
@@ -195,7 +189,6 @@ class Member:
         status = TrustStatus(cast("TrustState", trust.name), trust.reason, reasons, trust.attested)
         if status == former:
             return None
-        self.revision.advance(self)
         self.trust = trust
         self.trust_status = status
         self.revision.advance(self)

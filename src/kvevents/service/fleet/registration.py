@@ -196,11 +196,8 @@ class Lease(NamedTuple):
 
 
 def _check_drafts(drafts: Collection[int]) -> None:
-    if len(drafts) > MAX_DRAFT_GROUPS:
-        raise ConfigError(f"drafts has {len(drafts)} KV cache groups; the most is {MAX_DRAFT_GROUPS}, and [] means all")
-    for group in drafts:
-        if not 0 <= group <= MAX_GROUP:
-            raise ConfigError(f"drafts has {group}; KV cache groups have numbers from 0 to 2**31 - 1")
+    if len(drafts) > MAX_DRAFT_GROUPS or not all(0 <= group <= MAX_GROUP for group in drafts):
+        raise ConfigError(f"invalid drafts: expected at most {MAX_DRAFT_GROUPS} KV cache groups, each from 0 to 2**31 - 1")
 
 
 def _check_serving_url(url: str) -> None:
