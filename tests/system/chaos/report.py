@@ -115,6 +115,8 @@ else than its engine?
 | claim | what an `EXACT` consumer holds after a batch, compared every few milliseconds with an index in the engine's process |
 | end | in bounded time after the last batches a consumer is `EXACT` and right, or [says why not](../concepts/trust.md) |
 | EXACT and wrong | a wrong claim at any time; the first one ends the run |
+
+If replay has gaps or never answers, a round does not lose its last batches: no consumer could know of them.
 """
 _LOSSES: Final = """\
 vLLM's example subscriber and ours under the same faults. As released, it never requests replay; *corrected* does. Neither
