@@ -149,6 +149,12 @@ MIN_SUSPECT: Final = 2
 """Number of unreachable engines from which on the network can be suspected."""
 
 
+def _suspicion(joined: Collection[StreamKey], absent: Collection[StreamKey], text: str) -> str:
+    """Return `text` with the numbers of engines, not ranks, if suspiciously many are absent; else an empty text."""
+    engines, missing = len({source for source, _ in joined}), len({source for source, _ in absent})
+    return text.format(missing, engines) if missing >= MIN_SUSPECT and missing * 2 > engines else ""
+
+
 class EngineLiveness:
     """Reachability of one bridge's engines."""
 
@@ -183,34 +189,18 @@ class EngineLiveness:
 
     def dead(self, joined: Collection[StreamKey], now: float) -> list[StreamKey]:
         """Return the streams of `joined` that were unreachable for too long. Call it periodically: each call takes a sample."""
-        for key in joined:
-            if self.is_reached(key):
-                self._unreachable_since.pop(key, None)
-            elif key in self._reports:
-                self._unreachable_since.setdefault(key, now)
-        for key in self._unreachable_since.keys() - set(joined):
-            del self._unreachable_since[key]
-        was_suspected = bool(self.suspicion)
-        self._update_suspicion(joined, now)
-        if was_suspected and not self.suspicion:
-            self._unreachable_since = dict.fromkeys(self._unreachable_since, now)
-        if self.suspicion:
-            return []
-        return [key for key, since in self._unreachable_since.items() if now - since > self._dead_seconds]
-
-    def _update_suspicion(self, joined: Collection[StreamKey], now: float) -> None:
-        """Count engines, not ranks; ignore outages that are too short to remove an engine soon."""
-        engines, unreachable = {source for source, _ in joined}, {source for source, _ in self._unreachable_since}
-        longest = max((now - since for since in self._unreachable_since.values()), default=0.0)
-        is_suspected = (
-            len(unreachable) >= MIN_SUSPECT and len(unreachable) * 2 > len(engines) and longest > self._dead_seconds / 2
-        )
-        reason = f"{len(unreachable)} of {len(engines)} engines are unreachable" if is_suspected else ""
-        if bool(reason) != bool(self.suspicion):
-            log.warning(
-                "%s", f"{reason}: suspecting the network, removing none of them" if reason else "engines are reachable again"
-            )
-        self.suspicion = reason
+        since = self._unreachable_since
+        unreachable = [key for key in joined if not self.is_reached(key) and (key in self._reports or key in since)]
+        since = {key: since.get(key, now) for key in unreachable}
+        # Outages that are too short to remove an engine soon are no reason to suspect the network.
+        is_long = max((now - began for began in since.values()), default=0.0) > self._dead_seconds / 2
+        suspicion = _suspicion(joined, unreachable, "{} of {} engines are unreachable") if is_long else ""
+        if bool(suspicion) != bool(self.suspicion):
+            text = f"{suspicion}: suspecting the network, removing none of them" if suspicion else "engines are reachable again"
+            log.warning("%s", text)
+            since = since if suspicion else dict.fromkeys(since, now)
+        self._unreachable_since, self.suspicion = since, suspicion
+        return [] if suspicion else [key for key, began in since.items() if now - began > self._dead_seconds]
 
 
 class UnclaimedEngines:
@@ -231,10 +221,8 @@ class UnclaimedEngines:
     def expired(self, joined: Collection[StreamKey], unclaimed: Collection[StreamKey], now: float) -> list[StreamKey]:
         """Return the streams that were unclaimed for too long. Call it periodically: each call takes a sample."""
         self._since = {key: self._since.get(key, now) for key in unclaimed}
-        engines, without = {source for source, _ in joined}, {source for source, _ in unclaimed}
-        self.engines = len(without)
-        is_suspected = len(without) >= MIN_SUSPECT and len(without) * 2 > len(engines)
-        reason = f"no bridge claims {len(without)} of the {len(engines)} engines in the log" if is_suspected else ""
+        self.engines = len({source for source, _ in unclaimed})
+        reason = _suspicion(joined, unclaimed, "no bridge claims {} of the {} engines in the log")
         if bool(reason) != bool(self.suspicion):
             text = f"{reason}: removing none of them; check that all bridges run, and their settings" if reason else ""
             log.warning("%s", text or "bridges claim most engines in the log again")
