@@ -14,7 +14,7 @@ def keys(*names: str, ranks: int = 1) -> list[StreamKey]:
 
 def report_trust(liveness: EngineLiveness, trust: str, streams: list[StreamKey]) -> None:
     for key in streams:
-        liveness.update(TrustRecord(*key, "bridge", trust, "", {}))
+        liveness.reports[key] = TrustRecord(*key, "bridge", trust, "", {})
 
 
 def test_an_engine_is_dead_after_it_was_stale_for_the_configured_time() -> None:

@@ -152,7 +152,7 @@ class Bridge:
 
     def trusts(self) -> dict[StreamKey, TrustRecord | None]:
         """Return the trust in each followed stream; None before it is known."""
-        return {key: self.liveness.report(key) for key in self._watches}
+        return {key: self.liveness.reports.get(key) for key in self._watches}
 
     # --- run
 
@@ -372,7 +372,7 @@ class Bridge:
                 continue
             partition = self._partition_of(key)
             if isinstance(record, TrustRecord):
-                self.liveness.update(record)
+                self.liveness.reports[key] = record
             elif self._is_stuck(partition):
                 self._pause(key, partition)
                 continue
@@ -467,7 +467,7 @@ class Bridge:
     def _check_engines(self, now: float) -> None:
         joined: list[StreamKey] = []
         for key in self._watches:
-            partition, report = self._partition_of(key), self.liveness.report(key)
+            partition, report = self._partition_of(key), self.liveness.reports.get(key)
             if not partition.ready.is_set():
                 continue
             stream = partition.builder.state.streams.get(key)

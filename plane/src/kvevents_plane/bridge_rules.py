@@ -162,35 +162,28 @@ class EngineLiveness:
         self.suspicion = ""
         """Why the bridge suspects its own network; empty if it does not."""
         self._dead_seconds: Final = dead_seconds
-        self._reports: dict[StreamKey, TrustRecord] = {}
+        self.reports: dict[StreamKey, TrustRecord] = {}
+        """Current trust of the streams of which it is known."""
         self._unreachable_since: dict[StreamKey, float] = {}
-
-    def update(self, report: TrustRecord) -> None:
-        """Note the current trust of a stream."""
-        self._reports[report.key] = report
 
     def forget(self, key: StreamKey) -> None:
         """Remove a stream that is no longer followed."""
-        self._reports.pop(key, None)
+        self.reports.pop(key, None)
         self._unreachable_since.pop(key, None)
 
     def restart(self, key: StreamKey) -> None:
         """Drop the trust of a stream that is followed again; the time for which it was unreachable still counts."""
-        self._reports.pop(key, None)
-
-    def report(self, key: StreamKey) -> TrustRecord | None:
-        """Return the current trust of a stream; None if unknown."""
-        return self._reports.get(key)
+        self.reports.pop(key, None)
 
     def is_reached(self, key: StreamKey) -> bool:
         """Return whether the stream's engine is reachable."""
-        report = self._reports.get(key)
+        report = self.reports.get(key)
         return report is not None and report.trust in REACHED
 
     def dead(self, joined: Collection[StreamKey], now: float) -> list[StreamKey]:
         """Return the streams of `joined` that were unreachable for too long. Call it periodically: each call takes a sample."""
         since = self._unreachable_since
-        unreachable = [key for key in joined if not self.is_reached(key) and (key in self._reports or key in since)]
+        unreachable = [key for key in joined if not self.is_reached(key) and (key in self.reports or key in since)]
         since = {key: since.get(key, now) for key in unreachable}
         # Outages that are too short to remove an engine soon are no reason to suspect the network.
         is_long = max((now - began for began in since.values()), default=0.0) > self._dead_seconds / 2

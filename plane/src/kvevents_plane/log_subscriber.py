@@ -185,9 +185,10 @@ class LogSubscriber:
         self._put_bytes = self._taken_bytes = 0
         self._wake = threading.Event()
         self._is_closed = self._has_membership_changed = False
-        self._partitions: dict[int, PartitionProgress] = {}
+        self.partitions: dict[int, PartitionProgress] = {}
+        """Progress of each partition."""
         self._partitions_lock: Final = threading.Lock()
-        """Held while `_partitions` changes: both the thread of the deliveries and that of the readers change it."""
+        """Held while `partitions` changes: both the thread of the deliveries and that of the readers change it."""
         self._partition_of: dict[StreamKey, int] = {}
         self._observed: dict[StreamKey, _Observed] = {}
         """The current incarnation of each stream with a delivery."""
@@ -210,14 +211,14 @@ class LogSubscriber:
     def report_progress(self, partition: int, lag: int | None, fault: str) -> None:
         """Update the progress of a partition of which no messages arrive."""
         with self._partitions_lock:
-            known = self._partitions.get(partition)
+            known = self.partitions.get(partition)
             if known is None or known.is_broken:  # it is no longer read
                 return
             if lag == 0 and not fault and not self._queue:
                 known = known._replace(lag=0, awaited=0, is_complete=True)
             elif lag is None:
                 known = known._replace(lag=None)
-            self._partitions[partition] = known._replace(fault=fault)
+            self.partitions[partition] = known._replace(fault=fault)
 
     def mark_broken(self, partition: int, reason: str) -> None:
         """Record that what was read of a partition may be wrong: its streams are STALE until it is added again.
@@ -225,18 +226,13 @@ class LogSubscriber:
         Messages that were not applied yet are ignored.
         """
         with self._partitions_lock:
-            if (known := self._partitions.get(partition)) is not None:
-                self._partitions[partition] = known._replace(lag=None, fault=reason, is_complete=False, is_broken=True)
+            if (known := self.partitions.get(partition)) is not None:
+                self.partitions[partition] = known._replace(lag=None, fault=reason, is_complete=False, is_broken=True)
 
     @property
     def queued_bytes(self) -> int:
         """Bytes of the messages that were not applied yet."""
         return self._put_bytes - self._taken_bytes
-
-    @property
-    def partitions(self) -> Mapping[int, PartitionProgress]:
-        """Progress of each partition."""
-        return self._partitions
 
     def bridges(self) -> int:
         """Return the number of bridges that are alive."""
@@ -244,7 +240,7 @@ class LogSubscriber:
 
     def is_complete(self, partition: int) -> bool:
         """Return whether a partition was read to its end once. Run it in the follower's thread, after the index."""
-        known = self._partitions.get(partition)
+        known = self.partitions.get(partition)
         return known is not None and known.is_complete
 
     # --- partitions
@@ -256,7 +252,7 @@ class LogSubscriber:
         if partition in self.states:
             self._drop_partition(partition)
         with self._partitions_lock:
-            self._partitions = {**self._partitions, partition: PartitionProgress(state.position, None, "", None)}
+            self.partitions = {**self.partitions, partition: PartitionProgress(state.position, None, "", None)}
         self.states = {**self.states, partition: state}
         self._partition_of.update(dict.fromkeys(state.streams, partition))
         for key, stream in state.streams.items():
@@ -269,7 +265,7 @@ class LogSubscriber:
         state = self.states[partition]
         self.states = {number: state for number, state in self.states.items() if number != partition}
         with self._partitions_lock:
-            self._partitions = {number: progress for number, progress in self._partitions.items() if number != partition}
+            self.partitions = {number: progress for number, progress in self.partitions.items() if number != partition}
         self.digests = {number: digests for number, digests in self.digests.items() if number != partition}
         self._digests_by_interval.pop(partition, None)
         self._due = [number for number in self._due if number != partition]
@@ -320,9 +316,9 @@ class LogSubscriber:
 
     def _apply(self, queued: _QueuedMessage) -> list[RawDelivery]:
         partition, state, message, received_at = queued
-        if state is None or self.states.get(partition) is not state or self._partitions[partition].is_broken:
+        if state is None or self.states.get(partition) is not state or self.partitions[partition].is_broken:
             return []
-        is_live = self._partitions[partition].is_complete
+        is_live = self.partitions[partition].is_complete
         events = state.receive(message, partition)
         if message.position % self._limits.digest_intervals[0] == 0 and not state.unknown_prefix:
             self._due.append(partition)
@@ -338,7 +334,7 @@ class LogSubscriber:
 
     def _advance(self, partition: int, message: ReceivedMessage, received_at: float) -> None:
         with self._partitions_lock:
-            known = self._partitions[partition]._replace(position=message.position, stored_at=message.stored_at)
+            known = self.partitions[partition]._replace(position=message.position, stored_at=message.stored_at)
             if not known.is_broken:
                 is_complete = known.is_complete or message.pending == 0
                 known = known._replace(lag=message.pending, fault="", is_complete=is_complete)
@@ -346,7 +342,7 @@ class LogSubscriber:
                     self._complete_at.setdefault(partition, received_at)
                 if message.position >= known.awaited:
                     known = known._replace(awaited=message.position + message.pending, awaited_since=received_at)
-            self._partitions[partition] = known
+            self.partitions[partition] = known
 
     def _deliver(self, partition: int, event: PartitionEvent) -> RawDelivery | None:
         """Update the trust for an event, and return what it means for the index."""
@@ -418,7 +414,7 @@ class LogSubscriber:
 
     def _trust(self, key: StreamKey) -> Trust:
         partition, stream = self._find(key)
-        progress = self._partitions[partition]
+        progress = self.partitions[partition]
         if progress.fault:
             return Trust.STALE.with_reason(f"the log cannot be read: {progress.fault}")
         if not progress.is_complete or progress.lag is None or self._lags(progress):

@@ -325,7 +325,7 @@ class PageBuilder:
             stream.last_seq,
             stream.has_ended or stream.registration is None,
             queue.agreed == stream.incarnation,
-            self.state.newest_payload(key),
+            self.state.newest.get(key),
             stream.digest,
             stream.partial_batch,
         )

@@ -174,7 +174,8 @@ class PartitionState:
         """Why nothing of the partition can be applied yet; empty if all of it was read."""
         self.first_page = 1
         """Position of the page at which all streams started last: the first page, or one with a `ResetRecord`."""
-        self._newest: dict[StreamKey, bytes] = {}
+        self.newest: dict[StreamKey, bytes] = {}
+        """Bytes of the newest batch of each stream; not in snapshots."""
         self._writer = ""
         """The bridge that wrote the page that is being applied."""
         self.name: str | None = ""
@@ -235,7 +236,7 @@ class PartitionState:
         self.unknown_prefix, self.first_page = "", self.position
         self.min_incarnation = max(self.min_incarnation, record.floor)
         self.streams.clear()
-        self._newest.clear()
+        self.newest.clear()
         return left
 
     def _apply_join(self, record: JoinRecord) -> Iterable[PartitionEvent]:
@@ -258,7 +259,7 @@ class PartitionState:
         known = self.streams.pop(record.key, None)
         if known is None or known.registration is None:
             return
-        self._newest.pop(record.key, None)
+        self.newest.pop(record.key, None)
         self.streams[record.key] = StreamState(None, known.incarnation)
         if len(self.streams) > MAX_DEPARTED:
             departed = [key for key, stream in self.streams.items() if stream.registration is None]
@@ -282,7 +283,7 @@ class PartitionState:
             # Only now is the incarnation identified: other bridges' reports may have been about another one.
             stream.trust_reports = {bridge: report for bridge, report in stream.trust_reports.items() if bridge == self._writer}
         stream.last_seq, stream.partial_batch, stream.digest = record.seq, None, None
-        self._newest[record.key] = payload
+        self.newest[record.key] = payload
         return RawBatch(record.source, record.rank, record.incarnation, record.seq, record.replayed, payload)
 
     def _apply_fragment(self, record: FragmentRecord) -> Iterable[PartitionEvent]:
@@ -308,7 +309,7 @@ class PartitionState:
         if stream is None or stream.registration is None or record.incarnation <= stream.incarnation:
             self.duplicate_records += 1
             return
-        self._newest.pop(record.key, None)
+        self.newest.pop(record.key, None)
         # The reports were about the incarnation before; bridges that follow the new one report again.
         self.streams[record.key] = StreamState(stream.registration, record.incarnation, engines=stream.engines)
         yield Reset(record.source, record.rank, record.incarnation, record.reason)
@@ -323,7 +324,7 @@ class PartitionState:
             yield self._reject(record.key, stream, reason)
         else:
             stream.last_seq, stream.partial_batch, stream.digest = record.last, None, None
-            self._newest.pop(record.key, None)
+            self.newest.pop(record.key, None)
             yield Gap(record.source, record.rank, record.first, record.last, record.incarnation, record.compacted)
 
     def _apply_trust(self, record: TrustRecord) -> Iterable[PartitionEvent]:
@@ -364,10 +365,6 @@ class PartitionState:
         """Return the registrations of the joined streams."""
         return {key: stream.registration for key, stream in self.streams.items() if stream.registration is not None}
 
-    def newest_payload(self, key: StreamKey) -> bytes | None:
-        """Return the bytes of a stream's newest batch, if they are kept."""
-        return self._newest.get(key)
-
     def resume_point(self, key: StreamKey, bridge: str) -> ResumePoint:
         """Return where a bridge continues a stream, with the bridge's own degraded reasons or those of the latest report."""
         stream = self.streams.get(key)
@@ -375,7 +372,7 @@ class PartitionState:
             return ResumePoint(None, self.min_incarnation)
         if stream.registration is not None and not stream.has_ended and stream.last_seq < 0:
             return ResumePoint(None, stream.incarnation)
-        newest = self._newest.get(key)
+        newest = self.newest.get(key)
         digest = stream.digest if newest is None else payload_digest(newest)
         if stream.registration is None or stream.has_ended or digest is None:
             # Nothing identifies the incarnation, so it ends here: what comes next belongs to another one.
@@ -391,7 +388,7 @@ class PartitionState:
 
     def encode(self) -> bytes:
         """Encode the state for a snapshot."""
-        for key, newest in self._newest.items():
+        for key, newest in self.newest.items():
             self.streams[key].digest = payload_digest(newest)
         return msgspec.msgpack.encode(_Saved(*(getattr(self, field) for field in _Saved.__struct_fields__)))
 

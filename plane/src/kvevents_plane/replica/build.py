@@ -57,7 +57,6 @@ class IndexBuild:
         layout: Layout,
         snapshots: Snapshots,
         index: PrefixIndex,
-        settled: Collection[int] = (),
         limits: ReaderLimits = DEFAULT_LIMITS,
     ) -> None:
         self.index: Final = index
@@ -80,7 +79,7 @@ class IndexBuild:
         """Times that a partition could not be read on, and was begun again."""
         self.rebuild_reason = ""
         """Why this build must be replaced; empty if it need not be."""
-        self.settled: Final = set(settled)
+        self.settled: Final = set[int]()
         """Partitions that were read again because of a dispute (`PartitionReader`), or must be."""
         self._client: Final = client
         self._limits: Final = limits

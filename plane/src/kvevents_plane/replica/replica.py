@@ -66,8 +66,6 @@ class Replica:
         """The index build that queries are answered from."""
         self._applied: Mapping[StreamKey, bytes] | None = None
         """Registrations with which the fleet was last updated."""
-        self._settled = set[int]()
-        """Partitions that were read again because of a dispute."""
         self._built_at = float("-inf")
         self.consistency: Final = ConsistencyCheck(name, plane.replicas.turn_seconds)
         self.snapshotter: Final = Snapshotter(name, self.consistency, snapshot_seconds)
@@ -154,7 +152,7 @@ class Replica:
     async def _complete_build(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> IndexBuild:
         """Return an index build that has read the log to its end, except partitions that cannot be read."""
         index = PrefixIndex(memory_limit=self._memory_limit)
-        build = IndexBuild(client, layout, snapshots, index, self._settled, self.plane.reader)
+        build = IndexBuild(client, layout, snapshots, index, self.plane.reader)
         compare_at = 0.0
         try:
             while not build.is_complete and not build.is_usable:
@@ -229,7 +227,6 @@ class Replica:
                 compare_at = now + self.plane.replicas.compare_seconds
                 why = await self.consistency.compare(client, layout, build.digests(), self._built_at)
                 build.rebuild_reason = build.rebuild_reason or why
-        self._settled |= build.settled
         log.warning("the index is rebuilt: %s", build.rebuild_reason)
 
     async def _check(self, build: IndexBuild) -> None:
