@@ -124,7 +124,7 @@ async def _bridge(url: str, port: int, load: Load) -> None:
     )
     topics = map(_topic, range(load.engines))
     watches = [Watch(Source(f"tcp://127.0.0.1:{port}", topic=topic, name=topic)) for topic in topics]
-    running_bridge = Bridge(BridgeSettings(plane=plane, name="bridge"), watches)
+    running_bridge = Bridge(plane, BridgeSettings(name="bridge"), watches)
     stop = asyncio.Event()
     task = asyncio.create_task(running_bridge.run(stop))
     await running_bridge.ready.wait()

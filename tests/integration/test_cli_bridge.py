@@ -22,7 +22,7 @@ from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.fleet.registration import Registration
 from kvevents.zeromq.keys import Curve
 from kvevents_plane.cli.bridge import StateLogger, encode_registration
-from kvevents_plane.settings import BridgeOptions
+from kvevents_plane.settings import BridgeSettings
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Log, plane_at
 from prometheus_probe_cases import ask_probe
@@ -331,7 +331,7 @@ def test_the_metrics_report_the_state_of_the_bridge(server: NatsServer) -> None:
             assert sum(value for _, value in found["kvevents_bridge_partition_position"]) > 0
             singles = {name: values[0][1] for name, values in found.items() if values[0][0] == {}}
             assert (singles["kvevents_bridge_connected"], singles["kvevents_bridge_name_shared"]) == (1, 0)
-            assert singles["kvevents_bridge_queue_limit_bytes"] == BridgeOptions().max_queued_bytes
+            assert singles["kvevents_bridge_queue_limit_bytes"] == BridgeSettings().max_queued_bytes
             assert singles["kvevents_bridge_invalid_records_total"] == 0
             assert ask_probe(port, "/livez") == ask_probe(port, "/readyz") == (200, "ok")
             second = run("bridge", "--nats", server.url, "--plane", "metrics", "--bridge-name", "other", *more)

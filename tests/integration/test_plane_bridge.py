@@ -167,8 +167,7 @@ class BridgesOfEngine:
 
     def __init__(self, plane: PlaneSettings, engine: PublishingEngine, names: list[str]) -> None:
         self._running = [
-            ThreadRunner(Bridge(BridgeSettings(plane=plane, name=name, heartbeat_seconds=0.2), [engine.watch]))
-            for name in names
+            ThreadRunner(Bridge(plane, BridgeSettings(name=name, heartbeat_seconds=0.2), [engine.watch])) for name in names
         ]
 
     def __enter__(self) -> None:
@@ -372,8 +371,8 @@ def test_an_engine_leaves_if_two_bridges_drop_it_at_once(plane: PlaneSettings) -
     with PublishingEngine("e1") as one, PublishingEngine("e2") as two:
         log = Log(plane)
         names = ("a", "b")
-        settings = [BridgeSettings(plane=plane, name=name, heartbeat_seconds=0.2, unclaimed_seconds=0.5) for name in names]
-        bridges = [Bridge(each, [one.watch, two.watch]) for each in settings]
+        settings = [BridgeSettings(name=name, heartbeat_seconds=0.2, unclaimed_seconds=0.5) for name in names]
+        bridges = [Bridge(plane, each, [one.watch, two.watch]) for each in settings]
         running = [ThreadRunner(bridge) for bridge in bridges]
         wait_for("bridges", lambda: all(bridge.ready.is_set() for bridge in bridges), SECONDS)
         one.publish_next(10)
@@ -392,7 +391,7 @@ def test_the_watched_engines_can_change(plane: PlaneSettings) -> None:
     is no longer listed leaves."""
     with PublishingEngine("e1") as one, PublishingEngine("e2") as two:
         log = Log(plane)
-        bridge = Bridge(BridgeSettings(plane=plane, name="bridge", heartbeat_seconds=0.2), [one.watch])
+        bridge = Bridge(plane, BridgeSettings(name="bridge", heartbeat_seconds=0.2), [one.watch])
         running = ThreadRunner(bridge)
         wait_for("the bridge", bridge.ready.is_set, SECONDS)
         one.publish_next(10)
@@ -448,10 +447,10 @@ def test_an_engine_that_cannot_be_followed_does_not_affect_other_engines(plane: 
 
 
 def test_names_and_registrations_that_are_too_large_for_the_log_are_refused(plane: PlaneSettings) -> None:
-    settings = BridgeSettings(plane=plane, name="bridge")
+    settings = BridgeSettings(name="bridge")
     for source, registration_bytes in (("x" * 2000, b""), ("\udcff", b""), ("engine", bytes(MAX_REGISTRATION_BYTES + 1))):
         with pytest.raises(ConfigError, match=r"engine|card"):
-            Bridge(settings, [Watch(Source("tcp://127.0.0.1:1", name=source), registration_bytes)])
+            Bridge(plane, settings, [Watch(Source("tcp://127.0.0.1:1", name=source), registration_bytes)])
 
 
 def test_registrations_of_the_largest_size_are_written(tmp_path: Path) -> None:
@@ -475,7 +474,7 @@ def test_an_internal_fault_ends_a_bridge_with_one_clear_error(plane: PlaneSettin
         raise ZeroDivisionError("of the test")
 
     monkeypatch.setattr("kvevents_plane.engine_reader.EngineReader._turn", fail)
-    running = ThreadRunner(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
+    running = ThreadRunner(Bridge(plane, BridgeSettings(name="bridge"), []))
     wait_for("its end", lambda: running.error, SECONDS)
     with pytest.raises(PlaneError, match="ZeroDivisionError"):
         running.end()
@@ -488,12 +487,12 @@ def test_a_bridge_can_be_stopped_before_it_has_read_its_partitions(
         await asyncio.Event().wait()
 
     monkeypatch.setattr("kvevents_plane.partition_reader.PartitionReader.run", wait_for_ever)
-    running = ThreadRunner(Bridge(BridgeSettings(plane=plane, name="bridge"), []))
+    running = ThreadRunner(Bridge(plane, BridgeSettings(name="bridge"), []))
     wait_for("it to begin", lambda: running.what.partitions, SECONDS)
     running.end()
 
 
 def test_missing_servers_are_reported(tmp_path: Path) -> None:
-    running = ThreadRunner(Bridge(BridgeSettings(plane=plane_at("nats://127.0.0.1:1"), name="bridge"), []))
+    running = ThreadRunner(Bridge(plane_at("nats://127.0.0.1:1"), BridgeSettings(name="bridge"), []))
     with pytest.raises(PlaneError, match=r"127\.0\.0\.1:1"):
         running.end()

@@ -232,7 +232,7 @@ async def _main(arguments: dict[str, Any]) -> None:
     watches = [
         Watch(Source(endpoint, replay, name=name), card.encode()) for name, endpoint, replay, card in arguments["watches"]
     ]
-    bridge = Bridge(BridgeSettings(plane=plane, **arguments["bridge"]), watches)
+    bridge = Bridge(plane, BridgeSettings(**arguments["bridge"]), watches)
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     running = asyncio.create_task(bridge.run(stop))

@@ -71,7 +71,7 @@ class ThreadRunner:
 
 @contextmanager
 def run_bridge(plane: PlaneSettings, *watches: Watch, name: str = "bridge", **more: Any) -> Iterator[Bridge]:
-    bridge = Bridge(BridgeSettings(plane=plane, name=name, **{"heartbeat_seconds": 0.2, **more}), watches)
+    bridge = Bridge(plane, BridgeSettings(name=name, **{"heartbeat_seconds": 0.2, **more}), watches)
     running = ThreadRunner(bridge)
     try:
         wait_for("the bridge", lambda: bridge.ready.is_set() or running.error is not None, SECONDS)

@@ -147,7 +147,7 @@ def test_nothing_is_lost_when_the_leader_of_a_cluster_is_killed_repeatedly(tmp_p
     with nats_cluster(tmp_path) as cluster, PublishingEngine() as engine:
         for name in ("p1", "p2"):
             # Bridges that start at the same time create one plane, although streams without a leader do not answer at first.
-            started = [ThreadRunner(Bridge(BridgeSettings(plane=plane_of_cluster(cluster, name), name=each))) for each in "abc"]
+            started = [ThreadRunner(Bridge(plane_of_cluster(cluster, name), BridgeSettings(name=each))) for each in "abc"]
             wait_for("all bridges to be ready", partial(are_ready, started), SECONDS)
             for running in started:
                 running.end()

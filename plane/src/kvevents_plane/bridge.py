@@ -58,7 +58,7 @@ from kvevents_plane.records import (
     engine_digest,
     stream_text,
 )
-from kvevents_plane.settings import BridgeSettings
+from kvevents_plane.settings import BridgeSettings, PlaneSettings
 
 __all__ = ["Bridge", "BridgeSettings", "Watch"]
 
@@ -102,8 +102,9 @@ class Bridge:
     Raises `ConfigError` for watches whose name or registration is too large for the log.
     """
 
-    def __init__(self, settings: BridgeSettings, watches: Iterable[Watch] = ()) -> None:
+    def __init__(self, plane: PlaneSettings, settings: BridgeSettings, watches: Iterable[Watch] = ()) -> None:
         self.settings: Final = settings
+        self._plane: Final = plane
         self.id: Final = f"{settings.name}#{secrets.token_hex(4)}"
         """Id of this process in the log."""
         self.resyncs = 0
@@ -116,7 +117,7 @@ class Bridge:
         self.ready = asyncio.Event()
         """Set when every partition was read to its end once, and the engines are followed."""
         self._watches: Final = {watch.key: watch.checked() for watch in watches}
-        self._layout = Layout(settings.plane.name, settings.plane.partitions)
+        self._layout = Layout(plane.name, plane.partitions)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader = EngineReader(self.id, self._on_records, self._has_room, receive_queue=settings.receive_queue)
         self._client: PlaneClient | None = None
@@ -162,7 +163,7 @@ class Bridge:
         Raises `PlaneError` if the servers cannot be used, `ConfigError` for settings that they do not accept.
         """
         self._loop = asyncio.get_running_loop()
-        plane = self.settings.plane
+        plane = self._plane
         try:
             async with open_client(plane, name=f"kvevents bridge {self.settings.name}", on_state=self._on_state) as client:
                 self._client = client
@@ -185,7 +186,7 @@ class Bridge:
             try:
                 await require_jetstream(client)
                 transient = TRANSIENT_FAULTS
-                return await create_plane(client.jetstream(timeout=REQUEST_SECONDS), self.settings.plane)
+                return await create_plane(client.jetstream(timeout=REQUEST_SECONDS), self._plane)
             except PlaneError as error:
                 if error.fault not in transient or loop.time() > end:
                     raise
@@ -412,7 +413,7 @@ class Bridge:
             now = time.monotonic()
             try:
                 if now >= buckets_at:
-                    await create_buckets(js, self._layout, self.settings.plane)
+                    await create_buckets(js, self._layout, self._plane)
                     buckets_at = now + BUCKET_CHECK_SECONDS
                 digests = await read_digests(js, self._layout)
             except PlaneError as error:

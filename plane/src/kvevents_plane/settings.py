@@ -22,7 +22,7 @@ MIN_PARTITION_BYTES: Final = 1 << 20
 """Room for one message of the servers' default maximum size."""
 DEFAULT_PARTITION_BYTES: Final = 1 << 30
 RECEIVE_QUEUE: Final = 256
-"""Default of `BridgeOptions.receive_queue`: about the number of batches that a bridge reads of one engine at a time."""
+"""Default of `BridgeSettings.receive_queue`: about the number of batches that a bridge reads of one engine at a time."""
 MAX_SECRET_BYTES: Final = 64 << 10
 """Maximum size of a file of credentials or of a seed; these files have a few thousand bytes and 58 bytes."""
 MAX_INBOX: Final = 64
@@ -258,7 +258,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         yield "servers", tuple(map(without_login, self.servers))
 
 
-class BridgeOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BridgeSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a bridge that do not depend on its plane. Raises `ConfigError` for impossible settings."""
 
     name: Name = msgspec.field(default_factory=socket.gethostname)
@@ -282,12 +282,6 @@ class BridgeOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         Settings.__post_init__(self)
         if not self.name or len(self.name) > 128 or not self.name.isprintable():
             raise ConfigError(f"invalid bridge name {self.name!r}: expected 1 to 128 printable characters")
-
-
-class BridgeSettings(BridgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one bridge. Raises `ConfigError` for impossible settings."""
-
-    plane: PlaneSettings
 
 
 def without_login(url: str) -> str:

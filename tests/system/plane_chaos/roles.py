@@ -38,6 +38,7 @@ RESTART_SECONDS: Final = 0.2
 class BridgeRole:
     """Settings of a bridge process."""
 
+    plane: PlaneSettings
     settings: BridgeSettings
     watches: tuple[Watch, ...]
     log: str = ""
@@ -128,7 +129,7 @@ async def _run_bridge(pipe: Connection, role: BridgeRole) -> None:
     running_bridges: list[Bridge] = []
     answering = asyncio.create_task(_answer_requests(pipe, lambda: _report_bridge(running_bridges, failures)))
     while not answering.done():
-        found = Bridge(role.settings, role.watches)
+        found = Bridge(role.plane, role.settings, role.watches)
         running_bridges[:] = [found]
         stop = asyncio.Event()
         running = asyncio.create_task(found.run(stop))

@@ -40,7 +40,7 @@ from kvevents_plane.bridge import Bridge, Watch
 from kvevents_plane.connection import check_connection
 from kvevents_plane.nats_errors import first_error
 from kvevents_plane.partition_writer import PartitionWriter
-from kvevents_plane.settings import BridgeOptions, BridgeSettings, PlaneSettings
+from kvevents_plane.settings import BridgeSettings, PlaneSettings
 
 DESCRIPTION: Final = (
     "Subscribe to engines as `kvevents serve` does, and write their events to a log in NATS JetStream. The log has each batch "
@@ -65,7 +65,7 @@ log = logging.getLogger("kvevents.bridge")
 T = TypeVar("T")
 
 
-class BridgeTable(BridgeOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BridgeTable(BridgeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of one bridge, with those for operators."""
 
     metrics_port: Port | None = None
@@ -79,11 +79,6 @@ class BridgeCommandSettings(EngineSources, frozen=True, kw_only=True, forbid_unk
 
     plane: PlaneSettings
     bridge: BridgeTable = msgspec.field(default_factory=BridgeTable)
-
-    def settings(self) -> BridgeSettings:
-        """Return the settings of the bridge in this process."""
-        options = {name: getattr(self.bridge, name) for name in BridgeOptions.__struct_fields__}
-        return BridgeSettings(plane=self.plane, **options)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -172,7 +167,7 @@ class BridgeProcess:
     """A bridge, the discovery of its engines, and the log of its state."""
 
     def __init__(self, config: BridgeCommandSettings, watched: Path | None) -> None:
-        self.bridge = Bridge(config.settings())
+        self.bridge = Bridge(config.plane, config.bridge)
         self._config: Final = config
         self._subscriptions = BridgeSubscriptions(self.bridge, config.curve)
         self._discovery = EngineDiscovery(config, watched, self._subscriptions, lambda _: None)
