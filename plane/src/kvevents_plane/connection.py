@@ -52,11 +52,6 @@ log = logging.getLogger(__name__)
 DEFAULT_LIMITS: Final = ConnectionLimits()
 
 
-def check_connection(settings: PlaneSettings) -> None:
-    """Raise the errors that `connect` raises before it contacts a server: `ConfigError` for invalid files."""
-    _options(settings)
-
-
 async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str], None] | None = None) -> PlaneClient:
     """Connect to a server and return the client, which reconnects to this or another server of the cluster until it is closed.
 
@@ -65,7 +60,7 @@ async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str
 
     Each server is tried once. Raises `PlaneError` with the reason for each server, and `ConfigError` for invalid files.
     """
-    options = _options(settings)
+    options = client_options(settings)
     loop = asyncio.get_running_loop()
     end = loop.time() + settings.connection.connect_seconds
     addresses = random.sample(settings.addresses, len(settings.addresses))
@@ -113,7 +108,8 @@ async def require_jetstream(client: Client) -> AccountInfo:
         with map_errors("querying JetStream"):
             return await client.jetstream(timeout=DEFAULT_LIMITS.close_seconds).account_info()
     except PlaneError as error:
-        if not _is_without_jetstream(error.__cause__):
+        # Not one without a leader, or forbidden.
+        if not isinstance(error.__cause__, APIError) or error.__cause__.err_code not in _NO_JETSTREAM:
             raise
         raise PlaneError(
             f"JetStream is disabled for this account{_at_server(client)}; a plane needs `jetstream` in the configuration of "
@@ -139,11 +135,6 @@ def _require_version(client: Client) -> None:
 def _at_server(client: Client) -> str:
     server = client.connected_url
     return f" at {server.hostname}:{server.port}" if server is not None else ""
-
-
-def _is_without_jetstream(error: BaseException | None) -> bool:
-    """Return whether an error says that JetStream is disabled, rather than without a leader or forbidden."""
-    return isinstance(error, APIError) and error.err_code in _NO_JETSTREAM
 
 
 # --- the first connection ----------------------------------------------------------------------------------------------------
@@ -181,8 +172,8 @@ def _connection_error(failed: list[tuple[str, Exception]]) -> PlaneError:
 # --- options of nats-py ------------------------------------------------------------------------------------------------------
 
 
-def _options(settings: PlaneSettings) -> dict[str, Any]:
-    """Return the arguments of nats-py's `connect`. Raises `ConfigError`."""
+def client_options(settings: PlaneSettings) -> dict[str, Any]:
+    """Return the arguments of nats-py's `connect`. Raises `ConfigError` for invalid files."""
     limits = settings.connection
     options: dict[str, Any] = {
         "tls": _tls_context(settings),

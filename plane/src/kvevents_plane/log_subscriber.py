@@ -324,9 +324,7 @@ class LogSubscriber:
             self._due.append(partition)
         self._advance(partition, message, received_at)
         for bridge, last in state.heartbeats.items():
-            known = self._heartbeats.get((partition, bridge))
-            if known is None:
-                known = _Heartbeat(-1, received_at, 0.0, 0.0, is_live)
+            known = self._heartbeats.get((partition, bridge), _Heartbeat(-1, received_at, 0.0, 0.0, is_live))
             if known.position != last.position:
                 following = known.follow(last.position, received_at, last.record.uptime, is_live=is_live)
                 self._heartbeats[partition, bridge] = following

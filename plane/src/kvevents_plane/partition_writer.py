@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -57,8 +56,6 @@ IDLE_SECONDS: Final = 0.5
 RETRY_FIRST_SECONDS: Final = 0.1
 RETRY_MAX_SECONDS: Final = 1.0
 """Pauses between two attempts to write a page that was not accepted."""
-
-_LAST_SEQUENCE: Final = re.compile(r"wrong last sequence: (\d+)")
 
 
 @dataclass(slots=True, eq=False)
@@ -363,9 +360,6 @@ class PartitionWriter:
         reader = self._reader
         if error.fault == "conflict":
             self.conflicts += 1
-            if self._is_truncated(error) and reader is not None:
-                await reader.request_check().wait()
-                return
             if reader is not None:
                 reader.request_poll()
             builder = self.builder
@@ -376,8 +370,8 @@ class PartitionWriter:
                         await self._advanced.wait()
             except TimeoutError:
                 self._set_write_fault(error)  # the other bridge's page does not arrive: pages may be lost
-                if self._reader is not None:
-                    self._reader.request_check()
+                if reader is not None:
+                    reader.request_check()
             else:
                 self._clear_write_fault()
             return
@@ -385,11 +379,6 @@ class PartitionWriter:
             reader.request_check()  # the stream may be deleted
         self._set_write_fault(error)
         await asyncio.sleep(self._retry.next_delay())
-
-    def _is_truncated(self, error: PlaneError) -> bool:
-        """Return whether the partition ends before the last page that was read, so that it must be checked first."""
-        last = _LAST_SEQUENCE.search(str(error))
-        return last is not None and int(last[1]) < self.builder.state.position
 
     def _clear_write_fault(self) -> None:
         self._write_fault = ""

@@ -166,16 +166,17 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError("servers is empty; a plane needs at least one server, such as nats://127.0.0.1:4222")
         for url in self.servers:
             _check_url(url)
-        self._check_streams()
-        self._check_login()
-        self._check_inbox()
-        self._check_tls()
-
-    def _check_streams(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ConfigError(f"invalid plane name {self.name!r}: expected 1 to 32 letters, digits, '-' and '_'")
         if self.copies not in COPIES:
             raise ConfigError(f"copies is {self.copies}; it must be 1, 3 or 5")
+        if len(self.inbox_prefix) > MAX_INBOX or not _SUBJECT.fullmatch(self.inbox_prefix):
+            raise ConfigError(
+                f"invalid inbox_prefix {self.inbox_prefix!r}: expected the beginning of a subject, at most "
+                f"{MAX_INBOX} letters, digits, '-', '_', and '.' between them"
+            )
+        self._check_login()
+        self._check_tls()
 
     def _check_login(self) -> None:
         if len({_login_of(url) for url in self.servers} - {Login()}) > 1:
@@ -189,13 +190,6 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
             self.read_credentials()
         if self.nkey is not None:
             self.read_seed()
-
-    def _check_inbox(self) -> None:
-        if len(self.inbox_prefix) > MAX_INBOX or not _SUBJECT.fullmatch(self.inbox_prefix):
-            raise ConfigError(
-                f"invalid inbox_prefix {self.inbox_prefix!r}: expected the beginning of a subject, at most "
-                f"{MAX_INBOX} letters, digits, '-', '_', and '.' between them"
-            )
 
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):

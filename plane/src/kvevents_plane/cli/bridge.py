@@ -37,7 +37,7 @@ from kvevents.settings import Host, Port
 from kvevents.stream import Checkpoint, DegradedReason
 from kvevents.zeromq.keys import Curve
 from kvevents_plane.bridge import Bridge, Watch
-from kvevents_plane.connection import check_connection
+from kvevents_plane.connection import client_options
 from kvevents_plane.nats_errors import first_error
 from kvevents_plane.partition_writer import PartitionWriter
 from kvevents_plane.settings import BridgeSettings, PlaneSettings
@@ -124,7 +124,7 @@ def check(config: BridgeCommandSettings) -> None:
     """Raise the errors of `run_bridge` that need no server: `EndpointError` and `ConfigError`."""
     if config.bridge.metrics_port is not None:
         check_metrics(config.bridge.metrics_port, config.bridge.metrics_host)
-    check_connection(config.plane)
+    client_options(config.plane)
 
 
 def run_bridge(config: BridgeCommandSettings, watched: Path | None) -> None:

@@ -50,10 +50,10 @@ def index_source(config: ReplicaSettings) -> OpenIndexSource | None:
     if plane is None:
         return None
     # Imported here, because a service that follows engines needs no client of NATS.
-    from kvevents_plane.connection import check_connection  # noqa: PLC0415 - as above
+    from kvevents_plane.connection import client_options  # noqa: PLC0415 - as above
     from kvevents_plane.replica.replica import Replica  # noqa: PLC0415 - as above
 
-    check_connection(plane)
+    client_options(plane)
     # Each process has its own name, because several can run on one host.
     host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:50]
     name = config.replica or f"{host}-{secrets.token_hex(3)}"
