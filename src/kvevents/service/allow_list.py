@@ -168,11 +168,8 @@ class EndpointAllowList:
 def _target(endpoint: str, location: str) -> _Target:
     match = _LOCATION.fullmatch(location)
     if match is None or not match["ports"].isdecimal() or int(match["ports"]) > MAX_PORT:
-        raise EndpointRefusedError(
-            endpoint,
-            f"it is not tcp://HOST:PORT with a port from 1 to {MAX_PORT}",
-            "write one host and one port, and an IPv6 address in brackets, without a zone",
-        )
+        hint = "write one host and one port, and an IPv6 address in brackets, without a zone"
+        raise EndpointRefusedError(endpoint, f"it is not tcp://HOST:PORT with a port from 1 to {MAX_PORT}", hint)
     six, text = match["six"], match["host"] or ""
     host, address = text.lower().removesuffix("."), None
     try:

@@ -33,10 +33,8 @@ class InstanceQuery(NamedTuple):
     instance: str
     rank: int | None = None
     model: str | None = None
-    tenant: str | None = None
-    """None is the default tenant."""
-    group: str | None = None
-    """None is the default routing group."""
+    tenant: str = DEFAULT_GROUP
+    group: str = DEFAULT_GROUP
     lora: str | None = None
     salt: str | None = None
 
@@ -203,24 +201,18 @@ class Registrations:
         return ranks
 
     def _find(self, query: InstanceQuery) -> list[Member]:
-        tenant, group = (DEFAULT_GROUP if name is None else name for name in (query.tenant, query.group))
-        source = source_name(tenant, group, query.instance)
+        source = source_name(query.tenant, query.group, query.instance)
         members = list(self._fleet.members.items())
         ranks = [member for key, member in members if key[0] == source and query.rank in {None, key[1]}]
         if not ranks:
             suffix = "" if query.rank is None else f" rank {query.rank}"
-            raise NotFoundError(
-                f"instance {query.instance}{suffix} not found", "not-registered", "see /workers for registered instances"
-            )
-        first = ranks[0].registration
+            hint = "see /workers for registered instances"
+            raise NotFoundError(f"instance {query.instance}{suffix} not found", "not-registered", hint)
+        first, subject = ranks[0].registration, f"instance {query.instance} is registered"
         if query.model is not None and first.model != query.model:
-            raise NotFoundError(
-                f"instance {query.instance} is registered for model={first.model}", "other-model", "send that model, or none"
-            )
+            raise NotFoundError(f"{subject} for model={first.model}", "other-model", "send that model, or none")
         if (query.lora and query.lora != first.lora_name) or (query.salt and query.salt != first.salt):
-            raise NotFoundError(
-                f"instance {query.instance} is registered with another LoRA or salt", "other-scope", "send those, or none"
-            )
+            raise NotFoundError(f"{subject} with another LoRA or salt", "other-scope", "send those, or none")
         return ranks
 
     def _check_follows(self) -> None:

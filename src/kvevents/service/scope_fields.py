@@ -77,26 +77,21 @@ def model_of(request: Any) -> str:
     """Return the name of the model. Raises `ServiceError` if it is missing."""
     model = pick(request, MODEL)
     if not model:
-        raise ServiceError(
-            "model_name (or model) is missing",
-            "missing-model",
-            f"for its names see {documented('guides/service#scope-and-namespace')}",
-            status=422,
-        )
+        hint = f"for its names see {documented('guides/service#scope-and-namespace')}"
+        raise ServiceError("model_name (or model) is missing", "missing-model", hint, status=422)
     return model
 
 
 def scope_of(request: Any) -> Scope:
     """Return the scope of the prompts of a request. An empty LoRA or salt means none. Raises `ServiceError`."""
-    tenant, group = pick(request, TENANT), pick(request, GROUP)
     lora = pick(request, LORA)
-    return Scope(
-        model_of(request),
-        DEFAULT_GROUP if tenant is None else tenant,
-        DEFAULT_GROUP if group is None else group,
-        request.lora_id if lora is None else lora,
-        pick(request, SALT),
-    )
+    return Scope(model_of(request), *owner_of(request), request.lora_id if lora is None else lora, pick(request, SALT))
+
+
+def owner_of(request: Any) -> tuple[str, str]:
+    """Return the tenant and the routing group of a request, each the default one if it is not given."""
+    tenant, group = pick(request, TENANT), pick(request, GROUP)
+    return DEFAULT_GROUP if tenant is None else tenant, DEFAULT_GROUP if group is None else group
 
 
 def pick(request: Any, names: tuple[str, ...]) -> str | None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from urllib.parse import unquote
 
 from kvevents.service.access import Caller, Client, HostPatterns, Role, address_of, host_of, is_loopback
-from kvevents.service.errors import ServiceError, TooMuchError, UnauthorizedError, UnavailableError
+from kvevents.service.errors import NotFoundError, ServiceError, TooMuchError, UnauthorizedError, UnavailableError
 from kvevents.service.http.messages import RAW, AnyResponse, Headers, HttpRequest, Response, StreamingResponse, problem
 from kvevents.service.http.routes import ROUTES, Route, item_of, match_path
 from kvevents.service.scope_fields import scope_parameters
@@ -152,9 +152,7 @@ class App:
     async def _respond(self, native: _native.Request, path: str, span: Span | None = None) -> AnyResponse:
         methods = ROUTES.get(match_path(path) or "")
         if methods is None:
-            return problem(
-                ServiceError(f"no endpoint {path}", "no-such-path", "see /openapi.json for all endpoints", status=404)
-            )
+            return problem(NotFoundError(f"no endpoint {path}", "no-such-path", "see /openapi.json for all endpoints"))
         endpoint = methods.get("GET" if native.method == "HEAD" else native.method)
         if endpoint is None:
             return _not_allowed(native.method, path, methods)
@@ -237,9 +235,8 @@ def _check_announced(length: str, limit: int) -> None:
 
 def _not_allowed(method: str, path: str, methods: dict[str, Route]) -> Response:
     allowed_methods = sorted(methods) + (["HEAD"] if "GET" in methods else [])
-    error = ServiceError(
-        f"{path} does not support {method}", "method-not-allowed", f"use {' or '.join(sorted(methods))}", status=405
-    )
+    hint = f"use {' or '.join(sorted(methods))}"
+    error = ServiceError(f"{path} does not support {method}", "method-not-allowed", hint, status=405)
     return problem(error, ((b"allow", ", ".join(allowed_methods).encode()),))
 
 

@@ -386,7 +386,13 @@ def book(service: Service, request: HttpRequest) -> Response:
         pending = _explicit(service, fleet, body, tokens)
     with service.selections.booking:
         _check_free(service, name)
-        _reserve(service, pending, name)
+        refusal = _unknown_worker(worker_id(pending.instance), pending.rank, pending.scope)
+        if pending.worker not in fleet.members:
+            raise refusal
+        fleet = _Fleet(service, pending.scope)  # its LoRA and salt are not repeated here
+        terms = {"reserve": {"id": name}, "ignores_cache": pending.ignores_cache, "session": pending.session}
+        if not fleet.select(pending.tokens, [pending.worker], **terms).usable:
+            raise refusal
     service.selections.discard(fleet.scope, name)
     _start(service, name, waits=pending.waits)
     return answer(messages.Booked(selection_id=name, **fleet.names_of(pending.worker)), request, status=201)
@@ -408,17 +414,6 @@ def _explicit(service: Service, fleet: _Fleet, body: messages.BookRequest, token
     counted_tokens = prompt.tokens if uncached_tokens is None else _placeholder(max(1, min(uncached_tokens, prompt.length)))
     waits = _waits(body, body.track_prefill_tokens)
     return PendingSelection(instance, rank, fleet.scope, counted_tokens, uncached_tokens is not None, waits, None)
-
-
-def _reserve(service: Service, pending: PendingSelection, name: str) -> None:
-    """Reserve the worker of a selection. Raises `NotFoundError` if it has left or cannot be reached."""
-    fleet = _Fleet(service, pending.scope)
-    refusal = _unknown_worker(worker_id(pending.instance), pending.rank, pending.scope)
-    if pending.worker not in fleet.members:
-        raise refusal
-    terms = {"reserve": {"id": name}, "ignores_cache": pending.ignores_cache, "session": pending.session}
-    if not fleet.select(pending.tokens, [pending.worker], **terms).usable:
-        raise refusal
 
 
 def _unknown_worker(number: int, rank: int, scope: Scope) -> NotFoundError:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta
 
-from kvevents.client.schemas import DEFAULT_GROUP, EngineId, RegisterRequest, ScopeFields, UnregisterRequest
+from kvevents.client.schemas import EngineId, RegisterRequest, ScopeFields, UnregisterRequest
 from kvevents.errors import ConfigError
 from kvevents.package_metadata import documented
 from kvevents.service.discovery.engines import EngineProvider
@@ -23,7 +23,7 @@ from kvevents.service.http.messages import HttpRequest, Response, answer
 from kvevents.service.http.queries import answer_query
 from kvevents.service.prober import check_allowed, load_target
 from kvevents.service.registrations import InstanceQuery
-from kvevents.service.scope_fields import GROUP, LORA, MODEL, SALT, TENANT, model_of, pick
+from kvevents.service.scope_fields import LORA, MODEL, SALT, model_of, owner_of, pick
 from kvevents.service.service import Service
 
 _HINT: Final = f"for the fields of both APIs see {documented('guides/service#dynamos-and-mooncakes-api')}"
@@ -122,17 +122,18 @@ async def register(service: Service, request: HttpRequest) -> Response:
 
 def _facts(body: RegisterRequest) -> dict[str, Any]:
     """Return what a request says of all ranks, by the names that `Registration` and `Template` share."""
-    tenant, group, lora, salt = (pick(body, names) for names in (TENANT, GROUP, LORA, SALT))
+    tenant, group = owner_of(body)
+    lora = pick(body, LORA)
     if lora is None and body.lora_id is not None:
         sentence = f"lora_id {body.lora_id} does not name a LoRA"
         raise RefusedError(sentence, "lora-id", "send its name as lora_name, or leave it out")
     return {
         "topic": body.topic,
         "block_size": body.block_size,
-        "tenant": DEFAULT_GROUP if tenant is None else tenant,
-        "group": DEFAULT_GROUP if group is None else group,
+        "tenant": tenant,
+        "group": group,
         "lora_name": lora,
-        "salt": salt,
+        "salt": pick(body, SALT),
         "stores_only": tuple(body.stores_only),
         "drafts": None if body.drafts is None else tuple(body.drafts),
         "load": body.load or None,
@@ -181,7 +182,7 @@ async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registra
 async def unregister(service: Service, request: HttpRequest) -> Response:
     """Unregister a rank of an engine and drop its blocks; without `dp_rank` all ranks of the instance."""
     body: UnregisterRequest = request.read()
-    scope = (pick(body, names) for names in (MODEL, TENANT, GROUP, LORA, SALT))
+    scope = pick(body, MODEL), *owner_of(body), pick(body, LORA), pick(body, SALT)
     query = InstanceQuery(str(body.instance_id), body.dp_rank, *scope)
     registrations = await service.registrations.unregister(query, request.client)
     if body.model_name is not None:

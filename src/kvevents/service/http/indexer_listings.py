@@ -147,11 +147,8 @@ async def dump(service: Service, _: HttpRequest) -> StreamingResponse:
     total = sum(member.blocks for member in list(service.fleet.workers.values()))
     limit = service.settings.limits.max_dump_blocks
     if total > limit:
-        raise TooMuchError(
-            f"the index has {total} blocks, and /dump returns at most {limit}",
-            "too-many-blocks",
-            "read /v1/blocks page by page, or raise limits.max_dump_blocks",
-        )
+        hint = "read /v1/blocks page by page, or raise limits.max_dump_blocks"
+        raise TooMuchError(f"the index has {total} blocks, and /dump returns at most {limit}", "too-many-blocks", hint)
     await service.pools.dump.acquire(service.settings.limits.request_seconds)
     return StreamingResponse(_pieces(service), JSON, service.pools.dump.release)
 

@@ -133,12 +133,9 @@ class HttpRequest:
         if self.kind == JSON or self.kind.endswith(b"+json"):
             return self._decode(self.decoders.json, self.body)
         # Browsers send forms, text and bodies without a type to other origins without a preflight request.
-        raise ServiceError(
-            f"unsupported content type {self.kind.decode('latin-1')!r}",
-            "unsupported-media-type",
-            "send Content-Type: application/json or application/msgpack",
-            status=415,
-        )
+        sentence = f"unsupported content type {self.kind.decode('latin-1')!r}"
+        hint = "send Content-Type: application/json or application/msgpack"
+        raise ServiceError(sentence, "unsupported-media-type", hint, status=415)
 
     def read_tokens(self, name: str) -> tuple[Any, Any]:
         """Return the body and its token ids in field `name`, which are a buffer if possible. Raises `ServiceError`."""

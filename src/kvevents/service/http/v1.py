@@ -58,11 +58,8 @@ def match(service: Service, request: HttpRequest) -> Response:
 
 def _raw_prompt(request: HttpRequest) -> tuple[ScopedRequest, Any]:
     if len(request.body) % 4:
-        raise RefusedError(
-            f"invalid raw body of {len(request.body)} bytes: expected 4 bytes for each token",
-            "malformed-body",
-            "send 32-bit numbers",
-        )
+        sentence = f"invalid raw body of {len(request.body)} bytes: expected 4 bytes for each token"
+        raise RefusedError(sentence, "malformed-body", "send 32-bit numbers")
     try:
         query = msgspec.convert(dict(request.arguments), ScopedRequest, strict=False)
     except msgspec.ValidationError as error:
@@ -84,9 +81,8 @@ def select(service: Service, request: HttpRequest) -> Response:
     query, tokens = request.read_tokens("tokens")
     candidates = query.candidates or ()
     if len(candidates) > (limit := service.settings.limits.max_candidates):
-        raise TooMuchError(
-            f"the request has {len(candidates)} candidates", "too-many-candidates", f"limits.max_candidates is {limit}"
-        )
+        sentence = f"the request has {len(candidates)} candidates"
+        raise TooMuchError(sentence, "too-many-candidates", f"limits.max_candidates is {limit}")
     loads = [candidate.load for candidate in candidates if candidate.load is not None]
     seconds = query.reserve.seconds if isinstance(query.reserve, Reserve) else None
     weights = [*query.tiers.values(), *query.trust.values(), query.wait_weight, query.load_weight]
@@ -150,12 +146,9 @@ def events(service: Service, request: HttpRequest) -> StreamingResponse:
 
     Events have ids. With `Last-Event-ID` the stream continues after that event, or reports how many were missed.
     """
-    if len(service.fleet.event_bus) >= service.settings.limits.max_listeners:
-        raise UnavailableError(
-            f"{service.settings.limits.max_listeners} clients are connected to /v1/events already",
-            "too-many-listeners",
-            "raise limits.max_listeners, or poll /v1/sources",
-        )
+    if len(service.fleet.event_bus) >= (limit := service.settings.limits.max_listeners):
+        sentence = f"{limit} clients are connected to /v1/events already"
+        raise UnavailableError(sentence, "too-many-listeners", "raise limits.max_listeners, or poll /v1/sources")
     context = ExitStack()
     # It counts from now on.
     subscription = context.enter_context(service.fleet.event_bus.subscribe(request.headers.last_event_id))
