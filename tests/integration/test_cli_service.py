@@ -44,9 +44,8 @@ from kvevents.cli.console import Console
 from kvevents.cli.top_view import TopView
 from kvevents.cli.values import service_url
 from kvevents.client import Client, ServiceRequestError
-from kvevents.client.names import worker_name
 from kvevents.client.polling import SOURCE_ORDERS, PolledSource, PollResult, sort_sources
-from kvevents.client.schemas import HealthAnswer, LoadView, Problem
+from kvevents.client.schemas import HealthAnswer, LoadView, Problem, worker_name
 from kvevents.diagnosis.text_format import duration, first_names, percentage, size
 from kvevents.events import KVEventBatch
 

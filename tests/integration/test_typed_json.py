@@ -8,13 +8,13 @@ import sys
 import msgspec
 import pytest
 
-from kvevents.client.typed_json import decode_json
+from kvevents.client.protocol import decode_json
 
 _PROGRAM = """
 import sys
 import threading
 import msgspec
-from kvevents.client.typed_json import decode_json
+from kvevents.client.protocol import decode_json
 
 sys.setswitchinterval(1e-6)
 data = b'{"inner": {"1": {"a": 1, "b": {"x": 2}, "c": ["y"]}}}'

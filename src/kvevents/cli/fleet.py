@@ -16,7 +16,6 @@ from kvevents.cli.output import add_output, write_record
 from kvevents.cli.top_view import COLUMNS, WIDE_COLUMNS, fault_lines, source_table
 from kvevents.cli.values import endpoint, endpoint_or_url, positive_int, whole_number
 from kvevents.client import Client
-from kvevents.client.names import worker_name
 from kvevents.client.polling import PolledSource, sort_sources
 from kvevents.client.schemas import (
     DrainAnswer,
@@ -26,6 +25,7 @@ from kvevents.client.schemas import (
     ReservationsAnswer,
     SourcesAnswer,
     UnregisterRequest,
+    worker_name,
 )
 from kvevents.diagnosis.text_format import duration
 from kvevents.errors import ConfigError, ExternalError

@@ -15,7 +15,6 @@ from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, table
 from kvevents.cli.options import add_scope, add_service, make_client
 from kvevents.cli.output import add_output, write_record
 from kvevents.client import Client
-from kvevents.client.names import worker_name
 from kvevents.client.schemas import (
     DEFAULT_GROUP,
     MatchAnswer,
@@ -25,6 +24,7 @@ from kvevents.client.schemas import (
     SelectRequest,
     SourceView,
     WorkerMatch,
+    worker_name,
 )
 from kvevents.diagnosis.text_format import first_names, percentage, plural
 from kvevents.errors import ConfigError, ExternalError, MissingDependencyError

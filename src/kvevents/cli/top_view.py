@@ -9,7 +9,6 @@ from typing import Final
 
 from kvevents.cli.console import TRUST_STYLES, Line, Part, Span, Style, cut, table
 from kvevents.cli.console import width as width_of
-from kvevents.client.names import source_issues, worker_name
 from kvevents.client.polling import PolledSource, PollResult
 from kvevents.client.schemas import StatsAnswer
 from kvevents.diagnosis.text_format import duration, percentage, plural, size
@@ -68,13 +67,11 @@ def _count_style(count: int) -> Style:
     return "bad" if count else "dim"
 
 
-ISSUES: Final = SourceColumn("why", lambda source, _: source_issues(source), 1)
+ISSUES: Final = SourceColumn("why", lambda source, _: source.issues, 1)
 """The column with the problems of a source; it gets the remaining width."""
 MIN_ISSUES: Final = 16
 COLUMNS: Final = (
-    SourceColumn(
-        "worker", lambda source, _: worker_name(source.instance, source.rank, source.tenant, source.group), 0, lambda _: "name"
-    ),
+    SourceColumn("worker", lambda source, _: source.name, 0, lambda _: "name"),
     SourceColumn("model", lambda source, _: source.model, 9),
     SourceColumn("trust", _trust, 0, lambda source: TRUST_STYLES[source.trust.state]),
     SourceColumn("blocks", lambda source, _: f"{source.blocks:,}", 2),

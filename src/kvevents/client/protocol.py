@@ -9,6 +9,7 @@ request has had no effect, or has the same effect twice. A reservation with an `
 from __future__ import annotations
 
 import ssl
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,6 @@ import msgspec
 
 from kvevents.backoff import Backoff
 from kvevents.client import schemas
-from kvevents.client.typed_json import decode_json
 from kvevents.errors import ConfigError, ExternalError
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_decoders: Final[dict[Any, msgspec.json.Decoder[Any]]] = {}
+_decoders_lock: Final = threading.Lock()
 TOKEN_VARIABLE: Final = "KVEVENTS_TOKEN"  # noqa: S105 - the name of the variable
 DEADLINE: Final = 5.0
 """Seconds for a call with all its attempts, unless the client or the call has another deadline."""
@@ -254,6 +256,19 @@ class Endpoint:
             return ServiceRequestError(sentence, "not-kvevents", _STATUS_HINTS.get(status // 100, ""), status)
         hint = f"set {TOKEN_VARIABLE}, or name a file with --token-file" if status == 401 else problem.hint
         return ServiceRequestError(problem.detail, problem.reason, hint, status)
+
+
+def decode_json(data: bytes, kind: type[T]) -> T:
+    """Return JSON as a value of `kind`, in any thread. Raises `msgspec.MsgspecError` and `RecursionError`.
+
+    A decoder of each type is made by one thread at a time, for the reason in `kvevents.settings.build_decoder_now`.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        with _decoders_lock:
+            decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    value: T = decoder.decode(data)
+    return value
 
 
 def _problem(content: bytes) -> schemas.Problem | None:

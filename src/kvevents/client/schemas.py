@@ -409,6 +409,14 @@ class DrainAnswer(Struct, frozen=True, kw_only=True):
     draining: bool
 
 
+def worker_name(instance: str, rank: int, tenant: str = DEFAULT_GROUP, group: str = DEFAULT_GROUP) -> str:
+    """Return `engine-0/1`, with `@tenant` or `@tenant/group` unless these are the default ones."""
+    name = f"{instance}/{rank}"
+    if group != DEFAULT_GROUP:
+        return f"{name}@{tenant}/{group}"
+    return name if tenant == DEFAULT_GROUP else f"{name}@{tenant}"
+
+
 class SourceView(Struct, frozen=True, kw_only=True):
     """One data-parallel rank of one engine."""
 
@@ -479,6 +487,17 @@ class SourceView(Struct, frozen=True, kw_only=True):
     """Why the load is unknown although the source says where to read it."""
     rejected: dict[str, int]
     """Events that were rejected, by reason."""
+
+    @property
+    def name(self) -> str:
+        """Name of the worker for people."""
+        return worker_name(self.instance, self.rank, self.tenant, self.group)
+
+    @property
+    def issues(self) -> str:
+        """The reason of its trust, and its fault unless the reason contains it; for people."""
+        fault = self.fault or ""
+        return "; ".join(part for part in (self.trust.reason, fault if fault not in self.trust.reason else "") if part)
 
 
 class SourcesAnswer(Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import singledispatchmethod
-from typing import Any, Final, Self
+from typing import Any, Final
 
 from kvevents.conform import scenario as steps
 from kvevents.conform.scenario import Check, Cut, HalfOpen, Restart, Scenario, ScenarioEngine, Skip, Stall, Store, payloads
@@ -43,13 +43,13 @@ def batches_by_incarnation(name: str, scenario: Scenario) -> list[list[LiveBatch
 
 
 class ScriptedEngine:
-    """One engine of a scenario. Its methods are the steps of the same names; all but `close` belong to one thread."""
+    """One engine of a scenario. Its methods are the steps of the same names. `opened` closes its sockets."""
 
-    def __init__(self, name: str, scenario: Scenario) -> None:
+    def __init__(self, name: str, scenario: Scenario, opened: ExitStack) -> None:
         self.settings: Final[ScenarioEngine] = scenario.engines[name]
         self._incarnations = iter(batches_by_incarnation(name, scenario))
         self._topic = self.settings.topic.encode()
-        self._open = ExitStack()
+        self._open = opened
         replay = ANY_LOCAL_PORT if self.settings.replay in {"answers", "silent"} else None
         faults = Faults(
             buffer_steps=self.settings.buffer_steps,
@@ -117,16 +117,6 @@ class ScriptedEngine:
             proxy.cut(refuse=True)
         wait_until(lambda: not self.tape.subscriptions, CUT_SECONDS)
 
-    def close(self) -> None:
-        """Close everything."""
-        self._open.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Player:
     """One scenario on one target."""
@@ -166,7 +156,7 @@ class Player:
             return
         self._registered[step.engine] = registration
         if self._engines[step.engine].settings.address == "engine":
-            self._wait_for_subscriber(step.engine)
+            self._await_subscriber(steps.AwaitSubscriber(step.engine))
 
     @_do.register
     def _restart(self, step: Restart) -> None:
@@ -194,12 +184,9 @@ class Player:
         self._engines[step.engine].tape.send_raw([bytes.fromhex(frame) for frame in step.frames])
 
     @_do.register
-    def _await(self, step: steps.AwaitSubscriber) -> None:
-        self._wait_for_subscriber(step.engine)
-
-    def _wait_for_subscriber(self, engine: str) -> None:
-        if not self._engines[engine].tape.wait_for_subscriber(self._scenario.subscribe):
-            self._notes.append(f"no subscription to {engine} within {self._scenario.subscribe:g} s")
+    def _await_subscriber(self, step: steps.AwaitSubscriber) -> None:
+        if not self._engines[step.engine].tape.wait_for_subscriber(self._scenario.subscribe):
+            self._notes.append(f"no subscription to {step.engine} within {self._scenario.subscribe:g} s")
 
     @_do.register
     def _disturb(self, step: Stall | HalfOpen | steps.Heal) -> None:
@@ -271,7 +258,7 @@ def play(scenario: Scenario, driver: Driver) -> Result:
     player: Player | None = None
     try:
         with ExitStack() as stack:
-            engines = {name: stack.enter_context(ScriptedEngine(name, scenario)) for name in scenario.engines}
+            engines = {name: ScriptedEngine(name, scenario, stack) for name in scenario.engines}
             registering = [step for step in scenario.steps if isinstance(step, steps.Register)]
             registrations = [registration_of(step, scenario, engines) for step in registering]
             target = stack.enter_context(driver.target(scenario, registrations))

@@ -88,23 +88,18 @@ class FakeWorker:
             body = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
         except msgspec.MsgspecError:
             return None
-        route = path.partition("?")[0]
-        if method == "GET":
-            return {
-                "/health": {"status": "ok"},
-                "/v1/models": {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 1 << 20}]},
-                "/server_info": {"model_path": MODEL},
-            }.get(route)
-        if route == "/tokenize":
-            tokens = tokens_of(body.get("prompt", ""))
-            return {"count": len(tokens), "max_model_len": 1 << 20, "tokens": tokens}
-        if route == "/v1/completions/render":
-            return [{"request_id": "r", "token_ids": tokens_of(body.get("prompt", "")), "sampling_params": {}, "model": MODEL}]
-        if route == "/v1/completions":
-            choice = {"index": 0, "text": self._name, "finish_reason": "stop"}
-            usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-            return {"id": "x", "object": "text_completion", "created": 0, "model": MODEL, "choices": [choice], "usage": usage}
-        return None
+        tokens = tokens_of(body.get("prompt", ""))
+        choice = {"index": 0, "text": self._name, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        completion = {"id": "x", "object": "text_completion", "created": 0, "model": MODEL, "choices": [choice], "usage": usage}
+        return {
+            "GET /health": {"status": "ok"},
+            "GET /v1/models": {"object": "list", "data": [{"id": MODEL, "object": "model", "max_model_len": 1 << 20}]},
+            "GET /server_info": {"model_path": MODEL},
+            "POST /tokenize": {"count": len(tokens), "max_model_len": 1 << 20, "tokens": tokens},
+            "POST /v1/completions/render": [{"request_id": "r", "token_ids": tokens, "sampling_params": {}, "model": MODEL}],
+            "POST /v1/completions": completion,
+        }.get(f"{method} {path.partition('?')[0]}")
 
     def close(self) -> None:
         """End the server; idempotent."""

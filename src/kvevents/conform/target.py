@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvevents.client.typed_json import decode_json
+from kvevents.client.protocol import decode_json
 from kvevents.conform.scenario import Ability, CheckQuery, Scenario
 from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ExternalError

@@ -9,10 +9,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from kvevents.client import Client, ServiceRequestError
-from kvevents.client.names import source_issues, worker_name
 from kvevents.client.protocol import UNAVAILABLE
 from kvevents.client.reasons import Reason
-from kvevents.client.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, SourceView, StatsAnswer
+from kvevents.client.schemas import HealthAnswer, ReadyAnswer, SourcesAnswer, SourceView, StatsAnswer, worker_name
 from kvevents.diagnosis.findings import CheckResult, Severity, fail, ok, warn
 from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.text_format import duration, first_names, percentage, plural, size
@@ -213,18 +212,14 @@ def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[CheckResu
 def _trust_finding(source: SourceView, now: float) -> CheckResult:
     state = source.trust.state
     seconds = max(now - source.since, 0.0)
-    reason = source_issues(source)
-    text = f"{_worker_name(source)} is {state} for {duration(seconds)}{f': {reason}' if reason else ''}"
+    reason = source.issues
+    text = f"{source.name} is {state} for {duration(seconds)}{f': {reason}' if reason else ''}"
     codes = set(source.trust.reason_codes)
     if state in {"CONNECTING", "REPLAYING"} and seconds <= PATIENCE_SECONDS and source.fault is None and codes <= _PHASES:
         return warn("trust", text, "wait a moment, and run doctor again")
     if state == "DEGRADED" and codes == {Reason.REPLAY_UNPROVEN} and source.batches == source.replayed:
         return ok("trust", text, source.advice)
     return (fail if state in {"CONNECTING", "STALE"} else warn)("trust", text, source.advice)
-
-
-def _worker_name(source: SourceView) -> str:
-    return worker_name(source.instance, source.rank, source.tenant, source.group)
 
 
 def _worst_of(findings: Sequence[CheckResult], check: str, noun: str) -> Iterator[CheckResult]:
@@ -245,7 +240,7 @@ def check_block_sizes(sources: Sequence[SourceView]) -> CheckResult | None:
     if not mismatches:
         text = "as registered" if with_size else "none is registered"
         return ok("blocks", f"blocks of {' and '.join(map(str, sizes))} tokens, {text}")
-    names = [f"{_worker_name(source)} is registered with {source.declared_block_size}" for source in mismatches]
+    names = [f"{source.name} is registered with {source.declared_block_size}" for source in mismatches]
     lists = [", ".join(map(str, source.block_sizes)) for source in mismatches]
     text = first_names([f"{name} and sends {sizes_sent}" for name, sizes_sent in zip(names, lists, strict=True)])
     return fail("blocks", f"tokens per block: {text}", "register them with their block size, by which routers divide prompts")
@@ -253,7 +248,7 @@ def check_block_sizes(sources: Sequence[SourceView]) -> CheckResult | None:
 
 def check_lag(sources: Sequence[SourceView]) -> CheckResult | None:
     """Check the lag of the newest batches; None before the first live batch."""
-    lags = {_worker_name(source): source.lag_seconds for source in sources if source.lag_seconds is not None}
+    lags = {source.name: source.lag_seconds for source in sources if source.lag_seconds is not None}
     if not lags:
         return None
     ahead = {name: -lag for name, lag in lags.items() if lag < -LATE_SECONDS}
@@ -270,7 +265,7 @@ def check_lag(sources: Sequence[SourceView]) -> CheckResult | None:
 def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
     """Check the load that engines report; None if none reports it."""
     loads = [source.load for source in sources if source.load is not None]
-    faults = [f"{_worker_name(source)}: {source.load_fault}" for source in sources if source.load_fault is not None]
+    faults = [f"{source.name}: {source.load_fault}" for source in sources if source.load_fault is not None]
     if faults:
         advice = "selections take the mean of the other engines for their load; check that endpoint, or remove it (load)"
         return warn("load", f"unknown of {first_names(faults)}", advice)
@@ -283,10 +278,10 @@ def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
 
 def check_requests(sources: Sequence[SourceView]) -> CheckResult | None:
     """Check whether selections leave out EXACT sources; None if they leave out none."""
-    faults = {_worker_name(source): source.fault for source in sources if source.fault and source.trust.state == "EXACT"}
+    faults = {source.name: source.fault for source in sources if source.fault and source.trust.state == "EXACT"}
     if not faults:
         return None
-    drained = [_worker_name(source) for source in sources if source.draining]
+    drained = [source.name for source in sources if source.draining]
     advice = f"`kvevents drain NAME --end` ends it for {first_names(drained)}" if drained else "check the server of each engine"
     return warn("requests", f"none for {first_names([f'{name}: {fault}' for name, fault in faults.items()])}", advice)
 
@@ -298,8 +293,8 @@ def _list_lags(seconds: dict[str, float]) -> str:
 def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[CheckResult]:
     """Check for sources that have never sent anything, or nothing recently."""
     following = [source for source in sources if source.trust.state in {"EXACT", "DEGRADED"}]
-    ages = {_worker_name(source): now - source.last_event for source in following if source.last_event is not None}
-    without_events = [name for source in following if (name := _worker_name(source)) not in ages and not source.blocks]
+    ages = {source.name: now - source.last_event for source in following if source.last_event is not None}
+    without_events = [name for source in following if (name := source.name) not in ages and not source.blocks]
     pauses = [f"{name} for {duration(age)}" for name, age in ages.items() if age > SILENT_SECONDS]
     if without_events:
         advice = "idle engines publish nothing: send them requests, and check that KV events and prefix caching are enabled"
@@ -323,7 +318,7 @@ def check_losses(sources: Sequence[SourceView], now: float) -> CheckResult | Non
 
 
 def _list_losses(sources: Sequence[SourceView]) -> str:
-    return first_names([f"{plural(source.lost, 'batch')} of {_worker_name(source)}" for source in sources])
+    return first_names([f"{plural(source.lost, 'batch')} of {source.name}" for source in sources])
 
 
 def check_rejected(sources: Sequence[SourceView]) -> CheckResult | None:
@@ -332,6 +327,6 @@ def check_rejected(sources: Sequence[SourceView]) -> CheckResult | None:
     if not affected:
         return None
     reasons = [", ".join(f"{reason} ({count:,})" for reason, count in source.rejected.items()) for source in affected]
-    counts = first_names([f"{_worker_name(source)}: {text}" for source, text in zip(affected, reasons, strict=True)])
+    counts = first_names([f"{source.name}: {text}" for source, text in zip(affected, reasons, strict=True)])
     advice = f"kvevents doctor {affected[0].endpoint} shows which release has written them; it may be newer than kvevents"
     return warn("decoding", f"events could not be used: {counts}", advice)

@@ -118,15 +118,15 @@ def encode_payloads(
     return [payload for half in halves for payload in encode_payloads(half, dialect, max_payload)]
 
 
-def last_heartbeat(events: list[KVEvent]) -> Heartbeat | None:
-    """Return the last heartbeat of a batch, or None if it has none."""
-    return next((heartbeat for event in reversed(events) if (heartbeat := _heartbeat_of(event)) is not None), None)
-
-
 def without_heartbeats(events: list[KVEvent]) -> list[KVEvent]:
     """Remove heartbeats from events. A heartbeat describes its sender's stream, so the relay must not forward it."""
-    remaining = (event for event in events if _heartbeat_of(event) is None or _has_hashes(event))
-    return [event if _heartbeat_of(event) is None else msgspec.structs.replace(event, heartbeat=None) for event in remaining]
+    remaining = list[KVEvent]()
+    for event in events:
+        if not isinstance(event, BlockRemoved) or event.heartbeat is None:
+            remaining.append(event)
+        elif event.block_hashes:
+            remaining.append(msgspec.structs.replace(event, heartbeat=None))
+    return remaining
 
 
 def loses_events(report: BatchReport) -> bool:
@@ -144,10 +144,6 @@ def _form_of(dialect: Dialect, *, signed: bool, before: str) -> str:
 
 def _has_hashes(event: KVEvent) -> bool:
     return not isinstance(event, AllBlocksCleared) and bool(event.block_hashes)
-
-
-def _heartbeat_of(event: KVEvent) -> Heartbeat | None:
-    return event.heartbeat if isinstance(event, BlockRemoved) else None
 
 
 # --- numbers and heartbeats
@@ -248,10 +244,10 @@ class OutputSequencer:
             report = outcome.report
             if report is None or not (report.heartbeat or loses_events(report)):
                 continue
-            self._send(ordinal, origins[first:at], payloads[first:at])
+            self._send(ordinal, payloads[first:at], origins[first:at])
             self._send_changed(ordinal, origins[at], payloads[at], report)
             first = at + 1
-        self._send(ordinal, origins[first:], payloads[first:])
+        self._send(ordinal, payloads[first:], origins[first:])
         return applied
 
     def record_origin(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
@@ -272,8 +268,7 @@ class OutputSequencer:
     def send_payloads(self, payloads: Sequence[bytes], upstream: int = OWN_UPSTREAM) -> None:
         """Send payloads of the relay's own. After a kill the journal holds all of them or none."""
         self.state.apply(payloads)
-        zeros = [0] * len(payloads)
-        self._append_and_send([upstream] * len(payloads), zeros, zeros, payloads)
+        self._send(upstream, payloads)
 
     def send_heartbeat(self, trust: Trust, attestation: int | None = None) -> None:
         """Send a heartbeat with the digest of what consumers hold, and with an attestation of it if there is one."""
@@ -297,10 +292,6 @@ class OutputSequencer:
         if self._is_newest_unseen:
             self.send_events([])
 
-    def _send(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> None:
-        incarnations, seqs = [origin.incarnation for origin in origins], [origin.seq for origin in origins]
-        self._append_and_send([ordinal] * len(payloads), incarnations, seqs, payloads)
-
     def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, report: BatchReport) -> None:
         """Send a payload without its heartbeat, after a skipped number if events are missing."""
         if loses_events(report):
@@ -313,17 +304,19 @@ class OutputSequencer:
             parts = self.encoder.encode_payloads(remaining)
         for part in parts:
             if len(part) <= self.encoder.max_payload:
-                self._send(ordinal, [origin], [part])
+                self._send(ordinal, [part], [origin])
             elif part is not payload:
                 self.skip_number()
 
-    def _append_and_send(
-        self, upstreams: list[int], incarnations: list[int], seqs: list[int], payloads: Sequence[bytes]
-    ) -> None:
+    def _send(self, upstream: int, payloads: Sequence[bytes], origins: Sequence[RawBatch] = ()) -> None:
+        """Append payloads to the journal and send them. `origins` are the batches of the upstream that they are, or none."""
         if not payloads:
             return
         if self._journal is not None:
-            self._journal.append(Batches(self.next_number, upstreams, incarnations, seqs, list(payloads)))
+            zeros = [0] * len(payloads)
+            incarnations, seqs = [origin.incarnation for origin in origins], [origin.seq for origin in origins]
+            upstreams = [upstream] * len(payloads)
+            self._journal.append(Batches(self.next_number, upstreams, incarnations or zeros, seqs or zeros, list(payloads)))
         numbered: list[SequencedPayload] = list(enumerate(payloads, self.next_number))
         self._event_server.send(numbered)
         self.next_number += len(payloads)

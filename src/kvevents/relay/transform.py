@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -21,13 +21,12 @@ from kvevents.relay.output_sequencer import (
     IndexedStream,
     OutputSequencer,
     encode_payloads,
-    last_heartbeat,
     loses_events,
     without_heartbeats,
 )
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.upstreams import PLACEMENT_FIELDS, UpstreamBlocks
-from kvevents.stream import BatchReport, RawBatch
+from kvevents.stream import BatchReport, RawBatch, inspect_events
 from kvevents.wire import Rejected, decode_batch, encode_batch
 from kvevents.wire.decode import rank_of
 from kvevents.wire.dialects import Dialect
@@ -75,18 +74,6 @@ def _runs_to_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawB
         if _ATTESTATION in batch.payload or end == len(batches):
             yield batches[first:end]
             first = end
-
-
-class _ChangedBatch(NamedTuple):
-    """What a batch becomes, and what decoding it has shown."""
-
-    payloads: list[bytes]
-    """Empty if no event is left; more than one if consumers would not accept a single one."""
-    cleared: bool
-    """Whether the batch clears all blocks."""
-    heartbeat: Heartbeat | None
-    rejected: tuple[Rejected, ...]
-    """Events that could not be decoded, or that the dialect cannot express: consumers must notice that they are missing."""
 
 
 class Transform:
@@ -154,14 +141,14 @@ class Transform:
             applied = self._received.apply([_with_rank(batch) if self._is_shared else batch.payload]).get(0)
             # In a shared stream this state was restored from what was sent, which can lack blocks of the upstream.
             agrees = None if applied is None or applied.report is None or self._is_shared else applied.report.digest_matches
-        changed = self._change(batch)
-        report = BatchReport(changed.rejected, changed.cleared, changed.heartbeat, agrees)
+        payloads, report = self._change(batch)
+        report = replace(report, digest_matches=agrees)
         if loses_events(report):
             # Before the batch: a relay that is killed in between skips a number again.
             self._sequencer.skip_number()
-        self._sequencer.forward(self._ordinal, [batch] * len(changed.payloads), changed.payloads)
+        self._sequencer.forward(self._ordinal, [batch] * len(payloads), payloads)
         if report != _NO_FINDINGS:
-            self._report(batch, replace(report, attestation_matches=self._matches_attestation(changed.heartbeat)))
+            self._report(batch, replace(report, attestation_matches=self._matches_attestation(report.heartbeat)))
 
     def _matches_attestation(self, heartbeat: Heartbeat | None) -> bool | None:
         """Return whether what was sent of the upstream is what its heartbeat attests; None if that is unknown."""
@@ -171,14 +158,17 @@ class Transform:
             return self._sequencer.state.attests(heartbeat.attestation)
         return sum(own.digest for own in self.blocks.values()) & ATTESTATION_MASK == heartbeat.attestation
 
-    def _change(self, delivery: RawBatch) -> _ChangedBatch:
-        """Return the batch as it is to be sent."""
+    def _change(self, delivery: RawBatch) -> tuple[list[bytes], BatchReport]:
+        """Return payloads to send for a batch, and what decoding it has shown.
+
+        There is no payload if no event is left, and more than one if consumers would not accept a single one. Rejected are
+        also events that the dialect cannot express: consumers must notice that they are missing.
+        """
         decoding = decode_batch(delivery.payload)
         batch, rejected = self._expressible_rank(decoding.batch, list(decoding.rejected))
-        heartbeat = last_heartbeat(batch.events)
+        report = inspect_events(batch.events) or _NO_FINDINGS
         events = without_heartbeats(batch.events)
-        cleared = any(type(event) is AllBlocksCleared and event.unknown_fields is None for event in events)
-        self._omits_blocks = (self._omits_blocks and not cleared) or any(map(self._is_misplaced, events))
+        self._omits_blocks = (self._omits_blocks and not report.cleared) or any(map(self._is_misplaced, events))
         events = self._expressible_clears(events, rejected)
         if self._has_tokens:
             expressible = self._expressible_namespaces(events)
@@ -195,10 +185,10 @@ class Transform:
                 self.has_salted_prompts = True
                 self._write_checkpoint()  # before the batch is in the journal, so that a relay that is killed then knows
             events = [redact(event, partial(self._key, rank)) for event in events]
-        if events or (heartbeat is None and not payloads):
+        if events or (report.heartbeat is None and not payloads):
             payloads += self._encode(KVEventBatch(batch.ts, events, rank), rejected)
         self._omits_blocks |= any(rejection.loses_events for rejection in rejected)
-        return _ChangedBatch(payloads, cleared, heartbeat, tuple(rejected))
+        return payloads, replace(report, rejected=tuple(rejected))
 
     def _own(self, rank: int, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
         """Record the events of a rank, and return them for the shared stream; none of more ranks than a stream has."""
