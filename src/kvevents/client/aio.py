@@ -172,8 +172,7 @@ class AsyncReservedWorker(protocol.Reserving[AsyncClient]):
 
     async def _finish(self, deadline: float | None = None) -> None:
         """End the reservation, also if the task is cancelled meanwhile."""
-        call = protocol.finish(self.id)
-        request = self._send(call, deadline)
+        request = self._send(protocol.finish(self.id), deadline)
         await asyncio.shield(asyncio.ensure_future(request))
 
     async def _send(self, call: Call[T], deadline: float | None = None) -> T | None:

@@ -84,18 +84,23 @@ class Poller:
         ready = self._client.ready()
         stats = self._client.get("/v1/stats", StatsAnswer)
         answer = self._client.get("/v1/sources", PolledSources)
-        frame = self._with_rates(
-            PollResult(
-                at=self._clock(),
-                service=self._client.url,
-                ready=ready,
-                stats=stats,
-                sources=answer.sources,
-                faults=answer.faults,
-            )
+        at, former, sources, lookups = self._clock(), self._previous, answer.sources, None
+        if former is not None and former.stats is not None and at > former.at:
+            seconds, batches = at - former.at, {source.key: source.batches for source in former.sources}
+            rates = (_rate(batches.get(source.key), source.batches, seconds) for source in sources)
+            sources = [msgspec.structs.replace(source, rate=rate) for source, rate in zip(sources, rates, strict=True)]
+            lookups = _rate(former.stats.lookups, stats.lookups, seconds)
+        self._failing_since = None
+        self._previous = PollResult(
+            at=at,
+            service=self._client.url,
+            ready=ready,
+            stats=stats,
+            lookups_per_second=lookups,
+            sources=sort_sources(sources, self._order),
+            faults=answer.faults,
         )
-        self._previous, self._failing_since = frame, None
-        return frame
+        return self._previous
 
     def poll_or_error(self) -> PollResult:
         """Poll the service, or return a frame with the error."""
@@ -105,22 +110,6 @@ class Poller:
             now = self._clock()
             self._failing_since = self._failing_since or now
             return PollResult(at=now, service=self._client.url, error=str(problem), failing_since=self._failing_since)
-
-    def _with_rates(self, frame: PollResult) -> PollResult:
-        former = self._previous
-        seconds = frame.at - former.at if former is not None else 0.0
-        if former is None or former.stats is None or frame.stats is None or seconds <= 0:
-            return msgspec.structs.replace(frame, sources=sort_sources(frame.sources, self._order))
-        batches = {source.key: source.batches for source in former.sources}
-        sources = [
-            msgspec.structs.replace(source, rate=_rate(batches.get(source.key), source.batches, seconds))
-            for source in frame.sources
-        ]
-        return msgspec.structs.replace(
-            frame,
-            sources=sort_sources(sources, self._order),
-            lookups_per_second=_rate(former.stats.lookups, frame.stats.lookups, seconds),
-        )
 
 
 def _rate(former: int | None, now: int, seconds: float) -> float | None:

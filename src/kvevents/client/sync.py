@@ -140,7 +140,6 @@ class Client:
             time.sleep(outcome.seconds)
 
     def _exchange(self, call: Call[Any], seconds: float) -> tuple[int, bytes]:
-        """Send a request on an open connection, or a new one, and return status and body of the response."""
         end = time.monotonic() + seconds
         connection = self._take_idle() or self._connect(seconds)
         connected_socket: Any = connection.sock
@@ -295,7 +294,6 @@ _KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
 
 
 def _classify(error: BaseException) -> tuple[HttpErrorKind, str]:
-    """Return the kind of an error, and what it says."""
     detail = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     for types, kind in _KINDS:
         if isinstance(error, types):

@@ -50,20 +50,14 @@ class Match(msgspec.Struct):
 
 
 class _Matches(msgspec.Struct):
-    """The answer to a query."""
-
     instances: dict[str, Match]
 
 
 class _Listener(msgspec.Struct):
-    """What an indexer says of one rank."""
-
     last_error: str | None = None
 
 
 class _Worker(msgspec.Struct):
-    """What an indexer says of an instance."""
-
     instance_id: int | str
     status: str
     listeners: dict[str, _Listener] = {}
@@ -114,7 +108,6 @@ class Indexer(Target):
             self.ask("POST", "/unregister", self._identity(registration))
 
     def _identity(self, registration: EngineRegistration) -> dict[str, Any]:
-        """Return the fields by which a registration is ended."""
         body = {"instance_id": self._instances[registration.worker], "model_name": self._model}
         return body if registration.tenant is None else {**body, "tenant_id": registration.tenant}
 
@@ -141,7 +134,6 @@ class Indexer(Target):
         return wrong
 
     def _ask(self, query: CheckQuery) -> dict[str, Match]:
-        """Return what each instance holds of a prompt."""
         names = {"lora_name": query.lora, "cache_salt": query.salt, "tenant_id": query.tenant}
         given = {name: value for name, value in names.items() if value is not None}
         # kvevents answers what an engine would find, which never includes the last token; Dynamo ignores unknown fields.
@@ -153,7 +145,6 @@ class Indexer(Target):
         return self._matches(answer)
 
     def _scope(self) -> dict[str, Any]:
-        """Return the fields that say which workers a query is about."""
         return {"model_name": self._model}
 
     def _matches(self, answer: TargetResponse) -> dict[str, Match]:
@@ -181,29 +172,21 @@ class Indexer(Target):
 
 
 class _MooncakeMatch(Match):
-    """What an instance holds of a prompt."""
-
     dp: dict[str, int] = msgspec.field(name="DP", default_factory=dict)
 
 
 class _Trust(msgspec.Struct):
-    """The trust of a rank (kvevents)."""
-
     state: str
     reason: str = ""
 
 
 class _Service(msgspec.Struct):
-    """What an indexer says of one rank."""
-
     instance_id: str
     status: str = "active"
     trust: _Trust = msgspec.field(default_factory=lambda: _Trust(EXACT))
 
 
 class _Services(msgspec.Struct):
-    """The answer of `/services`."""
-
     services: list[_Service]
 
 

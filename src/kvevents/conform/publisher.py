@@ -169,7 +169,6 @@ class PublisherPlayer:
         time.sleep(JOIN_SECONDS)
 
     def _connect(self, own: zmq.Socket[bytes], endpoint: str) -> None:
-        """Connect, and wait until the connection is open. Raise `TargetError`."""
         deadline = time.monotonic() + CONNECT_SECONDS
         with own.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
             try:
@@ -199,7 +198,6 @@ class PublisherPlayer:
         self.outcomes.append(judge_stream(stream, step.first, wanted, wanted))
 
     def _read_live(self, reader: str, count: int, seconds: float) -> ReceivedStream:
-        """Read until `count` batches have come, or time is up."""
         own, deadline, batches = self._readers[reader], time.monotonic() + seconds, list[tuple[int, bytes]]()
         while len(batches) < count and own.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
             message = parse_live(own.recv_multipart())

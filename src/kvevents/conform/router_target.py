@@ -155,14 +155,10 @@ class Control:
 
 
 class _Choice(msgspec.Struct):
-    """The text of a worker of the referee: its name."""
-
     text: str
 
 
 class _Completion(msgspec.Struct):
-    """The part of a response that a router forwards."""
-
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
 
@@ -298,7 +294,6 @@ class RouterDriver(Driver):
     def _play_workers(
         self, scenario: Scenario, followed: Sequence[EngineRegistration], stack: ExitStack
     ) -> Mapping[str, PlayedWorker]:
-        """Return the workers of the engines, by name. `stack` ends them."""
         del scenario
         workers = {name: FakeWorker(name) for name in dict.fromkeys(registration.worker for registration in followed)}
         for worker in workers.values():

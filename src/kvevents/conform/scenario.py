@@ -493,18 +493,16 @@ def _changed(form: Any, changes: Mapping[Any, Any]) -> Any:
 def payloads(scenario: Scenario) -> list[list[bytes]]:
     """Return what each step publishes, in order."""
     batches, number = list[list[bytes]](), 0
+    macros = {name: Macros(scenario.forms, scenario.block_size, engine) for name, engine in scenario.engines.items()}
     for step in scenario.steps:
         published = list[bytes]()
-        if isinstance(step, Store | Publish):
-            macros = Macros(scenario.forms, scenario.block_size, scenario.engines[step.engine])
-            if isinstance(step, Publish):
-                published = [macros.payload(step, number)] * step.times
-            else:
-                events = [[{"$store": [step.prompt, step.blocks[0] + block, 1]}] for block in range(step.blocks[1])]
-                published = [
-                    macros.payload(Publish(step.engine, block_events), number + at) for at, block_events in enumerate(events)
-                ]
-            number += len(published)
+        if isinstance(step, Publish):
+            published = [macros[step.engine].payload(step, number)] * step.times
+        elif isinstance(step, Store):
+            first, count = step.blocks
+            stores = [Publish(step.engine, [{"$store": [step.prompt, first + at, 1]}]) for at in range(count)]
+            published = [macros[step.engine].payload(store, number + at) for at, store in enumerate(stores)]
+        number += len(published)
         batches.append(published)
     return batches
 

@@ -11,14 +11,13 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice, repeat
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
-from kvevents.index import ApplyResult
 from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
 from kvevents.relay.journal import Journal
 from kvevents.relay.journal_format import ForwardedBatch
@@ -259,11 +258,10 @@ class _DecodedJournal(NamedTuple):
     checkpoint: RelayCheckpoint
     parts: list[bytes]
     """Parts of the state in the snapshot."""
-    ownership: Ownership
+    ownership: list[Ownership]
 
 
 def _decode_journal(settings: RelaySettings, recovered: Recovered) -> _DecodedJournal | str:
-    """Decode a journal, or return why the relay cannot continue from it."""
     if recovered.incomplete or recovered.incarnation is None:
         return recovered.incomplete or "the journal is new"
     try:
@@ -274,21 +272,16 @@ def _decode_journal(settings: RelaySettings, recovered: Recovered) -> _DecodedJo
         return "the journal belongs to other upstreams, or to another dialect or treatment of tokens"
     if checkpoint.has_salted_prompts and settings.tokens == "hash":
         return "prompts had salts, which the journal does not hold, so blocks that continue them could not get keys"
+    usable = _DecodedJournal(recovered, checkpoint, [], [])
     try:
-        return _DecodedJournal(recovered, checkpoint, *_split_parts(recovered))
+        for part in recovered.parts():
+            if part.startswith(_OWNERSHIP_PREFIX):
+                usable.ownership.append(msgspec.msgpack.decode(part.removeprefix(_OWNERSHIP_PREFIX), type=Ownership))
+            else:
+                usable.parts.append(part)
     except msgspec.MsgspecError as error:
         return f"the journal's snapshot is of another release: {error}"
-
-
-def _split_parts(recovered: Recovered) -> tuple[list[bytes], Ownership]:
-    parts = list(recovered.parts())
-    pieces = [
-        msgspec.msgpack.decode(part.removeprefix(_OWNERSHIP_PREFIX), type=Ownership)
-        for part in parts
-        if part.startswith(_OWNERSHIP_PREFIX)
-    ]
-    ownership = Ownership(pieces[0].number if pieces else -1, [owned for piece in pieces for owned in piece.blocks])
-    return [part for part in parts if not part.startswith(_OWNERSHIP_PREFIX)], ownership
+    return usable
 
 
 def _observe(newest: dict[int, ForwardedBatch], batches: Iterable[ForwardedBatch], checkpoints: Sequence[Checkpoint]) -> None:
@@ -321,19 +314,18 @@ def _apply_journal(
     recovered, parts = usable.recovered, usable.parts
     streams = [state, *received.values()]
     with ThreadPoolExecutor(max(1, len(streams))) as pool:
-        applying = [pool.submit(stream.apply, parts) for stream in streams]
+        applying = pool.map(IndexedStream.apply, streams, repeat(parts))
         buffer.restore(recovered.snapshot_number, parts, recovered.partial)
         batches = recovered.batches()
         while chunk := list(islice(batches, _BATCHES_PER_READ)):
-            _wait_for(applying)
-            payloads = [batch.payload for batch in chunk]
-            applying = [pool.submit(stream.apply, payloads) for stream in streams]
+            list(applying)  # wait, in order
+            applying = pool.map(IndexedStream.apply, streams, repeat([batch.payload for batch in chunk]))
             buffer.extend([(batch.number, batch.payload) for batch in chunk])
             _observe(newest, chunk, usable.checkpoint.checkpoints)
-        _wait_for(applying)
+        list(applying)
     if len(settings.upstreams) == 1:
         return {}
-    blocks = _restore_ownership(settings, recovered, usable.ownership)
+    blocks = _restore_ownership(settings, usable)
     # Each stream has the blocks of all upstreams now, and keeps those of its own.
     for at, stream in received.items():
         for (other, rank), own in blocks.items():
@@ -342,19 +334,17 @@ def _apply_journal(
     return blocks
 
 
-def _wait_for(applying: list[Future[dict[int, ApplyResult]]]) -> None:
-    for application in applying:
-        application.result()
-
-
-def _restore_ownership(settings: RelaySettings, recovered: Recovered, ownership: Ownership) -> dict[BlocksKey, UpstreamBlocks]:
+def _restore_ownership(settings: RelaySettings, usable: _DecodedJournal) -> dict[BlocksKey, UpstreamBlocks]:
     """Restore which upstream owns which blocks. Retractions are recorded with the ordinal of their upstream, too."""
     fields = expressible_placement(settings.resolved_dialect)
     blocks: defaultdict[BlocksKey, UpstreamBlocks] = defaultdict(lambda: UpstreamBlocks(fields))
-    for key, piece in ownership.blocks:
-        blocks[key].load(piece)
-    for batch in recovered.batches():
-        if batch.number > ownership.number and batch.upstream != OWN_UPSTREAM:
+    number = -1
+    for ownership in usable.ownership:
+        number = ownership.number
+        for key, piece in ownership.blocks:
+            blocks[key].load(piece)
+    for batch in usable.recovered.batches():
+        if batch.number > number and batch.upstream != OWN_UPSTREAM:
             sent = decode_batch(batch.payload).batch
             blocks[batch.upstream % RETRACTION_OFFSET, sent.data_parallel_rank or 0].apply(sent.events)
     return dict(blocks)

@@ -103,8 +103,6 @@ class JournalStats:
 
 
 class _SnapshotWrite(NamedTuple):
-    """A snapshot that is being written."""
-
     result: Future[int]
     """The size of the snapshot."""
     log: FileWriter
@@ -240,7 +238,6 @@ class Journal:
         self._end_state.positions[upstream] = (incarnation, -1)
 
     def _append(self, record: JournalRecord) -> bool:
-        """Append a record; return whether it is recorded."""
         log = self._log
         if log is None:
             return False
@@ -494,7 +491,6 @@ class Journal:
 
 
 def _newest_generation(names: Iterable[str]) -> int:
-    """Return the highest generation of the complete files; 0 without complete files."""
     return max((generation_of(name) or 0 for name in names if not name.endswith(TEMPORARY)), default=0)
 
 

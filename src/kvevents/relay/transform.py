@@ -274,7 +274,6 @@ class Transform:
         return fitting
 
     def _drop_unencodable(self, batch: KVEventBatch, rejected: list[Rejected]) -> KVEventBatch:
-        """Drop the events that the dialect cannot encode."""
         encodable: list[KVEvent] = []
         for at, event in enumerate(batch.events):
             try:
@@ -287,7 +286,6 @@ class Transform:
 
 
 def _with_rank(batch: RawBatch) -> bytes:
-    """Return the payload with the rank under which it is sent if it states none."""
     if rank_of(batch.payload) is not None:
         return batch.payload
     events = decode_batch(batch.payload).batch

@@ -365,7 +365,6 @@ def _is_attested(placement: RemovalPlacement) -> bool:
 
 
 def _digest_of(placement: RemovalPlacement, hashes: Iterable[int]) -> int:
-    """Return what copies of blocks add to a digest; 0 unless they are on the device."""
     if not _is_attested(placement):
         return 0
     term = attestation_group_term(placement.group_idx)

@@ -28,8 +28,6 @@ _HEADERS: Final = {"Accept": "text/plain, application/json", "Accept-Encoding": 
 
 
 class _Target:
-    """One URL and the ranks behind it."""
-
     def __init__(self, url: str) -> None:
         self.url: Final = url
         self.ranks: list[Readings] = []

@@ -49,8 +49,6 @@ class LoadError(ExternalError):
 
 
 class _Names(NamedTuple):
-    """The metrics of one kind of engine."""
-
     running: str
     waiting: str
     rank: str

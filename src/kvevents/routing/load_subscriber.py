@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Final, Self
 import zmq
 
 from kvevents.endpoints import needs_ipv6
-from kvevents.errors import EndpointError
 from kvevents.routing.engine_load import MAX_LOAD_BYTES, EngineLoad, decode_load
 from kvevents.routing.load_readings import LoadReading, LoadSettings, LoadSource, OnLoad, Readings, is_load_url
 from kvevents.routing.policy_types import Worker
@@ -154,23 +153,18 @@ class LoadSubscriber:
             self._call(self._begin, readings)
 
     def _connect(self, source: LoadSource) -> _Stream:
-        security = secure_sockets(self._context, source.curve, source.endpoint)
-        try:
-            socket = open_source_socket(self._context, zmq.SUB, source.endpoint, _OPTIONS, security, is_private=True)
-        except EndpointError:
+        with contextlib.ExitStack() as undo:
+            security = secure_sockets(self._context, source.curve, source.endpoint)
             if security is not None:
-                security.close()
-            raise
-        stream = _Stream(source, socket, security, self._on_load, self._settings.resolve_seconds)
-        try:
+                undo.callback(security.close)
+            socket = open_source_socket(self._context, zmq.SUB, source.endpoint, _OPTIONS, security, is_private=True)
+            undo.callback(socket.close, linger=0)
             socket.set(zmq.RCVHWM, _OPTIONS.receive_hwm)
             socket.set(zmq.SUBSCRIBE, source.topic.encode())
             if not has_name(source.endpoint):
                 connect_or_bind(socket, source.endpoint, bind=False)
-        except EndpointError:
-            stream.close()
-            raise
-        return stream
+            undo.pop_all()
+        return _Stream(source, socket, security, self._on_load, self._settings.resolve_seconds)
 
     def remove(self, worker: Worker) -> None:
         """Stop following a worker's load. Does nothing if it is unknown."""
