@@ -7,12 +7,12 @@ from typing import Annotated, Final
 
 from msgspec import Struct, field
 
-from kvevents.client.schemas import DEFAULT_GROUP, MAX_RESERVATION_SECONDS
+from kvevents.client.schemas import MAX_RESERVATION_SECONDS
 from kvevents.errors import ConfigError
 from kvevents.routing import LoadSettings
 from kvevents.service.access import AccessSettings, HostPatterns, is_loopback
 from kvevents.service.discovery.provider import SourceTable, Template, check_endpoint
-from kvevents.service.fleet.registration import Registration
+from kvevents.service.fleet.registration import GroupFields, Registration
 from kvevents.settings import (
     Bytes,
     Endpoint,
@@ -146,25 +146,13 @@ class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
     endpoints."""
 
 
-class TopicSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TopicSettings(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engines that connect to the service, as in llm-d. Each is found by its topic: `kv@INSTANCE@MODEL`."""
 
     endpoint: Annotated[Endpoint, "--listen"]
     """Listen at this endpoint for engines that connect, such as `tcp://*:5557`; their topics are kv@INSTANCE@MODEL."""
     topic: str = "kv@"
     """Prefix of the topics to receive."""
-    model: str | None = None
-    """Model of all engines, in place of that in their topics."""
-    block_size: int | None = None
-    """Tokens of a block. An engine that sends blocks of another size is DEGRADED."""
-    tenant: str = DEFAULT_GROUP
-    """Tenant of the engines."""
-    group: str = DEFAULT_GROUP
-    """Routing group of the engines."""
-    curve: Curve | None = None
-    """CURVE keys of the endpoint, instead of those of all engines."""
-    stores_only: tuple[str, ...] = ()
-    """Tiers, such as `cpu`, whose stores the engines announce and whose removals they do not."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -181,8 +169,8 @@ class TopicSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         instance, model = names if len(names) == 2 else (topic, "")
         if not (self.model or model):
             raise ConfigError("its topic names no model: expected kv@INSTANCE@MODEL, or the setting topics.model")
-        shared = {name: getattr(self, name) for name in ("endpoint", "block_size", "tenant", "group", "curve", "stores_only")}
-        return Registration(instance=instance, model=self.model or model, topic=topic, bind=True, **shared)
+        shared = {name: getattr(self, name) for name in GroupFields.__struct_fields__} | {"model": self.model or model}
+        return Registration(instance=instance, endpoint=self.endpoint, topic=topic, bind=True, **shared)
 
 
 class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):

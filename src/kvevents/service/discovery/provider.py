@@ -259,8 +259,7 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if replay is not None:
             check_endpoint("replay_endpoint", replay)
         load = self._load_of(found.rank - self.rank, found.endpoint) or found.load
-        if load == NO_LOAD:
-            load = None
+        load = None if load == NO_LOAD else load
         if load is not None:
             check_load(load)
         fields: dict[str, Any] = {name: getattr(self, name) for name in EngineFields.__struct_fields__}

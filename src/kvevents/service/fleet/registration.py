@@ -59,26 +59,34 @@ class Scope(NamedTuple):
         return SEPARATOR.join(parts)
 
 
-class EngineFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What settings and registrations say of an engine beside its name and endpoints.
-
-    Raises `ConfigError` for an invalid field.
-    """
+class GroupFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What settings say of one engine, or of all engines that connect to one endpoint."""
 
     model: str | None = None
-    """Name of the model; required unless the engine is queried for it."""
-    topic: str = ""
-    """Prefix of the topics to receive; the default receives all."""
+    """Name of the model; required unless the engine itself names it."""
     block_size: Annotated[int | None, Range(1, MAX_BLOCK_SIZE)] = None
     """Tokens of a block. If the engine sends blocks of another size, it is DEGRADED."""
     tenant: str = DEFAULT_GROUP
     """Tenant of the engine: prompts of other tenants do not match its blocks."""
     group: str = DEFAULT_GROUP
     """Routing group of the engine, which separates fleets of one model."""
-    bind: bool = False
-    """Whether to listen at the endpoint, for an engine that connects."""
     curve: Curve | None = None
     """CURVE keys for this engine, instead of those of all engines."""
+    stores_only: tuple[str, ...] = ()
+    """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
+    is not EXACT."""
+
+
+class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What settings and registrations say of an engine beside its name and endpoints.
+
+    Raises `ConfigError` for an invalid field.
+    """
+
+    topic: str = ""
+    """Prefix of the topics to receive; the default receives all."""
+    bind: bool = False
+    """Whether to listen at the endpoint, for an engine that connects."""
     lora_name: str | None = None
     """LoRA of events that do not name one."""
     salt: str | None = None
@@ -87,9 +95,6 @@ class EngineFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Where the load is read: `tcp://HOST:PORT` at which the first rank publishes it (SGLang: --load-publish-endpoint), or
     `http://HOST:PORT` of a server with metrics, which is polled (vLLM). A wildcard host, as in `http://*:8000`, means the
     engine's own host. A queried engine names it; `none` does not read it."""
-    stores_only: tuple[str, ...] = ()
-    """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
-    is not EXACT."""
     drafts: tuple[int, ...] | None = None
     """KV cache groups of its draft model (EAGLE, MTP), of which the engine computes the last block of a hit again; an empty
     list means all groups. None, the default, means no draft model: events do not say whether there is one."""
