@@ -299,9 +299,7 @@ def test_without_the_client_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 # --- what a pod says, and what its engine says
 
-DECLARED = Declaration(
-    "Qwen/Qwen3-0.6B", names_model=True, events_port=5557, states_events_port=True, replay_port=5558, states_replay_port=True
-)
+DECLARED = Declaration("Qwen/Qwen3-0.6B", names_model=True, events_port=5557, replay_port=5558)
 MODELS = {"object": "list", "data": [{"id": "Qwen/Qwen3-0.6B", "object": "model"}]}
 
 
@@ -346,7 +344,7 @@ async def test_ports_count_up_by_rank() -> None:
 
 async def test_a_nickname_and_assumed_ports_contradict_nothing() -> None:
     """Settings of the service assume ports for all pods that state none."""
-    assumed = Declaration("qwen", replay_port=5558)
+    assumed = Declaration("qwen", assumed_replay_port=5558)
     found = await query({"/kv_event_sources": source(6001, None), "/v1/models": MODELS}, assumed)
     assert not found.faults
     assert found.registrations[0].model == "Qwen/Qwen3-0.6B"
@@ -365,7 +363,7 @@ async def test_ports_of_the_pod_count_for_an_engine_that_names_none() -> None:
 
 async def test_relays_are_followed_in_place_of_the_engine_that_names_its_own_ports() -> None:
     """The model is still that of the engine. It is no contradiction that it has other ports, or none that can be reached."""
-    relays = Declaration(events_port=6557, states_events_port=True, replay_port=6567, is_relay=True)
+    relays = Declaration(events_port=6557, replay_port=6567, is_relay=True)
     for sources in (source(5557, 5558), {"0": {"publisher": "zmq", "endpoint": "ipc:///tmp/events"}}):
         found = await query({"/kv_event_sources": sources, "/v1/models": MODELS}, relays, ranks=2)
         assert not found.faults

@@ -34,12 +34,17 @@ def read_project(project: str) -> PodEngine:
     [
         ("vLLM production stack", "http://10.1.0.1:8000", {}, Declaration("llama3")),
         ("SGLang", "http://10.1.0.2:30000", {}, Declaration("meta-llama-31-8b-instruct")),
-        ("llm-d", "http://10.1.0.3:8000", {"role": "decode", "zone": "zone-b"}, Declaration("Qwen3-32B", False, 5556, True)),
+        (
+            "llm-d",
+            "http://10.1.0.3:8000",
+            {"role": "decode", "zone": "zone-b"},
+            Declaration("Qwen3-32B", False, 5556, assumed_events_port=5556),
+        ),
         (
             "AIBrix",
             "http://10.1.0.4:8000",
             {"role": "prefill"},
-            Declaration("deepseek-r1-distill-llama-8b", True, 5557, True, 5558, True),
+            Declaration("deepseek-r1-distill-llama-8b", True, 5557, 5558),
         ),
     ],
 )
@@ -78,7 +83,7 @@ def test_our_own_keys_take_precedence() -> None:
     template = provider.template
     assert (template.tenant, template.group, template.ranks) == ("t", "g", 2)
     assert template.labels == HERE | {"role": "draft", "zone": "z"}
-    assert provider.declared == Declaration("m", True, 9001, True, 9002, True)
+    assert provider.declared == Declaration("m", True, 9001, 9002, assumed_events_port=5556)
     assert read(pod("p", labels, annotations=own)).source == "t\x1fg\x1fp"
 
 
@@ -94,7 +99,7 @@ def test_relays_beside_an_engine_are_followed_in_its_place() -> None:
     found["spec"]["initContainers"] = [relay("other", ("x", 1)), first, second]
     [provider] = read(found).providers
     assert (provider.base_url, provider.template.ranks) == ("http://10.1.0.7:8000", 2)
-    assert provider.declared == Declaration("m", True, 6557, True, 6567, is_relay=True)
+    assert provider.declared == Declaration("m", True, 6557, 6567, is_relay=True)
     found["spec"]["initContainers"] = [relay("kvevents-relay", ("events", 6557))]
     with pytest.raises(ConfigError, match="container kvevents-relay of pod p has no port named kv-events"):
         read(found)
@@ -124,7 +129,7 @@ def test_settings_count_for_pods_that_say_nothing() -> None:
     settings = KubernetesSettings(selector="x", http_port=8001, events_port=5001, replay_port=5002)
     [provider] = read(pod("p", {}), settings=settings).providers
     assert provider.base_url == "http://10.1.0.7:8001"
-    assert provider.declared == Declaration(None, False, 5001, False, 5002)
+    assert provider.declared == Declaration(assumed_events_port=5001, assumed_replay_port=5002)
 
 
 def test_the_ports_of_a_pool_are_those_of_requests() -> None:

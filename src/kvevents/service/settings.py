@@ -265,11 +265,6 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
             )
 
     @property
-    def names_engines(self) -> bool:
-        """Whether any engine is named, or a place where engines are found."""
-        return super().names_engines or self.topics is not None
-
-    @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the service."""
         return is_loopback(self.host)

@@ -31,7 +31,7 @@ class ReplicaSettings(ServiceSettings, frozen=True, kw_only=True, forbid_unknown
             if self.replica is not None:
                 raise ConfigError("replica needs a plane: set `plane` or --nats")
             return
-        if self.names_engines:
+        if self.names_engines or self.topics is not None:
             raise ConfigError(
                 "a replica follows no engines, since its plane's bridges do: remove sources, source_files, dns and kubernetes"
             )

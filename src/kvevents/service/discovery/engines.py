@@ -335,23 +335,22 @@ class Declaration:
     model: str | None = None
     names_model: bool = False
     """Whether `model` is a name that the engine must serve, and not a nickname."""
-    events_port: int = 5557
-    """Port of the first rank's events."""
-    states_events_port: bool = False
-    """Whether that port was stated, and not assumed."""
+    events_port: int | None = None
+    """Port of the first rank's events, if it is stated."""
     replay_port: int | None = None
-    states_replay_port: bool = False
-    """Whether that port was stated, and not assumed."""
+    assumed_events_port: int = 5557
+    """Port of the first rank's events otherwise."""
+    assumed_replay_port: int | None = None
     is_relay: bool = False
     """Whether the ports are those of relays beside the engine, which are followed in its place."""
 
     def endpoints(self, host: str, template: Template) -> list[RankEndpoint]:
         """Return the endpoints of all ranks of an engine at `host` that does not name them."""
-        replay = self.replay_port
+        events, replay = self.events_port or self.assumed_events_port, self.replay_port or self.assumed_replay_port
         return [
             RankEndpoint(
                 template.rank + index,
-                f"tcp://{host}:{self.events_port + index}",
+                f"tcp://{host}:{events + index}",
                 None if replay is None else f"tcp://{host}:{replay + index}",
             )
             for index in range(template.ranks)
@@ -361,9 +360,11 @@ class Declaration:
         """Yield what the engine says otherwise, each as a sentence. `first` is its first rank, not always 0."""
         if self.names_model and models and self.model not in models:
             yield f"it is declared to serve {self.model}, and serves {', '.join(sorted(models))}"
-        ports = [("events", self.events_port if self.states_events_port else None, first.endpoint)]
-        ports += [("replay", self.replay_port if self.states_replay_port else None, first.replay_endpoint or "no endpoint")]
-        for name, port, endpoint in ports:
+        named = (
+            ("events", self.events_port, first.endpoint),
+            ("replay", self.replay_port, first.replay_endpoint or "no endpoint"),
+        )
+        for name, port, endpoint in named:
             if port is not None and (split_tcp(endpoint) or ("", 0))[1] != port + first.rank:
                 yield f"its {name} port is declared as {port + first.rank}, and it names {endpoint}"
 

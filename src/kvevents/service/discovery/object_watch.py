@@ -191,13 +191,11 @@ class ObjectWatch(Generic[T]):
                 self._version = None
             except (ApiServerError, ConfigException, ClientError, OSError, ValueError, LookupError, YAMLError) as error:
                 is_late = isinstance(error, TimeoutError)
-                self._report("the API server does not answer in time" if is_late else str(error) or type(error).__name__)
+                reason = "the API server does not answer in time" if is_late else str(error) or type(error).__name__
+                stay = f"; the {len(self.objects)} known before stay" if self.is_listed else ""
+                self.fault = f"the {self._kind.plural} of namespace {self.namespace} cannot be followed: {reason}{stay}"
+                self._on_change()
             await self._clock.sleep(backoff.next_delay())
-
-    def _report(self, reason: str) -> None:
-        stay = f"; the {len(self.objects)} known before stay" if self.is_listed else ""
-        self.fault = f"the {self._kind.plural} of namespace {self.namespace} cannot be followed: {reason}{stay}"
-        self._on_change()
 
     async def _follow(self, api: Any, backoff: Backoff) -> NoReturn:
         while True:

@@ -299,14 +299,12 @@ class _Facts:
             if events_port is None:
                 raise ConfigError(f"container {relays[0].name} of pod {self._pod.metadata.name} has no port named kv-events")
             replay_port = next((ports[name] for name in _REPLAY_PORTS if name in ports), None)
-            return Declaration(model, names_model, events_port, True, replay_port, is_relay=True)
-        stated = self.number("events-port", MAX_PORT) or self._port(_EVENTS_PORTS)
-        stated_replay = self.number("replay-port", MAX_PORT) or self._port(_REPLAY_PORTS)
+            return Declaration(model, names_model, events_port, replay_port, is_relay=True)
         return Declaration(
-            model=model,
-            names_model=names_model,
-            events_port=stated or convention.events_port or settings.events_port,
-            states_events_port=stated is not None,
-            replay_port=stated_replay or settings.replay_port,
-            states_replay_port=stated_replay is not None,
+            model,
+            names_model,
+            events_port=self.number("events-port", MAX_PORT) or self._port(_EVENTS_PORTS),
+            replay_port=self.number("replay-port", MAX_PORT) or self._port(_REPLAY_PORTS),
+            assumed_events_port=convention.events_port or settings.events_port,
+            assumed_replay_port=settings.replay_port,
         )

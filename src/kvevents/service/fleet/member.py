@@ -60,8 +60,6 @@ class SourceFault(NamedTuple):
 class Revision:
     """A number that changes after each change of the fleet that answers show. A reader reads it before it reads the fleet."""
 
-    __slots__ = ("_next", "changed_members", "number")
-
     def __init__(self) -> None:
         self._next = count(1)
         self.number = 0
