@@ -318,6 +318,8 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
     """Raise `ConfigError` for engines that contradict each other. `watched` is a file with more of them."""
     build_providers(config, watched)
     named: dict[Key, tuple[Registration, str]] = {}
+    firsts: dict[str, Registration] = {}
+    sockets: dict[tuple[str, str, str], tuple[Registration, str]] = {}
     for registration, origin in _configured_registrations(config, watched):
         first, where = named.setdefault(registration.key, (registration, origin))
         if differing := first.differences(registration):
@@ -326,7 +328,19 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
                 f"{registration.label} is named twice {places}, with another {', '.join(differing)}: "
                 "remove one of them, or give it another instance name"
             )
-    _check_ranks([registration for registration, _ in named.values()])
+        try:
+            check_same_engine(registration, firsts.setdefault(registration.key[0], registration))
+        except ConflictError as error:
+            raise ConfigError(f"{error}; {error.hint}") from error
+        for name, endpoint in (("endpoint", registration.endpoint), ("replay_endpoint", registration.replay_endpoint)):
+            # Ranks can publish at one endpoint, each under a topic of its own.
+            topic = registration.topic if name == "endpoint" else ""
+            other, of_other = sockets.setdefault((registration.key[0], endpoint or "", topic), (registration, name))
+            if endpoint is not None and (other, of_other) != (registration, name):
+                raise ConfigError(
+                    f"{name} {endpoint} of {registration.label} is the {of_other} of {other.label}; "
+                    "give each rank endpoints of its own"
+                )
 
 
 def _configured_registrations(config: EngineSources, watched: Path | None) -> list[tuple[Registration, str]]:
@@ -338,24 +352,3 @@ def _configured_registrations(config: EngineSources, watched: Path | None) -> li
     except ExceptionGroup as errors:
         raise ConfigError(str(errors.exceptions[0])) from errors
     return [(registration, origin) for table, origin in tables for registration in table.static_registrations()]
-
-
-def _check_ranks(registrations: Sequence[Registration]) -> None:
-    firsts: dict[str, Registration] = {}
-    sockets: dict[tuple[str, str, str], tuple[Registration, str]] = {}
-    for registration in registrations:
-        try:
-            check_same_engine(registration, firsts.setdefault(registration.key[0], registration))
-        except ConflictError as error:
-            raise ConfigError(f"{error}; {error.hint}") from error
-        for name, endpoint in (("endpoint", registration.endpoint), ("replay_endpoint", registration.replay_endpoint)):
-            if endpoint is None:
-                continue
-            # Ranks can publish at one endpoint, each under a topic of its own.
-            topic = registration.topic if name == "endpoint" else ""
-            other, of_other = sockets.setdefault((registration.key[0], endpoint, topic), (registration, name))
-            if (other, of_other) != (registration, name):
-                raise ConfigError(
-                    f"{name} {endpoint} of {registration.label} is the {of_other} of {other.label}; "
-                    "give each rank endpoints of its own"
-                )
