@@ -10,8 +10,6 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
-__all__ = ["lazy_exports"]
-
 
 def lazy_exports(package: str, table: Mapping[str, str]) -> Callable[[str], object]:
     """Return the `__getattr__` of a package. `table` has its names, separated by spaces, by the module to import them from."""

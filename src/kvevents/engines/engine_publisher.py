@@ -149,16 +149,11 @@ class EnginePublisher(ZmqEventPublisher):
 
     def _publish_slowly(self, events: Any) -> None:
         with self._lock:
-            if self._fallback is None or not self._end_reason or self._is_shut_down:
-                successor = None
-            elif self._successor is None:  # the thread is handing over
-                if len(self._queue) < self._capacity:
-                    self._queue.append(events)
-                else:
-                    self._drop_newest()
+            has_given_up = self._fallback is not None and self._end_reason and not self._is_shut_down
+            successor = self._successor if has_given_up else None
+            if has_given_up and successor is None:  # the thread is handing over
+                self._append_or_drop(events)
                 return
-            else:
-                successor = self._successor
         if successor is None:
             super()._publish_slowly(events)
         else:

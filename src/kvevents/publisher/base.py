@@ -247,14 +247,14 @@ class QueuedPublisher(EventPublisher):
                 )
             return
         with self._lock:
-            if len(self._queue) < self._capacity:
-                self._queue.append(events)
-            else:
-                self._drop_newest()
+            self._append_or_drop(events)
             if self._is_asleep:
                 self._wake()
 
-    def _drop_newest(self) -> None:
+    def _append_or_drop(self, events: Any) -> None:
+        if len(self._queue) < self._capacity:
+            self._queue.append(events)
+            return
         self._dropped_full += 1
         self._dropped_numbers += 1
         tail = self._queue[-1] if self._queue else None

@@ -59,10 +59,7 @@ class Stream:
 
     def _apply(self, input_: Input, *context: Any) -> None:
         """Enter the state that the table gives for an input, and carry out its action."""
-        try:
-            self.state, act = _STEPS[self.state][input_]
-        except KeyError:
-            raise AssertionError(f"input {input_.name} in state {self.state.name} is not in the transition table") from None
+        self.state, act = _STEPS[self.state][input_]
         act(self, *context)
 
     def _apply_next(self, next_input: NextInput) -> bool:

@@ -46,8 +46,8 @@ How the table works
 `Stream` classifies everything that happens as an `Input`; `AnswerReader` classifies what replay shows.
 `TRANSITIONS[state][input]` says which state follows and which action `Stream` then takes. Classification depends on data
 (numbers, payloads, counts), never on the state; the state decides only here. An action may cause a further input: without
-replay, FETCH_MISSING fails at once. An input that a state does not list cannot happen there; `Stream` raises `AssertionError`
-if it does.
+replay, FETCH_MISSING fails at once. An input that a state does not list cannot happen there; `Stream` raises `KeyError` if
+it does.
 """
 
 from __future__ import annotations

@@ -188,8 +188,10 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
             raise ConfigError("curve needs key_file, your own keys, a file made by `kvevents keys NAME`; or both of its keys")
         if self.server_key is not None and z85_decode(self.server_key) is None:
             self._load_server_key(self.server_key)
-        for name, key in self._keys():
-            if z85_decode(key) is None:
+        keys = [("public_key", self.public_key), ("secret_key", self.secret_key), ("server_key", self.server_key)]
+        keys += [("allowed", key) for key in self.allowed or () if isinstance(self.allowed, tuple)]
+        for name, key in keys:
+            if key is not None and z85_decode(key) is None:
                 files = ", or a file that exists" if name == "server_key" else ""
                 raise ConfigError(
                     f"curve.{name} must be {KEY_CHARACTERS} characters of Z85, as `kvevents keys` or zmq.curve_keypair() makes"
@@ -213,14 +215,6 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
         if len(keys) > 1:
             raise ConfigError(f"curve.server_key: {text} holds {len(keys)} keys; expected the one key of the other end")
         msgspec.structs.force_setattr(self, "server_key", keys[0])
-
-    def _keys(self) -> Iterator[tuple[str, str]]:
-        yield "public_key", self.public_key
-        yield "secret_key", self.secret_key
-        if self.server_key is not None:
-            yield "server_key", self.server_key
-        if isinstance(self.allowed, tuple):
-            yield from (("allowed", key) for key in self.allowed)
 
     def apply(self, socket: Any) -> None:
         """Set the keys on a ZeroMQ socket; call it before the socket binds or connects.
