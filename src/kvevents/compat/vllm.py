@@ -135,10 +135,6 @@ _FIELDS: Final = get_type_hints(KVEventsConfig)
 class EventPublisher(publisher.EventPublisher):
     """Base class of all publishers."""
 
-    def get_publisher_config(self) -> KVEventsConfig | None:
-        """Return the settings in force, with resolved endpoints; None for a publisher without settings."""
-        return None
-
 
 class NullEventPublisher(publisher.NullEventPublisher, EventPublisher):
     """Accepts every batch and sends nothing."""

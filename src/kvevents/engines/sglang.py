@@ -104,16 +104,11 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
         """Accept one batch, which has all events that the tree has queued."""
         super().publish(events)
         digest = self._cache_digest
-        if digest is None:
+        if digest is None or self._is_attestation_stopped:
             return
         with self.ending_attestation():
             if digest.add(events.events):
                 self.record_cache(digest.digest, is_batch_pending=False)
-
-    def end_attestation(self, error: Exception) -> None:
-        """Log the first fault of a hook, and send no attestation from now on."""
-        self._cache_digest = None
-        super().end_attestation(error)
 
 
 def _needs(tree: Any, kind: str) -> bool:

@@ -193,7 +193,7 @@ class AnswerReader:
         deliverer, fetch = self._deliverer, self.fetch
         reply = parse_replay_reply(frames)
         if isinstance(reply, Malformed):
-            deliverer.counters.count_malformed(f"replay: {reply.reason}")
+            deliverer.counters.malformed[f"replay: {reply.reason}"] += 1
         elif fetch is None or not fetch.is_sent:
             deliverer.counters.duplicates += 1
         elif isinstance(reply, ReplayEnd):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -26,8 +27,8 @@ class StreamCounters:
     replayed: int = 0
     duplicates: int = 0
     """Messages with nothing new, live or replayed, including the rest of an answer that was no longer needed."""
-    malformed: dict[str, int] = field(default_factory=dict)
-    rejected: dict[str, int] = field(default_factory=dict)
+    malformed: dict[str, int] = field(default_factory=Counter)
+    rejected: dict[str, int] = field(default_factory=Counter)
     gaps: int = 0
     """Runs of lost numbers. Runs that a snapshot represents are not included."""
     lost: int = 0
@@ -64,10 +65,6 @@ class StreamCounters:
     """Heartbeats whose attestation matched the consumer's state."""
     attestations_mismatched: int = 0
     """Heartbeats whose attestation did not match the consumer's state."""
-
-    def count_malformed(self, reason: str) -> None:
-        """Count a malformed message."""
-        self.malformed[reason] = self.malformed.get(reason, 0) + 1
 
     def copy(self) -> StreamCounters:
         """Return a copy that does not change any more."""
@@ -203,7 +200,7 @@ class Deliverer:
             return
         if isinstance(delivery, RawBatch):
             for rejection in report.rejected:
-                self.counters.rejected[rejection.reason] = self.counters.rejected.get(rejection.reason, 0) + rejection.count
+                self.counters.rejected[rejection.reason] += rejection.count
             self.counters.heartbeats += report.heartbeat is not None
             if is_current:
                 self._take_report(delivery, report, is_connected=is_connected)

@@ -307,7 +307,7 @@ class Stream:
         """Take the frames of one message from the SUB socket, valid or not."""
         live = parse_live(frames)
         if isinstance(live, Malformed):
-            self.counters.count_malformed(live.reason)
+            self.counters.malformed[live.reason] += 1
         else:
             self._receive(live, now)
 

@@ -379,11 +379,9 @@ class HeartbeatMonitor:
         Return whether it differs from the incarnation of the heartbeat before, if there was one.
         """
         former, self._incarnation = self._incarnation, heartbeat.incarnation
-        if former is None or former == heartbeat.incarnation:
-            if live and former is not None:
-                self.incarnations.match(0, live=True)
-            return False
-        return True
+        if live and former == heartbeat.incarnation:
+            self.incarnations.match(0, live=True)
+        return former not in (None, heartbeat.incarnation)
 
     @property
     def trust(self) -> Trust:

@@ -113,7 +113,8 @@ def _converter(kind: Any, dialect: Dialect, keeps_hashes: bool) -> _Converter:
         return _add_extra_fields(wire_type(*values), event, dialect)
 
     def convert_completely(event: Any) -> Any:
-        is_misfit = any(getattr(event, name) is not None for name in other_names) and not _is_limited_clear(event)
+        is_limited_clear = isinstance(event, AllBlocksCleared) and scope_of(event) == event.unknown_fields
+        is_misfit = not is_limited_clear and any(getattr(event, name) is not None for name in other_names)
         return fall_back(event) if is_misfit else convert(event)
 
     if not dialect.is_lossless:
@@ -194,10 +195,6 @@ def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) 
         return wire_event
     fields: dict[str, Any] = msgspec.to_builtins(wire_event, builtin_types=(bytes,))
     return fields | extra
-
-
-def _is_limited_clear(event: Any) -> bool:
-    return isinstance(event, AllBlocksCleared) and scope_of(event) == event.unknown_fields
 
 
 def _extend_array(wire_event: msgspec.Struct, extra: dict[str, Any], dialect: Dialect) -> list[Any]:

@@ -151,8 +151,13 @@ class SocketSecurity:
     def close(self) -> None:
         """Refuse all further connections. A second call does nothing."""
         handler, self.handler = self.handler, None
-        if handler is not None:
-            _detach(handler, self)
+        if handler is not None and handler.process == os.getpid():
+            with _registry.lock:
+                handler.domains.pop(self.domain.encode(), None)
+                if not handler.domains:
+                    if _registry.handlers.get(handler.context_id) is handler:
+                        del _registry.handlers[handler.context_id]
+                    handler.stop()
         if self.refusals > self._logged_refusals:
             self._log_refusals("")
 
@@ -248,17 +253,6 @@ class _Registry:
 
 _domain_numbers = count()
 _registry = _Registry()
-
-
-def _detach(handler: _ZapHandler, security: SocketSecurity) -> None:
-    if handler.process != os.getpid():
-        return
-    with _registry.lock:
-        handler.domains.pop(security.domain.encode(), None)
-        if not handler.domains:
-            if _registry.handlers.get(handler.context_id) is handler:
-                del _registry.handlers[handler.context_id]
-            handler.stop()
 
 
 def _reset_after_fork() -> None:
