@@ -42,8 +42,6 @@ class AnswerReader:
         """The time at which to ask a distrusted endpoint again; None if it is not distrusted."""
         self._retries_distrusted = False
         """Whether the replay endpoint was distrusted and is asked again."""
-        self._answers_behind_live = 0
-        """Consecutive answers that end with the requested batch although the live batch that should confirm them is newer."""
         self._source = source
         self._limits = limits
         self._deliverer = deliverer
@@ -57,11 +55,6 @@ class AnswerReader:
         Compare at once: a small replay buffer may soon evict what this incarnation fetches, and then nothing can confirm it.
         """
         self.close()
-        self.reset_comparisons()
-
-    def reset_comparisons(self) -> None:
-        """Request the next comparison at once, and forget the results of earlier comparisons."""
-        self._answers_behind_live = 0
         self.checks.reset_comparisons()
 
     def _open(self, fetch: ReplayFetch | None, live: NewestBatch | None = None) -> None:
@@ -144,7 +137,7 @@ class AnswerReader:
     def confirm(self, seq: int) -> None:
         """Record that replay and the live stream have the same batch `seq`."""
         self._deliverer.cross_check.confirm(seq)
-        self.reset_comparisons()
+        self.checks.reset_comparisons()
         self.pacer.reset()
         self.conflicts = self._resyncs = 0
         self._retries_distrusted = False
@@ -464,8 +457,8 @@ class AnswerReader:
             return None
         if fetch.purpose is Purpose.COMPARE and deliverer.cross_check.is_incomplete:
             # An answer that a socket has truncated holds more than its first batch.
-            self._answers_behind_live += fetch.start == fetch.highest < fetch.live_before
-            if self._answers_behind_live >= self._limits.max_incomplete_answers:
+            self.checks.answers_behind_live += fetch.start == fetch.highest < fetch.live_before
+            if self.checks.answers_behind_live >= self._limits.max_incomplete_answers:
                 # Replay repeats what it has brought, and nothing that came live since: another stream, or another incarnation.
                 ends = f"replay ends at number {fetch.highest}, before live number {fetch.live_before}"
                 return self._contradict(fetch, f"publisher restarted: {ends}")

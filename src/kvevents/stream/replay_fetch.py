@@ -173,6 +173,8 @@ class CheckSchedule:
         """Time before which no comparison is requested."""
         self.failed_comparisons = 0
         """Consecutive comparisons to which replay gave no result."""
+        self.answers_behind_live = 0
+        """Consecutive answers that end with the requested batch although the live batch that should confirm them is newer."""
         self.probes = 0
         """Consecutive probes without a live batch in between."""
         self.probe_at = NOW
@@ -189,8 +191,9 @@ class CheckSchedule:
         self.failed_comparisons += 1
 
     def reset_comparisons(self) -> None:
-        """Request the next comparison at once."""
-        self.failed_comparisons, self.compare_at = 0, NOW
+        """Request the next comparison at once, and forget the results of earlier comparisons."""
+        self.failed_comparisons = self.answers_behind_live = 0
+        self.compare_at = NOW
 
     def _pause(self, failures: int) -> float:
         return min(self._limits.idle_before_probe * (1 << min(failures, 16)), self._limits.max_probe_interval)

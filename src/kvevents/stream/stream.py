@@ -253,7 +253,7 @@ class Stream:
     def _prepare_reconnect(self) -> None:
         deliverer = self._deliverer
         deliverer.cross_check.reconnect()
-        self._answers.reset_comparisons()
+        self._answers.checks.reset_comparisons()
         if self.state is not State.RESTORED:
             self.end_connection()
             self.counters.reconnects += 1

@@ -25,8 +25,6 @@ class AsyncSubscriber(FrontEnd[BatchT]):
     meaning as for `Subscriber`; the sink is called in the event loop.
     """
 
-    _is_waiting = False
-    """Whether a task is waiting for deliveries."""
     _resumed_at = 0.0
     """The time at which other tasks last ran."""
 
@@ -104,11 +102,10 @@ class AsyncSubscriber(FrontEnd[BatchT]):
         """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
         multiplexer, clock = self._multiplexer, self._clock
         end = None if timeout is None else clock() + timeout
-        if self._is_waiting:
+        if self._waits:
             raise UsageError(f"another task is waiting in receive() of this {type(self).__name__}; receive in one task")
         call = object()
         try:
-            self._is_waiting = True
             self._begin_wait(call)
             while True:
                 await self._wait_readable(self._wait_time(clock(), end))
@@ -123,7 +120,6 @@ class AsyncSubscriber(FrontEnd[BatchT]):
                 if end is not None and clock() >= end:
                     return False
         finally:
-            self._is_waiting = False
             self._end_wait(call)
 
     async def _wait_readable(self, wait_time: float | None) -> None:

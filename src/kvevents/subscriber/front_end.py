@@ -90,7 +90,8 @@ class Options(TypedDict, total=False):
     sink: Sink | None
     """Applies each delivery before it is returned, such as a `PrefixIndex`."""
     on_change: OnChange | None
-    """Called by `receive` with each change of trust, each reset and each gap. `receive` raises its exceptions."""
+    """Called by `receive` with each change of trust, in place of `trust_changes`, and with each reset and gap before it is
+    returned. If it raises, `receive` raises the same exception, as if a sink had raised it."""
     on_found: OnFound | None
     """Called by `receive` with each source that was found by its topic (`Source.by_topic`). It returns the source to follow in
     its place, with the same endpoint and topic and perhaps another name, or None to ignore the topic. It must not raise."""
@@ -119,11 +120,7 @@ class FrontEnd(Generic[BatchT]):
         on_change: OnChange | None = None,
         on_found: OnFound | None = None,
     ) -> None:
-        """Raise `ConfigError` and `EndpointError`.
-
-        `on_change` is called by `receive`: with each change of trust, in place of `trust_changes`, and with each reset and gap
-        before it is returned. If it raises, `receive` raises the same exception, as if a sink had raised it.
-        """
+        """Raise `ConfigError` and `EndpointError`. `Options` explains the parameters."""
         self._clock = clock
         self._on_change = on_change
         self._process = os.getpid()
