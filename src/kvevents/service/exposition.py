@@ -59,13 +59,6 @@ def _collect(service: Service) -> Iterator[Metric]:
     # A stream is one source, whose blocks can be those of several ranks.
     ranks = [rank for member in members for rank in (member, *member.carried)]
     workers = [(_labels(rank), rank) for rank in ranks[:limit]]
-    states = Counter(member.trust_status.state for member in members)
-    yield family("kvevents_sources", "Sources by trust state.", by_label("state", {state: states[state] for state in STATES}))
-    yield family(
-        "kvevents_sources_without_series",
-        "Ranks without series of their own, since more than limits.max_metric_sources are registered.",
-        max(0, len(ranks) - limit),
-    )
     yield from _source_families(_SOURCES, sources)
     yield from _source_families(_WORKERS, workers)
     yield from _source_families(_STREAMS, [(labels, member.status.counters) for labels, member in sources if member.status])
@@ -199,6 +192,14 @@ class _Scrape(NamedTuple):
 
 
 _SERVICE: Final[Table[_Scrape]] = {
+    "sources": (
+        "Sources by trust state.",
+        lambda s: by_label("state", {name: s.stats.sources.get(name, 0) for name in STATES}),
+    ),
+    "sources_without_series": (
+        "Ranks without series of their own, since more than limits.max_metric_sources are registered.",
+        lambda s: max(0, len(s.service.fleet.workers) - s.service.settings.limits.max_metric_sources),
+    ),
     "build_info": (
         "Build information; the value is always 1.",
         lambda s: [({"version": s.stats.version, "python": platform.python_version()}, 1)],

@@ -7,7 +7,7 @@ worker, and another one has a number from a hash of its name. `endpoint` is the 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from http import HTTPStatus
@@ -530,15 +530,13 @@ def query_tiered_by_hash(service: Service, request: HttpRequest) -> Response:
     matches = fleet.match(_Prompt(0, None, hashes))
     overlaps = [_overlap(worker, tokens, fleet.block_size_of(worker)) for worker, tokens in matches.items()]
 
-    def hits(blocks: Callable[[messages.WorkerOverlap], int]) -> list[tuple[messages.WorkerRank, int]]:
-        return [(messages.WorkerRank(item.worker_id, item.dp_rank), blocks(item)) for item in overlaps if blocks(item)]
+    def hits(field: str) -> list[tuple[messages.WorkerRank, int]]:
+        counts = [(messages.WorkerRank(item.worker_id, item.dp_rank), getattr(item, field)) for item in overlaps]
+        return [(worker, blocks) for worker, blocks in counts if blocks]
 
-    lower = {
-        "host_pinned": hits(lambda overlap: overlap.host_pinned_extension_blocks),
-        "disk": hits(lambda overlap: overlap.disk_extension_blocks),
-    }
+    lower = {"host_pinned": hits("host_pinned_extension_blocks"), "disk": hits("disk_extension_blocks")}
     scores = messages.TieredMatch(
-        device=messages.DeviceScores(scores=hits(lambda overlap: overlap.device_blocks)),
+        device=messages.DeviceScores(scores=hits("device_blocks")),
         lower_tier=[(tier, messages.TierHits(hits=hits_of_tier)) for tier, hits_of_tier in lower.items() if hits_of_tier],
     )
     return answer(messages.TieredAnswer(block_size=fleet.block_size, tiered=scores), request)

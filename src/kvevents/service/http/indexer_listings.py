@@ -17,7 +17,7 @@ from kvevents.client.schemas import TrustStatus
 from kvevents.index import Block
 from kvevents.service.errors import TooMuchError
 from kvevents.service.fleet.member import Member
-from kvevents.service.fleet.registration import Key
+from kvevents.service.fleet.registration import Key, Registration
 from kvevents.service.http.messages import JSON, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.http.pages import cut_page, link_next, matches, tag
 from kvevents.service.service import Service
@@ -83,17 +83,23 @@ def services(service: Service, request: HttpRequest) -> Response:
     return answer({"services": entries, "count": len(entries)}, request)
 
 
-def _service(member: Member) -> dict[str, Any]:
-    registration = member.registration
+def _scope_fields(registration: Registration) -> dict[str, Any]:
+    """Return what separates workers, under Mooncake's names."""
     return {
-        "endpoint": registration.endpoint,
-        "replay_endpoint": registration.replay_endpoint or "",
         "modelname": registration.model,
-        "lora_name": registration.lora_name or "",
         "tenant_id": registration.tenant,
         "routing_group": registration.group,
-        "instance_id": registration.instance,
+        "lora_name": registration.lora_name or "",
         "block_size": registration.block_size,
+    }
+
+
+def _service(member: Member) -> dict[str, Any]:
+    registration = member.registration
+    return _scope_fields(registration) | {
+        "endpoint": registration.endpoint,
+        "replay_endpoint": registration.replay_endpoint or "",
+        "instance_id": registration.instance,
         "dp_rank": registration.rank,
         "status": _STATUS[member.trust_status.state],
         "trust": member.trust_status,
@@ -102,35 +108,14 @@ def _service(member: Member) -> dict[str, Any]:
 
 def global_view(service: Service, request: HttpRequest) -> Response:
     """List groups of workers that can share cached blocks, as Mooncake does."""
-    groups: dict[tuple[Any, ...], list[Member]] = {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for member in list_members(service, request.arguments):
-        registration = member.registration
-        groups.setdefault((*registration.scope[:4], registration.block_size), []).append(member)
-    entries = [
-        {
-            "modelname": model,
-            "tenant_id": tenant,
-            "routing_group": group,
-            "lora_name": lora or "",
-            "block_size": size,
-            "blocks": sum(member.blocks for member in members),
-            "instances": _ranks(members),
-        }
-        for (model, tenant, group, lora, size), members in groups.items()
-    ]
-    return answer({"groups": entries}, request)
-
-
-def _ranks(members: list[Member]) -> dict[str, dict[str, Any]]:
-    ranks_of: dict[str, dict[str, Any]] = {}
-    for member in members:
-        ranks = ranks_of.setdefault(member.registration.instance, {})
-        ranks[str(member.registration.rank)] = {
-            "endpoint": member.registration.endpoint,
-            "blocks": member.blocks,
-            "trust": member.trust_status,
-        }
-    return ranks_of
+        registration, fields = member.registration, _scope_fields(member.registration)
+        group = groups.setdefault(tuple(fields.values()), {**fields, "blocks": 0, "instances": {}})
+        group["blocks"] += member.blocks
+        rank = {"endpoint": registration.endpoint, "blocks": member.blocks, "trust": member.trust_status}
+        group["instances"].setdefault(registration.instance, {})[str(registration.rank)] = rank
+    return answer({"groups": list(groups.values())}, request)
 
 
 PIECE_BLOCKS: Final = 1_024

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
@@ -218,8 +219,8 @@ def _check_repeated(body: bytes) -> None:
     """Raise `RefusedError` for a field that occurs twice: programs differ in which one counts, and it can be a tenant."""
 
     def check(pairs: list[tuple[str, Any]]) -> None:
-        if len(pairs) > len(names := {name for name, _ in pairs}):
-            repeated = next(name for name in names if sum(name == other for other, _ in pairs) > 1)
+        if len(pairs) > len({name for name, _ in pairs}):
+            ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
             sentence = f"malformed body: the field {repeated!r} occurs twice"
             raise RefusedError(sentence, "malformed-body", "send each field once")
 

@@ -47,7 +47,7 @@ class Route:
     gives: Any = None
     """Type of the response body; None if it is not JSON of one type."""
     status: int = 200
-    also: tuple[tuple[int, str], ...] = ()
+    also: Mapping[int, str] = field(default_factory=dict)
     """Further statuses of responses with this type, each with its condition."""
     raw: bool = False
     """Whether the body may also be raw token ids: 32-bit unsigned little-endian numbers."""
@@ -136,10 +136,10 @@ _EVENTS: Final = (
     _parameter("Last-Event-ID", "id of the newest event that the client has; the events after it follow", "header"),
 )
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
-_FAILED: Final = ((503, "the process failed and must be restarted"),)
-_NOT_READY: Final = ((503, "the service is not ready"),)
-_UNSCHEDULABLE: Final = ((503, "no worker can be selected"),)
-_REGISTERED: Final = ((200, "an equal registration was there before, or the request is of Mooncake's API"),)
+_FAILED: Final = {503: "the process failed and must be restarted"}
+_NOT_READY: Final = {503: "the service is not ready"}
+_UNSCHEDULABLE: Final = {503: "no worker can be selected"}
+_REGISTERED: Final = {200: "an equal registration was there before, or the request is of Mooncake's API"}
 
 
 def health(service: Service, request: HttpRequest) -> Response:
@@ -367,7 +367,7 @@ def _responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
     content = {endpoint.media: {"schema": schema}}
     responses: dict[str, Any] = {
         str(status): {"description": description, "content": content}
-        for status, description in ((endpoint.status, "success"), *endpoint.also)
+        for status, description in {endpoint.status: "success", **endpoint.also}.items()
     }
     if _TAGGED in endpoint.parameters:
         responses["304"] = {"description": "the client has this version already (`If-None-Match`)"}
