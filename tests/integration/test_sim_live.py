@@ -18,7 +18,7 @@ from kvevents.index import ApplyResult
 from kvevents.routing import Choice, Policy, Prompt, Worker, policy
 from kvevents.routing.policy_types import Candidate
 from kvevents.sim import routers
-from kvevents.sim.live import LiveFleet, WorkerView
+from kvevents.sim.live import LiveFleet
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
 from kvevents.sim.settings import LiveTimers
@@ -93,23 +93,6 @@ def test_index_and_engines_agree_over_sockets(given: dict[str, Any], within: Seq
     assert sum_streams(run.streams, "batches") == result.batches
     assert [sum_streams(run.streams, name) for name in ("replayed", "gaps_repaired", "resets", "reconnects")] == [0] * 4
     assert run.fleet.injected == {}
-
-
-def test_views_show_the_state_of_the_workers() -> None:
-    seen: list[list[WorkerView]] = []
-    requests = list(conversations(60, rate=60))
-    with open_fleet(engines=2, ranks=2, pace=2) as fleet:
-        before = fleet.views()
-        result = fleet.run(requests, look=lambda each: seen.append(each.views()))
-        after = fleet.views()
-    assert [view.worker for view in before] == [("engine-0", 0), ("engine-0", 1), ("engine-1", 0), ("engine-1", 1)]
-    assert all(view[2:] == (0, 0, 0, 0, 0.0, 0) for view in before)
-    assert seen
-    assert any(view.running for views in seen for view in views)
-    assert sum(view.batches for view in after) == result.batches
-    assert all((view.trust, view.running, view.waiting, view.restarts) == ("EXACT", 0, 0, 0) for view in after)
-    assert all(0 < view.blocks <= 70 for view in after)
-    assert [view.hit_rate for view in after] == [worker.cached_tokens / worker.prompt_tokens for worker in result.workers]
 
 
 def test_a_time_scale_that_is_too_fast_is_reported_and_changes_no_result() -> None:

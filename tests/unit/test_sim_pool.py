@@ -71,7 +71,6 @@ class PoolMachine(RuleBasedStateMachine):
         real, plain = self.real, self.plain
         assert list_free_blocks(real) == plain.queue
         assert real.free == len(plain.queue)
-        assert real.holding == len(plain.contents)
         assert real.uses == [0, *(plain.uses[block] for block in range(1, plain.size + 1))]
         for group, table in enumerate(self.tables):
             found = {name: plain.find((group, name)) for name in NAMES}

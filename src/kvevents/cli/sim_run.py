@@ -192,14 +192,13 @@ def show_progress(fleet: LiveFleet, console: Console) -> Callable[[], None]:
 
 def fleet_line(fleet: LiveFleet) -> str:
     """Return the state of the fleet in a line."""
-    views, progress = fleet.views(), fleet.fleet.progress
-    tally = fleet.fleet.metrics
-    exact = sum(view.trust == "EXACT" for view in views)
+    progress, tally, trust = fleet.fleet.progress, fleet.fleet.metrics, list(fleet.follower.trust.values())
+    engines = [worker.engine for worker in fleet.fleet.workers.values() if worker.is_up]
     counts = fleet.follower.audit.counts
     return (
         f"{duration(progress.now)}: {progress.finished:,} of {progress.arrived:,} answered, "
-        f"{sum(view.running for view in views):,} running, {sum(view.waiting for view in views):,} waiting, "
+        f"{sum(engine.running for engine in engines):,} running, {sum(engine.waiting for engine in engines):,} waiting, "
         f"{percentage(tally.cached_tokens, tally.prompt_tokens)} of prompt tokens cached, "
-        f"{exact} of {len(views)} streams EXACT, {tally.batches:,} batches, "
+        f"{trust.count('EXACT')} of {len(trust)} streams EXACT, {tally.batches:,} batches, "
         f"index and engine agreed on {counts.checked - counts.disagreements:,} of {counts.checked:,}"
     )

@@ -73,8 +73,6 @@ class _Residency:
 
 
 class _Block:
-    """A block with at least one residency."""
-
     __slots__ = ("chain", "parent", "residencies", "tokens")
 
     def __init__(self, chain: ChainState, parent: int | None, tokens: int | None) -> None:
@@ -276,7 +274,6 @@ class WorkerCache:
         return (None,) if self._with_tokens else ()
 
     def _row_without_block(self, kind: str, batch: BatchPosition, position: int, placement: Row) -> Row:
-        """Return the row of an event without a block."""
         facts = (*(None,) * 5, *placement, None, None)
         row = (self._worker, *batch[:2], position, 0, self._step, batch.at, kind, *facts, False, None, *self._no_tokens)
         self._step += 1

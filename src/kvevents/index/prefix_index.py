@@ -213,21 +213,10 @@ class PrefixIndex(_native.NativeIndex):
         if memory_limit is not None and memory_limit < 1:
             raise ConfigError(f"invalid memory_limit {memory_limit}: expected a number of bytes above 0, or None for no limit")
         wire = DEFAULT_WIRE_LIMITS
-        bounds = (
-            wire.max_payload_bytes,
-            wire.max_events,
-            wire.max_hashes,
-            wire.max_fields,
-            wire.max_free_form_bytes,
-            wire.max_nesting,
-        )
-        self = super().__new__(
-            cls,
-            bounds,
-            memory_limit,
-            asdict(limits),
-            (_APPLIED, _CLEARED, _DUPLICATE, _VOID),
-        )
+        sizes = (wire.max_payload_bytes, wire.max_events, wire.max_hashes, wire.max_fields)
+        bounds = (*sizes, wire.max_free_form_bytes, wire.max_nesting)
+        results = (_APPLIED, _CLEARED, _DUPLICATE, _VOID)
+        self = super().__new__(cls, bounds, memory_limit, asdict(limits), results)
         self._clock = clock
         self._wire_rejected = Counter()
         self._count_lock = threading.Lock()

@@ -57,11 +57,20 @@ def merge_snapshot(index: NativeIndex, file: File) -> Workers:
 
 @contextmanager
 def _open_reader(file: File) -> Iterator[Callable[[int], bytes]]:
-    if not isinstance(file, str | os.PathLike):
-        yield _reader(file)
+    if isinstance(file, str | os.PathLike):
+        with Path(file).open("rb", buffering=0) as opened_file:
+            yield opened_file.read
         return
-    with Path(file).open("rb", buffering=0) as opened_file:
-        yield opened_file.read
+
+    def read(size: int) -> bytes:
+        piece: object = file.read(size)
+        if piece is None:
+            raise BlockingIOError("the file object is in non-blocking mode")
+        if isinstance(piece, str):
+            raise UsageError(f"{_name_of(file)} returns text: open it in binary mode")
+        return bytes(cast("bytes", piece))
+
+    yield read
 
 
 @contextmanager
@@ -123,15 +132,3 @@ def _write_all(file: BinaryIO, piece: bytes) -> None:
         if count is None and isinstance(cast("object", file), io.RawIOBase):
             raise BlockingIOError("the file object is in non-blocking mode")
         remainder = remainder[len(remainder) if count is None else count :]
-
-
-def _reader(file: BinaryIO) -> Callable[[int], bytes]:
-    def read(size: int) -> bytes:
-        piece: object = file.read(size)
-        if piece is None:
-            raise BlockingIOError("the file object is in non-blocking mode")
-        if isinstance(piece, str):
-            raise UsageError(f"{_name_of(file)} returns text: open it in binary mode")
-        return bytes(cast("bytes", piece))
-
-    return read

@@ -10,7 +10,7 @@ module, as `kvevents.index` does.
 """
 
 from kvevents.sim.costs import PRESETS, CostModel, cost_model
-from kvevents.sim.live import LiveFleet, WorkerView
+from kvevents.sim.live import LiveFleet
 from kvevents.sim.requests import Drawn, Request, Text
 from kvevents.sim.results import Comparison, Distribution, LiveResult, PolicyResult
 from kvevents.sim.settings import FleetSettings
@@ -29,7 +29,6 @@ __all__ = [
     "Progress",
     "Request",
     "Text",
-    "WorkerView",
     "cost_model",
     "simulate",
 ]

@@ -93,11 +93,6 @@ class PrefixCache:
         self._window: Final = None if size.window is None else self._groups[0]
         self._host: Final = HostMemory(size.host_blocks, event_style.host_medium, self._changes) if size.host_blocks else None
 
-    @property
-    def host_blocks(self) -> int:
-        """Blocks in host memory."""
-        return len(self._host) if self._host else 0
-
     def take_events(self) -> list[KVEvent]:
         """Return the events of all changes since the last call.
 

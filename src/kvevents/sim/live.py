@@ -134,21 +134,6 @@ POLL: Final = 0.01
 _STREAM_COUNTERS: Final = ("replayed", "gaps_repaired", "lost", "resets", "reconnects")
 
 
-class WorkerView(NamedTuple):
-    """The state of a worker at one moment."""
-
-    worker: Worker
-    trust: str
-    running: int
-    waiting: int
-    blocks: int
-    """Blocks in its cache, in use or not."""
-    batches: int
-    """Batches of its current incarnation."""
-    hit_rate: float
-    restarts: int
-
-
 class LiveFleet:
     """A running fleet; a context manager. Raises `EndpointError` for ports in use, `ConfigError` for invalid settings."""
 
@@ -237,23 +222,6 @@ class LiveFleet:
         self.follower.close()
         self.follower.check()
         return self.fleet.result(self.name)
-
-    def views(self) -> list[WorkerView]:
-        """Return the current state of every worker."""
-        trust = self.follower.trust
-        return [
-            WorkerView(
-                worker=worker,
-                trust=trust.get(worker, "CONNECTING"),
-                running=simulated.engine.running if simulated.is_up else 0,
-                waiting=simulated.engine.waiting if simulated.is_up else 0,
-                blocks=simulated.engine.cache.pool.holding if simulated.is_up else 0,
-                batches=simulated.batches,
-                hit_rate=simulated.cached_tokens / simulated.prompt_tokens if simulated.prompt_tokens else 0.0,
-                restarts=simulated.incarnation,
-            )
-            for worker, simulated in self.fleet.workers.items()
-        ]
 
     def streams(self) -> list[StreamResult]:
         """Return what the subscriber received of every stream."""
@@ -344,14 +312,17 @@ class FaultKind:
     """Example of an amount."""
     effect: str
     """Description of its effect with that amount, for `--help`."""
-    share: bool
-    """Whether its amount is a share (`1%`) instead of a duration (`60s`)."""
     inject: Callable[[LiveFleet, Worker], bool] | None = None
     """Injects the fault into one engine each time the duration has passed; returns False if there was nothing to do."""
     lasting: Callable[[FaultProxy, float, int], None] | None = None
     """Applies a lasting fault to the live events of an engine from the beginning: amount and seed."""
     network: bool = True
     """Whether it needs proxies before the engines."""
+
+    @property
+    def share(self) -> bool:
+        """Whether its amount is a share (`1%`) instead of a duration (`60s`)."""
+        return self.example.endswith("%")
 
 
 class RequestedFault(NamedTuple):
@@ -395,7 +366,6 @@ def begin_faults(fleet: LiveFleet) -> None:
 
 
 def _plan(fleet: LiveFleet, fault: RequestedFault, random: Random) -> None:
-    """Inject a recurring fault into one engine after the other."""
     workers = _forever_shuffled(list(fleet.fleet.workers), random)
     inject = KINDS[fault.kind].inject
     assert inject is not None  # noqa: S101 - faults that recur have one
@@ -453,18 +423,15 @@ def _resume(fleet: LiveFleet, worker: Worker) -> None:
 
 
 KINDS: Final = {
-    "restart": FaultKind("60s", "every 60 s an engine is killed and restarts empty", False, inject=_restart, network=False),
-    "reset": FaultKind("60s", "every 60 s an engine clears its prefix cache", False, inject=_reset, network=False),
+    "restart": FaultKind("60s", "every 60 s an engine is killed and restarts empty", inject=_restart, network=False),
+    "reset": FaultKind("60s", "every 60 s an engine clears its prefix cache", inject=_reset, network=False),
     "drop": FaultKind(
-        "1%",
-        "1% of the live batches are lost in the network",
-        True,
-        lasting=lambda live, share, seed: live.drop(share, seed=seed),
+        "1%", "1% of the live batches are lost in the network", lasting=lambda live, share, seed: live.drop(share, seed=seed)
     ),
-    "delay": FaultKind("20ms", "live batches arrive 20 ms later", False, lasting=lambda live, seconds, _: live.delay(seconds)),
-    "cut": FaultKind("60s", "every 60 s the connections of an engine are cut", False, inject=_cut),
+    "delay": FaultKind("20ms", "live batches arrive 20 ms later", lasting=lambda live, seconds, _: live.delay(seconds)),
+    "cut": FaultKind("60s", "every 60 s the connections of an engine are cut", inject=_cut),
     "stall": FaultKind(
-        "60s", f"every 60 s the network of an engine drops everything for {LiveTimers().stall:g} s", False, inject=_stall
+        "60s", f"every 60 s the network of an engine drops everything for {LiveTimers().stall:g} s", inject=_stall
     ),
 }
 """Kinds of faults by name."""

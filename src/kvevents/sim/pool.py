@@ -50,8 +50,6 @@ class Pool:
         self.size: Final = size
         self.uses: Final = [0] * (size + 1)
         """Number of sequences that use each block; entry 0 belongs to `NULL`."""
-        self.holding = 0
-        """Number of blocks with contents that can be found."""
         self._names: Final[list[int]] = [0] * (size + 1)
         self._tables: Final[list[BlockTable | None]] = [None] * (size + 1)
         self._queue: Final[OrderedDict[int, None]] = OrderedDict.fromkeys(range(1, size + 1))
@@ -92,21 +90,17 @@ class Pool:
                     del table.whole[name]
                 tables[block] = None
                 gone.append((table.place, name))
-        self.holding -= len(gone)
         return taken, gone
 
     def name(self, table: BlockTable, blocks: Sequence[int], names: Sequence[int]) -> None:
         """Record that these blocks hold the contents with these hashes."""
         tables, whole, block_names = self._tables, table.whole, self._names
-        named = 0
         for block, name in zip(blocks, names, strict=True):
             if block:
-                named += 1
                 block_names[block] = name
                 tables[block] = table
                 if whole.setdefault(name, block) != block:
                     table.duplicates.setdefault(name, []).append(block)
-        self.holding += named
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """Record that one sequence no longer uses these blocks. The first one is evicted first."""
@@ -131,5 +125,4 @@ class Pool:
             if table is not None:
                 table.drop(self._names[block], block)
                 self._tables[block] = None
-        self.holding = 0
         return True

@@ -277,5 +277,4 @@ def _over_seeds(column: ReportColumn, values: Sequence[float | None]) -> float |
 
 
 def _mark(cell: Cell, column: ReportColumn) -> Cell:
-    """Add the mark of the best figure, or the place for it."""
     return Cell(cell.text + ("*" if cell.best else "" if column.best is None else " "), cell.best)

@@ -257,7 +257,6 @@ class SimulatedEngine:
             self._due[self._number + 1].append((job.order, job))
 
     def _stop_decoding(self, job: Job, number: int) -> None:
-        """Remove a job from step `number` and later ones."""
         del self._decoding[job]
         self._context -= number + job.ahead
 
@@ -330,8 +329,6 @@ class SimulatedEngine:
 
 @dataclass(slots=True)
 class _Work:
-    """The work of one step while it is scheduled."""
-
     left: int
     """Tokens left in the step's budget."""
     prefilled: int = 0

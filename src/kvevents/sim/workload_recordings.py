@@ -55,8 +55,6 @@ class _Block(NamedTuple):
 
 @dataclass(slots=True)
 class _CacheGeneration:
-    """The state of one rank's cache between two clears."""
-
     number: int
     """Number of the generation; each clear begins a new one."""
     recorded: int
@@ -66,8 +64,6 @@ class _CacheGeneration:
 
 @dataclass(slots=True)
 class _Open:
-    """A request whose answer can continue."""
-
     at: float
     prompt: list[array[int]]
     session: str

@@ -324,7 +324,6 @@ class FaultProxy:
             await _close_writer(writer, linger)
 
     async def _connect_upstream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Connect to upstream and forward in both directions until one of the peers closes."""
         up_reader, up_writer = await asyncio.open_connection(*self._upstream)
         self._count(connections=1, open=1)
         linger = 0.0
