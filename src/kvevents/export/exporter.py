@@ -28,7 +28,7 @@ from kvevents.recording import read_recording
 from kvevents.recording.deliveries import RecordedStream, RecordingDeliveries
 from kvevents.recording.files import StrPath
 from kvevents.stream import Gap, RawBatch
-from kvevents.wire import Rejected, decode_batch
+from kvevents.wire import decode_batch
 
 _KEY_BYTES: Final = 32
 _I63: Final = 1 << 63
@@ -102,12 +102,6 @@ class _Worker:
         self.first_at: float | None = None
         self.last_at: float | None = None
 
-    def count_gap(self, gap: Gap) -> None:
-        """Count missing batches."""
-        count = gap.last + 1 - gap.first
-        self.counts["compacted" if gap.compacted else "lost"] += count
-        self.gap_before += 0 if gap.compacted else count
-
     def count_batch(self, incarnation: int, time: float | None) -> None:
         """Count a batch, which happened at `time`."""
         self.incarnations.add(incarnation)
@@ -174,7 +168,9 @@ class _Export:
                 worker = workers[stream] = _Worker(len(self._workers), name, stream, cache)
                 self._workers.append(worker)
             if isinstance(delivery, Gap):
-                worker.count_gap(delivery)
+                count = delivery.last + 1 - delivery.first
+                worker.counts["compacted" if delivery.compacted else "lost"] += count
+                worker.gap_before += 0 if delivery.compacted else count
             elif isinstance(delivery, RawBatch):
                 self._add_batch(worker, delivery)
                 self._progress(ExportProgress(name, self._batches.rows, self._events.rows))
@@ -214,13 +210,17 @@ class _Export:
             worker.stream.rank = rank
         gap_before = worker.gap_before
         worker.count_batch(batch.incarnation, time)
-        rejections = self._count_rejections(worker, decoding.rejected)
+        reasons = Counter[str]()
+        for rejection in decoding.rejected:
+            reasons[rejection.reason] += rejection.count
+        self._reasons += reasons
+        worker.counts["rejected"] += reasons.total()
         cache = worker.cache
         in_batch = BatchPosition(batch.incarnation, batch.seq, time)
         cache.begin_batch(in_batch, gap_before)
         topic = batch.topic.decode(errors="backslashreplace")
         head = (worker.number, batch.incarnation, batch.seq, worker.stream.run, topic, ts, t, batch.replayed)
-        self._batches.add([(*head, len(events), *rejections, len(batch.payload), gap_before)])
+        self._batches.add([(*head, len(events), reasons.total(), ",".join(reasons) or None, len(batch.payload), gap_before)])
         for position, event in enumerate(events):
             rows = cache.apply(event, in_batch, position)
             self._events.add(rows, len(getattr(event, "token_ids", ())) if self._tokens else 0)
@@ -228,13 +228,6 @@ class _Export:
         while residencies > self._limits.resident_blocks and worker.cache.residencies:
             residencies -= worker.cache.drop_oldest()
         self._lifetimes.add(cache.take_ended())
-
-    def _count_rejections(self, worker: _Worker, rejections: tuple[Rejected, ...]) -> tuple[int, str | None]:
-        for rejection in rejections:
-            self._reasons[rejection.reason] += rejection.count
-        count = sum(rejection.count for rejection in rejections)
-        worker.counts["rejected"] += count
-        return count, ",".join(dict.fromkeys(rejection.reason for rejection in rejections)) or None
 
     def _end(self, workers: list[_Worker]) -> None:
         """End the residencies. A worker followed to the end held its blocks until then, any other until its last batch."""

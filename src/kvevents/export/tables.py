@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -289,8 +288,6 @@ class TableWriter:
         self._write()
         try:
             self._parquet.close()
-            self._file.flush()
-            os.fsync(self._file.fileno())
             self._file.close()
         except OSError as error:
             raise _cannot_write(self.partial_path, error) from error

@@ -71,20 +71,13 @@ _LINE_START: Final = b'{"socket"'
 _INCOMPLETE: Final = "the last line is incomplete, as a killed recorder leaves it"
 
 
-class _Tail:
-    """The end of a file. The generator that reads the file sets it."""
-
-    truncation: str | None = None
-    """A message if the last line is incomplete."""
-
-
 class RecordingReader(Iterator[RecordedFrame]):
     """Yields the frames of one recording, in the order in which they were recorded."""
 
     def __init__(self, path: StrPath, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         # The generator owns the file, so that dropping an unfinished reader closes it. It must not refer to this object.
-        self._tail = _Tail()
-        self._frames = _read_frames(Path(path), self._tail, max_line_bytes)
+        self._truncations: list[str] = []
+        self._frames = _read_frames(Path(path), self._truncations, max_line_bytes)
 
     def __next__(self) -> RecordedFrame:
         return next(self._frames)
@@ -92,7 +85,7 @@ class RecordingReader(Iterator[RecordedFrame]):
     @property
     def truncation(self) -> str | None:
         """A message if the end was reached and the last line was incomplete; None otherwise."""
-        return self._tail.truncation
+        return next(iter(self._truncations), None)
 
 
 def read_recording(path: StrPath, max_line_bytes: int = MAX_LINE_BYTES) -> RecordingReader:
@@ -124,7 +117,7 @@ def recorded_endpoints(path: StrPath) -> list[RecordedEndpoint]:
     )
 
 
-def _read_frames(path: Path, tail: _Tail, max_line_bytes: int) -> Iterator[RecordedFrame]:
+def _read_frames(path: Path, truncations: list[str], max_line_bytes: int) -> Iterator[RecordedFrame]:
     number = 0
     try:
         with _open(path, "rb") as file:
@@ -139,12 +132,12 @@ def _read_frames(path: Path, tail: _Tail, max_line_bytes: int) -> Iterator[Recor
                 except (msgspec.DecodeError, ValueError) as error:
                     if line.endswith(b"\n") or not _LINE_START.startswith(line[: len(_LINE_START)]):
                         raise RecordingError(f"{path}, line {number}: no frame of a recording: {error}") from error
-                    tail.truncation = f"{path}, line {number}: {_INCOMPLETE}"
+                    truncations.append(f"{path}, line {number}: {_INCOMPLETE}")
     except EOFError:  # a gzip member without its end
-        tail.truncation = f"{path}, line {number + 1}: {_INCOMPLETE}"
+        truncations.append(f"{path}, line {number + 1}: {_INCOMPLETE}")
     except (OSError, zlib.error) as error:
         if isinstance(error, gzip.BadGzipFile) and _ends_with_one_byte_of_a_member(path):
-            tail.truncation = f"{path}, line {number + 1}: {_INCOMPLETE}"
+            truncations.append(f"{path}, line {number + 1}: {_INCOMPLETE}")
             return
         location = f"{path}, after line {number}" if number else str(path)
         reason = (error.strerror if isinstance(error, OSError) else None) or error

@@ -127,7 +127,7 @@ class AuditingFollower:
 
 
 CONFIRM_SECONDS: Final = 0.5
-"""Time between two empty batches that confirm replayed ones, after the traffic has ended."""
+"""Time between two empty batches of a stream that is not settled, after the traffic has ended."""
 LOOK: Final = 0.1
 """Seconds between two checks of the stop request and of the consumer."""
 POLL: Final = 0.01
@@ -259,44 +259,37 @@ class LiveFleet:
     def _settle(self) -> None:
         """End the network's faults, and wait until all published batches have arrived, or the timeout has passed.
 
-        A fault may have cut a connection of which the subscriber does not know yet, so each engine behind proxies publishes an
-        empty batch afterwards. A stream whose last batches arrived by replay is not EXACT. Its engine publishes another one.
+        A fault may have cut a connection of which the subscriber does not know yet, and a stream whose last batches arrived by
+        replay is not EXACT. So each engine whose stream is not settled publishes empty batches.
         """
-        for worker, proxies in self.sockets.proxies.items():
+        for proxies in self.sockets.proxies.values():
             for proxy in proxies:
                 proxy.heal()
-            simulated = self.fleet.workers[worker]
-            if simulated.is_up and simulated.batches:
-                self.fleet.publish_empty(worker)
-        until = time.monotonic() + self.timers.settle
-        confirm_at = 0.0
-        while (waiting := self._not_settled()) and (now := time.monotonic()) < until and not self._stop.is_set():
+        now = time.monotonic()
+        until, confirm_at = now + self.timers.settle, now + (0.0 if self.sockets.proxies else CONFIRM_SECONDS)
+        while (waiting := self._not_settled()) and now < until and not self._stop.is_set():
             self.follower.check()
-            unconfirmed = [worker for worker, status in waiting.items() if self._is_unconfirmed(status)]
-            if now >= confirm_at and unconfirmed:
+            if now >= confirm_at:
                 confirm_at = now + CONFIRM_SECONDS
-                for worker in unconfirmed:
+                for worker in waiting:
                     self.fleet.publish_empty(worker)
             time.sleep(POLL)
+            now = time.monotonic()
 
-    def _not_settled(self) -> dict[Worker, StreamStatus]:
-        """Return the streams of running engines that have published, of which batches are missing or not confirmed."""
-        waiting = {}
-        for status in self.follower.statuses:
-            simulated = self.fleet.workers[status.source, status.rank]
-            is_settled = self._has_arrived(status) and status.trust.name == "EXACT"
-            if simulated.is_up and simulated.batches and not is_settled:
-                waiting[simulated.worker] = status
-        return waiting
+    def _not_settled(self) -> list[Worker]:
+        """Return the running engines that have published, and of which batches are missing or not confirmed."""
+        statuses = {(status.source, status.rank): status for status in self.follower.statuses}
+        return [
+            worker
+            for worker, simulated in self.fleet.workers.items()
+            if simulated.is_up and simulated.batches and not self._is_settled(statuses[worker])
+        ]
 
-    def _is_unconfirmed(self, status: StreamStatus) -> bool:
-        is_unproven = status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
-        return self._has_arrived(status) and status.trust.name == "DEGRADED" and is_unproven
-
-    def _has_arrived(self, status: StreamStatus) -> bool:
+    def _is_settled(self, status: StreamStatus) -> bool:
         """Return whether the subscriber has all batches of the incarnation. It does not count incarnations without batches."""
         simulated = self.fleet.workers[status.source, status.rank]
-        return status.last_seq + 1 == simulated.batches and status.counters.resets >= min(simulated.incarnation, 1)
+        has_arrived = status.last_seq + 1 == simulated.batches and status.counters.resets >= min(simulated.incarnation, 1)
+        return has_arrived and status.trust.name == "EXACT"
 
 
 # --- faults

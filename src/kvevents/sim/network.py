@@ -53,12 +53,7 @@ class Sockets:
     """
 
     def __init__(
-        self,
-        settings: FleetSettings,
-        *,
-        host: str = "127.0.0.1",
-        base_port: int | None = None,
-        proxied: bool = False,
+        self, settings: FleetSettings, *, host: str = "127.0.0.1", base_port: int | None = None, proxied: bool = False
     ) -> None:
         last = (base_port or 0) + 2 * len(settings.workers) - 1
         if base_port is not None and last > HIGHEST_PORT:
@@ -126,26 +121,23 @@ class Sockets:
                 self._closing.callback(publisher.shutdown, SHUTDOWN_SECONDS)
 
     def _publisher(self, worker: Worker) -> ZmqEventPublisher:
+        behind = ("tcp://127.0.0.1:*",) * 2
+        endpoint, replay_endpoint = self._bound.get(worker) or (behind if self._proxied else self._configured_endpoints(worker))
         until = time.monotonic() + REBIND_SECONDS
         while True:
             try:
-                return self._open_publisher(worker)
+                return ZmqEventPublisher(
+                    endpoint=endpoint,
+                    replay_endpoint=replay_endpoint,
+                    buffer_steps=BUFFER_STEPS,
+                    bind=True,
+                    dialect=self._settings.wire,
+                    context=self._context,
+                )
             except EndpointError:
                 if worker not in self._bound or time.monotonic() > until:
                     raise
                 time.sleep(REBIND_PAUSE)
-
-    def _open_publisher(self, worker: Worker) -> ZmqEventPublisher:
-        behind = ("tcp://127.0.0.1:*",) * 2
-        endpoint, replay_endpoint = self._bound.get(worker) or (behind if self._proxied else self._configured_endpoints(worker))
-        return ZmqEventPublisher(
-            endpoint=endpoint,
-            replay_endpoint=replay_endpoint,
-            buffer_steps=BUFFER_STEPS,
-            bind=True,
-            dialect=self._settings.wire,
-            context=self._context,
-        )
 
     def _configured_endpoints(self, worker: Worker) -> tuple[str, str]:
         if self._base_port is None:

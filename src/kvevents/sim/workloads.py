@@ -73,11 +73,8 @@ class Trace(Settings, frozen=True, kw_only=True):
         return read_trace(self.path) if speed == 1 else rescaled(read_trace(self.path), speed)
 
     def _own_rate(self, alone: float) -> float:
-        count, first, last = 0, 0.0, 0.0
-        for count, request in enumerate(read_trace(self.path), 1):
-            first = first if count > 1 else request.at
-            last = request.at
-        return (count - 1) / (last - first) if last > first else alone
+        times = [request.at for request in read_trace(self.path)]
+        return (len(times) - 1) / (times[-1] - times[0]) if times and times[-1] > times[0] else alone
 
 
 WorkloadName: TypeAlias = Literal["trace", "chat", "agents", "shared-prompts", "llm-d"]
