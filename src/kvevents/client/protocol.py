@@ -249,8 +249,9 @@ class Endpoint:
 
     def response_error(self, status: int, content: bytes) -> ServiceRequestError:
         """Return the error of a response."""
-        problem = _problem(content)
-        if problem is None:
+        try:
+            problem = decode_json(content, schemas.Problem)
+        except msgspec.MsgspecError:
             quotation = content[:_MAX_QUOTED].decode(errors="replace").strip()
             sentence = f"{self.url} answered with status {status}" + (f": {quotation}" if quotation else "")
             return ServiceRequestError(sentence, "not-kvevents", _STATUS_HINTS.get(status // 100, ""), status)
@@ -269,13 +270,6 @@ def decode_json(data: bytes, kind: type[T]) -> T:
             decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
     value: T = decoder.decode(data)
     return value
-
-
-def _problem(content: bytes) -> schemas.Problem | None:
-    try:
-        return decode_json(content, schemas.Problem)
-    except msgspec.MsgspecError:
-        return None
 
 
 _STATUS_HINTS: Final = {

@@ -9,7 +9,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Mapping
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection, IncompleteRead, RemoteDisconnected
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead, RemoteDisconnected
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
@@ -147,7 +147,11 @@ class Client:
             connection.sock = cast("socket.socket", _TimedSocket(connected_socket, end))
             connection.request(call.method, self._endpoint.prefix + call.path, call.body, self._endpoint.headers)
             response = connection.getresponse()
-            content = _read_content(response, self._endpoint.max_bytes)
+            content = response.read(self._endpoint.max_bytes + 1)
+            if len(content) > self._endpoint.max_bytes:
+                raise _TooLargeError  # noqa: TRY301 - as for errors of the connection
+            if response.length:
+                raise IncompleteRead(content, response.length)  # noqa: TRY301 - as above
         except BaseException:
             connected_socket.close()
             raise
@@ -222,15 +226,6 @@ class ReservedWorker(protocol.Reserving[Client]):
 
 class _TooLargeError(HTTPException):
     """The response is too large."""
-
-
-def _read_content(response: HTTPResponse, max_bytes: int) -> bytes:
-    content = response.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise _TooLargeError
-    if response.length:
-        raise IncompleteRead(content, response.length)
-    return content
 
 
 class _TimedSocket:

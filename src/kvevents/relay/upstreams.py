@@ -126,7 +126,10 @@ class Upstreams:
                 restarted.add(ordinal)
                 self._follow_from_start(ordinal)
             elif isinstance(delivery, RawBatch):
-                self._report_findings(delivery)
+                # What decoding a skipped batch shows counts for the upstream's trust in this process.
+                batch = delivery.decode()
+                if (report := inspect_events(batch.events, batch.rejected)) is not None:
+                    self.subscriber.report(delivery, report)
         return new
 
     def _is_new(self, ordinal: int, delivery: RawBatch | Reset) -> bool:
@@ -138,13 +141,6 @@ class Upstreams:
         # Deliveries come in order, so all that follow are new.
         del self._forwarded[ordinal]
         return True
-
-    def _report_findings(self, delivery: RawBatch) -> None:
-        """Report what decoding a skipped batch shows: trust of the upstream in this process depends on it."""
-        batch = delivery.decode()
-        report = inspect_events(batch.events, batch.rejected)
-        if report is not None:
-            self.subscriber.report(delivery, report)
 
     def _follow_from_start(self, ordinal: int) -> None:
         """Follow an upstream from number 0, since its numbers can be those of another incarnation."""

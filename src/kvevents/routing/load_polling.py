@@ -32,7 +32,6 @@ class _Target:
         self.url: Final = url
         self.ranks: list[Readings] = []
         self.task: asyncio.Task[None] | None = None
-        self.fault = ""
 
     def store(self, body: bytes, now: float) -> str:
         """Store the load of each rank. Return the fault of the first rank without a load; empty if all have one."""
@@ -89,29 +88,26 @@ class LoadPoller:
             await self._http.close()
 
     async def _poll(self, target: _Target) -> None:
+        pause, former_fault = self._settings.poll_seconds, ""
+        backoff = Backoff(initial=pause, maximum=max(pause, MAX_PAUSE_SECONDS))
         try:
-            await self._request_often(target)
+            while True:
+                fault = await self._request(target)
+                if fault and not former_fault:
+                    _logger.warning("the load of an engine is unknown: %s %s", target.url, fault)
+                elif former_fault and not fault:
+                    _logger.info("the load of an engine is known again: %s", target.url)
+                former_fault = fault
+                interval = self._settings.interval(len(self._targets))
+                if fault:
+                    await asyncio.sleep(max(interval, backoff.next_delay()))
+                else:
+                    backoff.reset()
+                    await asyncio.sleep(jittered(interval, random.random))
         except Exception:
             _logger.exception("polling %s has failed; its load is unknown from now on", target.url)
             for readings in target.ranks:  # the engine is not left out for ever
                 readings.silence = ""
-
-    async def _request_often(self, target: _Target) -> None:
-        pause = self._settings.poll_seconds
-        backoff = Backoff(initial=pause, maximum=max(pause, MAX_PAUSE_SECONDS))
-        while True:
-            fault = await self._request(target)
-            if fault and not target.fault:
-                _logger.warning("the load of an engine is unknown: %s %s", target.url, fault)
-            elif target.fault and not fault:
-                _logger.info("the load of an engine is known again: %s", target.url)
-            target.fault = fault
-            interval = self._settings.interval(len(self._targets))
-            if fault:
-                await asyncio.sleep(max(interval, backoff.next_delay()))
-            else:
-                backoff.reset()
-                await asyncio.sleep(jittered(interval, random.random))
 
     async def _request(self, target: _Target) -> str:
         """Request one answer and store what it reports. Return what has failed; empty if nothing has."""

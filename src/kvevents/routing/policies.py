@@ -214,7 +214,9 @@ class SessionAffinity:
         most = self.max_requests(sum(one.load.requests for one in candidates), len(candidates))
         for place, one in enumerate(ranked):
             if one.load.requests < most:
-                return Choice(one, _NEXT if place else _OWN)
+                if place:
+                    return Choice(one, "the session's next choice, since its own worker has too many requests")
+                return Choice(one, "the session's own among {candidates}")
         raise AssertionError("no worker is below a bound of at least the mean load")  # pragma: no cover
 
     def max_requests(self, requests: int, workers: int) -> float:
@@ -222,10 +224,6 @@ class SessionAffinity:
         if math.isinf(self.settings.factor):
             return math.inf
         return max(self.settings.spare, math.ceil(self.settings.factor * ((requests + 1) / workers)))
-
-
-_OWN: Final = "the session's own among {candidates}"
-_NEXT: Final = "the session's next choice, since its own worker has too many requests"
 
 
 def _hash(name: bytes) -> int:
@@ -247,7 +245,6 @@ def _mix_bits(number: int) -> int:
 
 # --- prefix-aware
 
-_BEST: Final = "the best of {candidates}"
 _TIE_REASONS: Final = {
     "rotate": "the next in rotation of {equal} equally good ones of {candidates}",
     "random": "at random from {equal} equally good ones of {candidates}",
@@ -329,7 +326,8 @@ class PrefixAware:
         )
         scored = [ScoredCandidate(one, *score) for one, score in zip(sampled, scores, strict=True)]
         chosen = break_tie(self._ties, [sampled[place] for place in best], self.settings.tie)
-        return Choice(chosen, _BEST if len(best) == 1 else _TIE_REASONS[self.settings.tie], len(best), scored)
+        reason = "the best of {candidates}" if len(best) == 1 else _TIE_REASONS[self.settings.tie]
+        return Choice(chosen, reason, len(best), scored)
 
     def _sample(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         if not 0 < self.settings.sample < len(candidates) - 1:

@@ -146,10 +146,15 @@ class Decision(Struct, frozen=True):
         reason = self.choice.reason.format(candidates=self.candidates, equal=self.choice.equal)
         load = chosen.load
         cache, score = (self._explain_cache(chosen), self._explain_score()) if self.used_index else ("", "")
+        connection = ""
+        if self.unreachable:
+            connection = f"; {self.unreachable} without a connection were excluded"
+        elif distance_of(chosen.trust):
+            connection = f"; no worker is connected, and it is {chosen.trust}"
         return (
             f"{self.policy} chose {source} rank {rank}, {reason}: it {cache}has "
             f"{load.requests:,} in flight ({load.waiting_tokens:,} prompt tokens waiting, {load.decoding:,} being answered)"
-            f"{score}{self._explain_connection()}."
+            f"{score}{connection}."
         )
 
     def _explain_cache(self, chosen: Candidate) -> str:
@@ -166,11 +171,6 @@ class Decision(Struct, frozen=True):
         hot = sum(item.hot for item in self.choice.scored)
         note = f"; {hot} with too many requests got no credit for their caches" if hot else ""
         return f", must compute {best.uncached:.0%}, and its load adds {best.load:.3f}: score {best.score:.3f}{note}"
-
-    def _explain_connection(self) -> str:
-        if self.unreachable:
-            return f"; {self.unreachable} without a connection were excluded"
-        return f"; no worker is connected, and it is {self.trust}" if distance_of(self.trust) else ""
 
 
 class Router:
