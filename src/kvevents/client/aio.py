@@ -6,16 +6,13 @@ import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from kvevents.client import protocol, schemas
 from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
 from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
 
 T = TypeVar("T")
-
-POLL_SECONDS: Final = 0.1
-"""Interval at which `wait_ready` asks."""
 
 
 class AsyncClient:
@@ -102,11 +99,10 @@ class AsyncClient:
         wait = protocol.ReadyWait(seconds, time.monotonic)
         while True:
             try:
-                if (answer := wait.check(await self.ready(deadline=wait.seconds_left))) is not None:
-                    return answer
+                return wait.check(await self.ready(deadline=wait.seconds_left))
             except ServiceRequestError as error:
                 wait.check_error(error)
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(protocol.POLL_SECONDS)
 
     # --- transport
 

@@ -45,6 +45,8 @@ FINISH_SECONDS: Final = 2.0
 INITIAL_DELAY: Final = 0.05
 """Seconds before the second attempt, of which a random part of up to half is left out. It doubles with each attempt."""
 MAX_DELAY: Final = 1.0
+POLL_SECONDS: Final = 0.1
+"""Interval at which `wait_ready` asks."""
 _MAX_QUOTED: Final = 80
 """Characters of an unknown response, or of the detail of an error, that an error message quotes."""
 OK: Final = 200
@@ -362,12 +364,11 @@ class ReadyWait:
         """Seconds for the next request."""
         return min(max(self._end - self._now(), 0.001), DEADLINE)
 
-    def check(self, answer: schemas.ReadyAnswer) -> schemas.ReadyAnswer | None:
-        """Return the answer if the service is ready; None to ask again. Raises `ServiceRequestError` at the end."""
-        if answer.ready:
-            return answer
-        self.check_error(ServiceRequestError(f"the service is not ready: {answer.why}", "not-ready", "", UNAVAILABLE))
-        return None
+    def check(self, answer: schemas.ReadyAnswer) -> schemas.ReadyAnswer:
+        """Return the answer if the service is ready. Raises `ServiceRequestError`."""
+        if not answer.ready:
+            raise ServiceRequestError(f"the service is not ready: {answer.why}", "not-ready", "", UNAVAILABLE)
+        return answer
 
     def check_error(self, error: ServiceRequestError) -> None:
         """Raise an error that waiting does not heal, and every error at the end."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-POLL_SECONDS: Final = 0.1
-"""Interval at which `wait_ready` asks."""
 _MAX_IDLE: Final = 16
 """Maximum number of connections that are left open for further calls."""
 
@@ -114,11 +112,10 @@ class Client:
         wait = protocol.ReadyWait(seconds, time.monotonic)
         while True:
             try:
-                if (answer := wait.check(self.ready(deadline=wait.seconds_left))) is not None:
-                    return answer
+                return wait.check(self.ready(deadline=wait.seconds_left))
             except ServiceRequestError as error:
                 wait.check_error(error)
-            time.sleep(POLL_SECONDS)
+            time.sleep(protocol.POLL_SECONDS)
 
     # --- transport
 
@@ -228,49 +225,39 @@ class _TooLargeError(HTTPException):
     """The response is too large."""
 
 
-class _TimedSocket:
-    """A connected socket whose operations end at `end`, as `HTTPConnection` uses it."""
+class _TimedSocket(io.RawIOBase):
+    """A connected socket whose operations end at `end`, as `HTTPConnection` uses it; also the file of what it receives.
+
+    To close it leaves the socket open: the reader of the response needs it, and its owner closes it.
+    """
 
     def __init__(self, inner: socket.socket, end: float) -> None:
         self._inner = inner
         self._end = end
 
     def sendall(self, data: Any) -> None:
-        """Send data before the end. Raises `TimeoutError`."""
-        _set_time(self._inner, self._end)
+        self._limit_next()
         self._inner.sendall(data)
 
     def makefile(self, _mode: str) -> io.BufferedReader:
-        """Return what the socket receives as a file."""
-        return io.BufferedReader(_TimedReader(self._inner, self._end))
-
-    def close(self) -> None:
-        """Leave the socket open: the reader of the response needs it, and its owner closes it."""
-
-
-class _TimedReader(io.RawIOBase):
-    """What a socket receives until `end`."""
-
-    def __init__(self, inner: socket.socket, end: float) -> None:
-        self._inner = inner
-        self._end = end
+        return io.BufferedReader(self)
 
     def readable(self) -> bool:
-        """Whether it can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Receive into a buffer. Raises `TimeoutError` at the end."""
-        _set_time(self._inner, self._end)
+        self._limit_next()
         return self._inner.recv_into(buffer)
 
+    def close(self) -> None:
+        pass
 
-def _set_time(inner: socket.socket, end: float) -> None:
-    """Let the next operation of a socket end at a moment of the monotonic clock. Raises `TimeoutError` after it."""
-    seconds = end - time.monotonic()
-    if seconds <= 0:
-        raise TimeoutError("timed out")
-    inner.settimeout(seconds)
+    def _limit_next(self) -> None:
+        """Let the next operation end in time. Raises `TimeoutError` if the time is over."""
+        seconds = self._end - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError("timed out")
+        self._inner.settimeout(seconds)
 
 
 # The first match counts: some types are subclasses of later ones.
