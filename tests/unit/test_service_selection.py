@@ -15,13 +15,14 @@ from kvevents import routing
 from kvevents.client.reasons import Reason
 from kvevents.client.schemas import Candidate, ScoredCandidate, Selection, SelectRequest, TrustStatus, WorkerMatch
 from kvevents.routing import Ties, Worker, policy
-from kvevents.routing.policies import EQUAL
 from kvevents.routing.weights import DISTANCE_LOST
 from kvevents.stream import TrustState
 from kvevents_native._native import Loads
 from native_selection import Standing, select
 
 PROMPT = list(range(100))
+EQUAL = 1e-9
+"""Scores and shares that differ by no more are equal, as in `native/routing/src/score.rs`."""
 STATES: list[TrustState] = ["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
 EXACT = Standing.of(TrustStatus("EXACT"))
 CONNECTED: list[TrustState] = ["EXACT", "REPLAYING", "DEGRADED"]

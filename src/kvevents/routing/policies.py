@@ -33,7 +33,6 @@ from kvevents_native._native import Scorer, Ties
 
 __all__ = [
     "DECODING_WEIGHT",
-    "EQUAL",
     "MEASURES",
     "POLICIES",
     "TIES",
@@ -53,8 +52,6 @@ __all__ = [
     "policy",
 ]
 
-EQUAL: Final = 1e-9
-"""Scores and shares that differ by no more are equal, as in `native/routing/src/score.rs`."""
 TIES: Final = ("rotate", "random", "first")
 """Ways to break a tie: the worker chosen longest ago, a random one, or the first of the candidates."""
 

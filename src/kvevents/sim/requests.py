@@ -160,31 +160,5 @@ class Request:
             raise ConfigError("invalid request: expected at least one token of prompt and one of answer")
 
 
-def shared_prefix(requests: Iterable[Request]) -> float:
-    """Return the share of all prompt tokens that an unlimited cache of pieces would hold when the prompt arrives, 0 to 1.
-
-    The cache contains all earlier prompts and answers, whichever worker served them.
-    """
-    paths: set[tuple[object, ...]] = set()
-    held = total = 0
-    for request in requests:
-        path: tuple[object, ...] = (request.lora, request.salt)
-        known = True
-        for piece in request.prompt.pieces:
-            path = _extend(path, piece)
-            known = known and path in paths
-            paths.add(path)
-            held += _tokens_of(piece) if known else 0
-        total += len(request.prompt)
-        for piece in request.output.pieces:
-            path = _extend(path, piece)
-            paths.add(path)
-    return held / total if total else 0.0
-
-
-def _extend(path: tuple[object, ...], piece: Drawn | array[int]) -> tuple[object, ...]:
-    return (hash(path), piece if isinstance(piece, Drawn) else piece.tobytes())
-
-
 def _tokens_of(piece: Drawn | array[int]) -> int:
     return piece.length if isinstance(piece, Drawn) else len(piece)
