@@ -79,6 +79,11 @@ def install_hint(extra: str) -> str:
     return f"install kvevents[{extra}], see Install in the documentation"
 
 
+def reason_of(error: BaseException) -> str:
+    """Return what an exception says, without the error number and the file name of an OSError; its type if it says nothing."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+
+
 class ExternalError(KVEventsError):
     """Something outside this process failed."""
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, get_args
 import msgspec
 from msgspec import Struct
 
-from kvevents.errors import ConfigError
+from kvevents.errors import ConfigError, reason_of
 from kvevents.events import MAX_HEARTBEAT
 
 StructType = TypeVar("StructType", bound=type[msgspec.Struct])
@@ -136,8 +136,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"cannot read {path}: {reason}") from error
+        raise ConfigError(f"cannot read {path}: {reason_of(error)}") from error
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import msgspec
 
 from kvevents.backoff import Backoff
 from kvevents.client import schemas
-from kvevents.errors import ConfigError, ExternalError
+from kvevents.errors import ConfigError, ExternalError, reason_of
 
 if TYPE_CHECKING:
     from kvevents.routing.http_client import HttpErrorKind
@@ -297,8 +297,7 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"cannot use --tls-ca {ca_file}: {reason}; expected a PEM file of certificates") from error
+        raise ConfigError(f"cannot use --tls-ca {ca_file}: {reason_of(error)}; expected a PEM file of certificates") from error
 
 
 # --- attempts

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from kvevents.client import protocol, schemas
 from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
+from kvevents.errors import reason_of
 
 if TYPE_CHECKING:
     from kvevents.routing.http_client import HttpErrorKind
@@ -276,8 +277,5 @@ _KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
 
 
 def _classify(error: BaseException) -> tuple[HttpErrorKind, str]:
-    detail = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    for types, kind in _KINDS:
-        if isinstance(error, types):
-            return kind, detail
-    return "unreachable", detail
+    kind: HttpErrorKind = next((kind for error_type, kind in _KINDS if isinstance(error, error_type)), "unreachable")
+    return kind, reason_of(error)

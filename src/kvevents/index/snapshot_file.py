@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import BinaryIO, Final, TypeAlias, cast
 
-from kvevents.errors import SnapshotError, UsageError
+from kvevents.errors import SnapshotError, UsageError, reason_of
 from kvevents_native._native import NativeIndex
 
 File: TypeAlias = str | os.PathLike[str] | BinaryIO
@@ -80,8 +80,7 @@ def _as_snapshot_error(verb: str, name: str, advice: str) -> Iterator[None]:
     except SnapshotError:
         raise
     except (OSError, ValueError, EOFError, zlib.error) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        raise SnapshotError(f"cannot {verb} the snapshot {name}: {reason}; {advice}") from error
+        raise SnapshotError(f"cannot {verb} the snapshot {name}: {reason_of(error)}; {advice}") from error
 
 
 def _write(index: NativeIndex, path: Path, workers: Workers | None) -> None:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Final, Literal, NamedTuple, Self, TypeAlias, c
 
 import msgspec
 
-from kvevents.errors import ClosedError, RecordingError
+from kvevents.errors import ClosedError, RecordingError, reason_of
 from kvevents.wire import Live, parse_live
 
 MAX_LINE_BYTES: Final = 128 * 1024 * 1024
@@ -140,8 +140,7 @@ def _read_frames(path: Path, truncations: list[str], max_line_bytes: int) -> Ite
             truncations.append(f"{path}, line {number + 1}: {_INCOMPLETE}")
             return
         location = f"{path}, after line {number}" if number else str(path)
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise RecordingError(f"cannot read {location}: {reason}") from error
+        raise RecordingError(f"cannot read {location}: {reason_of(error)}") from error
 
 
 def _open(path: Path, mode: Literal["rb", "wb"]) -> BinaryIO:

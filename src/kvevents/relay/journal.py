@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
-from kvevents.errors import JournalError
+from kvevents.errors import JournalError, reason_of
 from kvevents.relay import journal_format
 from kvevents.relay.journal_disk import TEMPORARY, Disk, Folder
 from kvevents.relay.journal_format import (
@@ -446,7 +446,7 @@ class Journal:
 
     def _count_failure(self, error: BaseException, prefix: str = "") -> None:
         self._failures += 1
-        self._reason = prefix + (getattr(error, "strerror", None) or str(error) or type(error).__name__)
+        self._reason = prefix + reason_of(error)
         self._retry_at = self._now + self._retry_delay
         self._retry_delay = min(2 * self._retry_delay, self.limits.max_retry_delay)
 

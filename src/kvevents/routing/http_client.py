@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
 
-from kvevents.errors import ExternalError, MissingDependencyError
+from kvevents.errors import ExternalError, MissingDependencyError, reason_of
 
 try:
     import aiohttp
@@ -189,4 +189,4 @@ def _cause_of(error: Exception) -> BaseException:
 def _detail(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientResponseError):
         return " ".join(error.message.split())
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return reason_of(error)

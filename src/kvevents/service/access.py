@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from msgspec import Struct
 
-from kvevents.errors import ConfigError
+from kvevents.errors import ConfigError, reason_of
 
 MIN_TOKEN_BYTES: Final = 16
 """Minimum length: 64 random bits as hexadecimal digits or 96 as base64, too many to guess over a network."""
@@ -145,8 +145,7 @@ def _read_token(token: TokenSettings, label: str, environ: Mapping[str, str]) ->
         with path.open("rb") as file:
             return file.read(2 * MAX_TOKEN_BYTES).strip()
     except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(f"{label}: cannot read token_file {path}: {reason}") from error
+        raise ConfigError(f"{label}: cannot read token_file {path}: {reason_of(error)}") from error
 
 
 def _check_token(token: bytes, label: str) -> bytes:

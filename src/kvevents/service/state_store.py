@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from kvevents.errors import ConfigError, SnapshotError
+from kvevents.errors import ConfigError, SnapshotError, reason_of
 from kvevents.index import PrefixIndex
 from kvevents.index.snapshot_file import sync_folder
 from kvevents.service.fleet.registration import Key, Registration
@@ -102,8 +102,7 @@ class StateStore:
             index.restore(self.folder / _INDEX.format(generation))
         except (OSError, msgspec.MsgspecError, ValueError) as error:
             self._rename_unreadable(generation)
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            raise SnapshotError(f"snapshot {generation} in {self.folder} cannot be used: {reason}") from error
+            raise SnapshotError(f"snapshot {generation} in {self.folder} cannot be used: {reason_of(error)}") from error
         return {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in checkpoints}
 
     def save_registrations(self, registrations: Callable[[], list[SavedRegistration]]) -> None:

@@ -25,7 +25,7 @@ from typing import IO, Annotated, Final
 
 import msgspec
 
-from kvevents.errors import ConfigError, WorkloadError
+from kvevents.errors import ConfigError, WorkloadError, reason_of
 from kvevents.recording.files import StrPath
 from kvevents.sim.requests import Drawn, Request, Text
 
@@ -271,8 +271,7 @@ def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:
         where = f"{path}, after line {number}" if number else str(path)
-        reason = getattr(error, "strerror", None) or error
-        raise WorkloadError(f"cannot read {where}: {reason}; check the file, or fetch it again") from error
+        raise WorkloadError(f"cannot read {where}: {reason_of(error)}; check the file, or fetch it again") from error
 
 
 @contextmanager
