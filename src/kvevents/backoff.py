@@ -58,9 +58,6 @@ class Backoff:
         self._maximum = maximum
         self._next = initial
 
-    def __repr__(self) -> str:
-        return f"<Backoff next {self._next:g} s of at most {self._maximum:g} s>"
-
     def next_delay(self) -> float:
         """Return the seconds to wait now. The next delay is twice as long, up to the maximum."""
         seconds = min(self._next, self._maximum)

@@ -475,9 +475,6 @@ def test_a_failed_disk_is_retried_with_growing_delays(path: Path, error: int) ->
     skip(journal, model)
     stats = journal.stats()
     assert (stats.state, stats.reason, stats.appended, stats.dropped) == ("memory", os.strerror(error), 2, 2)
-    assert repr(journal).endswith(
-        f"memory ({os.strerror(error)}), incarnation 7, next number 5, 0.0 MiB, 2 batches not recorded>"
-    )
     shutil.copytree(path, path.with_name("killed"))
     assert open_journal(path.with_name("killed")).recover().incomplete == "the disk failed to record what was sent last"
     failures = []

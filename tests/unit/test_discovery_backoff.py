@@ -25,11 +25,6 @@ def test_jitter_only_shortens(random: float) -> None:
     assert 10 * (1 - INTERVAL_JITTER) <= jittered(10, lambda: random) <= 10
 
 
-def test_the_repr_has_the_next_delay() -> None:
-    """The repr is one line for operators."""
-    assert repr(Backoff(initial=0.5, maximum=30)) == "<Backoff next 0.5 s of at most 30 s>"
-
-
 async def test_the_system_clock_sleeps_and_does_not_go_back() -> None:
     """The defaults are asyncio's sleep, the monotonic clock and random numbers below 1."""
     clock = Clock()

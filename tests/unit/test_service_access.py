@@ -210,4 +210,3 @@ def test_no_representation_contains_a_token() -> None:
     for token in (READER, WRITER, SECOND):
         assert not any(token in text for text in shown)
     assert repr(TOKENS[0]) == "<TokenSettings role 'read', name 'grafana'>"
-    assert repr(known) == "<Access 3 tokens, anonymous callers NONE>"

@@ -126,10 +126,6 @@ class Compactor:
         """Approximate heap memory."""
         return int(self._native.bytes)
 
-    def __repr__(self) -> str:
-        state = f"unavailable: {self.unavailable_reason}" if self.unavailable_reason else f"{self.live} blocks"
-        return f"<Compactor {state}, {self.bytes} bytes>"
-
 
 # --- the digest of a stream --------------------------------------------------------------------------------------------------
 

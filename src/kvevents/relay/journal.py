@@ -368,13 +368,6 @@ class Journal:
             snapshots=self._snapshots,
         )
 
-    def __repr__(self) -> str:
-        stats = self.stats()
-        reason = f" ({stats.reason})" if stats.reason else ""
-        dropped = f", {stats.dropped} batches not recorded" if stats.dropped else ""
-        position = f"incarnation {self._incarnation}, next number {self._end_state.next_number}"
-        return f"<Journal {self.path} {stats.state}{reason}, {position}, {stats.bytes / MIB:.1f} MiB{dropped}>"
-
     # --- the disk
 
     @property

@@ -126,9 +126,6 @@ class Access:
         """Whether callers without a token have any role, so that the `Host` of requests is checked."""
         return self.anonymous.role is not Role.NONE
 
-    def __repr__(self) -> str:
-        return f"<Access {len(self._callers)} tokens, anonymous callers {self.anonymous.role.name}>"
-
 
 _UNKNOWN: Final = Caller(Role.NONE, "unknown token")
 

@@ -158,9 +158,6 @@ class EndpointAllowList:
         if not any(kind == transport and _matches_parts(parts, pattern) for kind, pattern in self._paths):
             raise EndpointRefusedError(endpoint, f"{_UNCOVERED} it", f"add a pattern for this path to `allow`: {endpoint}")
 
-    def __repr__(self) -> str:
-        return f"<AllowList {', '.join(self.patterns)}>"
-
 
 # --- endpoints --------------------------------------------------------------------------------------------------------------
 
