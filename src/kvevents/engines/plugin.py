@@ -207,18 +207,16 @@ def attach_publisher(
     settings: EngineSettings,
     ignored_options: Collection[str],
     install_hooks: Callable[[], bool],
-) -> bool:
-    """Install the hooks of a new publisher, and log what it does. Return whether it attests the engine's cache.
+) -> None:
+    """Install the hooks of a new publisher, and log what it does.
 
-    `install_hooks` returns whether that is possible; `ignored_options` are those of the engine that the publisher does not
-    know.
+    `install_hooks` returns whether the engine's cache can be attested; `ignored_options` are those of the engine that the
+    publisher does not know.
     """
-    attests = False
     with publisher.ending_attestation():
-        attests = install_hooks() and settings.attestation
-        publisher.expects_attestation = attests
+        publisher.expects_attestation = install_hooks() and settings.attestation
     features = ["no heartbeats"] if settings.heartbeat is None else [f"heartbeats every {settings.heartbeat:g} s"]
-    features += ["attestation"] if attests and settings.heartbeat is not None else []
+    features += ["attestation"] if publisher.expects_attestation and settings.heartbeat is not None else []
     features += ["full history"] if publisher.stats().history is not None else []
     features += ["no digests: kvevents[native] adds them and full history"] if find_native() is None else []
     engine_logger(engine).info(
@@ -229,7 +227,6 @@ def attach_publisher(
         ", ".join(features),
         f"; it ignores the options {', '.join(sorted(ignored_options))}" if ignored_options else "",
     )
-    return attests
 
 
 _HOOKED: Final = "_kvevents_hooked"

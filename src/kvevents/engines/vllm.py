@@ -99,9 +99,7 @@ def _create_publisher(
     settings: EngineSettings, rank: int, options: dict[str, Any], fallback: OwnPublisher | None
 ) -> VllmEventPublisher:
     publisher = VllmEventPublisher(settings, rank, options, fallback)
-    _new_publisher.attests = attach_publisher(
-        _ENGINE, publisher, rank, settings, options.keys() - _KNOWN_OPTIONS, _install_hooks
-    )
+    attach_publisher(_ENGINE, publisher, rank, settings, options.keys() - _KNOWN_OPTIONS, _install_hooks)
     _new_publisher.publisher = publisher
     return publisher
 
@@ -185,7 +183,7 @@ def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
         original(manager, *arguments, **options)
         publisher = getattr(_new_publisher, "publisher", None)
         _new_publisher.publisher = None
-        if publisher is not None and _new_publisher.attests:
+        if publisher is not None and publisher.expects_attestation:
             with publisher.ending_attestation():
                 manager.kvevents_publisher = publisher
 

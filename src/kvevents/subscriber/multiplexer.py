@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Protocol, TypeAlias
@@ -156,8 +156,6 @@ class StreamEntry:
         self.timer: float | None = None
         self.found_endpoint = ""
         """The bound endpoint at which the source was found by its topic; empty if the application has added it."""
-        self.is_queued = False
-        """Whether the stream waits for a free replay slot."""
         self.reported_trust: tuple[str, str, bool] = ("", "", False)
         """State and reason that `Multiplexer.trust_changes` returned last."""
 
@@ -257,7 +255,8 @@ class Multiplexer:
         self._next_incarnation = 0
         """No source that was removed has had this incarnation or a later one."""
         self._replaying: set[StreamEntry] = set()
-        self._replay_queue: deque[StreamEntry] = deque()
+        self._replay_queue: OrderedDict[StreamEntry, None] = OrderedDict()
+        """Streams that wait for one of them to end, in order."""
 
     # --- sources
 
@@ -314,8 +313,7 @@ class Multiplexer:
         self._readable.pop(entry, None)
         self._changed_streams.pop(entry, None)
         self._unconsumed_streams.discard(entry)
-        if entry.is_queued:
-            self._replay_queue.remove(entry)
+        self._replay_queue.pop(entry, None)
         entry.stream.close()
         self._close_connection(entry)
 
@@ -477,9 +475,7 @@ class Multiplexer:
     def _request_replay(self, entry: StreamEntry, now: float) -> None:
         if entry not in self._replaying:
             if len(self._replaying) >= self._max_replays:
-                if not entry.is_queued:
-                    entry.is_queued = True
-                    self._replay_queue.append(entry)
+                self._replay_queue.setdefault(entry)
                 return
             self._replaying.add(entry)
         request = entry.stream.request_to_send(now)
@@ -496,9 +492,8 @@ class Multiplexer:
 
     def _start_queued_replays(self, now: float) -> None:
         while self._replay_queue and len(self._replaying) < self._max_replays:
-            entry = self._replay_queue.popleft()
-            was_queued, entry.is_queued = entry.is_queued, False
-            if was_queued and entry.stream.is_fetching:
+            entry, _ = self._replay_queue.popitem(last=False)
+            if entry.stream.is_fetching:
                 self._request_replay(entry, now)
                 self._schedule(entry)
 
