@@ -270,24 +270,17 @@ class QueuedPublisher(EventPublisher):
             self._limit = self._capacity
         self._wakeup.release()
 
-    def _close_queue(self) -> None:
-        """Make `publish` raise from now on, and end the thread; wakes it if needed."""
+    def _end_queue(self, reason: str | None) -> None:
+        """End the thread. From now on `publish` drops batches for this reason; it raises if `shutdown` was called (None)."""
         with self._lock:
-            self._is_shut_down = True
-            self._stop_running()
-
-    def _end_queue(self, reason: str) -> None:
-        """Make `publish` drop batches from now on: the thread has ended, and `shutdown` was not called."""
-        with self._lock:
-            if not self._is_shut_down:
+            if reason is None:
+                self._is_shut_down = True
+            elif not self._is_shut_down:
                 self._end_reason = self._end_reason or reason
-            self._stop_running()
-
-    def _stop_running(self) -> None:
-        self._is_running = False
-        self._limit = -1
-        if self._is_asleep:
-            self._wake()
+            self._is_running = False
+            self._limit = -1
+            if self._is_asleep:
+                self._wake()
 
     def _end_in_child(self, reason: str) -> None:
         """End the queue in a forked child, where the parent's threads do not exist and never release its locks."""
@@ -314,7 +307,16 @@ class QueuedPublisher(EventPublisher):
 
     def _take_burst(self, encode: Callable[[Any], bytes]) -> list[SequencedPayload]:
         """Take one burst out of the queue; number and encode its batches. A batch that cannot be encoded leaves a gap."""
-        seq, items = self._pop_burst()
+        with self._lock:
+            seq, pop = self._next_seq, self._queue.popleft
+            items = [pop() for _ in range(min(self._burst, len(self._queue)))]
+            self._next_seq += len(items)
+            if self._dropped_ranges:
+                ranges = [item for item in items if item.__class__ is _DroppedRange]
+                count = sum(item_range.count for item_range in ranges)
+                self._next_seq += count - len(ranges)
+                self._dropped_ranges -= len(ranges)
+                self._dropped_numbers -= count
         burst: list[SequencedPayload] = []
         for item in items:
             if item.__class__ is _DroppedRange:
@@ -330,20 +332,6 @@ class QueuedPublisher(EventPublisher):
         if items:
             self._has_tail_gap = not burst or burst[-1][0] != seq - 1
         return burst
-
-    def _pop_burst(self) -> tuple[int, list[Any]]:
-        """Return the number of the first item, and items (batches and `_DroppedRange`s) from the head of the queue."""
-        with self._lock:
-            seq, pop = self._next_seq, self._queue.popleft
-            items = [pop() for _ in range(min(self._burst, len(self._queue)))]
-            self._next_seq += len(items)
-            if self._dropped_ranges:
-                ranges = [item for item in items if item.__class__ is _DroppedRange]
-                count = sum(item_range.count for item_range in ranges)
-                self._next_seq += count - len(ranges)
-                self._dropped_ranges -= len(ranges)
-                self._dropped_numbers -= count
-            return seq, items
 
     def _take_queue(self) -> list[Any]:
         """Empty the queue and return its batches, which get no numbers here."""

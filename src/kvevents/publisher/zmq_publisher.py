@@ -474,7 +474,7 @@ class ZmqEventPublisher(QueuedPublisher):
     def _close(self, seconds: float) -> ShutdownReport:
         """Shut down. An exception may interrupt it anywhere; a further call completes it."""
         self._deadline = monotonic() + seconds
-        self._close_queue()
+        self._end_queue(None)
         self._server.stop_replies(self._deadline)
         if self._thread.ident is not None:  # it was started
             self._thread.join(seconds + FLUSH_GRACE)
