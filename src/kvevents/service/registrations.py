@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvevents.client.schemas import DEFAULT_GROUP
@@ -48,52 +49,38 @@ class RegistrationOutcome(NamedTuple):
     """A sentence for the client; empty without one."""
 
 
+@dataclass(eq=False, kw_only=True)
 class Registrations:
     """Adds clients' engines to a fleet and removes them. Methods are called in the event loop and raise `ServiceError`."""
 
-    were_saved = False
+    fleet: Fleet
+    allow_list: EndpointAllowList
+    store: StateStore | None
+    audit: AuditLog
+    advice: str
+    """What clients should do if the service follows no engines itself; empty if the service does."""
+    owner_of: Callable[[Key], str | None]
+    """Returns the discovery provider that names a rank."""
+    resume: Callable[[Key], Checkpoint | None]
+    """Returns the checkpoint from which a rank continues."""
+    report_fault: Callable[[str], None]
+    """Is called if a write fails."""
+    were_saved: bool = False
     """Whether the file had registrations when the service started."""
-    ended_leases = 0
+    ended_leases: int = 0
     """Number of ranks that were unregistered because their leases had ended."""
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        allow_list: EndpointAllowList,
-        store: StateStore | None,
-        *,
-        audit: AuditLog,
-        advice: str,
-        owner_of: Callable[[Key], str | None],
-        resume: Callable[[Key], Checkpoint | None],
-        report_fault: Callable[[str], None],
-    ) -> None:
-        """`advice` says what clients should do if the service follows no engines itself; it is empty if the service does.
-
-        `owner_of` returns the discovery provider that names a rank, and `resume` the checkpoint from which it continues.
-
-        `report_fault` is called if a write fails.
-        """
-        self._audit = audit
-        self._fleet = fleet
-        self._allow_list = allow_list
-        self._store = store
-        self._advice = advice
-        self._owner_of = owner_of
-        self._resume = resume
-        self._report_fault = report_fault
-        self._write_lock = asyncio.Lock()
-        self._changes = 0
-        """Number of calls of `save`."""
-        self._saved_changes = 0
-        """Number of calls of `save` before the newest write began."""
+    _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _changes: int = 0
+    """Number of calls of `save`."""
+    _saved_changes: int = 0
+    """Number of calls of `save` before the newest write began."""
 
     def restore(self, report_lost: Callable[[str], None]) -> None:
         """Restore the registrations in the file. Call `report_lost` for each that cannot be restored."""
-        if self._store is None:
+        if self.store is None:
             return
         try:
-            entries = self._store.load_registrations()
+            entries = self.store.load_registrations()
         except SnapshotError as error:
             report_lost(str(error))
             return
@@ -102,11 +89,11 @@ class Registrations:
             registration = entry.registration
             try:
                 for endpoint in endpoints_of(registration):
-                    self._allow_list.check(endpoint)  # the allow-list may have changed since
-                self._fleet.register(registration, HTTP, resume=self._resume)
+                    self.allow_list.check(endpoint)  # the allow-list may have changed since
+                self.fleet.register(registration, HTTP, resume=self.resume)
                 self._grant_lease(registration.key, entry.lease_seconds)
                 if entry.is_draining:
-                    self._fleet.set_draining(registration.key, is_draining=True)
+                    self.fleet.set_draining(registration.key, is_draining=True)
             except ServiceError as error:
                 report_lost(f"{registration.label} is not followed again: {error}")
 
@@ -118,8 +105,8 @@ class Registrations:
         The newest registration decides whether there is a lease, which begins now. Registrations of discovery have no lease.
         """
         self._check_follows()
-        await check_allowed(self._allow_list, *endpoints_of(registration))
-        member = self._fleet.members.get(registration.key)
+        await check_allowed(self.allow_list, *endpoints_of(registration))
+        member = self.fleet.members.get(registration.key)
         if member is not None and member.origin != HTTP:
             return self._find_owned(member.registration, registration)
         if member is not None and not member.registration.differences(registration):
@@ -128,7 +115,7 @@ class Registrations:
             if has_changed:
                 await self.save()
             return RegistrationOutcome(is_new=False)
-        following = self._fleet.register(registration, HTTP, resume=self._resume)
+        following = self.fleet.register(registration, HTTP, resume=self.resume)
         self._grant_lease(registration.key, lease_seconds)
         try:
             await asyncio.wrap_future(following)
@@ -136,32 +123,32 @@ class Registrations:
             raise RefusedError(f"cannot follow {registration.label}: {error}", "bad-endpoint", "see its endpoints") from error
         await self.save()
         change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
-        self._audit.log_change(change, client)
+        self.audit.log_change(change, client)
         return RegistrationOutcome(is_new=True)
 
     def _find_owned(self, current: Registration, registration: Registration) -> RegistrationOutcome:
         """Return the outcome for a rank that discovery names. Raises `ConflictError` if the client names it differently."""
-        owner = self._owner_of(current.key) or "discovery"
+        owner = self.owner_of(current.key) or "discovery"
         if different := current.differences(registration):
             sentence = f"{current.label} is named by {owner}, with another {' and '.join(different)}"
             raise ConflictError(sentence, "named-by-discovery", "change it there")
         return RegistrationOutcome(is_new=False, warning=f"{current.label} is named by {owner}, which decides when it ends")
 
     def _grant_lease(self, key: Key, seconds: int | None) -> None:
-        if (member := self._fleet.members.get(key)) is not None:  # else the follower has refused it meanwhile
+        if (member := self.fleet.members.get(key)) is not None:  # else the follower has refused it meanwhile
             member.lease = Lease.of(seconds)
 
     async def end_leases(self) -> None:
         """Unregister each rank whose lease ends. Run until cancelled."""
         while True:
-            leases = [(lease, member.registration) for member in list(self._fleet.members.values()) if (lease := member.lease)]
+            leases = [(lease, member.registration) for member in list(self.fleet.members.values()) if (lease := member.lease)]
             due = [(lease, registration) for lease, registration in leases if lease.ends <= time.monotonic()]
             for lease, registration in due:
                 with suppress(NotFoundError):  # the follower has refused it
-                    self._fleet.unregister(registration.key)
+                    self.fleet.unregister(registration.key)
                     name = f"{registration.label} of tenant {registration.tenant}"
                     self.ended_leases += 1
-                    self._audit.log_change(f"unregistered {name}: its lease of {lease.seconds} s ended")
+                    self.audit.log_change(f"unregistered {name}: its lease of {lease.seconds} s ended")
             if due:
                 await self.save()
             await asyncio.sleep(LEASE_CHECK_SECONDS)
@@ -174,15 +161,15 @@ class Registrations:
         """
         members = self._find(query)
         for member in members:
-            if member.origin != HTTP and (owner := self._owner_of(member.registration.key)) is not None:
+            if member.origin != HTTP and (owner := self.owner_of(member.registration.key)) is not None:
                 sentence = f"{member.registration.label} is named by {owner}"
                 raise ConflictError(sentence, "named-by-discovery", "remove it there; it would be followed again at once")
         self._check_follows()
         ranks = [member.registration for member in members]
-        await asyncio.gather(*(asyncio.wrap_future(self._fleet.unregister(rank.key)) for rank in ranks))
+        await asyncio.gather(*(asyncio.wrap_future(self.fleet.unregister(rank.key)) for rank in ranks))
         await self.save()
         for rank in ranks:
-            self._audit.log_change(f"unregistered {rank.label} of tenant {rank.tenant}", client)
+            self.audit.log_change(f"unregistered {rank.label} of tenant {rank.tenant}", client)
         return ranks
 
     async def drain(self, query: InstanceQuery, client: Client, *, is_draining: bool) -> list[Registration]:
@@ -192,17 +179,17 @@ class Registrations:
         """
         self._check_follows()
         ranks = [member.registration for member in self._find(query)]
-        changes = [self._fleet.set_draining(rank.key, is_draining=is_draining) for rank in ranks]
+        changes = [self.fleet.set_draining(rank.key, is_draining=is_draining) for rank in ranks]
         await asyncio.gather(*map(asyncio.wrap_future, changes))
         await self.save()
         for rank in ranks:
             change = f"{'drained' if is_draining else 'ended the draining of'} {rank.label} of tenant {rank.tenant}"
-            self._audit.log_change(change, client)
+            self.audit.log_change(change, client)
         return ranks
 
     def _find(self, query: InstanceQuery) -> list[Member]:
         source = source_name(query.tenant, query.group, query.instance)
-        members = list(self._fleet.members.items())
+        members = list(self.fleet.members.items())
         ranks = [member for key, member in members if key[0] == source and query.rank in {None, key[1]}]
         if not ranks:
             suffix = "" if query.rank is None else f" rank {query.rank}"
@@ -216,12 +203,12 @@ class Registrations:
         return ranks
 
     def _check_follows(self) -> None:
-        if self._advice:
-            raise ConflictError("this service follows no engines itself", "replica", self._advice)
+        if self.advice:
+            raise ConflictError("this service follows no engines itself", "replica", self.advice)
 
     async def save(self) -> None:
         """Write the registrations to the disk. Changes during a write are written together by the next one."""
-        if self._store is None:
+        if self.store is None:
             return
         self._changes += 1
         change = self._changes
@@ -230,9 +217,9 @@ class Registrations:
                 return
             self._saved_changes = self._changes
             try:
-                await asyncio.to_thread(self._store.save_registrations, self._list_registrations)
+                await asyncio.to_thread(self.store.save_registrations, self._list_registrations)
             except SnapshotError as error:  # the next snapshot tries again
-                self._report_fault(str(error))
+                self.report_fault(str(error))
 
     def _list_registrations(self) -> list[SavedRegistration]:
         return [
@@ -241,6 +228,6 @@ class Registrations:
                 lease_seconds=member.lease and member.lease.seconds,
                 is_draining=member.is_draining,
             )
-            for member in list(self._fleet.members.values())
+            for member in list(self.fleet.members.values())
             if member.origin == HTTP
         ]

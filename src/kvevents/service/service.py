@@ -24,7 +24,7 @@ from kvevents.service.discovery.runner import EngineDiscovery
 from kvevents.service.fleet.fleet import TOPIC, Fleet
 from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import SEPARATOR, Key
-from kvevents.service.http.thread_pools import ThreadPools
+from kvevents.service.http.thread_pools import BoundedLock, thread_pools
 from kvevents.service.index_source import FollowedEngines, IndexSource, OpenIndexSource
 from kvevents.service.prober import Prober
 from kvevents.service.registrations import Registrations
@@ -75,7 +75,9 @@ class Service:
             load=config.load,
         )
         self.fleet.why_incomplete = self._why_incomplete
-        self.pools = ThreadPools(config.limits.max_waiting)
+        self.pools = thread_pools(config.limits.max_waiting)
+        self.dump = BoundedLock("dump", config.limits.max_waiting)
+        """Held by the client that reads `/dump`."""
         self.ignored_fields = Counter[str]()
         """Unknown fields of request bodies that were ignored, by path."""
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
@@ -88,9 +90,9 @@ class Service:
         external = None if open_source is None else open_source(self.fleet)
         self._discovery = EngineDiscovery(config, sources_file, self.fleet, self._resume, config.limits.max_sources)
         self.registrations = Registrations(
-            self.fleet,
-            self.allow_list,
-            self.state_store,
+            fleet=self.fleet,
+            allow_list=self.allow_list,
+            store=self.state_store,
             audit=self.audit,
             advice="" if external is None else external.registration_advice,
             owner_of=self._owner_of,

@@ -172,7 +172,10 @@ class App:
         try:
             self._authorize(endpoint, headers, caller)
             if native.announced is not None:
-                _check_announced(native.announced, self.service.settings.limits.max_body_bytes)
+                limit = self.service.settings.limits.max_body_bytes
+                if native.announced.isdigit() and int(native.announced) > limit:
+                    hint = "send less, or raise limits.max_body_bytes"
+                    raise TooMuchError(f"the body has more than {limit} bytes", "too-large", hint)
                 return ADMITTED
             request = HttpRequest(
                 method=native.method,
@@ -223,14 +226,9 @@ def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
     """Set the parameters of the query string. Raises `RefusedError` for unknown ones, except at public endpoints."""
     if not request.query or endpoint.role is None:
         return
-    has_body = endpoint.takes is not None and not (endpoint.raw and request.kind == RAW)
+    has_body = endpoint.takes is not None and not (endpoint.raw and request.headers.kind == RAW)
     names = () if has_body else [parameter["name"] for parameter in endpoint.parameters if parameter["in"] == "query"]
     request.arguments = scope_parameters(request.parameters, names, beside=" beside a body of this type" if has_body else "")
-
-
-def _check_announced(length: str, limit: int) -> None:
-    if length.isdigit() and int(length) > limit:
-        raise TooMuchError(f"the body has more than {limit} bytes", "too-large", "send less, or raise limits.max_body_bytes")
 
 
 def _not_allowed(method: str, path: str, methods: dict[str, Route]) -> Response:

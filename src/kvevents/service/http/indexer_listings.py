@@ -134,8 +134,8 @@ async def dump(service: Service, _: HttpRequest) -> StreamingResponse:
     if total > limit:
         hint = "read /v1/blocks page by page, or raise limits.max_dump_blocks"
         raise TooMuchError(f"the index has {total} blocks, and /dump returns at most {limit}", "too-many-blocks", hint)
-    await service.pools.dump.acquire(service.settings.limits.request_seconds)
-    return StreamingResponse(_pieces(service), JSON, service.pools.dump.release)
+    await service.dump.acquire(service.settings.limits.request_seconds)
+    return StreamingResponse(_pieces(service), JSON, service.dump.release)
 
 
 async def _pieces(service: Service) -> AsyncIterator[bytes]:

@@ -107,11 +107,6 @@ class HttpRequest:
     """Attributes of its span about its query."""
 
     @property
-    def kind(self) -> bytes:
-        """Media type of the body."""
-        return self.headers.kind
-
-    @property
     def parameters(self) -> Mapping[str, str]:
         """All parameters of the query string. Raises `RefusedError` if it cannot be parsed."""
         try:
@@ -129,18 +124,19 @@ class HttpRequest:
 
     def read(self) -> Any:
         """Return the decoded and checked body. Raises `ServiceError`."""
-        if self.kind in {MSGPACK, MSGPACK_BEFORE}:
+        kind = self.headers.kind
+        if kind in {MSGPACK, MSGPACK_BEFORE}:
             return self._decode(self.decoders.msgpack, self.body)
-        if self.kind == JSON or self.kind.endswith(b"+json"):
+        if kind == JSON or kind.endswith(b"+json"):
             return self._decode(self.decoders.json, self.body)
         # Browsers send forms, text and bodies without a type to other origins without a preflight request.
-        sentence = f"unsupported content type {self.kind.decode('latin-1')!r}"
+        sentence = f"unsupported content type {kind.decode('latin-1')!r}"
         hint = "send Content-Type: application/json or application/msgpack"
         raise ServiceError(sentence, "unsupported-media-type", hint, status=415)
 
     def read_tokens(self, name: str) -> tuple[Any, Any]:
         """Return the body and its token ids in field `name`, which are a buffer if possible. Raises `ServiceError`."""
-        extracted_parts = extract_token_array(self.body, name) if self.kind == JSON else None
+        extracted_parts = extract_token_array(self.body, name) if self.headers.kind == JSON else None
         if extracted_parts is not None:
             return self._decode(self.decoders.json, extracted_parts[0]), extracted_parts[1]
         value = self.read()

@@ -46,16 +46,9 @@ class ThreadPool:
         self._count -= 1
 
 
-class ThreadPools:
-    """The thread pools of one service, by name."""
-
-    def __init__(self, max_waiting: int) -> None:
-        self._by_name: Final = {name: ThreadPool(name, threads, max_waiting) for name, threads in _THREADS.items()}
-        self.dump: Final = BoundedLock("dump", max_waiting)
-        """Held by the client that reads `/dump`."""
-
-    def __getitem__(self, name: PoolName) -> ThreadPool:
-        return self._by_name[name]
+def thread_pools(max_waiting: int) -> dict[PoolName, ThreadPool]:
+    """Return the thread pools of one service, by name."""
+    return {name: ThreadPool(name, threads, max_waiting) for name, threads in _THREADS.items()}
 
 
 class BoundedLock:

@@ -22,7 +22,6 @@ from kvevents.client.schemas import (
 )
 from kvevents.service.errors import NotFoundError, RefusedError, TooMuchError, UnavailableError
 from kvevents.service.fleet.event_bus import Subscription
-from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import source_name
 from kvevents.service.http.messages import RAW, HttpRequest, Response, StreamingResponse, answer
 from kvevents.service.http.pages import cut_page, matches, read_cursor, read_number, tag
@@ -49,7 +48,7 @@ def match(service: Service, request: HttpRequest) -> Response:
     The body is a `MatchRequest` as JSON or msgpack, or raw token ids: unsigned 32-bit little-endian numbers with content type
     `application/octet-stream`, and all other fields in the query string.
     """
-    if request.kind == RAW:
+    if request.headers.kind == RAW:
         query, tokens = _raw_prompt(request)
     else:
         query, tokens = request.read_tokens("tokens")
@@ -120,22 +119,17 @@ def stats(service: Service, request: HttpRequest) -> Response:
 def blocks(service: Service, request: HttpRequest) -> Response:
     """List the blocks of one worker at one moment, in pages and in no order."""
     arguments = request.arguments
-    member = _member(service, arguments)
-    key = member.registration.key
-    limit = read_number(arguments, "limit", DEFAULT_PAGE, MAX_PAGE)
-    if cursor := read_cursor(arguments, CURSOR):
-        return answer(service.block_listings.next(key, cursor, limit), request)
-    return answer(service.block_listings.first(key, service.blocks(key), limit, lambda: member.trust_status), request)
-
-
-def _member(service: Service, arguments: Mapping[str, str]) -> Member:
     if (instance := arguments.get("instance")) is None:
         raise RefusedError("parameter instance is missing", "bad-parameter", "send an instance of /v1/sources")
     rank = read_number(arguments, "rank", 0, (1 << 32) - 1, minimum=0)
     source = source_name(arguments.get("tenant", DEFAULT_GROUP), arguments.get("group", DEFAULT_GROUP), instance)
-    if (member := service.members().get((source, rank))) is None:
+    key = source, rank
+    if (member := service.members().get(key)) is None:
         raise NotFoundError(f"{instance} rank {rank} is not registered", "not-registered", "see /v1/sources")
-    return member
+    limit = read_number(arguments, "limit", DEFAULT_PAGE, MAX_PAGE)
+    if cursor := read_cursor(arguments, CURSOR):
+        return answer(service.block_listings.next(key, cursor, limit), request)
+    return answer(service.block_listings.first(key, service.blocks(key), limit, lambda: member.trust_status), request)
 
 
 # --- events
