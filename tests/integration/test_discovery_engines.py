@@ -16,7 +16,7 @@ from kvevents.compat.sglang import KVEventsConfig as SGLangConfig
 from kvevents.compat.vllm import KVEventsConfig as VLLMConfig
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineHttpClient, EngineProvider, is_same_host
-from kvevents.service.discovery.provider import Adapter, Finding, SourceTable, Template
+from kvevents.service.discovery.provider import Finding, SourceTable, Template
 from kvevents.service.fleet.registration import Scope
 
 
@@ -94,7 +94,7 @@ async def test_vllm_lists_all_its_ranks(engine: Engine) -> None:
     assert {(each.model, each.topic, each.block_size) for each in found.registrations} == {
         ("Qwen/Qwen3-0.6B", "kv-events", None)
     }
-    assert found.adapters == (Adapter(Scope("Qwen/Qwen3-0.6B", lora="an-adapter"), "/l"),)
+    assert found.adapters == ((Scope("Qwen/Qwen3-0.6B", lora="an-adapter"), "/l"),)
     assert found.faults == ()
     assert {each.load for each in found.registrations} == {f"{engine.url}/metrics"}, "vLLM publishes no load"
 
@@ -104,7 +104,7 @@ async def test_adapters_are_requested_even_if_the_model_is_configured(engine: En
     models = {"data": [*VLLM_MODELS["data"], {"id": "another", "parent": "another-model"}]}
     engine.pages |= {"/kv_event_sources": {"0": vllm_rank("tcp://10.0.0.1:41233")}, "/v1/models": models}
     named = Template(model="qwen", tenant="t", group="g")
-    assert (await query_engine(engine, named)).adapters == (Adapter(Scope("qwen", "t", "g", "an-adapter"), "/l"),)
+    assert (await query_engine(engine, named)).adapters == ((Scope("qwen", "t", "g", "an-adapter"), "/l"),)
     pages: list[dict[str, Any]] = [{"data": 7}, {"data": []}]
     for page in pages:
         engine.pages["/v1/models"] = page

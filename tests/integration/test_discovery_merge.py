@@ -16,7 +16,7 @@ from discovery_cases import ManualClock, await_in_time
 from discovery_fetch_cases import Engine
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider
-from kvevents.service.discovery.provider import Adapter, Finding, Provider, SourceTable
+from kvevents.service.discovery.provider import Finding, Provider, SourceTable
 from kvevents.service.discovery.runner import EngineDiscovery, MergedFindings, ProviderRunner, merge_findings
 from kvevents.service.fleet.registration import Key, Registration, Scope
 from kvevents.service.settings import EngineSources
@@ -132,7 +132,7 @@ def test_an_adapter_that_an_engine_lists_at_another_path_was_replaced() -> None:
     def find(**paths: str | None) -> list[tuple[str, str]]:
         target.replaced.clear()
         findings = [
-            (name, Finding((registration(name),), adapters=(Adapter(Scope("m", lora="one"), path),) if path else ()))
+            (name, Finding((registration(name),), adapters=((Scope("m", lora="one"), path),) if path else ()))
             for name, path in paths.items()
         ]
         discovery._register(merge_findings(findings))

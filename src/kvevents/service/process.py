@@ -89,7 +89,8 @@ def serve(
         limits, limit_warning = fit_clients(config.limits)
         service = Service(msgspec.structs.replace(config, limits=limits), sources_file, open_source)
         service.limit_warning = limit_warning
-        asyncio.run(_Server(service, announce, _url(config, listening)).run_at(listening))
+        url = f"{'http' if config.tls is None else 'https'}://{bracket_host(config.host)}:{listening.getsockname()[1]}"
+        asyncio.run(_Server(service, announce, url).run_at(listening))
     finally:
         listening.close()
 
@@ -234,8 +235,3 @@ def _listen(host: str, port: int) -> socket.socket:
         reason = error.strerror or error
         raise ConfigError(f"cannot listen at {host} port {port}: {reason}; name another with --host and --port") from error
     return listening
-
-
-def _url(config: ServiceSettings, listening: socket.socket) -> str:
-    scheme = "http" if config.tls is None else "https"
-    return f"{scheme}://{bracket_host(config.host)}:{listening.getsockname()[1]}"

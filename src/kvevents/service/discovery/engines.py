@@ -42,7 +42,6 @@ from kvevents.service.access import is_loopback
 from kvevents.service.discovery.provider import (
     DEFAULT_TEMPLATE,
     MAX_RANKS,
-    Adapter,
     BaseUrl,
     EngineQueryError,
     Finding,
@@ -479,7 +478,7 @@ class EngineProvider:
                 info.missing[found.rank] = f"cannot be followed: {error}"
         scope = Scope(model, self.template.tenant, self.template.group)
         loras = (served for served in models if base is not None and served.parent == base and served.id)
-        adapters = tuple(Adapter(scope._replace(lora=lora.id), lora.root) for lora in loras)
+        adapters = tuple((scope._replace(lora=lora.id), lora.root) for lora in loras)
         faults += [f"rank {rank} of {self.label} {reason}" for rank, reason in sorted(info.missing.items())]
         return Finding(tuple(registrations), tuple(faults), adapters=adapters)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final, NamedTuple, Protocol, Self
+from typing import Annotated, Any, Final, Protocol, Self
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp, tcp_of
@@ -21,15 +21,6 @@ from kvevents.errors import ConfigError, ExternalError
 from kvevents.routing.load_readings import check_load_url, is_load_url
 from kvevents.service.fleet.registration import EngineFields, Registration, Scope
 from kvevents.settings import Range, build_decoder_now, convert
-
-
-class Adapter(NamedTuple):
-    """A LoRA adapter that requests name as their model."""
-
-    scope: Scope
-    """Its base model, and its name as `lora`."""
-    path: str | None = None
-    """Where its weights were loaded from; None if the engine does not list it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +32,9 @@ class Finding:
     """What could not be found out, as sentences: a name that does not resolve, a missing rank, a malformed file."""
     providers: tuple[Provider, ...] = ()
     """Further providers, such as engines to query. Each one runs for as long as a finding contains an equal one."""
-    adapters: tuple[Adapter, ...] = ()
-    """LoRA adapters of the engine of the registrations."""
+    adapters: tuple[tuple[Scope, str | None], ...] = ()
+    """LoRA adapters that requests name as their model: the scope of the engine with the name of the adapter as `lora`, and
+    where its weights were loaded from; None if the engine does not list it."""
     unready: tuple[tuple[str, str], ...] = ()
     """Names of sources that should get no requests, each with the reason."""
 

@@ -106,8 +106,6 @@ class Fleet(Listener):
         """Members that received events since the last refresh."""
         self._pending_refresh: list[Key] = []
         """Members that are still to be refreshed in the current round over all members."""
-        self._refresh_batch = 1
-        """Number of members that the next refresh takes."""
         self._refresh_due = self._trust_due = 0.0
         self.loads: Final = LoadFollower(load, max_reservations)
         self.topic_faults: dict[str, str] = {}
@@ -476,11 +474,11 @@ class Fleet(Listener):
         if not self._pending_refresh:
             self._end_topics()
             self._pending_refresh = list(self.members)
-            self._refresh_batch = math.ceil(len(self._pending_refresh) / REFRESHES_PER_ROUND)
+        share = math.ceil(len(self.members) / REFRESHES_PER_ROUND)
         due, self._changed_members = self._changed_members, set()
-        due.update(self._pending_refresh[: self._refresh_batch])
+        due.update(self._pending_refresh[:share])
         due.update([key for key, member in list(self.members.items()) if member.status is None])
-        del self._pending_refresh[: self._refresh_batch]
+        del self._pending_refresh[:share]
         for key in due:
             self._refresh(key, now)
 

@@ -137,7 +137,8 @@ class Member:
             trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.index_faults]
         if trust.attested and any(blocks for tier, blocks in self.tiers.items() if tier != "gpu"):
             trust = replace(trust, attested=False)  # an attestation covers the GPU only, and answers count all tiers
-        faults = self._faults_that_explain(trust)
+        fault = self.faults.get("endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint")
+        faults = [] if fault is None or trust == Trust.EXACT else [fault]
         if faults and self.status is not None and self.status.error:  # the prober knows more than that
             sentences = [sentence] if (sentence := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         reasons = self._reasons_of(trust, faults)
@@ -158,11 +159,6 @@ class Member:
         if trust.name in _REASON_OF_STATE and not is_explained:
             reasons.append(_REASON_OF_STATE[trust.name])
         return tuple(dict.fromkeys(reasons)) or (Reason.OTHER,)
-
-    def _faults_that_explain(self, trust: Trust) -> list[SourceFault]:
-        name = "endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint"
-        fault = self.faults.get(name)
-        return [] if fault is None or trust == Trust.EXACT else [fault]
 
     def update_reach(self, why_not_ready: str = "") -> bool:
         """Find out whether the engine can take requests, unless it is known why not. Return whether that has changed.
@@ -270,6 +266,9 @@ class Member:
         registration, status, info = self.registration, self.status, self.info
         counters = status.counters if status is not None else StreamCounters()
         reading = self.load()
+        load = None
+        if reading is not None and reading.load is not None and reading.age is not None:
+            load = msgspec.convert({**msgspec.structs.asdict(reading.load), "age_seconds": reading.age}, LoadView)
         rejections = dict(counters.rejected)
         if info is not None:
             rejections.update({f"{kind}: {reason}": count for (kind, reason), count in info.rejected.items()})
@@ -300,16 +299,10 @@ class Member:
             batches=counters.delivered,
             gap_count=counters.gaps,
             gaps=list(self.gaps),
-            load=_load_view(reading),
+            load=load,
             load_fault=None if reading is None else reading.fault or None,
             rejected=rejections,
         )
-
-
-def _load_view(reading: LoadReading | None) -> LoadView | None:
-    if reading is None or reading.load is None or reading.age is None:
-        return None
-    return msgspec.convert({**msgspec.structs.asdict(reading.load), "age_seconds": reading.age}, LoadView)
 
 
 _REASONS_OF_ESTIMATES: Final = {"set-aside": Reason.SET_ASIDE, "unknown-parents": Reason.UNKNOWN_PARENTS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from typing import Annotated, Final, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
@@ -107,7 +107,9 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         check_stores_only(self.stores_only)
-        _check_drafts(self.drafts or ())
+        drafts = self.drafts or ()
+        if len(drafts) > MAX_DRAFT_GROUPS or not all(0 <= group <= MAX_GROUP for group in drafts):
+            raise ConfigError(f"invalid drafts: expected at most {MAX_DRAFT_GROUPS} KV cache groups, each from 0 to 2**31 - 1")
         if self.url is not None:
             _check_serving_url(self.url)
         _check_labels(self.labels)
@@ -198,11 +200,6 @@ class Lease(NamedTuple):
     def of(cls, seconds: int | None) -> Lease | None:
         """Return a lease that begins now; None for a registration that never ends by itself."""
         return None if seconds is None else cls(seconds, time.monotonic() + seconds, time.time() + seconds)
-
-
-def _check_drafts(drafts: Collection[int]) -> None:
-    if len(drafts) > MAX_DRAFT_GROUPS or not all(0 <= group <= MAX_GROUP for group in drafts):
-        raise ConfigError(f"invalid drafts: expected at most {MAX_DRAFT_GROUPS} KV cache groups, each from 0 to 2**31 - 1")
 
 
 def _check_serving_url(url: str) -> None:
