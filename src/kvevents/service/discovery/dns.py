@@ -129,9 +129,6 @@ def _addresses_in(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
     return tuple((address, None) for address in ipv4 or addresses)
 
 
-# --- the provider
-
-
 class DnsTarget(NamedTuple):
     """A name to look up, and the kind of server at each of its addresses."""
 

@@ -233,8 +233,6 @@ RETRY_SECONDS: Final = 2.0
 RESOLVE_SECONDS: Final = 2.0
 """Longest time to resolve the name of a host."""
 MAX_REDIRECTS: Final = 3
-_REDIRECTS: Final = frozenset({301, 302, 303, 307, 308})
-_NOT_FOUND: Final = frozenset({404, 405})
 _UNAUTHORIZED: Final = frozenset({401, 403})
 _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
 
@@ -262,7 +260,7 @@ class EngineHttpClient:
         """Return the answer after redirects on the same host and port, or also to others. Raises `EngineQueryError`."""
         for _ in range(1 + MAX_REDIRECTS):
             answer = await self._get(url)
-            if answer.status not in _REDIRECTS or not answer.location:
+            if answer.status not in {301, 302, 303, 307, 308} or not answer.location:
                 return answer
             url = url.redirected(answer.location, other_hosts=other_hosts)
         raise EngineQueryError(f"{url} redirects more than {MAX_REDIRECTS} times")
@@ -279,20 +277,18 @@ class EngineHttpClient:
             async with slots, HttpConnections(bounds, tls=self.tls or _default_tls()) as connections:
                 return await connections.get(str(url), headers, server_name=self.server_name)
         except HttpError as error:
-            raise EngineQueryError(_describe(url, error, self.max_bytes)) from error
+            raise EngineQueryError(_describe(url, error)) from error
 
 
 DEFAULT_HTTP_CLIENT: Final = EngineHttpClient()
 _SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] = WeakKeyDictionary()
 
 
-def _describe(url: BaseUrl, error: HttpError, max_bytes: int) -> str:
+def _describe(url: BaseUrl, error: HttpError) -> str:
     match error.kind:
         case "timeout":
             return f"{url} does not answer in time"
-        case "too-large":
-            return f"{url} answers with more than {max_bytes} bytes; is it an engine?"
-        case "not-http" | "closed":
+        case "not-http" | "closed" | "too-large":
             return f"{url} does not answer in HTTP, or not to the end ({error})"
         case _:
             return f"{url} cannot be reached: {error}"
@@ -433,7 +429,7 @@ class EngineProvider:
     async def _get(self, url: BaseUrl) -> Any:
         """Return the JSON at a URL; None if the path does not exist."""
         answer = await self.http.get(url, other_hosts=self.template.other_hosts)
-        if answer.status in _NOT_FOUND or (answer.status in _UNAUTHORIZED and self.declared is not None):
+        if answer.status in {404, 405} or (answer.status in _UNAUTHORIZED and self.declared is not None):
             return None
         if answer.status in _UNAUTHORIZED:
             raise EngineQueryError(

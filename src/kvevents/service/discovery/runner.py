@@ -105,7 +105,7 @@ class _Branch:
     provider: Provider
     finding: Finding | None = None
     children: dict[Provider, _Branch] = field(default_factory=dict)
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[None] = field(init=False)
 
     def findings(self) -> Iterator[tuple[str, Finding | None]]:
         """Yield the findings of the provider and of the providers below it, in order."""
@@ -115,8 +115,7 @@ class _Branch:
 
     def cancel(self) -> None:
         """Stop the provider and all providers below it."""
-        if self.task is not None:
-            self.task.cancel()
+        self.task.cancel()
         for child in self.children.values():
             child.cancel()
 
@@ -228,10 +227,10 @@ class EngineDiscovery:
         resume: Callable[[Key], Checkpoint | None],
         max_sources: int = Limits().max_sources,
     ) -> None:
-        self._max_sources = max_sources
         self._target = target
         self._resume = resume
         self._providers = build_providers(config, watched)
+        self._runner = ProviderRunner(self._providers, self._register, max_sources=max_sources)
         self._found = MergedFindings(waiting=tuple(provider.name for provider in self._providers))
         self._adapter_paths: dict[tuple[str, str], str] = {}
         """The last known path of each adapter, also of those that an engine does not list at present."""
@@ -242,7 +241,7 @@ class EngineDiscovery:
     async def run(self) -> None:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(ProviderRunner(self._providers, self._register, max_sources=self._max_sources).run())
+            group.create_task(self._runner.run())
             while True:  # clients register and unregister engines too, and an endpoint that was in use becomes free
                 await asyncio.sleep(RECONCILE_SECONDS)
                 self._register(self._found)
