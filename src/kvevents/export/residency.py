@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, TokenId
@@ -57,29 +58,26 @@ class BatchPosition(NamedTuple):
     at: float | None
 
 
+@dataclass(slots=True, eq=False)
 class _Residency:
     """A block in one placement, from its first store to its last removal."""
 
-    __slots__ = ("copies", "facts", "gaps", "max_copies", "stored_columns")
-
-    def __init__(self, facts: Row, stored_columns: Row, gaps: int) -> None:
-        self.facts = facts
-        """The columns of `lifetimes` from the block's hash to its salt."""
-        self.stored_columns = stored_columns
-        """The columns of `lifetimes` that begin with `stored`."""
-        self.gaps = gaps
-        """Number of batches lost until then."""
-        self.copies = self.max_copies = 1
+    facts: Row
+    """The columns of `lifetimes` from the block's hash to its salt."""
+    stored_columns: Row
+    """The columns of `lifetimes` that begin with `stored`."""
+    gaps: int
+    """Number of batches lost until then."""
+    copies: int = 1
+    max_copies: int = 1
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
-    __slots__ = ("chain", "parent", "residencies", "tokens")
-
-    def __init__(self, chain: ChainState, parent: int | None, tokens: int | None) -> None:
-        self.chain = chain
-        self.parent = parent
-        self.tokens = tokens
-        self.residencies: dict[Placement, _Residency] = {}
+    chain: ChainState
+    parent: int | None
+    tokens: int | None
+    residencies: dict[Placement, _Residency] = field(default_factory=dict)
 
 
 class WorkerCache:

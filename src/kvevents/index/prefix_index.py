@@ -377,18 +377,14 @@ class PrefixIndex(_native.NativeIndex):
 
     def stats(self) -> IndexStats:
         """Return statistics. Reads one stream after the other, and waits for streams that are being written to."""
-        totals = self._totals()
+        totals, infos = self._totals(), self._workers()
         rejections: Counter[tuple[str, str]] = Counter(totals.pop("rejected"))
-        sums: Counter[str] = Counter()
-        infos = self._workers()
+        sums: Counter[str] = Counter({name: totals.pop(name) for name in _SUMMED})
         for info in infos:
             rejections.update(info["rejected"])
             sums.update({name: info[name] for name in (*_HELD, *_SUMMED)})
-        sums.update({name: totals.pop(name) for name in _SUMMED})
-        counts = {name: sums[name] for name in (*_HELD, *_SUMMED)}
-        return IndexStats(
-            **counts, rejected=dict(rejections), workers=len(infos), wire_rejected=dict(self._wire_rejected), **totals
-        )
+        counts = {name: sums[name] for name in (*_HELD, *_SUMMED)} | totals
+        return IndexStats(**counts, rejected=dict(rejections), workers=len(infos), wire_rejected=dict(self._wire_rejected))
 
     def blocks(self, worker: Worker) -> Iterator[Block]:
         """Return the blocks that a worker holds now, once for each tier and group, unordered. Raises `UnknownSourceError`."""

@@ -142,7 +142,13 @@ class Audit:
         # A copy, since another thread can call `expect` meanwhile.
         splits = sorted({one.mark.position for one in list(stream.pending) if one.mark[:2] == (incarnation, batch.seq)})
         if splits:
-            applied = self._in_parts(worker, stream, batch.decode() if isinstance(batch, RawBatch) else batch, splits)
+            decoded, start = batch.decode() if isinstance(batch, RawBatch) else batch, 0
+            for split in splits:
+                self._apply_batch(stream, _part(decoded, decoded.events[start:split]))
+                start = split
+                self._compare_until(worker, stream, Mark(incarnation, batch.seq, split))
+            applied = self._apply_batch(stream, _part(decoded, decoded.events[start:]))
+            applied = ApplyResult(applied.status, inspect_events(decoded.events, decoded.rejected))
         else:
             applied = self._apply_batch(stream, batch)
         stream.next = batch.seq + 1
@@ -157,15 +163,6 @@ class Audit:
                 stream.pending.popleft()
                 self.counts.unproven += 1
         stream.incarnation, stream.next = mark.incarnation, mark.seq
-
-    def _in_parts(self, worker: Worker, stream: _Stream, batch: Batch, splits: list[int]) -> ApplyResult:
-        start = 0
-        for split in splits:
-            self._apply_batch(stream, _part(batch, batch.events[start:split]))
-            start = split
-            self._compare_until(worker, stream, Mark(stream.incarnation, batch.seq, split))
-        applied = self._apply_batch(stream, _part(batch, batch.events[start:]))
-        return ApplyResult(applied.status, inspect_events(batch.events, batch.rejected))
 
     def _apply_batch(self, stream: _Stream, batch: Batch | RawBatch) -> ApplyResult:
         number = stream.numbered

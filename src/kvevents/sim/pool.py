@@ -11,23 +11,22 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 NULL: Final = 0
 """Entry of a sequence's table for a block that its sliding window does not need."""
 
 
+@dataclass(slots=True, eq=False)
 class BlockTable:
     """The blocks of one KV cache group by hash."""
 
-    __slots__ = ("duplicates", "place", "whole")
-
-    def __init__(self, place: int) -> None:
-        self.place: Final = place
-        self.whole: Final[dict[int, int]] = {}
-        """The oldest block for each hash."""
-        self.duplicates: Final[dict[int, list[int]]] = {}
-        """Further blocks with the same contents, from old to new."""
+    place: int
+    whole: dict[int, int] = field(default_factory=dict)
+    """The oldest block for each hash."""
+    duplicates: dict[int, list[int]] = field(default_factory=dict)
+    """Further blocks with the same contents, from old to new."""
 
     def drop(self, name: int, block: int) -> None:
         """Remove `block` from the blocks with hash `name`."""

@@ -170,19 +170,17 @@ def schedule(times: Iterable[float], sessions: Iterator[TrafficSession], max_wai
     At most `max_waiting` sessions wait for their next turn.
     """
     waiting: list[tuple[float, int, TrafficSession]] = []
-    order = 0
+    order = count()
     for now in times:
         is_due = waiting and (waiting[0][0] <= now or len(waiting) >= max_waiting)
         session = heappop(waiting)[2] if is_due else next(sessions)
         turn = next(session.turns)
         yield Request(now, turn.prompt, turn.output, session.name, session.lora, session.salt)
         answered = now + answer_seconds(turn.output)
-        later = [(answered, one) for one in turn.begins]
+        for one in turn.begins:
+            heappush(waiting, (answered, next(order), one))
         if turn.pause is not None:
-            later.append((now + turn.pause, session))
-        for due, one in later:
-            order += 1
-            heappush(waiting, (due, order, one))
+            heappush(waiting, (now + turn.pause, next(order), session))
 
 
 def answer_seconds(answer: Text) -> float:
