@@ -189,14 +189,12 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
         if self.server_key is not None and z85_decode(self.server_key) is None:
             self._load_server_key(self.server_key)
         keys = [("public_key", self.public_key), ("secret_key", self.secret_key), ("server_key", self.server_key)]
-        keys += [("allowed", key) for key in self.allowed or () if isinstance(self.allowed, tuple)]
+        if isinstance(self.allowed, tuple):
+            keys += [("allowed", key) for key in self.allowed]
         for name, key in keys:
             if key is not None and z85_decode(key) is None:
-                files = ", or a file that exists" if name == "server_key" else ""
-                raise ConfigError(
-                    f"curve.{name} must be {KEY_CHARACTERS} characters of Z85, as `kvevents keys` or zmq.curve_keypair() makes"
-                    f"{files}"
-                )
+                sentence = f"must be {KEY_CHARACTERS} characters of Z85, as `kvevents keys` or zmq.curve_keypair() makes"
+                raise ConfigError(f"curve.{name} {sentence}{', or a file that exists' if name == 'server_key' else ''}")
         if self.allowed is not None and self.server_key is not None:
             raise ConfigError("curve.allowed is for a CURVE server; with curve.server_key this end is a client; leave one out")
 
