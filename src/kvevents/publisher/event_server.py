@@ -151,7 +151,14 @@ class EventServer:
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self.topic: Final = topic.encode()
         """First frame of every live batch."""
-        self._context, self._owns_context = self._choose_context(context)
+        # `inproc://` connects within one context only, so with it the server uses the process's context, as the engines do.
+        # Otherwise it creates a context that it can flush and terminate. With replay the context has a second I/O thread, so
+        # that a long reply does not delay live batches.
+        endpoints = [endpoint] if replay_endpoint is None else [endpoint, replay_endpoint]
+        self._owns_context = context is None and not any(item.startswith("inproc://") for item in endpoints)
+        if self._owns_context:
+            context = zmq.Context(io_threads=len(endpoints))
+        self._context = context or zmq.Context.instance()
         self._are_events_closed = self._is_closed = False
         self._failures = FailureLog(logger, endpoint, settings.log_interval)
         self._flush_until = float("inf")
@@ -165,20 +172,6 @@ class EventServer:
         except BaseException:  # such as Ctrl-C; a socket that stays open would block the end of its context
             self.close(0.0)
             raise
-
-    def _choose_context(self, context: zmq.Context[Any] | None) -> tuple[zmq.Context[Any], bool]:
-        """Return the context to use, and whether the server terminates it.
-
-        `inproc://` connects within one context only, so with it the server uses the process's context, as the engines do.
-        Otherwise it creates a context that it can flush and terminate. With replay the context has a second I/O thread, so
-        that a long reply does not delay live batches.
-        """
-        if context is not None:
-            return context, False
-        endpoints = [self._endpoint] if self._replay_endpoint is None else [self._endpoint, self._replay_endpoint]
-        if any(endpoint.startswith("inproc://") for endpoint in endpoints):
-            return zmq.Context.instance(), False
-        return zmq.Context(io_threads=len(endpoints)), True
 
     def _open(self, cleanup: ExitStack, replay_topic: bytes | None) -> None:
         settings = self._settings
