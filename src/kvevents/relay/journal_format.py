@@ -32,7 +32,6 @@ from zlib import crc32
 import msgspec
 
 from kvevents.relay.journal_disk import TEMPORARY, UNKNOWN_BOOT, Disk, Folder
-from kvevents.settings import build_decoder_now
 
 MAGIC: Final = b"kvejrnl\n"
 VERSION: Final = 2
@@ -159,13 +158,6 @@ class EndState(msgspec.Struct, array_like=True, tag=8):
 JournalRecord: TypeAlias = (
     SkippedNumbers | Batches | UpstreamReset | CheckpointSet | OriginSet | SnapshotPart | SnapshotHead | EndState
 )
-
-
-@build_decoder_now
-class _AllRecords(msgspec.Struct):
-    """Makes msgspec prepare all records when this module is imported."""
-
-    record: JournalRecord | None = None
 
 
 _decode: Final = msgspec.msgpack.Decoder(JournalRecord).decode

@@ -38,6 +38,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import groupby
 from types import TracebackType
 from typing import Final, Self, cast
 
@@ -322,22 +323,15 @@ class Relay:
             self._forward_batches(0, cast("list[RawBatch]", deliveries))
             return
         self._resets_ahead = sum(isinstance(delivery, Reset) for delivery in deliveries)
-        run: list[RawBatch] = []
-        run_ordinal = 0
-        for delivery in deliveries:
-            ordinal = self._upstreams.ordinal(delivery)
-            if run and (ordinal != run_ordinal or not isinstance(delivery, RawBatch)):
-                self._forward_batches(run_ordinal, run)
-                run = []
-            run_ordinal = ordinal
-            if isinstance(delivery, RawBatch):
-                run.append(delivery)
-            elif isinstance(delivery, Reset):
-                self._forward_reset(ordinal, delivery)
-            else:
-                self._forward_gap(ordinal, delivery)
-        if run:
-            self._forward_batches(run_ordinal, run)
+        for (ordinal, kind), run in groupby(deliveries, lambda delivery: (self._upstreams.ordinal(delivery), type(delivery))):
+            if kind is RawBatch:
+                self._forward_batches(ordinal, cast("list[RawBatch]", list(run)))
+                continue
+            for delivery in run:
+                if isinstance(delivery, Reset):
+                    self._forward_reset(ordinal, delivery)
+                elif isinstance(delivery, Gap):
+                    self._forward_gap(ordinal, delivery)
 
     def _forward_batches(self, ordinal: int, batches: list[RawBatch]) -> None:
         self._forwarded += len(batches)

@@ -130,12 +130,9 @@ class ReportedLoad:
         """Return the load of a data-parallel rank; of the only rank, regardless of its number. Raises `LoadError`."""
         if self._server_load is not None:
             return EngineLoad(running=self._server_load, waiting=0, used_tokens=0, max_tokens=0)
-        for names in _ENGINES:
-            if names.running in self._series or names.waiting in self._series:
-                return self._load(names, rank)
-        raise LoadError(f"has no {_VLLM.running} and no {_SGLANG.running}")
-
-    def _load(self, names: _Names, rank: int) -> EngineLoad:
+        names = next((names for names in _ENGINES if {names.running, names.waiting} & self._series.keys()), None)
+        if names is None:
+            raise LoadError(f"has no {_VLLM.running} and no {_SGLANG.running}")
         running, waiting = self._value(names, names.running, rank), self._value(names, names.waiting, rank)
         if running is None or waiting is None:
             metric = names.running if running is None else names.waiting
