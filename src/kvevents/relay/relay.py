@@ -160,7 +160,7 @@ class Relay:
             clock=self._clock,
             transport=transport,
         )
-        undo.callback(self._upstreams.close)
+        undo.callback(self._upstreams.subscriber.close)
         self._has_begun = self._has_gaps = restored.was_resumed
         self._heartbeats = HeartbeatSchedule(
             self._sequencer,
@@ -419,7 +419,7 @@ class Relay:
         self._closed = True
         if not self._is_interrupted:
             self._checkpoints.take(self._statuses)
-        self._upstreams.close()
+        self._upstreams.subscriber.close()
         self._event_server.close(self.limits.close_timeout)
         if self._journal is not None:
             self._journal.close()

@@ -109,10 +109,6 @@ class Upstreams:
         """Return the checkpoint of each upstream, by ordinal. Call it when everything received has been sent."""
         return sorted(self.subscriber.checkpoints(), key=lambda checkpoint: self.ordinals[checkpoint.source, checkpoint.rank])
 
-    def close(self) -> None:
-        """Close all connections."""
-        self.subscriber.close()
-
     def _skip_forwarded(self, deliveries: list[RawDelivery]) -> list[RawDelivery]:
         new: list[RawDelivery] = []
         restarted: set[int] = set()
