@@ -149,10 +149,10 @@ def test_check_refuses_a_plane_if_nats_is_not_installed(command: str) -> None:
         with Program(*args, *more, command=(sys.executable, "-c", program)) as started:
             ended = started.end()
         assert ended.code == 2
-        assert (
-            ended.err
-            == "kvevents: a plane needs nats, which is not installed: install kvevents[plane], see Install in the documentation"
+        what = (
+            "a replica of a plane needs the package nats" if command == "serve" else "kvevents bridge needs the package nats.js"
         )
+        assert ended.err == f"kvevents: {what}: install kvevents[plane], see Install in the documentation"
 
 
 ELSEWHERE = ("192.0.2.1", "kvevents.invalid")

@@ -370,6 +370,7 @@ class GapView(Struct, frozen=True, kw_only=True):
     at: float
 
 
+@build_decoder_now
 class LoadView(Struct, frozen=True, kw_only=True):
     """The newest load that an engine has reported."""
 

@@ -7,7 +7,7 @@ import secrets
 import socket
 from typing import Final
 
-from kvevents.errors import ConfigError
+from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.service.index_source import OpenIndexSource
 from kvevents.service.settings import ServiceSettings
 from kvevents.settings import Name, build_decoder_now
@@ -44,15 +44,16 @@ class ReplicaSettings(ServiceSettings, frozen=True, kw_only=True, forbid_unknown
 def index_source(config: ReplicaSettings) -> OpenIndexSource | None:
     """Return what opens the replica that the settings describe; None if the service follows engines.
 
-    Raises `ConfigError` for a connection that cannot be made from here.
+    Raises `ConfigError` for a connection that cannot be made from here, and `MissingDependencyError`.
     """
     plane = config.plane
     if plane is None:
         return None
-    # Imported here, because a service that follows engines needs no client of NATS.
-    from kvevents_plane.connection import client_options  # noqa: PLC0415 - as above
-    from kvevents_plane.replica.replica import Replica  # noqa: PLC0415 - as above
-
+    try:  # here, because a service that follows engines needs no client of NATS
+        from kvevents_plane.connection import client_options  # noqa: PLC0415 - as above
+        from kvevents_plane.replica.replica import Replica  # noqa: PLC0415 - as above
+    except ImportError as error:
+        raise MissingDependencyError(f"a replica of a plane needs the package {error.name}", "plane") from error
     client_options(plane)
     # Each process has its own name, because several can run on one host.
     host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:50]
