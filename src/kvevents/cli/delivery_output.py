@@ -221,8 +221,13 @@ def _count(totals: Counter[str], delivery: Delivery) -> None:
 
 def subscribe(sources: Sequence[Source]) -> Subscriber[Batch]:
     """Return a subscriber that logs nothing about a missing replay endpoint; the command does, with advice."""
-    logging.getLogger("kvevents.subscriber.front_end").setLevel(logging.ERROR)
-    return Subscriber(sources)
+    logger = logging.getLogger("kvevents.subscriber.front_end")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        return Subscriber(sources)
+    finally:
+        logger.setLevel(level)
 
 
 class DeliveryLoop:
