@@ -87,6 +87,12 @@ def publish_meanwhile(streams: Sequence[PublishingEngine]) -> Iterator[None]:
         thread.join()
 
 
+def wait_for_snapshot(service: Service) -> None:
+    """Wait until there is a snapshot of what the service knows now."""
+    now = time.time()
+    wait_for("a snapshot", lambda: (service.get("/v1/stats").json["snapshot_at"] or 0.0) > now)
+
+
 def check_blocks(service: Service, streams: dict[str, PublishingEngine]) -> None:
     for name, stream in streams.items():
         wait_for(f"keys of {name}: {len(stream.expected)} blocks", lambda n=name, s=stream: service.keys(n) == s.expected)  # type: ignore[misc]
@@ -105,8 +111,7 @@ def test_a_service_that_is_killed_at_any_moment_restarts_with_the_right_blocks(t
             with publish_meanwhile(list(streams.values())):
                 for name in streams:
                     service.exact(name)
-                known = time.time()
-                wait_for("a snapshot of all three", lambda: (service.get("/v1/stats").json["snapshot_at"] or 0.0) > known)
+                wait_for_snapshot(service)
                 service.kill()
         for _ in range(4):
             with serving("--state-dir", state, *FLAGS) as service, publish_meanwhile(list(streams.values())):
@@ -293,6 +298,20 @@ def test_registrations_that_the_disk_refused_are_written_at_the_end(tmp_path: Pa
         assert service.end().code == 0
     with serving("--state-dir", state) as service:
         assert [name for name, _ in service.sources()] == ["e"]
+
+
+def test_a_fault_lasts_while_a_part_of_the_state_cannot_be_written(tmp_path: Path) -> None:
+    """A snapshot that succeeds beside registrations that fail neither ends the warning nor logs it again each time."""
+    state = tmp_path / "state"
+    with serving("--state-dir", state, *FLAGS) as service:
+        (state / "registered.json").mkdir()
+        assert service.register("e", "tcp://127.0.0.1:1").status == 201
+        for _ in range(3):
+            wait_for_snapshot(service)
+            assert has_snapshot_failed_metric(service, 1)
+        assert len(service.log_lines("ERROR")) == 1
+        (state / "registered.json").rmdir()
+        wait_for("the end of the fault", lambda: has_snapshot_failed_metric(service, 0))
 
 
 # --- shutdown

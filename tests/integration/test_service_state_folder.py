@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -75,6 +76,17 @@ def test_a_save_waits_for_an_earlier_save_and_removes_none_of_its_files(tmp_path
         last.result(DEADLINE)
     assert state_store.restore(PrefixIndex()) == {}
     assert (tmp_path / "current").exists()
+
+
+def test_the_time_of_a_snapshot_is_that_of_its_state(tmp_path: Path) -> None:
+    """A client that waits for a newer time than now finds in the snapshot what is known now, however long writing takes."""
+    checkpoints = BlockingCheckpoints()
+    with ThreadPoolExecutor(1) as thread:
+        saving = thread.submit(StateStore(tmp_path).save, PrefixIndex(), checkpoints)
+        assert checkpoints.called.wait(DEADLINE)
+        known = time.time()
+        checkpoints.go_on.set()
+        assert saving.result(DEADLINE) < known
 
 
 def test_close_waits_for_a_save_before_it_releases_the_folder(tmp_path: Path) -> None:

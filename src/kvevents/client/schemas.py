@@ -561,7 +561,7 @@ class StatsAnswer(Struct, frozen=True, kw_only=True):
     snapshot_seconds: float | None
     """Interval between snapshots; None without `state_dir`."""
     snapshot_at: float | None
-    """Time of the last snapshot."""
+    """Time at which the state in the last snapshot was read."""
     snapshot_fault: str | None
 
 

@@ -210,7 +210,7 @@ _SERVICE: Final[Table[_Scrape]] = {
     "index_bytes": ("Memory that the index uses.", lambda s: s.stats.index_bytes),
     "index_limit_bytes": ("Memory limit of the index; absent without a limit.", lambda s: s.stats.memory_limit),
     "index_blocks": ("Distinct blocks; a block that several workers hold counts once.", lambda s: s.stats.unique_blocks),
-    "snapshot_timestamp_seconds": ("Unix time at which this process last wrote a snapshot.", lambda s: s.stats.snapshot_at),
+    "snapshot_timestamp_seconds": ("Unix time of the state in the last snapshot.", lambda s: s.stats.snapshot_at),
     "snapshot_interval_seconds": ("Time between snapshots; absent without a state_dir.", lambda s: s.stats.snapshot_seconds),
     "snapshot_failed": (
         "1 while the last write to state_dir failed; absent without a state_dir.",

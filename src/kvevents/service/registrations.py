@@ -64,7 +64,7 @@ class Registrations:
     resume: Callable[[Key], Checkpoint | None]
     """Returns the checkpoint from which a rank continues."""
     report_fault: Callable[[str], None]
-    """Is called if a write fails."""
+    """Is called after each write, with what has failed; with an empty text if nothing has."""
     were_saved: bool = False
     """Whether the file had registrations when the service started."""
     ended_leases: int = 0
@@ -220,6 +220,8 @@ class Registrations:
                 await asyncio.to_thread(self.store.save_registrations, self._list_registrations)
             except SnapshotError as error:  # the next snapshot tries again
                 self.report_fault(str(error))
+            else:
+                self.report_fault("")
 
     def _list_registrations(self) -> list[SavedRegistration]:
         return [

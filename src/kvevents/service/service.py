@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -47,7 +48,6 @@ class Service:
     """Everything except the HTTP server. Call `start` and `stop` once each, in one event loop."""
 
     snapshot_at: float | None = None
-    snapshot_fault: str | None = None
     limit_warning = ""
     """A sentence about a limit that was lowered because the process cannot have it; empty if none was."""
     is_ending = False
@@ -86,6 +86,8 @@ class Service:
         self._certificates = None if config.tls is None else CertificateFiles(config.tls, self.data_plane.reload_tls)
         self.restore_faults: list[str] = []
         """Sentences about saved state that could not be restored."""
+        self._save_faults: dict[str, str] = {}
+        """Why the newest write of a part of the state has failed; empty if it has not."""
         self._checkpoints: dict[Key, Checkpoint] = {}
         external = None if open_source is None else open_source(self.fleet)
         self._discovery = EngineDiscovery(config, sources_file, self.fleet, self._resume, config.limits.max_sources)
@@ -97,7 +99,7 @@ class Service:
             advice="" if external is None else external.registration_advice,
             owner_of=self._owner_of,
             resume=self._resume,
-            report_fault=self._report_fault,
+            report_fault=partial(self._report_fault, "registrations"),
         )
         """The engines that clients register."""
         prober = Prober(self.fleet, self.allow_list, config.probe)
@@ -204,11 +206,11 @@ class Service:
         if self.state_store is None:
             return
         try:
-            self.state_store.save(self.index, self._current_checkpoints)
+            self.snapshot_at = self.state_store.save(self.index, self._current_checkpoints)
         except (SnapshotError, TimeoutError) as error:
-            self._report_fault(str(error) or "the positions of the streams could not be read in time")
+            self._report_fault("snapshot", str(error) or "the positions of the streams could not be read in time")
         else:
-            self.snapshot_at, self.snapshot_fault = time.time(), None
+            self._report_fault("snapshot", "")
 
     def _current_checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints of followed streams, and of restored streams that are not registered again yet."""
@@ -220,10 +222,15 @@ class Service:
         self.restore_faults.append(sentence)
         log.error("%s", sentence)
 
-    def _report_fault(self, sentence: str) -> None:
-        if sentence != self.snapshot_fault:
+    def _report_fault(self, part: str, sentence: str) -> None:
+        if sentence and sentence not in self._save_faults.values():
             log.error("%s", sentence)
-        self.snapshot_fault = sentence
+        self._save_faults[part] = sentence
+
+    @property
+    def snapshot_fault(self) -> str | None:
+        """Why a part of the state could not be written; None if all of it was."""
+        return next(filter(None, self._save_faults.values()), None)
 
     # --- answers
 

@@ -13,6 +13,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -68,11 +69,15 @@ class StateStore:
         self._registrations_lock = threading.Lock()
         self._sweep()
 
-    def save(self, index: PrefixIndex, read_checkpoints: Callable[[], list[Checkpoint]]) -> None:
-        """Write a generation of the index and of the streams' checkpoints. Wait for a save in another thread."""
+    def save(self, index: PrefixIndex, read_checkpoints: Callable[[], list[Checkpoint]]) -> float:
+        """Write a generation of the index and of the streams' checkpoints. Wait for a save in another thread.
+
+        Return the Unix time at which it began to read them: what was known then is in the generation.
+        """
         generation = secrets.token_hex(8)
         streams = self.folder / _STREAMS.format(generation)
         with self._save_lock:
+            began = time.time()
             try:
                 former = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in read_checkpoints()}
                 _write_index(index, self.folder / _INDEX.format(generation))
@@ -88,6 +93,7 @@ class StateStore:
                 raise SnapshotError(f"cannot write to {self.folder}: {error.strerror or error}") from error
             finally:
                 self._remove_old_generations()
+            return began
 
     def restore(self, index: PrefixIndex) -> dict[Key, Checkpoint]:
         """Load the current generation into the index and return its checkpoints; none if there is no generation.
