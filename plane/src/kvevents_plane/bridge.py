@@ -478,23 +478,23 @@ class Bridge:
                 if report is not None and (known is None or (known.trust, known.reason) != (report.trust, report.reason)):
                     partition.enqueue(report)
             is_idle = not partition.builder.has_queued(key) and key not in partition.builder.diverged
-            if is_idle and (self._has_left(partition, key) or self._is_abandoned(partition, key)):
+            if is_idle and self._is_lost(partition, key):
                 partition.mark_diverged(key)  # another bridge removed or replaced it, although it is reachable here
         for key in self.liveness.dead(joined, now):
             partition = self._partition_of(key)
             if not partition.builder.has_queued(key) and not self._is_reached_by_others(partition, key):
                 partition.enqueue(LeaveRecord(*key, f"unreachable for {self.settings.dead_seconds:g} s"))
 
-    def _has_left(self, partition: PartitionWriter, key: StreamKey) -> bool:
-        """Return whether a stream has left the log although its engine is reachable here."""
+    def _is_lost(self, partition: PartitionWriter, key: StreamKey) -> bool:
+        """Return whether the log lacks a stream whose engine is reachable here.
+
+        The stream has left, or the log has an incarnation that no bridge follows.
+        """
+        if not self.liveness.is_reached(key) or not partition.builder.is_replaced(key):
+            return False
         stream = partition.builder.state.streams.get(key)
         has_left = stream is None or stream.registration is None or partition.builder.has_left(key)
-        return has_left and self.liveness.is_reached(key)
-
-    def _is_abandoned(self, partition: PartitionWriter, key: StreamKey) -> bool:
-        """Return whether the log has an incarnation that this bridge does not follow, and no other bridge either."""
-        is_known = self.liveness.is_reached(key) and partition.builder.is_replaced(key)
-        return is_known and not self._reports_of_others(partition, key)
+        return has_left or not self._reports_of_others(partition, key)
 
     def _check_unclaimed(self, now: float) -> None:
         """Remove engines from the log that no bridge follows, and that no bridge has removed."""

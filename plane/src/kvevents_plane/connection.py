@@ -95,7 +95,9 @@ async def close(client: PlaneClient, seconds: float = DEFAULT_LIMITS.close_secon
         async with asyncio.timeout(seconds):
             if client.is_connected:
                 await client.flush()
-    await _end(client, seconds)
+    with suppress(*_NATS_FAILURES):
+        async with asyncio.timeout(seconds):
+            await client.close()
 
 
 async def require_jetstream(client: Client) -> AccountInfo:
@@ -148,17 +150,11 @@ async def _open(settings: PlaneSettings, options: dict[str, Any], address: str, 
             raise errors.UnexpectedEOF  # noqa: TRY301 - nats-py does not raise it
     except BaseException:
         states.stop_logging()
-        await _end(client, settings.connection.close_seconds)
+        await close(client, settings.connection.close_seconds)
         raise
     client.options["connect_timeout"] = settings.connection.attempt_seconds
     states.set_state("connected")
     return client
-
-
-async def _end(client: PlaneClient, seconds: float) -> None:
-    with suppress(*_NATS_FAILURES):
-        async with asyncio.timeout(seconds):
-            await client.close()
 
 
 def _connection_error(failed: list[tuple[str, Exception]]) -> PlaneError:

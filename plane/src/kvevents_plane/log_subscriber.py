@@ -408,9 +408,7 @@ class LogSubscriber:
 
     def trust(self, name: str | None = None, rank: int = 0) -> Trust:
         """Return the trust in a stream."""
-        return self._trust((name or "", rank))
-
-    def _trust(self, key: StreamKey) -> Trust:
+        key = (name or "", rank)
         partition, stream = self._find(key)
         progress = self.partitions[partition]
         if progress.fault:
@@ -489,7 +487,7 @@ class LogSubscriber:
         names = () if best is None else best.degraded_reasons
         reported = (DegradedReason[name] for name in names if name in DegradedReason.__members__)
         reasons = frozenset((*(() if observed is None else observed.ledger), *reported))
-        trust, position = self._trust(key), (stream.incarnation, stream.last_seq)
+        trust, position = self.trust(*key), (stream.incarnation, stream.last_seq)
         return StreamStatus(*key, f"partition {partition}", trust, reasons, *position, waiting=0, counters=counters.copy())
 
     def statuses(self) -> list[StreamStatus]:

@@ -64,17 +64,14 @@ class PlaneClient(Client):
     async def close(self) -> None:
         """Close the connection at once. Unsent data is dropped; `flush` before to send it."""
         self._is_closing = True
-        await self._end_reconnecting()
+        while (task := self._reconnection_task) is not None and task is not asyncio.current_task() and not task.done():
+            task.cancel()
+            await asyncio.sleep(0)
         self._abort_transport()
         self._transport = None  # nats-py would wait for the end of a TLS handshake that has failed
         self._pending.clear()
         self._pending_data_size = 0
         await super().close()
-
-    async def _end_reconnecting(self) -> None:
-        while (task := self._reconnection_task) is not None and task is not asyncio.current_task() and not task.done():
-            task.cancel()
-            await asyncio.sleep(0)
 
     def _abort_transport(self) -> None:
         match self._transport:

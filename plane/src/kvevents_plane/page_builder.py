@@ -172,16 +172,17 @@ class PageBuilder:
         """Return when there is something to write; None if nothing is queued."""
         if self._heartbeat is not None:
             return 0.0
-        waiting = [queue for key in self._active if (queue := self._queues[key]).records or self._can_report(key, queue)]
+        waiting = [
+            queue
+            for key in self._active
+            if (queue := self._queues[key]).records or (queue.trust is not None and not self.is_replaced(key))
+        ]
         return min((queue.records[0].due if queue.records else 0.0 for queue in waiting), default=None)
 
     def lag(self, now: float) -> float:
         """Return the seconds for which the oldest due record has waited; 0 if none is due."""
         waiting = (queue.records[0].due for key in self._active if (queue := self._queues[key]).records)
         return max(0.0, now - min(waiting, default=now))
-
-    def _can_report(self, key: StreamKey, queue: _StreamQueue) -> bool:
-        return queue.trust is not None and can_report_trust(self._end_of(key, queue), queue.followed)
 
     def has_left(self, key: StreamKey) -> bool:
         """Return whether a stream has left the log since its last resync; it may have joined again."""

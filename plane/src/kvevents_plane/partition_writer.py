@@ -53,9 +53,6 @@ CATCH_UP_SECONDS: Final = 2.0
 """Seconds for the reader to receive the page because of which a page was rejected."""
 IDLE_SECONDS: Final = 0.5
 """Seconds between two checks for due records, unless an event interrupts."""
-RETRY_FIRST_SECONDS: Final = 0.1
-RETRY_MAX_SECONDS: Final = 1.0
-"""Pauses between two attempts to write a page that was not accepted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +107,8 @@ class PartitionWriter:
         self._page_bytes: Final = page_bytes
         self._reader: PartitionReader | None = None
         self._write_fault = ""
-        self._retry: Final = Backoff(initial=RETRY_FIRST_SECONDS, maximum=RETRY_MAX_SECONDS)
+        self._retry: Final = Backoff(initial=0.1, maximum=1.0)
+        """Pauses between two attempts to write a page that was not accepted."""
         self._wake: Final = asyncio.Event()
         self._advanced: Final = asyncio.Event()
         self._sent: _SentPage | None = None
