@@ -44,8 +44,7 @@ def run_bridge(monkeypatch: pytest.MonkeyPatch, work: Callable[..., None]) -> No
         work()
 
     monkeypatch.setattr(bridge, "_main", begin)
-    config: Any = None
-    bridge.run_bridge(config, None)
+    assert main(["bridge", "--nats", "nats://127.0.0.1:1", "--model", "m", "--worker", "e=tcp://127.0.0.1:1"]) == 0
 
 
 @pytest.mark.parametrize("run", [run_service, run_bridge])

@@ -87,7 +87,7 @@ def test_resubscribing_does_not_restart_the_time_of_a_stale_engine() -> None:
     report_trust(liveness, "EXACT", streams)
     report_trust(liveness, "STALE", keys("a"))
     liveness.dead(streams, 0.0)
-    liveness.restart(("a", 0))
+    liveness.reports.pop(("a", 0))
     assert liveness.dead(streams, 11.0) == keys("a")
     liveness.forget(("a", 0))
     assert liveness.dead(streams, 12.0) == []

@@ -168,7 +168,12 @@ class Bridge:
             async with open_client(plane, name=f"kvevents bridge {self.settings.name}", on_state=self._on_state) as client:
                 self._client = client
                 self._layout = layout = await self._create_plane(client)
-                page_bytes = _page_bytes(client.max_payload)
+                page_bytes = min(PAGE_BYTES, client.max_payload - MARGIN_BYTES)
+                if page_bytes < MIN_PAGE_BYTES:
+                    raise ConfigError(
+                        f"the servers' max_payload is {client.max_payload}; a plane needs at least "
+                        f"{MIN_PAGE_BYTES + MARGIN_BYTES}: raise it"
+                    )
                 self.partitions = [
                     PartitionWriter(client, layout, partition, plane, self.id, page_bytes, self._on_ready, self._on_diverged)
                     for partition in range(layout.partitions)
@@ -280,7 +285,7 @@ class Bridge:
         partition.paused.discard(key)
         partition.builder.resync(key)
         self._enqueue(partition, JoinRecord(*key, watch.registration))
-        self.liveness.restart(key)
+        self.liveness.reports.pop(key, None)
         self._reader.follow(watch.source, start, self._next_follow_id(key))
 
     def _is_stuck(self, partition: PartitionWriter) -> bool:
@@ -510,13 +515,3 @@ class Bridge:
             if not partition.builder.has_queued(key):
                 partition.builder.resync(key)
                 partition.enqueue(LeaveRecord(*key, f"no bridge has claimed it for {self.settings.unclaimed_seconds:g} s"))
-
-
-def _page_bytes(max_payload: int) -> int:
-    """Return the size of a page's records, given the servers' limit. Raises `ConfigError`."""
-    size = min(PAGE_BYTES, max_payload - MARGIN_BYTES)
-    if size < MIN_PAGE_BYTES:
-        raise ConfigError(
-            f"the servers' max_payload is {max_payload}; a plane needs at least {MIN_PAGE_BYTES + MARGIN_BYTES}: raise it"
-        )
-    return size

@@ -163,17 +163,13 @@ class EngineLiveness:
         """Why the bridge suspects its own network; empty if it does not."""
         self._dead_seconds: Final = dead_seconds
         self.reports: dict[StreamKey, TrustRecord] = {}
-        """Current trust of the streams of which it is known."""
+        """Current trust of the streams of which it is known. Without it a stream stays as reachable as it was."""
         self._unreachable_since: dict[StreamKey, float] = {}
 
     def forget(self, key: StreamKey) -> None:
         """Remove a stream that is no longer followed."""
         self.reports.pop(key, None)
         self._unreachable_since.pop(key, None)
-
-    def restart(self, key: StreamKey) -> None:
-        """Drop the trust of a stream that is followed again; the time for which it was unreachable still counts."""
-        self.reports.pop(key, None)
 
     def is_reached(self, key: StreamKey) -> bool:
         """Return whether the stream's engine is reachable."""

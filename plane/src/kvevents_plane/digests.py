@@ -18,7 +18,6 @@ from typing import Final
 import msgspec
 from nats.js import JetStreamContext
 from nats.js.errors import KeyNotFoundError
-from nats.js.kv import KeyValue
 
 from kvevents.errors import PlaneError
 from kvevents.settings import build_decoder_now
@@ -132,16 +131,8 @@ class ConsistencyCheck:
         self.missing: dict[int, int] = {}
         """Partitions that another replica cannot read, with the first page after those that are missing."""
         self._name: Final = name
-        self._differs_since: float | None = None
-
-    @property
-    def differs(self) -> bool:
-        """Whether another replica has other contents. Either of them can be wrong."""
-        return self._differs_since is not None
-
-    def forget(self) -> None:
-        """Reset the result, because the index was replaced."""
-        self._differs_since = None
+        self.differs_since: float | None = None
+        """Since when another replica has other contents; None if none has. Either of them can be wrong."""
 
     async def compare(self, client: PlaneClient, layout: Layout, own: ReplicaDigests, built_at: float) -> str:
         """Compare digests with the other replicas. Return why the index must be rebuilt; empty if it need not be."""
@@ -154,34 +145,27 @@ class ConsistencyCheck:
         against = Counter(own.agrees(replica_digests) for replica_digests in others.values())
         if not against[False]:
             if against[True] or not others:
-                self._differs_since = None
+                self.differs_since = None
             return ""
-        if self._differs_since is None:
-            self._differs_since = now
+        if self.differs_since is None:
+            self.differs_since = now
             self.disagreements += 1
             log.error("%d of %d replicas have other contents at the same position", against[False], len(others))
         turn = sorted([self._name, *others]).index(self._name)
         outvoted = against[False] > against[True] + 1
-        in_turn = against[False] == against[True] + 1 and now - self._differs_since > (turn + 1) * self._turn_seconds
+        in_turn = against[False] == against[True] + 1 and now - self.differs_since > (turn + 1) * self._turn_seconds
         is_due = (outvoted or in_turn) and now - built_at > self._turn_seconds
         return "the other replicas have other contents" if is_due else ""
 
     async def _exchange(self, client: PlaneClient, layout: Layout, own: ReplicaDigests) -> dict[str, ReplicaDigests]:
-        """Publish the digests of this replica, and return those of the others."""
-        js = client.jetstream()
-        with map_errors("publishing the digests of this replica"):
-            await self._publish(await js.key_value(layout.digests), own)
-        others = await read_digests(js, layout)
-        others.pop(self._name, None)
-        self.others, self.missing = tuple(others), missing_pages(others.values())
-        self.whole = tuple(name for name, digests in others.items() if not digests.missing)
-        return others
+        """Publish the digests of this replica, and return those of the others.
 
-    async def _publish(self, bucket: KeyValue, own: ReplicaDigests) -> None:
-        """Publish the digests of this replica. A replica without permission to write continues without it."""
+        A replica without permission to write continues without publishing.
+        """
+        js = client.jetstream()
         try:
             with map_errors("publishing the digests of this replica"):
-                await bucket.put(self._name, own.encode())
+                await (await js.key_value(layout.digests)).put(self._name, own.encode())
         except PlaneError as error:
             if error.fault != "denied":
                 raise
@@ -190,3 +174,8 @@ class ConsistencyCheck:
             self.write_fault = str(error)
         else:
             self.write_fault = ""
+        others = await read_digests(js, layout)
+        others.pop(self._name, None)
+        self.others, self.missing = tuple(others), missing_pages(others.values())
+        self.whole = tuple(name for name, digests in others.items() if not digests.missing)
+        return others

@@ -119,23 +119,11 @@ async def find_plane(js: JetStreamContext, name: str) -> Layout | None:
 
     Raises `PlaneError`, and `ConfigError` if a stream of that name belongs to another application or layout.
     """
-    for partition in (0, 1):  # one of them may have just been deleted
-        if (info := await _stream_info(js, Layout(name, 1), partition)) is not None:
-            return _layout_of(name, info)
-    return None
-
-
-async def _stream_info(js: JetStreamContext, layout: Layout, partition: int) -> StreamInfo | None:
-    try:
-        with map_errors(f"querying partition {partition} of plane {layout.name!r}"):
-            return await js.stream_info(layout.stream(partition))
-    except PlaneError as error:
-        if error.fault == "missing":
-            return None
-        raise
-
-
-def _layout_of(name: str, info: StreamInfo) -> Layout:
+    layout = Layout(name, 1)
+    # One of them may have just been deleted.
+    info = await _stream_info(js, layout, 0) or await _stream_info(js, layout, 1)
+    if info is None:
+        return None
     metadata = PartitionMetadata.of(info)
     if metadata is None:
         raise ConfigError(
@@ -147,6 +135,16 @@ def _layout_of(name: str, info: StreamInfo) -> Layout:
             "release of kvevents or another plane"
         )
     return Layout(name, metadata.partitions)
+
+
+async def _stream_info(js: JetStreamContext, layout: Layout, partition: int) -> StreamInfo | None:
+    try:
+        with map_errors(f"querying partition {partition} of plane {layout.name!r}"):
+            return await js.stream_info(layout.stream(partition))
+    except PlaneError as error:
+        if error.fault == "missing":
+            return None
+        raise
 
 
 async def create_plane(js: JetStreamContext, settings: PlaneSettings) -> Layout:

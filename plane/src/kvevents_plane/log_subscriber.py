@@ -413,7 +413,8 @@ class LogSubscriber:
         progress = self.partitions[partition]
         if progress.fault:
             return Trust.STALE.with_reason(f"the log cannot be read: {progress.fault}")
-        if not progress.is_complete or progress.lag is None or self._lags(progress):
+        is_late = self._clock() - progress.awaited_since > self._limits.max_lag_seconds
+        if not progress.is_complete or progress.lag is None or (progress.position < progress.awaited and is_late):
             return Trust.REPLAYING.with_reason("the log is being read")
         reported = self._reported(partition, stream)
         observed = self._observed.get(key)
@@ -424,9 +425,6 @@ class LogSubscriber:
         if observed.ledger:
             return Trust.DEGRADED.with_reason("; ".join(sorted(_REASONS[reason] for reason in observed.ledger)))
         return Trust.ATTESTED if observed.ledger.is_attested else reported
-
-    def _lags(self, progress: PartitionProgress) -> bool:
-        return progress.position < progress.awaited and self._clock() - progress.awaited_since > self._limits.max_lag_seconds
 
     def _reported(self, partition: int, stream: StreamState) -> Trust:
         """Return the best report of the bridges that are alive."""

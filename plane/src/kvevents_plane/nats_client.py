@@ -116,19 +116,15 @@ class PlaneClient(Client):
 
     async def _process_err(self, err_msg: str) -> None:
         if PERMISSIONS_ERR in err_msg:
-            self._fail_requests(err_msg)
+            forbidden = _FORBIDDEN_SUBJECT.search(err_msg)
+            for limit, subject in list(self._requests.items()):
+                if forbidden is not None and subject.lower() == forbidden[1]:  # the server writes it in lower case
+                    limit.reschedule(0)
             await super()._process_err(err_msg)
             return
         error = errors.Error(f"nats: the server reported {err_msg}")
         await self._error_cb(error)
         await self._process_op_err(error)
-
-    def _fail_requests(self, message: str) -> None:
-        """Fail the requests that the server has forbidden; its message has the subject in lower case."""
-        forbidden = _FORBIDDEN_SUBJECT.search(message)
-        for limit, subject in list(self._requests.items()):
-            if forbidden is not None and subject.lower() == forbidden[1]:
-                limit.reschedule(0)
 
     async def _connect_to_server(self, s: Srv) -> None:
         self._abort_transport()

@@ -20,7 +20,6 @@ another bridge comes first, all its records are classified again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -301,20 +300,16 @@ class PageBuilder:
         return True
 
     def _add_fragment(self, selection: _Selection, record: BatchRecord) -> None:
-        """Add the next fragment of a batch that is larger than a page."""
-        fragment = self._fragment(selection.end, record)
+        """Add the next fragment of a batch that is larger than a page, after those that the log has."""
+        partial, offset, total = selection.end.partial_batch, 0, len(record.payload)
+        if partial is not None and (partial.seq, partial.total) == (record.seq, total):
+            offset = partial.size if record.payload.startswith(b"".join(partial.fragments)) else 0
+        part = record.payload[offset : offset + max(1, self._page_bytes - RECORD_BYTES - _length(record.source))]
+        fragment = FragmentRecord(*record.key, record.incarnation, record.seq, record.replayed, offset, total, part)
         selection.add(fragment, selection.room)
-        if fragment.offset + len(fragment.payload) == fragment.total:
+        if offset + len(part) == total:
             selection.end = advance_end(selection.end, record, RecordVerdict.APPEND)
             selection.done += 1
-
-    def _fragment(self, end: StreamEnd, record: BatchRecord) -> FragmentRecord:
-        """Return the fragment after those that the log has."""
-        partial, offset = end.partial_batch, 0
-        if partial is not None and (partial.seq, partial.total) == (record.seq, len(record.payload)):
-            offset = partial.size if _begins_with(record.payload, partial.fragments) else 0
-        part = record.payload[offset : offset + max(1, self._page_bytes - RECORD_BYTES - _length(record.source))]
-        return FragmentRecord(*record.key, record.incarnation, record.seq, record.replayed, offset, len(record.payload), part)
 
     def _end_of(self, key: StreamKey, queue: _StreamQueue) -> StreamEnd:
         stream = self.state.streams.get(key)
@@ -398,12 +393,3 @@ def record_size(record: StreamRecord) -> int:
 
 def _length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
-
-
-def _begins_with(payload: bytes, fragments: Sequence[bytes]) -> bool:
-    offset = 0
-    for fragment in fragments:
-        if not payload.startswith(fragment, offset):
-            return False
-        offset += len(fragment)
-    return True

@@ -23,7 +23,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from nats import errors
 from nats.aio.client import Client
@@ -143,7 +143,6 @@ class PartitionReader:
         """The page after the tail whose writer had read other pages before it."""
         self._verified: asyncio.Future[bool] | None = None
         """Result for the current consumer: whether the partition still had the tail after the consumer was created."""
-        self._ended: ReadFailure | None = None
         self._is_short = False
         """Whether a consumer has not sent the page after the tail, although the partition has later ones."""
         self._failure: BaseException | None = None
@@ -186,11 +185,6 @@ class PartitionReader:
         self._interrupted.set()
         return self.checked
 
-    def end(self, failure: ReadFailure) -> None:
-        """Make `run` return `failure`, which the caller has found."""
-        self._ended = failure
-        self._interrupted.set()
-
     def request_poll(self) -> None:
         """Request the pages of other bridges now. A consumer pushes them by itself."""
         if self._polls:
@@ -212,8 +206,6 @@ class PartitionReader:
         """Return why the next page cannot be read; None if it can."""
         self._interrupted.clear()
         requests = self._check_requests
-        if self._ended is not None:
-            return self._ended
         self._skip_known()
         info = await self._fetch_info()
         self.info = info
@@ -353,7 +345,17 @@ class PartitionReader:
             )
             name = None
             try:
-                info = await self._js.add_consumer(self._layout.stream(self._partition), self._consumer_config(inbox))
+                config = api.ConsumerConfig(
+                    deliver_subject=inbox,
+                    deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+                    opt_start_seq=self.position + 1,
+                    ack_policy=api.AckPolicy.NONE,
+                    idle_heartbeat=self._limits.heartbeat_seconds,
+                    flow_control=True,
+                    mem_storage=True,
+                    num_replicas=1,
+                )
+                info = await self._js.add_consumer(self._layout.stream(self._partition), config)
                 name = info.name
                 if self.fault:
                     log.info("partition %d: reading again", self._partition)
@@ -381,18 +383,6 @@ class PartitionReader:
         if self.info is not None and self.position < self.info.last:
             self._is_short = True
             self._interrupted.set()
-
-    def _consumer_config(self, inbox: str) -> Any:
-        return api.ConsumerConfig(
-            deliver_subject=inbox,
-            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=self.position + 1,
-            ack_policy=api.AckPolicy.NONE,
-            idle_heartbeat=self._limits.heartbeat_seconds,
-            flow_control=True,
-            mem_storage=True,
-            num_replicas=1,
-        )
 
     async def _watch(self) -> None:
         """Wait until the consumer must be replaced. Raises `PlaneError` if the server is silent."""

@@ -246,16 +246,12 @@ async def _stored_at(js: JetStreamContext, layout: Layout, partition: int, posit
 
 def _shared_names(bridges: Iterable[str]) -> list[str]:
     """Return the names under which a process writes again after another process of that name."""
-    last: dict[str, str] = {}
-    before: set[str] = set()
-    shared: set[str] = set()
+    turns: dict[str, list[str]] = {}
     for bridge in bridges:
-        name = bridge_name(bridge)
-        if bridge in before and last[name] != bridge:
-            shared.add(name)
-        before.add(bridge)
-        last[name] = bridge
-    return sorted(shared)
+        processes = turns.setdefault(bridge_name(bridge), [])
+        if processes[-1:] != [bridge]:
+            processes.append(bridge)
+    return sorted(name for name, processes in turns.items() if len(set(processes)) < len(processes))
 
 
 async def _replica_view(

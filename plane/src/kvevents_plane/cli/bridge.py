@@ -99,7 +99,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Run a bridge until SIGTERM or SIGINT."""
+    """Run a bridge until SIGTERM or SIGINT, or check its settings.
+
+    Raises `PlaneError` if the servers cannot be used, `EndpointError` if the metrics port is in use, and `ConfigError`.
+    """
     given: SettingsValues[BridgeCommandSettings] = args.settings.read(args)
     if "plane.servers" not in given:
         raise CommandLineError("no NATS server is given; use --nats nats://HOST:4222, or servers in [plane] of --config")
@@ -110,31 +113,18 @@ def run(args: Namespace) -> int:
         )
     check_engines(config, args.config)
     if args.check:
-        check(config)
+        if config.bridge.metrics_port is not None:
+            check_metrics(config.bridge.metrics_port, config.bridge.metrics_host)
+        client_options(config.plane)
         Console().note(Span("these settings can be used", "good"))
         return OK
     configure_logging(args)
     if given.origin("plane.servers") == "--nats" and any("@" in server for server in config.plane.servers):
         log.warning("all users of this machine can read a login in --nats; use --creds, --nkey, or [plane] of --config")
-    run_bridge(config, args.config)
-    return OK
-
-
-def check(config: BridgeCommandSettings) -> None:
-    """Raise the errors of `run_bridge` that need no server: `EndpointError` and `ConfigError`."""
-    if config.bridge.metrics_port is not None:
-        check_metrics(config.bridge.metrics_port, config.bridge.metrics_host)
-    client_options(config.plane)
-
-
-def run_bridge(config: BridgeCommandSettings, watched: Path | None) -> None:
-    """Run a bridge until SIGTERM or SIGINT; `watched` is the file whose sources are read again when it changes.
-
-    Raises `PlaneError` if the servers cannot be used, `EndpointError` if the metrics port is in use, and `ConfigError`.
-    """
     configure_threads()
     with StopSignal() as stop, trimming_memory():
-        asyncio.run(_main(config, watched, stop))
+        asyncio.run(_main(config, args.config, stop))
+    return OK
 
 
 async def _main(config: BridgeCommandSettings, watched: Path | None, stop: StopSignal) -> None:
@@ -292,17 +282,16 @@ class BridgeSubscriptions:
         for key in registrations_by_key.keys() - self.labels.keys():
             log.info("%s: following %s", registrations_by_key[key].label, registrations_by_key[key].endpoint)
         self.labels = {key: registration.label for key, registration in registrations_by_key.items()}
-        self._bridge.watch([self._watch(registration) for registration in registrations_by_key.values()])
+        watches = []
+        for registration in registrations_by_key.values():
+            source = registration.source()
+            source = replace(source, curve=source.curve or self._curve)
+            watches.append(Watch(source, encode_registration(registration)))
+        self._bridge.watch(watches)
         return faults
 
     def replace_adapter(self, _source: str, _lora: str, /) -> None:
         """Part of `RegistrationTarget`; only an index needs it."""
-
-    def _watch(self, registration: Registration) -> Watch:
-        source = registration.source()
-        if source.curve is None and self._curve is not None:
-            source = replace(source, curve=self._curve)
-        return Watch(source, encode_registration(registration))
 
 
 def encode_registration(registration: Registration) -> bytes:

@@ -414,7 +414,7 @@ class Snapshotter:
                     break
                 self._due[partition] = time.monotonic() + self._seconds
                 # If digests differ, this index may be the wrong one.
-                if not self._consistency.differs and partition in build.complete:
+                if self._consistency.differs_since is None and partition in build.complete:
                     await self._write_if_due(partition, snapshots, build)
 
     def _is_missed(self, partition: int, build: IndexBuild) -> bool:
@@ -428,7 +428,10 @@ class Snapshotter:
             if not await self._is_fresh(partition, snapshots, build):
                 if self._consistency.write_fault:  # a router, which cannot write snapshots either
                     raise PlaneError(self._consistency.write_fault, fault="denied")
-                build.record(await self._write(partition, snapshots, build))
+                stream_id = build.stream_ids[partition]
+                with temporary_file() as path:
+                    taken, blocks = await build.take(partition, path)
+                    build.record(await snapshots.save(taken, path, blocks, self._name, stream_id))
         except (KVEventsError, OSError, TimeoutError) as error:
             self._set_fault(partition, error)
         else:
@@ -454,12 +457,6 @@ class Snapshotter:
         if fault != self._faults.get(partition) and not (denied and self._faults):
             log.warning("no snapshot was written: %s", fault)
         self._faults[partition] = fault
-
-    async def _write(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> SnapshotInfo:
-        made = build.stream_ids[partition]
-        with temporary_file() as path:
-            taken, blocks = await build.take(partition, path)
-            return await snapshots.save(taken, path, blocks, self._name, made)
 
 
 def turn(name: str, others: Collection[str], partition: int) -> int:

@@ -175,7 +175,7 @@ class Replica:
         await self._register(build, registrations)
         self._former_builds += 0 if before is None else 1 + before.rereads
         self._built_at = time.monotonic()
-        self.consistency.forget()
+        self.consistency.differs_since = None
         self.is_answering = True
         self._set_fault(build.fault)
         whole = "complete" if build.is_complete else "used without the partitions that cannot be read"
@@ -221,21 +221,18 @@ class Replica:
         compare_at = 0.0
         while not build.rebuild_reason:
             await asyncio.sleep(CHECK_SECONDS)
-            await self._check(build)
+            await build.advance()
+            if self._applied is not build.subscriber.registrations:
+                await self._register(build, self._registrations(build))
+            if build.subscriber.diverged and time.monotonic() - self._built_at > self.plane.replicas.rebuild_seconds:
+                build.rebuild_reason = "the digest or the attestation of an engine differs from this index"
+            self._set_fault(build.fault)
             now = time.monotonic()
             if now >= compare_at:
                 compare_at = now + self.plane.replicas.compare_seconds
                 why = await self.consistency.compare(client, layout, build.digests(), self._built_at)
                 build.rebuild_reason = build.rebuild_reason or why
         log.warning("the index is rebuilt: %s", build.rebuild_reason)
-
-    async def _check(self, build: IndexBuild) -> None:
-        await build.advance()
-        if self._applied is not build.subscriber.registrations:
-            await self._register(build, self._registrations(build))
-        if build.subscriber.diverged and time.monotonic() - self._built_at > self.plane.replicas.rebuild_seconds:
-            build.rebuild_reason = "the digest or the attestation of an engine differs from this index"
-        self._set_fault(build.fault)
 
 
 def _snapshots_text(build: IndexBuild) -> str:
