@@ -137,7 +137,6 @@ class Service:
                 log.warning("%s", sentence)
 
     async def _refresh_data_plane(self) -> None:
-        """Update the answers to probes regularly, because they change with time."""
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
             self.data_plane.publish()

@@ -38,7 +38,6 @@ _REQUIREMENT: Final = (
 )
 _SELECTOR: Final = re.compile(rf"{_REQUIREMENT}(?:,{_REQUIREMENT})*", re.ASCII)
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
-MAX_GRACE_SECONDS: Final = 3_600.0
 DEFAULT_PORT: Final = 8090
 """The port of Dynamo's standalone indexer."""
 
@@ -106,7 +105,7 @@ class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
     selector of pods expects none, once the pods were listed."""
     expected: Annotated[int, Range()] = 0
     """Number of sources that clients will register over HTTP. Before the deadline `/readyz` requires this many."""
-    grace_seconds: Annotated[float, "--grace-seconds", Unit.SECONDS, Range(0, MAX_GRACE_SECONDS)] = 0.0
+    grace_seconds: Annotated[float, "--grace-seconds", Unit.SECONDS, Range(0, 3_600)] = 0.0
     """Seconds after SIGTERM for which /readyz returns 503 while all other requests are answered, so that load balancers
     react."""
 

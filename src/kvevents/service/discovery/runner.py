@@ -23,10 +23,6 @@ from kvevents.stream import Checkpoint
 
 log = logging.getLogger(__name__)
 
-DISCOVERED: Final = "discovery"
-"""Origin of the registrations that providers find."""
-FLEET: Final = "fleet"
-"""Name under which engines that were found but cannot be followed are reported."""
 MAX_SOURCES: Final = 4_096
 """Maximum number of registered ranks, and of running providers. It bounds a wrong answer of a DNS server or an engine."""
 RECONCILE_SECONDS: Final = 2.0
@@ -249,7 +245,7 @@ class EngineDiscovery:
     def _register(self, found: MergedFindings) -> None:
         self._found = found
         self._target.adapters, self._target.unready = frozenset(found.adapters), found.unready
-        self._refused = self._target.replace_registrations(DISCOVERED, found.registrations.values(), self._resume)
+        self._refused = self._target.replace_registrations("discovery", found.registrations.values(), self._resume)
         self._compare_paths(found)
         faults = {sentence for sentences in found.faults.values() for sentence in sentences} | set(self._refused)
         for sentence in sorted(faults - self._logged):
@@ -282,10 +278,10 @@ class EngineDiscovery:
         return [sentence for provider in self._providers for sentence in self._found.faults.get(provider.name, ())]
 
     def faults(self) -> dict[str, list[str]]:
-        """Return the sentences of all faults by provider."""
+        """Return the sentences of all faults by provider; those of engines that cannot be followed as `fleet`."""
         found = {name: list(sentences) for name, sentences in self._found.faults.items()}
         if refused := [*self._refused, *list(self._target.follow_errors.values())]:
-            found[FLEET] = refused
+            found["fleet"] = refused
         return found
 
 
@@ -343,7 +339,6 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
 
 
 def _configured_registrations(config: EngineSources, watched: Path | None) -> list[tuple[Registration, str]]:
-    """Return the registrations of all tables, each with the place where it is configured."""
     try:
         tables = [(table, str(watched)) for table in read_sources(watched, alone=False)] if watched is not None else []
         tables += [(table, "the settings") for table in config.sources]

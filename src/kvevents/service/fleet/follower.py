@@ -144,7 +144,6 @@ class Follower(threading.Thread):
                 time.sleep(remaining)
 
     def _count(self, deliveries: Sequence[RawDelivery]) -> None:
-        """Count deliveries that the sink has applied, and call the listener."""
         batches = [delivery for delivery in deliveries if isinstance(delivery, RawBatch)]
         losses = [delivery for delivery in deliveries if not isinstance(delivery, RawBatch)]
         self.batches += len(batches)

@@ -201,7 +201,6 @@ class Member:
             self.revision.advance(self)
 
     def _find_index_faults(self) -> tuple[SourceFault, ...]:
-        """Return the faults that the index reports about this stream."""
         if self.info is None:
             return ()
         faults: list[SourceFault] = []
@@ -257,7 +256,6 @@ class Member:
 
     @property
     def _fault(self) -> str | None:
-        """What is wrong with the engine, as sentences."""
         sentences = [fault.sentence for fault in self.faults.values()]
         return "; ".join(filter(None, [*sentences, self.why_unreachable])) or None
 

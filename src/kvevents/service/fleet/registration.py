@@ -20,9 +20,6 @@ MAX_BLOCK_SIZE: Final = 1 << 20
 """Maximum size of a block in tokens. Engines use 1 to 256."""
 MAX_DRAFT_GROUPS: Final = 64
 """Maximum number of draft groups of one engine. Engines have a few KV cache groups in all."""
-MAX_GROUP: Final = (1 << 31) - 1
-"""Largest number of a KV cache group."""
-MAX_RANK: Final = (1 << 32) - 1
 MAX_SHOWN: Final = 40
 """Maximum number of characters of an invalid value that an error quotes."""
 _SCHEMES: Final = frozenset({"http", "https", "grpc"})
@@ -108,7 +105,7 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
         Settings.__post_init__(self)
         check_stores_only(self.stores_only)
         drafts = self.drafts or ()
-        if len(drafts) > MAX_DRAFT_GROUPS or not all(0 <= group <= MAX_GROUP for group in drafts):
+        if len(drafts) > MAX_DRAFT_GROUPS or not all(0 <= group < 1 << 31 for group in drafts):
             raise ConfigError(f"invalid drafts: expected at most {MAX_DRAFT_GROUPS} KV cache groups, each from 0 to 2**31 - 1")
         if self.url is not None:
             _check_serving_url(self.url)
@@ -124,7 +121,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
     endpoint: str
     """Endpoint at which it publishes: `tcp://HOST:PORT`."""
     model: str
-    rank: Annotated[int, Range(0, MAX_RANK)] = 0
+    rank: Annotated[int, Range(0, (1 << 32) - 1)] = 0
     replay_endpoint: str | None = None
     replay_is_proven: bool = False
     """Whether the engine itself has named both endpoints (`Source.replay_is_proven`)."""
