@@ -64,8 +64,8 @@ class _Residency:
 
     facts: Row
     """The columns of `lifetimes` from the block's hash to its salt."""
-    stored_columns: Row
-    """The columns of `lifetimes` that begin with `stored`."""
+    stored_step: int
+    stored_at: float | None
     gaps: int
     """Number of batches lost until then."""
     copies: int = 1
@@ -158,9 +158,7 @@ class WorkerCache:
             row = (self._worker, *batch[:2], position, index, self._step, batch.at, "stored", *facts, is_held, keyless_reason)
             rows.append(row + self._token_ids(event, index))
             self.counts["unkeyed"] += keyless_reason is not None
-            self._add_copy(
-                value, block, placement, _Residency(facts, (batch.seq, position, index, self._step, batch.at), self._gaps)
-            )
+            self._add_copy(value, block, placement, _Residency(facts, self._step, batch.at, self._gaps))
             self._step += 1
             parent = value
         return rows or [self._row_without_block("stored", batch, position, (placement.tier, medium, *placement[1:]))]
@@ -262,8 +260,8 @@ class WorkerCache:
             del self._blocks[value]
         self.residencies -= 1
         gap = residency.gaps != self._gaps
-        head = (self._worker, self._incarnation, *residency.facts, residency.max_copies, *residency.stored_columns)
-        self._ended_rows.append((*head, reason, self._step, time, gap))
+        head = (self._worker, self._incarnation, *residency.facts, residency.max_copies)
+        self._ended_rows.append((*head, residency.stored_step, residency.stored_at, reason, self._step, time, gap))
 
     # --- rows
 
