@@ -26,7 +26,7 @@ from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSet
 from kvevents.publisher.stats import FailureLog, ReplayStats
 from kvevents.zeromq.bulk_transfer import FRAMES, libzmq_io
 from kvevents.zeromq.keys import Curve
-from kvevents.zeromq.sockets import FLUSH_GRACE, Reconnector, close_socket, connect_or_bind, open_socket, start_termination
+from kvevents.zeromq.sockets import FLUSH_GRACE, Reconnector, close_socket, connect_or_bind, open_socket
 from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 
 logger = logging.getLogger(__name__)
@@ -291,14 +291,17 @@ class EventServer:
         return monotonic() < (self._flush_until if replay is None else min(self._flush_until, replay.flush_until))
 
     def _start_termination(self) -> threading.Thread:
+        """Terminate the context in a thread, which ends when all sockets are closed: ZeroMQ has no limit for this."""
         if self._termination is None:
-            self._termination = start_termination(self._context)
+            self._termination = threading.Thread(target=self._context.term, daemon=True, name="zmq-term")
+            with suppress(RuntimeError):  # the interpreter is ending and starts no more threads
+                self._termination.start()
         return self._termination
 
     def _end_context(self, deadline: float) -> bool:
         """Return whether ZeroMQ has ended the context, `term_timeout` seconds after `deadline` at the latest."""
         termination = self._start_termination()
-        if termination.ident is None:  # the interpreter is ending and starts no more threads
+        if termination.ident is None:  # it could not be started
             self._context.term()
         else:
             termination.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE + self._settings.term_timeout)

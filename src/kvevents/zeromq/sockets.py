@@ -274,17 +274,6 @@ def close_socket(socket: Socket, deadline: float | None) -> float:
     return now + int(linger * 1000) / 1000
 
 
-def start_termination(context: zmq.Context[Any]) -> threading.Thread:
-    """Terminate a context in a daemon thread, which ends when all sockets are closed. Return the thread.
-
-    ZeroMQ has no limit for this. While the interpreter is ending, the thread cannot be started.
-    """
-    thread = threading.Thread(target=context.term, daemon=True, name="zmq-term")
-    with suppress(RuntimeError):
-        thread.start()
-    return thread
-
-
 class Reconnector:
     """Keeps an event socket connected to a consumer that listens at `endpoint`. Raises `EndpointError`.
 
