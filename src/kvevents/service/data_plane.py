@@ -117,7 +117,6 @@ class DataPlane:
         asyncio.get_running_loop().add_reader(wakes, _take_all, native, wakes, handle)
         self._fleet.on_change = self.publish
         self.publish()
-        self.refresh()
 
     # --- from the control plane
 

@@ -76,13 +76,8 @@ def _collect(service: Service) -> Iterator[Metric]:
 
 def _labels(member: Member) -> Labels:
     registration = member.registration
-    return {
-        "engine": registration.instance,
-        "rank": str(registration.rank),
-        "model": registration.model,
-        "tenant": registration.tenant,
-        "group": registration.group,
-    }
+    scope = {"model": registration.model, "tenant": registration.tenant, "group": registration.group}
+    return {"engine": registration.instance, "rank": str(registration.rank), **scope}
 
 
 def _source_families(table: Table[T], sources: list[tuple[Labels, T]]) -> Iterator[Metric]:

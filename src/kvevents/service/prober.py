@@ -244,9 +244,5 @@ def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, has_keys: 
         return SourceFault(reason, sentence.format(endpoint=endpoint, host=host, detail=handshake.detail, seconds=seconds))
     if (handshake.outcome == "curve") == has_keys:
         return None
-    sentence = (
-        f"{endpoint} speaks in clear, and CURVE keys are set for this source"
-        if has_keys
-        else f"{endpoint} demands CURVE keys, and none are set for this source"
-    )
-    return SourceFault(Reason.KEYS, sentence)
+    state = "speaks in clear, and CURVE keys are set" if has_keys else "demands CURVE keys, and none are set"
+    return SourceFault(Reason.KEYS, f"{endpoint} {state} for this source")

@@ -155,7 +155,10 @@ class App:
             return problem(NotFoundError(f"no endpoint {path}", "no-such-path", "see /openapi.json for all endpoints"))
         endpoint = methods.get("GET" if native.method == "HEAD" else native.method)
         if endpoint is None:
-            return _not_allowed(native.method, path, methods)
+            hint = f"use {' or '.join(sorted(methods))}"
+            error = ServiceError(f"{path} does not support {native.method}", "method-not-allowed", hint, status=405)
+            allowed_methods = sorted(methods) + (["HEAD"] if "GET" in methods else [])
+            return problem(error, ((b"allow", ", ".join(allowed_methods).encode()),))
         try:
             return await self._admit(endpoint, native, path, span)
         except ServiceError as error:
@@ -231,13 +234,6 @@ def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
     request.arguments = scope_parameters(request.parameters, names, beside=" beside a body of this type" if has_body else "")
 
 
-def _not_allowed(method: str, path: str, methods: dict[str, Route]) -> Response:
-    allowed_methods = sorted(methods) + (["HEAD"] if "GET" in methods else [])
-    hint = f"use {' or '.join(sorted(methods))}"
-    error = ServiceError(f"{path} does not support {method}", "method-not-allowed", hint, status=405)
-    return problem(error, ((b"allow", ", ".join(allowed_methods).encode()),))
-
-
 # --- the origins of requests
 
 MAX_SHOWN: Final = 80
@@ -292,7 +288,6 @@ def _text(value: bytes) -> str:
 
 # --- spans
 
-TRACER_NAME: Final = "kvevents.service"
 MAX_PATH: Final = 256
 """Maximum number of characters of a path in a span, since clients choose the path."""
 _OTHER_METHOD: Final = "_OTHER"
@@ -311,7 +306,7 @@ def find_tracer() -> Tracer | None:
     provider = trace.get_tracer_provider()
     if isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider)):
         return None
-    return provider.get_tracer(TRACER_NAME)
+    return provider.get_tracer("kvevents.service")
 
 
 def start_span(tracer: Tracer, method: str, path: str, headers: Sequence[tuple[str, bytes]]) -> AbstractContextManager[Span]:

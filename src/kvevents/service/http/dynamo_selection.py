@@ -327,7 +327,8 @@ def select_and_reserve(service: Service, request: HttpRequest) -> Response:
         _check_free(service, name)
         choice = _Chooser(fleet, body, prompt).choose(name)
     waits = choice.selection.waits
-    _start(service, name, waits=waits)
+    if not waits:
+        reservations.ask(service, "POST", name, ReservationUpdate(first_token=True))
     worker = _selected(fleet, prompt, choice, selection_id=name, isl_tokens=prompt.length, track_prefill_tokens=waits)
     return answer(worker, request)
 
@@ -366,11 +367,6 @@ def _check_free(service: Service, name: str) -> None:
     raise ConflictError(f"selection {name} is already reserved", "reserved", "use another selection_id, or end it first")
 
 
-def _start(service: Service, name: str, *, waits: bool) -> None:
-    if not waits:
-        reservations.ask(service, "POST", name, ReservationUpdate(first_token=True))
-
-
 def book(service: Service, request: HttpRequest) -> Response:
     """Reserve the worker `worker_id`, or the worker that `/select` returned for `selection_id`."""
     body, tokens = request.read_tokens("token_ids")
@@ -394,7 +390,8 @@ def book(service: Service, request: HttpRequest) -> Response:
         if not fleet.select(pending.tokens, [pending.worker], **terms).usable:
             raise refusal
     service.selections.discard(fleet.scope, name)
-    _start(service, name, waits=pending.waits)
+    if not pending.waits:
+        reservations.ask(service, "POST", name, ReservationUpdate(first_token=True))
     return answer(messages.Booked(selection_id=name, **fleet.names_of(pending.worker)), request, status=201)
 
 
@@ -447,15 +444,11 @@ def free(service: Service, request: HttpRequest) -> Response:
 # --- loads and overlaps
 
 
-def _no_load(worker: Worker) -> messages.PotentialLoad:
-    counts = {"potential_prefill_tokens": 0, "potential_decode_blocks": 0, "active_requests": 0}
-    return messages.PotentialLoad(worker_id=worker_id(worker[0]), dp_rank=worker[1], **counts)
-
-
 def _loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> list[messages.PotentialLoad]:
     """Return the loads of workers by the open reservations of their model."""
     body = service.data_plane.reservations(service.settings.limits.max_reservations)
-    sums = {worker: _no_load(worker) for worker in members}
+    zeros = {"potential_prefill_tokens": 0, "potential_decode_blocks": 0, "active_requests": 0}
+    sums = {place: messages.PotentialLoad(worker_id=worker_id(place[0]), dp_rank=place[1], **zeros) for place in members}
     for reservation in _decode_reservations(body).reservations:
         worker = reservation.instance, reservation.rank
         load = sums.get(worker)

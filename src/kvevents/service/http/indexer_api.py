@@ -81,7 +81,6 @@ _ONE_MODEL: Final[dict[str, Any]] = {
         for name in MODEL
     ]
 }
-_NO_MODEL: Final[dict[str, Any]] = {"not": {"anyOf": [{"required": [name]} for name in MODEL]}}
 _ONE_KIND: Final[dict[str, Any]] = {
     "oneOf": [{"required": [name], "properties": {name: {"type": "array"}}} for name in _HASHES]
 }
@@ -92,7 +91,7 @@ SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
             {"required": ["url"], "properties": {"url": {"type": "string", "minLength": 1}}},
         ]
     },
-    UnregisterRequest: {"oneOf": [*_ONE_MODEL["oneOf"], _NO_MODEL]},
+    UnregisterRequest: {"oneOf": [*_ONE_MODEL["oneOf"], {"not": {"anyOf": [{"required": [name]} for name in MODEL]}}]},
     QueryRequest: _ONE_MODEL,
     HashQueryRequest: {"allOf": [_ONE_MODEL, _ONE_KIND]},
 }

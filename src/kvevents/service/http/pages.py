@@ -16,7 +16,7 @@ from kvevents.service.http.messages import HttpRequest, Response
 T = TypeVar("T")
 
 MAX_LISTED: Final = 10_000
-"""Maximum length of a page in a listing of the fleet, and its length without `limit`; more than twice the default of
+"""Maximum length of a page, and the length without `limit` in listings of the fleet; more than twice the default of
 `max_sources`."""
 CURSOR: Final = re.compile(r"^((?:[0-9a-f]{2})+\.[0-9]{1,10})?$")
 """Form of a cursor of a listing of the fleet: the key of the last item before the page; empty for the first page."""

@@ -10,12 +10,10 @@ import msgspec
 from kvevents.client.schemas import MAX_RESERVATION_ID, ReservationUpdate
 from kvevents.service.errors import NotFoundError, UnavailableError
 from kvevents.service.http.messages import HttpRequest, Response, answer_json
-from kvevents.service.http.pages import read_number
+from kvevents.service.http.pages import MAX_LISTED, read_number
 from kvevents.service.service import Service
 
 _UNCHANGED: Final = ReservationUpdate()
-MAX_LISTED: Final = 10_000
-"""Maximum number of reservations of one answer."""
 DEFAULT_LISTED: Final = 1_000
 NAME: Final = re.compile(rf"[A-Za-z0-9._~:-]{{1,{MAX_RESERVATION_ID}}}")
 

@@ -67,11 +67,6 @@ class Route:
     """Decoders of the body."""
 
     @property
-    def summary(self) -> str:
-        """First line of the handler's docstring."""
-        return (self.handler.__doc__ or "").partition("\n")[0]
-
-    @property
     def known(self) -> frozenset[str] | None:
         """Fields of the body, if others are ignored, as in the APIs of Dynamo and Mooncake; None if they are rejected."""
         return None if self.takes is None or self.tag == "v1" else frozenset(self.takes.__struct_fields__)
@@ -87,8 +82,8 @@ def _parameter(name: str, description: str, place: str = "query", *, required: b
     return fields | {"schema": schema or {"type": "string"}}
 
 
-def _limit(maximum: int, default: str = "") -> dict[str, Any]:
-    return _parameter("limit", f"maximum number of items{default}", type="integer", minimum=1, maximum=maximum)
+def _limit(default: str = "") -> dict[str, Any]:
+    return _parameter("limit", f"maximum number of items{default}", type="integer", minimum=1, maximum=pages.MAX_LISTED)
 
 
 _NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
@@ -118,17 +113,17 @@ _RAW: Final = (
 _TAGGED: Final = _parameter("If-None-Match", "entity tag (`ETag`) of the answer that the client has", "header")
 """Header of an endpoint whose responses have an entity tag."""
 _PAGE: Final = (
-    _limit(pages.MAX_LISTED, f"; default {pages.MAX_LISTED}"),
+    _limit(f"; default {pages.MAX_LISTED}"),
     _parameter("cursor", "where the page begins", type="string", pattern=pages.CURSOR.pattern),
     _TAGGED,
 )
-_RESERVATIONS: Final = (_limit(reservations.MAX_LISTED),)
+_RESERVATIONS: Final = (_limit(),)
 _BLOCKS: Final = (
     _parameter("instance", "name of the engine instance", required=True),
     _parameter("rank", "data-parallel rank; default 0", type="integer", minimum=0, maximum=(1 << 32) - 1),
     _parameter("tenant", "tenant; default: `default`"),
     _parameter("group", "routing group; default: `default`"),
-    _limit(v1.MAX_PAGE),
+    _limit(),
     _parameter("cursor", "`next` of the previous page", type="string", pattern=v1.CURSOR.pattern),
 )
 _EVENTS: Final = (
@@ -348,7 +343,7 @@ _ITEM_PARAMETER: Final = _parameter(
 def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": (endpoint.method.lower() + endpoint.path.replace("/", "_").replace(".", "_")).rstrip("_"),
-        "summary": endpoint.summary,
+        "summary": (endpoint.handler.__doc__ or "").partition("\n")[0],
         "tags": [endpoint.tag],
         "parameters": [*([_ITEM_PARAMETER] if ITEM in endpoint.path else []), *endpoint.parameters],
         "responses": _responses(endpoint, by_kind),

@@ -24,13 +24,11 @@ from kvevents.service.errors import NotFoundError, RefusedError, TooMuchError, U
 from kvevents.service.fleet.event_bus import Subscription
 from kvevents.service.fleet.registration import source_name
 from kvevents.service.http.messages import RAW, HttpRequest, Response, StreamingResponse, answer
-from kvevents.service.http.pages import cut_page, matches, read_cursor, read_number, tag
+from kvevents.service.http.pages import MAX_LISTED, cut_page, matches, read_cursor, read_number, tag
 from kvevents.service.http.queries import answer_query, check_tokens
 from kvevents.service.registrations import InstanceQuery
 from kvevents.service.service import Service
 
-MAX_PAGE: Final = 10_000
-"""Maximum length of a page of `/v1/blocks`, in blocks."""
 DEFAULT_PAGE: Final = 1_000
 CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
 """Form of a cursor of `/v1/blocks`; empty for the first page."""
@@ -126,7 +124,7 @@ def blocks(service: Service, request: HttpRequest) -> Response:
     key = source, rank
     if (member := service.members().get(key)) is None:
         raise NotFoundError(f"{instance} rank {rank} is not registered", "not-registered", "see /v1/sources")
-    limit = read_number(arguments, "limit", DEFAULT_PAGE, MAX_PAGE)
+    limit = read_number(arguments, "limit", DEFAULT_PAGE, MAX_LISTED)
     if cursor := read_cursor(arguments, CURSOR):
         return answer(service.block_listings.next(key, cursor, limit), request)
     return answer(service.block_listings.first(key, service.blocks(key), limit, lambda: member.trust_status), request)
