@@ -8,13 +8,7 @@ from typing import Final
 import msgspec
 
 from kvevents.cli.console import Console
-from kvevents.cli.delivery_output import (
-    DeliveryLoop,
-    LineFormat,
-    delivery_record,
-    subscribe,
-    trust_record,
-)
+from kvevents.cli.delivery_output import DeliveryLoop, LineFormat, delivery_record, subscribe, trust_record
 from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.cli.signals import StopSignal

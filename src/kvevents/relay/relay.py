@@ -52,13 +52,7 @@ from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.checkpoints import CheckpointWriter, restore
 from kvevents.relay.journal import Journal
 from kvevents.relay.journal_disk import Disk
-from kvevents.relay.output_sequencer import (
-    RETRACTION_OFFSET,
-    DialectEncoder,
-    HeartbeatSchedule,
-    IndexedStream,
-    OutputSequencer,
-)
+from kvevents.relay.output_sequencer import RETRACTION_OFFSET, DialectEncoder, HeartbeatSchedule, IndexedStream, OutputSequencer
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.status import RelayStatus
 from kvevents.relay.transform import PassThrough, Transform, clear_of_all_tiers
@@ -163,11 +157,7 @@ class Relay:
         undo.callback(self._upstreams.subscriber.close)
         self._has_begun = self._has_gaps = restored.was_resumed
         self._heartbeats = HeartbeatSchedule(
-            self._sequencer,
-            self._buffer,
-            self._clock,
-            heartbeat=settings.heartbeat,
-            trust_interval=limits.trust_interval,
+            self._sequencer, self._buffer, self._clock, heartbeat=settings.heartbeat, trust_interval=limits.trust_interval
         )
         self._checkpoints = CheckpointWriter(
             self._journal,

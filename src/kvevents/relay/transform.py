@@ -17,13 +17,7 @@ from kvevents.errors import EncodeError
 from kvevents.events import ATTESTATION_MASK, MEDIUM_ALL, TIERS, AllBlocksCleared, BlockStored, Heartbeat, KVEvent, KVEventBatch
 from kvevents.index import tier_of
 from kvevents.publisher.compaction import MAX_RANKS
-from kvevents.relay.output_sequencer import (
-    IndexedStream,
-    OutputSequencer,
-    encode_payloads,
-    loses_events,
-    without_heartbeats,
-)
+from kvevents.relay.output_sequencer import IndexedStream, OutputSequencer, encode_payloads, loses_events, without_heartbeats
 from kvevents.relay.settings import RelayLimits, RelaySettings
 from kvevents.relay.upstreams import PLACEMENT_FIELDS, UpstreamBlocks
 from kvevents.stream import BatchReport, RawBatch, inspect_events

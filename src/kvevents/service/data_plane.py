@@ -155,8 +155,7 @@ class DataPlane:
             return
         health, ready = self._health(), self._readiness()
         native.replace_probes(
-            (503 if health.status == "failed" else 200, _encode(health)),
-            (200 if ready.ready else 503, _encode(ready)),
+            (503 if health.status == "failed" else 200, _encode(health)), (200 if ready.ready else 503, _encode(ready))
         )
 
     def reload_tls(self) -> None:

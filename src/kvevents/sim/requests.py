@@ -22,13 +22,7 @@ class Sequence:
     """A prompt and its answer, which is known in advance: the simulation does not compute it."""
 
     def __init__(
-        self,
-        tokens: array[int],
-        prompt: int,
-        block_size: int,
-        seed: str,
-        lora: str | None = None,
-        salt: str | None = None,
+        self, tokens: array[int], prompt: int, block_size: int, seed: str, lora: str | None = None, salt: str | None = None
     ) -> None:
         self.tokens: Final = tokens
         """Token ids of the prompt, then of the answer."""

@@ -213,11 +213,7 @@ class FakeTransport:
         self._connections: list[FakeConnection] = []
 
     def engine(
-        self,
-        endpoint: str,
-        replay_endpoint: str | None = None,
-        topic: bytes = b"",
-        buffer_steps: int = DEFAULT_BUFFER_STEPS,
+        self, endpoint: str, replay_endpoint: str | None = None, topic: bytes = b"", buffer_steps: int = DEFAULT_BUFFER_STEPS
     ) -> FakeEngine:
         """Start an engine at `endpoint`. Call it before a subscriber connects."""
         engine = FakeEngine(self.clock, endpoint, replay_endpoint, topic, buffer_steps)
