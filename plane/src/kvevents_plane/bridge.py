@@ -92,8 +92,6 @@ POLL_SECONDS: Final = 0.02
 """Seconds between two checks of a condition that many tasks change."""
 REQUEST_SECONDS: Final = 2.0
 """Timeout of each request that creates the plane. Requests to a stream without a leader are never answered."""
-TRANSIENT_FAULTS: Final = frozenset({"away", "timeout"})
-"""Faults during the creation of the plane that can disappear by themselves."""
 
 
 class Bridge:
@@ -186,11 +184,11 @@ class Bridge:
         """Create the plane. Raises `PlaneError`, `ConfigError`."""
         loop = asyncio.get_running_loop()
         end = loop.time() + START_SECONDS
-        transient = frozenset({"timeout"})
+        transient = {"timeout"}  # faults that can disappear by themselves
         while True:
             try:
                 await require_jetstream(client)
-                transient = TRANSIENT_FAULTS
+                transient = {"away", "timeout"}
                 return await create_plane(client.jetstream(timeout=REQUEST_SECONDS), self._plane)
             except PlaneError as error:
                 if error.fault not in transient or loop.time() > end:

@@ -105,7 +105,14 @@ async def require_jetstream(client: Client) -> AccountInfo:
 
     Raises `PlaneError` if JetStream is disabled or unreachable, or the server is older than `MIN_VERSION`.
     """
-    _require_version(client)
+    version = client.connected_server_version
+    with suppress(ValueError):  # a custom build
+        if (version.major, version.minor) < MIN_VERSION:
+            raise PlaneError(
+                f"the NATS server{_at_server(client)} has version {version.major}.{version.minor}.{version.patch}; a plane "
+                f"needs nats-server {'.'.join(map(str, MIN_VERSION))} or newer: update it",
+                fault="old",
+            )
     try:
         with map_errors("querying JetStream"):
             return await client.jetstream(timeout=DEFAULT_LIMITS.close_seconds).account_info()
@@ -118,20 +125,6 @@ async def require_jetstream(client: Client) -> AccountInfo:
             "the servers, and of its account if there are accounts",
             fault=error.fault,
         ) from error
-
-
-def _require_version(client: Client) -> None:
-    version = client.connected_server_version
-    try:
-        release = (version.major, version.minor)
-    except ValueError:  # a custom build
-        return
-    if release < MIN_VERSION:
-        raise PlaneError(
-            f"the NATS server{_at_server(client)} has version {version.major}.{version.minor}.{version.patch}; a plane needs "
-            f"nats-server {'.'.join(map(str, MIN_VERSION))} or newer: update it",
-            fault="old",
-        )
 
 
 def _at_server(client: Client) -> str:

@@ -30,8 +30,6 @@ log = logging.getLogger(__name__)
 
 LIST_SECONDS: Final = 5.0
 """Timeout of reading the digests of all replicas."""
-DIGEST_BYTES: Final = 16
-"""Size of a partition's digest, which protects against errors and not against attacks."""
 
 
 class PartitionDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -45,9 +43,9 @@ class PartitionDigest(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, position: int, digests: Mapping[StreamKey, str]) -> PartitionDigest:
-        """Combine the digests of the partition's streams."""
+        """Combine the digests of the partition's streams. Its 16 bytes protect against errors and not against attacks."""
         rows = sorted((source, rank, digest) for (source, rank), digest in digests.items())
-        return cls(position, len(rows), sha256(msgspec.msgpack.encode(rows)).digest()[:DIGEST_BYTES].hex())
+        return cls(position, len(rows), sha256(msgspec.msgpack.encode(rows)).digest()[:16].hex())
 
 
 @build_decoder_now

@@ -81,9 +81,6 @@ class EngineRecord(NamedTuple):
     """The `follow` call that it belongs to: records of an earlier call are void."""
 
 
-OnRecords = Callable[[list[EngineRecord]], None]
-
-
 class EngineReader(threading.Thread):
     """Follows engines, and calls `on_records` in this thread with their records. It is the sink of its subscriber.
 
@@ -94,7 +91,7 @@ class EngineReader(threading.Thread):
     def __init__(
         self,
         bridge: str,
-        on_records: OnRecords,
+        on_records: Callable[[list[EngineRecord]], None],
         has_room: Callable[[], bool],
         *,
         receive_queue: int = RECEIVE_QUEUE,

@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import secrets
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 from nats.js import JetStreamContext, api
@@ -183,7 +183,17 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
     if info is None:
         try:
             with map_errors(f"creating partition {partition} of plane {layout.name!r}"):
-                await js.add_stream(_stream_config(layout, partition, settings))
+                await js.add_stream(
+                    name=layout.stream(partition),
+                    description=f"Partition {partition} of the kvevents plane {layout.name!r}",
+                    metadata=PartitionMetadata(LAYOUT, layout.partitions, secrets.token_hex(6)).as_metadata(),
+                    subjects=[layout.subject(partition)],
+                    retention=api.RetentionPolicy.LIMITS,
+                    discard=api.DiscardPolicy.NEW,
+                    max_bytes=settings.partition_bytes,
+                    storage=api.StorageType.FILE,
+                    num_replicas=settings.copies,
+                )
         except PlaneError as error:
             if error.fault == "exists":  # another process has just created it, with another epoch
                 return
@@ -222,20 +232,6 @@ def _stream_fault(info: StreamInfo, layout: Layout, partition: int) -> str | Non
     if config.max_age or (config.max_msgs or -1) > 0:
         return "discards messages by their age or number"
     return None
-
-
-def _stream_config(layout: Layout, partition: int, settings: PlaneSettings) -> Any:
-    return api.StreamConfig(
-        name=layout.stream(partition),
-        description=f"Partition {partition} of the kvevents plane {layout.name!r}",
-        metadata=PartitionMetadata(LAYOUT, layout.partitions, secrets.token_hex(6)).as_metadata(),
-        subjects=[layout.subject(partition)],
-        retention=api.RetentionPolicy.LIMITS,
-        discard=api.DiscardPolicy.NEW,
-        max_bytes=settings.partition_bytes,
-        storage=api.StorageType.FILE,
-        num_replicas=settings.copies,
-    )
 
 
 # --- query -------------------------------------------------------------------------------------------------------------------

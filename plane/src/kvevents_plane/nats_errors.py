@@ -46,11 +46,8 @@ HINTS: Final[dict[PlaneFault, str]] = {
 
 _BY_CODE: Final[dict[int, PlaneFault]] = {
     10002: "full",  # JSAccountResourcesExceededErr
-    10004: "away",  # JSClusterIncompleteErr
     10005: "away",  # JSClusterNoPeersErrF: too few servers, or one has just started; `_is_without_space` is its other meaning
-    10008: "away",  # JSClusterNotAvailErr
     10009: "away",  # JSClusterNotLeaderErr
-    10013: "exists",  # JSConsumerNameExistErr
     10023: "full",  # JSInsufficientResourcesErr
     10026: "full",  # JSMaximumConsumersLimitErr
     10027: "full",  # JSMaximumStreamsLimitErr
@@ -63,7 +60,6 @@ _BY_CODE: Final[dict[int, PlaneFault]] = {
     10063: "conflict",  # JSStreamSequenceNotMatchErr
     10070: "conflict",  # JSStreamWrongLastMsgIDErrF
     10071: "conflict",  # JSStreamWrongLastSequenceErrF
-    10076: "away",  # JSNotEnabledErr
     10077: "full",  # JSStreamStoreFailedF: `maximum bytes exceeded`, `maximum messages exceeded`, and errors of the disk
     10097: "large",  # JSStreamHeaderExceedsMaximumErr
     10118: "away",  # JSStreamOfflineErr

@@ -223,11 +223,23 @@ class PageBuilder:
             return None
         records: list[Record] = [] if self._heartbeat is None else [self._heartbeat]
         selections: list[_Selection] = []
+        room = self._page_bytes
         if reason := self.state.unknown_prefix or self.reset_reason:
             # Higher than any incarnation: no stream can have more of them than the pages before have room for records.
             records.append(ResetRecord((self.state.position + 1) * MAX_RECORDS, reason))
         else:
-            self._fill(records, selections, now)
+            for key in list(self._active):
+                selection = self._select(key, now, room, MAX_RECORDS - len(records))
+                if selection is None:
+                    continue
+                if selection.records:
+                    selections.append(selection)
+                else:
+                    self._commit(selection)  # the log has all of them
+                records += selection.records
+                room = selection.room
+                if room <= 0 or len(records) >= MAX_RECORDS:
+                    break
         if not records:
             return None
         self._pages += 1
@@ -236,21 +248,6 @@ class PageBuilder:
         self._in_flight = _InFlight(page, self._heartbeat, selections)
         self._heartbeat = None
         return page
-
-    def _fill(self, records: list[Record], selections: list[_Selection], now: float) -> None:
-        room = self._page_bytes
-        for key in list(self._active):
-            selection = self._select(key, now, room, MAX_RECORDS - len(records))
-            if selection is None:
-                continue
-            if selection.records:
-                selections.append(selection)
-            else:
-                self._commit(selection)  # the log has all of them
-            records += selection.records
-            room = selection.room
-            if room <= 0 or len(records) >= MAX_RECORDS:
-                break
 
     def _select(self, key: StreamKey, now: float, room: int, count: int) -> _Selection | None:
         """Return the next records of one stream that fit into the page; None if the stream has diverged."""

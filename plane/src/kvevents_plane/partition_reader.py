@@ -67,7 +67,6 @@ class ReadFailure(NamedTuple):
 
 
 OnMessages = Callable[[list[ReceivedMessage]], None]
-Recreate = Callable[[], Awaitable[None]]
 
 
 class LocalWriter(Protocol):
@@ -113,7 +112,7 @@ class PartitionReader:
         tail: Tail,
         stream_id: str | None,
         on_messages: OnMessages,
-        recreate: Recreate | None = None,
+        recreate: Callable[[], Awaitable[None]] | None = None,
         writer: LocalWriter | None = None,
         limits: ReaderLimits = DEFAULT_LIMITS,
     ) -> None:

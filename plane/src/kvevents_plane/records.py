@@ -242,12 +242,8 @@ def history_header(history: bytes | None) -> str:
 
 
 _DECODER: Final = msgspec.msgpack.Decoder(Page)
-_ENCODER: Final = msgspec.msgpack.Encoder()
-
-
-def encode_page(page: Page) -> bytes:
-    """Encode a page as the payload of a message."""
-    return _ENCODER.encode(page)
+encode_page: Final = msgspec.msgpack.Encoder().encode
+"""Encodes a page as the payload of a message."""
 
 
 def decode_page(data: bytes) -> Page | None:

@@ -16,11 +16,6 @@ from kvevents.settings import Bytes, FilePath, Host, Name, Positive, Range, Seco
 from kvevents_plane.records import MAX_HEARTBEAT_SECONDS
 
 MAX_PARTITIONS: Final = 256
-COPIES: Final = (1, 3, 5)
-"""Numbers of copies of a stream that JetStream supports with a majority."""
-MIN_PARTITION_BYTES: Final = 1 << 20
-"""Room for one message of the servers' default maximum size."""
-DEFAULT_PARTITION_BYTES: Final = 1 << 30
 RECEIVE_QUEUE: Final = 256
 """Default of `BridgeSettings.receive_queue`: about the number of batches that a bridge reads of one engine at a time."""
 MAX_SECRET_BYTES: Final = 64 << 10
@@ -28,7 +23,6 @@ MAX_SECRET_BYTES: Final = 64 << 10
 MAX_INBOX: Final = 64
 """Characters of an inbox prefix; NATS appends at least 22 more."""
 
-DEFAULT_PORT: Final = 4222
 _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")
 _SUBJECT: Final = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -136,8 +130,8 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     partitions: Annotated[int, "--partitions", Range(1, MAX_PARTITIONS)] = 8
     """Number of partitions of a new plane, 1 to 256, each a JetStream stream; it cannot change later."""
     copies: Annotated[int, "--copies"] = 1
-    """Servers that store each partition of a new plane: 1, 3 or 5."""
-    partition_bytes: Annotated[int, "--partition-size", Unit.BYTES, Range(MIN_PARTITION_BYTES)] = DEFAULT_PARTITION_BYTES
+    """Servers that store each partition of a new plane: 1, 3 or 5, of which JetStream has a majority."""
+    partition_bytes: Annotated[int, "--partition-size", Unit.BYTES, Range(1 << 20)] = 1 << 30
     """Size of each partition of a new plane. A full partition rejects new pages; it never drops old ones."""
     credentials: Annotated[FilePath, "--creds"] | None = None
     """File with a user's JWT and seed, as `nsc` creates it. It is read again for each connection."""
@@ -168,7 +162,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
             _check_url(url)
         if not _NAME.fullmatch(self.name):
             raise ConfigError(f"invalid plane name {self.name!r}: expected 1 to 32 letters, digits, '-' and '_'")
-        if self.copies not in COPIES:
+        if self.copies not in {1, 3, 5}:
             raise ConfigError(f"copies is {self.copies}; it must be 1, 3 or 5")
         if len(self.inbox_prefix) > MAX_INBOX or not _SUBJECT.fullmatch(self.inbox_prefix):
             raise ConfigError(
@@ -303,7 +297,7 @@ def _check_url(url: str) -> None:
 
 def _address(url: SplitResult) -> str:
     host = f"[{url.hostname}]" if ":" in (url.hostname or "") else url.hostname
-    return f"{url.scheme}://{host}:{url.port or DEFAULT_PORT}"
+    return f"{url.scheme}://{host}:{url.port or 4222}"
 
 
 def _login_of(url: str) -> Login:

@@ -24,7 +24,6 @@ from typing import BinaryIO, Final
 import msgspec
 from nats.js import JetStreamContext, api
 from nats.js.errors import BadObjectMetaError, DigestMismatchError
-from nats.js.object_store import ObjectStore
 
 from kvevents.errors import PlaneError, SnapshotError, UnknownSourceError
 from kvevents.index import PrefixIndex
@@ -270,28 +269,22 @@ class Snapshots:
                 f"cannot read the streams of snapshot {snapshot.name}: {error}; use another snapshot"
             ) from error
 
-    async def _find(self, name: str) -> ObjectStore:
-        """Return the object store after a check that it has all chunks of an object.
+    async def _get(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
+        """Return an object's bytes, or nothing if they go to a file.
 
-        Raises `SnapshotError` if a chunk is missing, because nats-py would wait for it forever.
+        Raises `SnapshotError` for a damaged object, also if a chunk is missing, for which nats-py would wait forever.
         """
         store = await self._js.object_store(self._layout.snapshots)
         try:
             info = await store.get_info(name)
+            subject = f"{self._subjects}C.{info.nuid}"
+            stream = await self._js.stream_info(self._store_stream, subjects_filter=subject)
+            present, chunks = (stream.state.subjects or {}).get(subject, 0), info.chunks or 0
+            if present < chunks:
+                raise _damage_error(name, f"the servers have {present} of its {chunks} chunks")
+            return (await store.get(name, writeinto=writeinto)).data or b""  # type: ignore[arg-type]  # it only writes
         except BadObjectMetaError as error:
             raise _damage_error(name, "its metadata cannot be read") from error
-        subject = f"{self._subjects}C.{info.nuid}"
-        stream = await self._js.stream_info(self._store_stream, subjects_filter=subject)
-        present, chunks = (stream.state.subjects or {}).get(subject, 0), info.chunks or 0
-        if present < chunks:
-            raise _damage_error(name, f"the servers have {present} of its {chunks} chunks")
-        return store
-
-    async def _get(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
-        """Return an object's bytes, or nothing if they go to a file. Raises `SnapshotError` for a damaged object."""
-        store = await self._find(name)
-        try:
-            return (await store.get(name, writeinto=writeinto)).data or b""  # type: ignore[arg-type]  # it only writes
         except DigestMismatchError as error:
             raise _damage_error(name, "its digest does not match") from error
 
@@ -323,7 +316,8 @@ class Snapshots:
                     if error.fault != "full" or not before:
                         raise
                     log.warning("%s; deleting the older snapshot of partition %d", error, partition)
-                    await self._make_room(before)
+                    await self._purge(before[0])
+                    await self._delete(set().union(*(replaced.objects for replaced in before[1:])))
                     await self._put(snapshot, body, path)
                 await self._publish_list(valid, revision)
         self._note_newest(partition, valid)
@@ -362,12 +356,6 @@ class Snapshots:
                 await bucket.create(key, entry)
 
     # --- delete
-
-    async def _make_room(self, snapshots: Sequence[SnapshotInfo]) -> None:
-        """Keep only the newest snapshot of a partition and the pages after it."""
-        await self._purge(snapshots[0])
-        with map_errors("deleting old snapshots"):
-            await self._delete(set().union(*(snapshot.objects for snapshot in snapshots[1:])))
 
     async def _clean_up(self, valid: Sequence[SnapshotInfo], replaced: Sequence[SnapshotInfo]) -> None:
         """Purge the pages before the older valid snapshot, and delete replaced ones. The next snapshot repeats what fails."""

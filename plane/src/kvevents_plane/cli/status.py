@@ -30,8 +30,6 @@ EXAMPLES: Final = """\
   kvevents plane status -o json | jq .faults
 """
 
-MAX_SERVER_NAME: Final = 12
-"""Characters of a server's name. A server without one is named by its key of 56."""
 DEFAULT_SERVER: Final = "nats://127.0.0.1:4222"
 
 
@@ -75,7 +73,8 @@ def _print(console: Console, view: PlaneView) -> None:
         stored = partition.last - partition.first + 1 - partition.missing if partition.last else 0
         missing = f" ({partition.missing:,} missing)" if partition.missing else ""
         ages = (f"{bridge} {max(0.0, now - at):.0f} s ago" for bridge, at in sorted(partition.bridges.items()))
-        leader = f", led by {partition.leader[:MAX_SERVER_NAME]}" if partition.leader else ""
+        # A server without a name is named by its key of 56 characters.
+        leader = f", led by {partition.leader[:12]}" if partition.leader else ""
         pages = f"{stored:>9,} pages to {partition.last:,}{missing}, {_size(partition.bytes)}{leader}"
         console.line(f"  partition {partition.partition:>3}  {pages}; bridges: {', '.join(ages) or 'none'}")
     _print_snapshots(console, view, now)

@@ -37,8 +37,6 @@ from kvevents_plane.snapshots import Snapshots
 
 log = logging.getLogger(__name__)
 
-ORIGIN: Final = "plane"
-"""Origin of the members."""
 CHECK_SECONDS: Final = 0.05
 """Pause between two checks of readers and members."""
 
@@ -179,7 +177,8 @@ class Replica:
         self.is_answering = True
         self._set_fault(build.fault)
         whole = "complete" if build.is_complete else "used without the partitions that cannot be read"
-        log.info("the index is %s: %d streams, begun with %s", whole, len(registrations), _snapshots_text(build))
+        begun = f"snapshots of {len(build.loaded_snapshots)} partitions" if build.loaded_snapshots else "the log alone"
+        log.info("the index is %s: %d streams, begun with %s", whole, len(registrations), begun)
         if before is not None:
             await before.end()
         else:
@@ -210,7 +209,7 @@ class Replica:
         if any(known.get(registration.key, registration) != registration for registration in registrations):
             # If the model of a name changes, the index would remove its blocks, and the log could not restore them.
             build.rebuild_reason = "the registration of an engine has changed"
-        for fault in self._fleet.replace_registrations(ORIGIN, registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
+        for fault in self._fleet.replace_registrations("plane", registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
             log.warning("%s", fault)
         await asyncio.wrap_future(build.follower.submit(self._fleet.refresh))
 
@@ -233,13 +232,6 @@ class Replica:
                 why = await self.consistency.compare(client, layout, build.digests(), self._built_at)
                 build.rebuild_reason = build.rebuild_reason or why
         log.warning("the index is rebuilt: %s", build.rebuild_reason)
-
-
-def _snapshots_text(build: IndexBuild) -> str:
-    names = list(build.loaded_snapshots.values())
-    if not names:
-        return "the log alone"
-    return f"snapshot {names[0]}" if len(names) == 1 else f"snapshots of {len(names)} partitions"
 
 
 # --- metrics, of which the only label is `partition`
