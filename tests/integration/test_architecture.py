@@ -21,7 +21,7 @@ PLANE = Path(kvevents_plane.__file__).parent
 # Each part may import the parts of the rows before its own; parts of one row do not import each other. `__init__`, which
 # re-exports, and `errors`, which imports nothing, have no layer.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("events", "endpoints", "package_metadata", "backoff", "lazy_exports", "prometheus"),
+    ("events", "endpoints", "package_metadata", "backoff", "closeable", "lazy_exports", "prometheus"),
     ("settings",),
     ("native_module",),
     ("zeromq",),

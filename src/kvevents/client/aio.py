@@ -10,12 +10,13 @@ from typing import Any, Self, TypeVar
 
 from kvevents.client import protocol, schemas
 from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
+from kvevents.closeable import AsyncCloseable
 from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
 
 T = TypeVar("T")
 
 
-class AsyncClient:
+class AsyncClient(AsyncCloseable):
     """A client of one service, for the tasks of one event loop; also a context manager, which closes its connections.
 
     `deadline` are the seconds of a call with all its attempts, which a call can change. `retries` is the largest number of
@@ -37,12 +38,6 @@ class AsyncClient:
         self._deadline = deadline
         self._retries = retries
         self._connections: HttpConnections | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Close all connections, and abort open calls. Further calls open others."""

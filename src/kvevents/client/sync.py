@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from kvevents.client import protocol, schemas
 from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
+from kvevents.closeable import Closeable
 from kvevents.errors import reason_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ _MAX_IDLE: Final = 16
 """Maximum number of connections that are left open for further calls."""
 
 
-class Client:
+class Client(Closeable):
     """A client of one service, for any number of threads; also a context manager, which closes its connections.
 
     `deadline` are the seconds of a call with all its attempts, which a call can change. `retries` is the largest number of
@@ -49,12 +50,6 @@ class Client:
         self._endpoint = Endpoint(url, token, ca_file, max_response_bytes)
         self._deadline = deadline
         self._retries = retries
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()

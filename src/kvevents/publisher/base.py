@@ -26,11 +26,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, Final, Self
+from typing import Any, Final
 from weakref import WeakSet
 
 import zmq.utils.garbage  # noqa: F401 - its exit hook cancels zero-copy sends; importing it first makes our hook run before it
 
+from kvevents.closeable import Closeable
 from kvevents.errors import ClosedError
 from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.settings import PollSettings
@@ -39,7 +40,7 @@ from kvevents.publisher.stats import PublisherStats
 logger = logging.getLogger(__name__)
 
 
-class EventPublisher(ABC):
+class EventPublisher(Closeable, ABC):
     """Publishes the batches of one data-parallel rank, in order.
 
     Each rank runs its own publisher, which writes its rank into batches that carry none.
@@ -60,12 +61,6 @@ class EventPublisher(ABC):
         """Call `shutdown`; a publisher is also a context manager, which calls it at the end."""
         self.shutdown()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def get_publisher_config(self) -> Any:
         """Return the settings in force, with resolved endpoints; None for a publisher without settings.
 
@@ -77,7 +72,7 @@ class EventPublisher(ABC):
         """Return counters since the start; all are zero for a publisher that counts nothing."""
         return PublisherStats()
 
-    def _after_fork(self) -> None:  # noqa: B027 - most publishers have no threads
+    def _after_fork(self) -> None:
         """Stop using the threads and locks of the parent; called in a forked child for `open_publishers`."""
 
 

@@ -16,11 +16,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO, Final, Literal, NamedTuple, Self, TypeAlias, cast
+from typing import Any, BinaryIO, Final, Literal, NamedTuple, TypeAlias, cast
 
 import msgspec
 
+from kvevents.closeable import Closeable
 from kvevents.errors import ClosedError, RecordingError, reason_of
 from kvevents.wire import Live, parse_live
 
@@ -163,7 +163,7 @@ def _ends_with_one_byte_of_a_member(path: Path) -> bool:
     return start == b"\x1f"
 
 
-class RecordingWriter:
+class RecordingWriter(Closeable):
     """Writes frames to a new recording. It is a context manager.
 
     Frames that were passed to `write` are in the file after `flush` or `close`. A full disk, or a file that exists and is not
@@ -183,12 +183,6 @@ class RecordingWriter:
             self._file = _open(self.path, "wb")
         except OSError as error:
             raise RecordingError(f"cannot write {self.path}: {error.strerror}") from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._file.closed else "failed" if self._failure else "open"

@@ -39,9 +39,9 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import groupby
-from types import TracebackType
-from typing import Final, Self, cast
+from typing import Final, cast
 
+from kvevents.closeable import Closeable
 from kvevents.endpoints import should_bind
 from kvevents.errors import ClosedError
 from kvevents.events import BlockRemoved, KVEventBatch
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 _INCOMPLETE: Final = Trust("DEGRADED", "an upstream restarted or sends a snapshot, and not all of that has been forwarded yet")
 
 
-class Relay:
+class Relay(Closeable):
     """Relays one upstream, or several as one stream, to any number of consumers; a context manager.
 
     Call `run`, or `turn` repeatedly from one thread. `status` and `trust` are thread-safe, and describe the last turn.
@@ -413,12 +413,6 @@ class Relay:
         self._event_server.close(self.limits.close_timeout)
         if self._journal is not None:
             self._journal.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else str(self.trust())

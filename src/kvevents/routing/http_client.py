@@ -12,8 +12,9 @@ import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
+from kvevents.closeable import AsyncCloseable
 from kvevents.errors import ExternalError, MissingDependencyError, reason_of
 
 try:
@@ -58,7 +59,7 @@ class RequestLimits:
     """Time for name resolution, connection and TLS; `seconds` then count from their end."""
 
 
-class HttpConnections:
+class HttpConnections(AsyncCloseable):
     """A pool of connections with these limits, and a context manager that closes it. It belongs to one event loop.
 
     An idle connection is reused for `idle_seconds`. `tls` is for `https` URLs; by default the system's certificate authorities
@@ -86,12 +87,6 @@ class HttpConnections:
             max_field_size=MAX_LINE_BYTES,
             trace_configs=self._traces,
         )
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Close all connections and abort open requests."""

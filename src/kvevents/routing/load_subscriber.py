@@ -16,10 +16,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 import zmq
 
+from kvevents.closeable import Closeable
 from kvevents.endpoints import needs_ipv6
 from kvevents.routing.engine_load import MAX_LOAD_BYTES, EngineLoad, decode_load
 from kvevents.routing.load_readings import LoadReading, LoadSettings, LoadSource, OnLoad, Readings, is_load_url
@@ -107,7 +108,7 @@ class _Stream(Readings):
             self._security = None
 
 
-class LoadSubscriber:
+class LoadSubscriber(Closeable):
     """Receives the loads that engines publish, and polls engines that publish none. Any thread may call every method.
 
     `load(worker)` fits `Router(engine_load=...)`. `on_load` is called with each load that arrives, in another thread; what it
@@ -193,12 +194,6 @@ class LoadSubscriber:
         self._call(self._has_ended.set)
         if self._thread is not threading.current_thread():
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<LoadSubscriber {len(self._readings)} workers>"

@@ -7,8 +7,9 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, Unpack, overload
 
+from kvevents.closeable import AsyncCloseable
 from kvevents.errors import ClosedError, UsageError
 from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber.front_end import TRUST_INTERVAL, FrontEnd, Options, Sources
@@ -17,7 +18,7 @@ MAX_TURN: Final = 0.005
 """Seconds of work in the event loop after which other tasks run, even if more deliveries are ready."""
 
 
-class AsyncSubscriber(FrontEnd[BatchT]):
+class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     """Follows one or many sources and returns their deliveries in order.
 
     Receive in one task, and add and remove sources in the thread of that task. Any task or thread may call `close`, `trust`,
@@ -153,12 +154,6 @@ class AsyncSubscriber(FrontEnd[BatchT]):
         returns. Otherwise they are closed when this returns.
         """
         self._close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 async def _wait_for_descriptor(descriptor: int, wait_time: float | None) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from kvevents.closeable import Closeable
 from kvevents.errors import ClosedError
 from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber.front_end import TRUST_INTERVAL, FrontEnd, Options, Sources
 
 
-class Subscriber(FrontEnd[BatchT]):
+class Subscriber(FrontEnd[BatchT], Closeable):
     """Follows one or many sources and returns their deliveries in order.
 
     Receive, add and remove sources in one thread. Any thread may call `close`, `trust`, `status` and `statuses`.
@@ -112,9 +113,3 @@ class Subscriber(FrontEnd[BatchT]):
         connections when it returns. Otherwise they are closed when this returns.
         """
         self._close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

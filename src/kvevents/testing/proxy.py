@@ -22,9 +22,9 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
+from kvevents.closeable import Closeable
 from kvevents.endpoints import connectable
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing.ports import ReservedPort, reserve_port
@@ -68,7 +68,7 @@ class ProxyCounts:
     up: DirectionCounts = field(default_factory=DirectionCounts)
 
 
-class FaultProxy:
+class FaultProxy(Closeable):
     """Listens at `listen` and connects each client to `upstream`. Both are TCP endpoints; for a port of `*` the OS chooses.
 
     The proxy is a context manager. Any thread may call its methods; each method returns when its effect is complete. Raise
@@ -229,12 +229,6 @@ class FaultProxy:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     # --- the thread
 

@@ -24,11 +24,11 @@ from concurrent.futures import Future
 from dataclasses import replace
 from math import ceil
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeAlias, TypeVar
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import zmq
 
+from kvevents.closeable import Closeable
 from kvevents.errors import ClosedError, ConfigError, UsageError
 from kvevents.recording import LiveBatch
 from kvevents.testing.playlist import Faults, Playlist, Tape, load_tape
@@ -82,7 +82,7 @@ class _Play:
             self.future.set_result(self.published_count)
 
 
-class TapePlayer:
+class TapePlayer(Closeable):
     """Serves a tape from a PUB and a ROUTER socket, as an engine would.
 
     `tape` is a recording (`run` names one of its runs; by default the first stream is played) or a list of
@@ -243,12 +243,6 @@ class TapePlayer:
                 self._is_closed = True
                 self._wake_writer.send(b"\0")
         self._thread.join(2 * LINGER_MS / 1000)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     # --- the thread
 
