@@ -125,14 +125,15 @@ class Client(Closeable):
         attempts = Attempts(self._endpoint, call, deadline=seconds, retries=self._retries, now=time.monotonic)
         while True:
             try:
-                outcome = attempts.on_answer(*self._exchange(call, attempts.seconds))
+                outcome = attempts.on_answer(*self.exchange(call, attempts.seconds))
             except (OSError, HTTPException, UnicodeError) as error:
                 outcome = attempts.on_error(*_classify(error))
             if not isinstance(outcome, Pause):
                 return outcome
             time.sleep(outcome.seconds)
 
-    def _exchange(self, call: Call[Any], seconds: float) -> tuple[int, bytes]:
+    def exchange(self, call: Call[Any], seconds: float) -> tuple[int, bytes]:
+        """Send a call once. Return status and body. Raises `OSError` and `HTTPException`."""
         end = time.monotonic() + seconds
         connection = self._take_idle() or self._connect(seconds)
         connected_socket: Any = connection.sock
@@ -142,7 +143,7 @@ class Client(Closeable):
             response = connection.getresponse()
             content = response.read(self._endpoint.max_bytes + 1)
             if len(content) > self._endpoint.max_bytes:
-                raise _TooLargeError  # noqa: TRY301 - as for errors of the connection
+                raise _TooLargeError("the response is too large")  # noqa: TRY301 - as for errors of the connection
             if response.length:
                 raise IncompleteRead(content, response.length)  # noqa: TRY301 - as above
         except BaseException:

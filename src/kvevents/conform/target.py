@@ -18,14 +18,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from kvevents.client.protocol import decode_json
+from kvevents.client.protocol import Call, decode_json
+from kvevents.client.sync import Client
 from kvevents.conform.scenario import Ability, CheckQuery, Scenario
 from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import ExternalError
@@ -72,29 +73,16 @@ class TargetResponse(NamedTuple):
 
 def request(url: str, method: str = "GET", body: Any = None, *, seconds: float = ANSWER_SECONDS) -> TargetResponse:
     """Send a request, with `body` as JSON, and return the answer. Raise `TargetError`."""
-    deadline = time.monotonic() + seconds
     parts = urlsplit(url)
-    kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=seconds)
+    path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+    call = Call(method, path, Any, None if body is None else msgspec.json.encode(body))
     try:
-        data = None if body is None else msgspec.json.encode(body)
-        target = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
-        connection.request(method, target, data, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        received = bytearray()
-        while chunk := response.read1(1 << 16):
-            received += chunk
-            if len(received) > MAX_BYTES:
-                raise TargetError(f"{method} {url} answered more than {MAX_BYTES} bytes")
-            if time.monotonic() > deadline:
-                raise TimeoutError  # noqa: TRY301  the connection's own is for one read
-        return TargetResponse(response.status, bytes(received))
+        with Client(f"{parts.scheme}://{parts.netloc}", max_response_bytes=MAX_BYTES) as client:
+            return TargetResponse(*client.exchange(call, seconds))
     except TimeoutError as error:
         raise TargetError(f"{method} {url} did not answer within {seconds:g} s") from error
     except (OSError, HTTPException) as error:
         raise TargetError(f"{method} {url} failed: {error or type(error).__name__}") from error
-    finally:
-        connection.close()
 
 
 class TargetError(ExternalError):
