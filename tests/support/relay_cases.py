@@ -90,7 +90,7 @@ class Upstream:
         self.held.clear()
         self.engine.disconnect()
         self.clear_replay_buffer()
-        self.engine._next_seq = 0
+        self.engine.next_seq = 0
         for event in unseen:
             self.publish_events(event)
         self.engine.reconnect()

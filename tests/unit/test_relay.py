@@ -456,7 +456,7 @@ def test_a_batch_that_is_too_large_without_its_heartbeat_is_split(scenario: Worl
     assert parts is not None
     assert len(parts) > 1
     engine = scenario.upstream.engine
-    engine._next_seq = 100
+    engine.next_seq = 100
     for part in parts:
         engine.publish_payload(part, lost=True)
     scenario.begin(limits=RelayLimits(journal=TINY, max_payload_bytes=limit))

@@ -74,14 +74,10 @@ class FakeEngine:
         self._clock = clock
         self._topic = topic
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
-        self._next_seq = 0
+        self.next_seq = 0
+        """Sequence number of the next batch."""
         self.connections: list[FakeConnection] = []
         """Open connections to this engine."""
-
-    @property
-    def next_seq(self) -> int:
-        """Sequence number of the next batch."""
-        return self._next_seq
 
     def publish(self, *events: KVEvent, lost: bool = False) -> int:
         """Publish a batch of `events` and return its sequence number.
@@ -92,8 +88,8 @@ class FakeEngine:
 
     def publish_payload(self, payload: bytes, *, lost: bool = False) -> int:
         """Publish these bytes unchanged and return their sequence number; `lost` as for `publish`."""
-        seq = self._next_seq
-        self._next_seq += 1
+        seq = self.next_seq
+        self.next_seq += 1
         self._buffer.append((seq, payload))
         if not lost:
             self.send_raw(live_frames(self._topic, seq, payload))
@@ -101,8 +97,8 @@ class FakeEngine:
 
     def skip_number(self) -> int:
         """Use a sequence number without a batch, as an engine does if it cannot encode one. Return the number."""
-        self._next_seq += 1
-        return self._next_seq - 1
+        self.next_seq += 1
+        return self.next_seq - 1
 
     def send_raw(self, frames: list[bytes]) -> None:
         """Send these frames on the live stream."""
@@ -129,7 +125,7 @@ class FakeEngine:
         """Begin a new incarnation. Each of the `unseen` events is published as one batch before any subscriber reconnects."""
         self.disconnect()
         self._buffer.clear()
-        self._next_seq = 0
+        self.next_seq = 0
         for event in unseen or []:
             self.publish(event)
         self.reconnect()
