@@ -13,6 +13,7 @@ from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.settings_parser import LOGIN_SETTINGS, SettingsParser, SettingsValues
+from kvevents.diagnosis.text_format import size
 from kvevents.errors import PlaneError
 from kvevents_plane.connection import open_client, require_jetstream
 from kvevents_plane.layout import find_plane
@@ -75,7 +76,7 @@ def _print(console: Console, view: PlaneView) -> None:
         ages = (f"{bridge} {max(0.0, now - at):.0f} s ago" for bridge, at in sorted(partition.bridges.items()))
         # A server without a name is named by its key of 56 characters.
         leader = f", led by {partition.leader[:12]}" if partition.leader else ""
-        pages = f"{stored:>9,} pages to {partition.last:,}{missing}, {_size(partition.bytes)}{leader}"
+        pages = f"{stored:>9,} pages to {partition.last:,}{missing}, {size(partition.bytes)}{leader}"
         console.line(f"  partition {partition.partition:>3}  {pages}; bridges: {', '.join(ages) or 'none'}")
     _print_snapshots(console, view, now)
     for replica in view.replicas:
@@ -94,12 +95,8 @@ def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
         age = f"{max(0.0, now - snapshot.taken_at):.0f} s ago by the clock of {snapshot.replica}"
         console.line(
             f"  snapshot  of partition {partition:>3}: {snapshot.blocks:,} blocks to page {snapshot.position:,}, "
-            f"{_size(snapshot.bytes)}, {age}"
+            f"{size(snapshot.bytes)}, {age}"
         )
     without = [partition.partition for partition in view.partitions if partition.partition not in newest]
     if newest and without:
         console.line(Span(f"  snapshot  none of {format_partitions(without)}", "warn"))
-
-
-def _size(count: int) -> str:
-    return f"{count / (1 << 20):,.1f} MiB"
