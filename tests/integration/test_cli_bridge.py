@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import socket
@@ -18,10 +19,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cli_cases import ProcessResult, Program, run
+from kvevents.cli.signals import StateLogger
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.service.fleet.registration import Registration
 from kvevents.zeromq.keys import Curve
-from kvevents_plane.cli.bridge import StateLogger, encode_registration
+from kvevents_plane.cli.bridge import encode_registration
 from kvevents_plane.settings import BridgeSettings
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from plane_cases import Log, plane_at
@@ -161,7 +163,7 @@ def test_changed_files_of_sources_are_read_again(server: NatsServer, tmp_path: P
             second.publish(batch(2))
             wait_for_batches(log, "b", 3)
             write(more, toml_source("b", second))
-            program.err.wait("discovery has no faults any more")
+            program.err.wait(r"resolved: .*more\.toml: ")
             assert program.interrupt(signal.SIGTERM).code == 0
 
 
@@ -344,7 +346,7 @@ def test_the_metrics_report_the_state_of_the_bridge(server: NatsServer) -> None:
 
 
 def test_the_state_logger_logs_one_line_for_each_change(caplog: pytest.LogCaptureFixture) -> None:
-    logger = StateLogger()
+    logger = StateLogger(logging.getLogger("kvevents.bridge"))
     with caplog.at_level("INFO", "kvevents.bridge"):
         for states in (
             {"partitions": ""},
@@ -354,18 +356,12 @@ def test_the_state_logger_logs_one_line_for_each_change(caplog: pytest.LogCaptur
             {"partitions": ""},
             {"partitions": ""},
         ):
-            logger.log_states((what, words, 20) for what, words in states.items())
-        for faults in ([], ["x", "y"], ["y", "x"], ["z"], [], []):
-            logger.log_faults(faults)
+            logger.log_changes((what, words, 20) for what, words in states.items())
     expected = [
         "partitions: 1",
         "partitions: 2",
         "a: EXACT",
         "partitions: normal again",
-        "x",
-        "y",
-        "z",
-        "discovery has no faults any more",
     ]
     assert caplog.messages == expected
 

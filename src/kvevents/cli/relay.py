@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Final
@@ -14,7 +14,7 @@ from typing import Final
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.options import CURVE_FLAGS, engine, make_curve
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
-from kvevents.cli.signals import StopSignal, add_log_options, configure_logging, trimming_memory
+from kvevents.cli.signals import StateLogger, StopSignal, add_log_options, configure_logging, trimming_memory
 from kvevents.cli.values import positive_seconds
 from kvevents.diagnosis.address import BINDS, BOTH_CONNECT
 from kvevents.prometheus import require as require_prometheus
@@ -131,7 +131,7 @@ class RelayStatusLogger:
         self._status: Final = status
         self._clock: Final = clock
         self._poll_at = 0.0
-        self._logged: dict[str, str] = {}
+        self._logger: Final = StateLogger(log)
         self._waiting: dict[tuple[str, int], float] = {}
         """When each upstream began to wait for its first connection; infinity after that connection or the hint."""
 
@@ -143,10 +143,7 @@ class RelayStatusLogger:
         self._poll_at = now + POLL_SECONDS
         status = self._status()
         self._log_hints(status, now)
-        for name, state in _states(status).items():
-            if state != self._logged.get(name):
-                log.log(logging.INFO if "memory" not in state else logging.WARNING, "%s: %s", name, state)
-            self._logged[name] = state
+        self._logger.log_changes(_states(status))
 
     def _log_hints(self, status: RelayStatus, now: float) -> None:
         """Log once for each upstream why an engine that runs might not be connected."""
@@ -161,10 +158,12 @@ class RelayStatusLogger:
                 )
 
 
-def _states(status: RelayStatus) -> dict[str, str]:
-    states = {f"{each.source} rank {each.rank}": str(each.trust) for each in status.upstreams}
+def _states(status: RelayStatus) -> Iterator[tuple[str, str, int]]:
+    """Yield the arguments of `StateLogger.log_changes`."""
+    for each in status.upstreams:
+        yield f"{each.source} rank {each.rank}", str(each.trust), logging.INFO
     if (journal := status.journal) is not None:
-        states["journal"] = f"{journal.state} ({journal.reason})" if journal.reason else journal.state
+        state = f"{journal.state} ({journal.reason})" if journal.reason else journal.state
+        yield "journal", state, logging.WARNING if "memory" in state else logging.INFO
     if status.history is not None and status.history.unavailable_reason:
-        states["history"] = f"lost: {status.history.unavailable_reason}"
-    return states
+        yield "history", f"lost: {status.history.unavailable_reason}", logging.INFO

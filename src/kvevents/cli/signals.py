@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Final, Self
@@ -126,6 +126,24 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             found["traceback"] = self.formatException(record.exc_info)
         return msgspec.json.encode(found).decode()
+
+
+class StateLogger:
+    """Logs one line for each change of state. A state that is normal from the start is not logged."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log: Final = log
+        self._logged: dict[str, str] = {}
+
+    def log_changes(self, states: Iterable[tuple[str, str, int]]) -> None:
+        """Log the states that have changed: each has a name, its description, empty if normal, and a log level."""
+        before, self._logged = self._logged, {}
+        for name, state, level in states:
+            self._logged[name] = state
+            if state and state != before.get(name):
+                self._log.log(level, "%s: %s", name, state)
+            elif not state and before.get(name):
+                self._log.info("%s: normal again", name)
 
 
 # --- threads

@@ -26,7 +26,14 @@ from kvevents.cli.settings_parser import (
     add_sources,
     read_sources,
 )
-from kvevents.cli.signals import StopSignal, add_log_options, configure_logging, configure_threads, trimming_memory
+from kvevents.cli.signals import (
+    StateLogger,
+    StopSignal,
+    add_log_options,
+    configure_logging,
+    configure_threads,
+    trimming_memory,
+)
 from kvevents.prometheus import Probes, Samples, Table, by_label, families, serve
 from kvevents.prometheus import check as check_metrics
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
@@ -220,14 +227,13 @@ class BridgeProcess:
         await self._discovery.run()
 
     async def _log_state(self) -> None:
-        logger = StateLogger()
+        logger = StateLogger(log)
         while True:
             await asyncio.sleep(POLL_SECONDS)
-            logger.log_states(self._states())
-            logger.log_faults(self.faults())
+            logger.log_changes(self._states())
 
     def _states(self) -> Iterator[tuple[str, str, int]]:
-        """Yield the arguments of `StateLogger.log_states`."""
+        """Yield the arguments of `StateLogger.log_changes`."""
         labels = self._subscriptions.labels
         for key, trust in self.bridge.trusts().items():
             if trust is not None and key in labels:
@@ -297,32 +303,6 @@ class BridgeSubscriptions:
 def encode_registration(registration: Registration) -> bytes:
     """Return a registration for the log, without its CURVE keys, which replicas do not need."""
     return msgspec.json.encode(msgspec.structs.replace(registration, curve=None))
-
-
-class StateLogger:
-    """Logs one line for each change of state. A state that is normal from the start is not logged."""
-
-    def __init__(self) -> None:
-        self._logged: dict[str, str] = {}
-        self._faults: frozenset[str] = frozenset()
-
-    def log_states(self, states: Iterable[tuple[str, str, int]]) -> None:
-        """Log the states that have changed: each has a name, its description, empty if normal, and a log level."""
-        before, self._logged = self._logged, {}
-        for name, state, level in states:
-            self._logged[name] = state
-            if state and state != before.get(name):
-                log.log(level, "%s: %s", name, state)
-            elif not state and before.get(name):
-                log.info("%s: normal again", name)
-
-    def log_faults(self, sentences: Iterable[str]) -> None:
-        """Log new faults of discovery."""
-        before, self._faults = self._faults, frozenset(sentences)
-        for sentence in sorted(self._faults - before):
-            log.warning("%s", sentence)
-        if before and not self._faults:
-            log.info("discovery has no faults any more")
 
 
 # --- metrics
