@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Collection
 from typing import Final
+from urllib.parse import SplitResult, urlsplit
 
 from kvevents.errors import ConfigError
 
 MAX_PORT: Final = 65535
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
+HTTP_SCHEMES: Final = ("http", "https")
 GRPC: Final = "grpc://"
 """Begins the endpoint of a worker of SMG (Shepherd Model Gateway), whose events come as a gRPC stream."""
 _ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - to recognise it in settings
@@ -41,6 +44,16 @@ def _is_ipv6(host: str) -> bool:
 def tcp_of(endpoint: str) -> str:
     """Return the TCP endpoint that a `grpc://` endpoint connects to; return any other endpoint unchanged."""
     return f"tcp://{endpoint.removeprefix(GRPC)}" if endpoint.startswith(GRPC) else endpoint
+
+
+def split_url(url: str, schemes: Collection[str]) -> SplitResult | None:
+    """Return the parts of a URL with one of these schemes; None if it has no host, an invalid port, or a login."""
+    try:
+        parts = urlsplit(url)
+        is_server = parts.scheme in schemes and parts.hostname and parts.port != 0 and parts.username is None
+    except ValueError:  # an invalid port, or brackets that do not close
+        return None
+    return parts if is_server else None
 
 
 def validate_endpoint(endpoint: str, name: str = "endpoint") -> None:

@@ -7,9 +7,8 @@ import re
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import urlsplit
 
-from kvevents.endpoints import MAX_PORT, split_tcp, tcp_of, validate_source
+from kvevents.endpoints import HTTP_SCHEMES, MAX_PORT, split_tcp, split_url, tcp_of, validate_source
 from kvevents.errors import ConfigError
 
 URL_SCHEMES: Final = ("http://", "https://")
@@ -92,15 +91,9 @@ def engine_url(text: str) -> str:
 
 def _url(text: str, owner: str) -> str:
     url = text if "://" in text else f"http://{text}"
-    invalid = ConfigError(f"invalid {owner} URL {text!r}: expected http://HOST:PORT or https://HOST:PORT")
-    try:
-        parts = urlsplit(url)
-        has_address = parts.hostname and parts.port != 0 and parts.username is None
-    except ValueError:  # an invalid port, or brackets that do not close
-        raise invalid from None
-    is_usable = parts.scheme in {"http", "https"} and has_address and not parts.query and not parts.fragment
-    if not is_usable or not url.isascii() or not url.isprintable():
-        raise invalid
+    parts = split_url(url, HTTP_SCHEMES)
+    if parts is None or parts.query or parts.fragment or not url.isascii() or not url.isprintable():
+        raise ConfigError(f"invalid {owner} URL {text!r}: expected http://HOST:PORT or https://HOST:PORT")
     return url.rstrip("/")
 
 

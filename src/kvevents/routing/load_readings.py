@@ -18,11 +18,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple, TypeAlias
-from urllib.parse import urlsplit
 
 import msgspec
 
-from kvevents.endpoints import validate_endpoint
+from kvevents.endpoints import HTTP_SCHEMES, split_url, validate_endpoint
 from kvevents.errors import ConfigError, ExternalError
 from kvevents.prometheus import require
 from kvevents.routing.engine_load import LOAD_TOPIC, EngineLoad
@@ -206,13 +205,8 @@ def is_load_url(text: str) -> bool:
 
 def check_load_url(text: str) -> str:
     """Return the URL to poll: `/metrics` if it has no path. Raises `ConfigError` for another form."""
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"invalid load {text!r}: {error}") from error
-    is_plain = text.isascii() and text.isprintable() and " " not in text and port != 0
-    if not is_plain or not parts.hostname or parts.username is not None or parts.fragment or not is_load_url(text):
+    parts = split_url(text, HTTP_SCHEMES)
+    if parts is None or parts.fragment or not text.isascii() or not text.isprintable() or " " in text:
         raise ConfigError(f"invalid load {text!r}: expected http://HOST:PORT or https://HOST:PORT, optionally with a path")
     return parts._replace(path=METRICS_PATH).geturl() if parts.path in {"", "/"} else text
 

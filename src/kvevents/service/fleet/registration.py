@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import Annotated, Final, NamedTuple, TypeAlias
-from urllib.parse import urlsplit
 
 from kvevents.client.schemas import DEFAULT_GROUP, MAX_LABEL_BYTES, MAX_LABELS, MAX_NAME_BYTES
+from kvevents.endpoints import split_url
 from kvevents.errors import ConfigError
 from kvevents.service.errors import ConflictError
 from kvevents.settings import Range, Settings, build_decoder_now
@@ -200,12 +200,7 @@ class Lease(NamedTuple):
 
 
 def _check_serving_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        is_server = parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0 and parts.username is None
-    except ValueError:
-        is_server = False
-    if not is_server or " " in url:
+    if split_url(url, _SCHEMES) is None or " " in url:
         raise ConfigError(f"invalid url {url!r}: expected http://HOST:PORT, https://HOST:PORT or grpc://HOST:PORT")
 
 
