@@ -21,8 +21,8 @@ import pytest
 from cli_cases import RECORDING, RUN, Program, run
 from kvevents.cli import main, sim_compare
 from kvevents.cli.command import FAILED, WRONG_USAGE
-from kvevents.cli.sim_compare import WorkerError, add_simulation, read_simulation, run_policies
-from kvevents.errors import ConfigError
+from kvevents.cli.sim_compare import add_simulation, read_simulation, run_policies
+from kvevents.errors import ConfigError, ExternalError
 from kvevents.sim.results import Comparison, Disagreement, PolicyResult
 from kvevents.sim.routers import POLICIES
 from kvevents.sim.settings import DEFAULT_REQUESTS, SimulationSettings
@@ -242,7 +242,7 @@ def test_a_killed_process_is_reported_and_ends_the_others(
     settings: SimulationSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sim_compare, "_simulate", kill_itself)
-    with pytest.raises(WorkerError, match="a process ended before its simulation was done"):
+    with pytest.raises(ExternalError, match="a process ended before its simulation was done"):
         run_policies(TWO, settings, jobs=2, on_result=ignore)
 
 

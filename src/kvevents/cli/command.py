@@ -198,7 +198,7 @@ class CommandParser(ArgumentParser):
         self.set_defaults(command=command, execute=module.run)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print like any parser, but raise `OutputError` if stdout cannot be written, so that a full disk is an error."""
+        """Print like any parser, but raise `ExternalError` if stdout cannot be written, so that a full disk is an error."""
         if file is not sys.stdout:
             super()._print_message(message, file)
             return

@@ -52,19 +52,15 @@ Part: TypeAlias = Span | str
 Line: TypeAlias = Sequence[Part]
 
 
-class OutputError(ExternalError):
-    """Stdout cannot be written, for example to a full disk."""
-
-
 @contextmanager
 def convert_output_errors() -> Iterator[None]:
-    """Raise `OutputError` for errors of stdout, except BrokenPipeError."""
+    """Raise `ExternalError` for errors of stdout, except BrokenPipeError."""
     try:
         yield
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OutputError(f"cannot write the output: {error.strerror or error}") from error
+        raise ExternalError(f"cannot write the output: {error.strerror or error}") from error
 
 
 class Console:
@@ -80,7 +76,7 @@ class Console:
         self._progress_at = 0.0
 
     def line(self, *parts: Part) -> None:
-        """Write a line of results. Raises BrokenPipeError if the reader has ended, and `OutputError`."""
+        """Write a line of results. Raises BrokenPipeError if the reader has ended, and `ExternalError`."""
         with convert_output_errors():
             self._end_progress()
             self._out.write(_paint(parts, self._out_color) + "\n")

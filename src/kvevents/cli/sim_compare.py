@@ -51,10 +51,6 @@ def read_simulation(args: Namespace) -> SimulationSettings:
 # --- processes
 
 
-class WorkerError(ExternalError):
-    """A process ended before its simulation did."""
-
-
 def run_policies(
     policies: Sequence[str],
     settings: SimulationSettings,
@@ -65,7 +61,7 @@ def run_policies(
 ) -> list[PolicyResult]:
     """Return the results in the order of `policies`, each with consecutive seeds; call `on_result` as soon as each is known.
 
-    At most `jobs` simulations run at a time, each in a process of its own. Raises the errors of `simulate`, and `WorkerError`.
+    At most `jobs` simulations run at a time, each in its own process. Raises the errors of `simulate`, and `ExternalError`.
     No process is left behind after an error.
     """
     planned = [(policy, seed) for policy in policies for seed in range(settings.seed, settings.seed + seeds)]
@@ -84,7 +80,9 @@ def run_policies(
             for future in as_completed(futures):
                 on_result(future.result())
         except BrokenProcessPool as error:
-            raise WorkerError("a process ended before its simulation was done; if memory is short, use fewer --jobs") from error
+            raise ExternalError(
+                "a process ended before its simulation was done; if memory is short, use fewer --jobs"
+            ) from error
         finally:
             for process in active_children():
                 process.kill()
