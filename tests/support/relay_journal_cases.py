@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvevents.relay.journal import Journal, JournalLimits
 from kvevents.relay.journal_disk import BOOT_ID_FILE, Disk
@@ -79,9 +80,21 @@ class WatchedDisk(Disk):
             raise torn.error from None
 
 
+class SynchronousJournal(Journal):
+    """A journal that waits for the disk itself, so that a test knows when a snapshot is written."""
+
+    def _in_background(self, task: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(task())
+        except Exception as error:  # noqa: BLE001 - as in a thread
+            future.set_exception(error)
+        return future
+
+
 def open_journal(folder: Path, limits: JournalLimits = TINY, disk: Disk | None = None) -> Journal:
     """Open a journal that writes snapshots at once, and does not sync the real disk."""
-    journal = Journal(folder, limits, disk=disk or WatchedDisk(), threaded=False)
+    journal = SynchronousJournal(folder, limits, disk=disk or WatchedDisk())
     release_later(lambda: crash(journal))
     return journal
 

@@ -115,23 +115,16 @@ class Journal:
     Use it from one thread, and call `tick` several times a second. Append batches before they are sent: then nothing was sent
     that the journal does not hold. A failing disk raises nothing: the state becomes "memory", with a reason.
 
-    Raises `JournalError` for a folder that cannot be written, or that another process uses. With `threaded=False` snapshots are
-    written at once, for tests.
+    Raises `JournalError` for a folder that cannot be written, or that another process uses.
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        limits: JournalLimits | None = None,
-        *,
-        disk: Disk | None = None,
-        threaded: bool = True,
+        self, folder: str | os.PathLike[str], limits: JournalLimits | None = None, *, disk: Disk | None = None
     ) -> None:
         self.path: Final = Path(folder)
         self.limits: Final = limits or JournalLimits()
         self.state: JournalState = "new"
         self._disk: Final = disk or Disk()
-        self._threaded: Final = threaded
         self._end_state = EndState(0, None, {}, {})
         self._incarnation = self._generation = 0
         self._log: FileWriter | None = None
@@ -476,10 +469,7 @@ class Journal:
             except Exception as error:  # noqa: BLE001 - the caller reads it from the future
                 future.set_exception(error)
 
-        if self._threaded:
-            threading.Thread(target=run, name="kvevents-journal", daemon=True).start()
-        else:
-            run()
+        threading.Thread(target=run, name="kvevents-journal", daemon=True).start()
         return future
 
 
