@@ -184,10 +184,9 @@ def test_decisions_are_sampled(service: Service) -> None:
         assert select(service).considered is None
         answer = msgspec.json.decode(service.get("/v1/select/explain").body, type=DecisionsAnswer)
         sampled = [one for one in answer.decisions if len(one.selection.considered or ()) == len(URLS)]
-        return sampled[0] if sampled else None
+        return next((one for one in sampled if one.prompt_tokens == len(PROMPT)), None)  # there are those of other tests
 
-    decision = wait_for("a decision", newest)
-    assert (decision.model, decision.prompt_tokens) == (MODEL, len(PROMPT))
+    assert wait_for("a decision", newest).model == MODEL
 
 
 def test_bad_reservations_are_refused(service: Service) -> None:

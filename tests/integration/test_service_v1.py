@@ -800,6 +800,7 @@ def test_a_service_is_ready_at_the_deadline(tmp_path: Path) -> None:
 
 
 def test_probes_and_pages_have_their_content_types(service: Service) -> None:
+    wait_for("the service to be ready", lambda: service.get("/readyz").status == 200)
     for path, kind in (
         ("/health", "application/json"),
         ("/livez", "application/json"),
