@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, count
@@ -14,7 +13,7 @@ from kvevents.index import PrefixIndex
 from kvevents.sim.audit import Audit
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.costs import CostModel
-from kvevents.sim.requests import Drawn, Request, Text
+from kvevents.sim.requests import Request, Text
 from kvevents.sim.routers import make_routers
 from kvevents.sim.settings import FleetSettings
 from kvevents.sim.simulated_engine import Job, SimulatedEngine, StepLimits, StepResult
@@ -154,29 +153,3 @@ def growing_conversations(file: Path, requests: int) -> Path:
         rows.append({"timestamp": 150 * number, "input_length": 512 * len(ids), "output_length": 8, "hash_ids": ids})
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
-
-
-def shared_prefix(requests: Iterable[Request]) -> float:
-    """Return the share of all prompt tokens that an unlimited cache of pieces would hold when the prompt arrives, 0 to 1.
-
-    The cache contains all earlier prompts and answers, whichever worker served them.
-    """
-    paths: set[object] = set()
-    held = total = 0
-    for one in requests:
-        path: object = (one.lora, one.salt)
-        is_known = True
-        for piece in one.prompt.pieces:
-            path = _extend(path, piece)
-            is_known = is_known and path in paths
-            paths.add(path)
-            held += len(Text([piece])) if is_known else 0
-        total += len(one.prompt)
-        for piece in one.output.pieces:
-            path = _extend(path, piece)
-            paths.add(path)
-    return held / total if total else 0.0
-
-
-def _extend(path: object, piece: Drawn | array[int]) -> object:
-    return hash(path), piece if isinstance(piece, Drawn) else piece.tobytes()

@@ -154,5 +154,31 @@ class Request:
             raise ConfigError("invalid request: expected at least one token of prompt and one of answer")
 
 
+def shared_prefix(requests: Iterable[Request]) -> float:
+    """Return the share of all prompt tokens that an unlimited cache of pieces would hold when the prompt arrives, 0 to 1.
+
+    The cache contains all earlier prompts and answers, whichever worker served them.
+    """
+    paths: set[object] = set()
+    held = total = 0
+    for request in requests:
+        path: object = (request.lora, request.salt)
+        is_known = True
+        for piece in request.prompt.pieces:
+            path = _extend(path, piece)
+            is_known = is_known and path in paths
+            paths.add(path)
+            held += _tokens_of(piece) if is_known else 0
+        total += len(request.prompt)
+        for piece in request.output.pieces:
+            path = _extend(path, piece)
+            paths.add(path)
+    return held / total if total else 0.0
+
+
+def _extend(path: object, piece: Drawn | array[int]) -> object:
+    return hash(path), piece if isinstance(piece, Drawn) else piece.tobytes()
+
+
 def _tokens_of(piece: Drawn | array[int]) -> int:
     return piece.length if isinstance(piece, Drawn) else len(piece)
