@@ -128,7 +128,8 @@ def test_a_subscriber_of_a_restored_stream_becomes_exact() -> None:
     history = first.compacted_history()
     assert history is not None
     second = compacting_buffer(5)
-    second.restore(*history, [batch for batch in sent[:40] if batch[0] > history.last_seq])
+    second.restore(*history)
+    second.extend([batch for batch in sent[:40] if batch[0] > history.last_seq])
     index, expected = PrefixIndex(), PrefixIndex()
     for batch in sent:
         expected.apply_payload(WORKER, 0, *batch)

@@ -237,7 +237,8 @@ def test_without_compaction_bytes_are_not_limited() -> None:
     assert plain.batches_from(0) == publisher.batches
     assert plain.size()[1] > MAX_BYTES
     lost = compacting_buffer(100, settings=FEW_BYTES)
-    lost.restore(3, [b"no batch"], False, publisher.batches[4:])
+    lost.restore(3, [b"no batch"], False)
+    lost.extend(publisher.batches[4:])
     assert len(lost) == 96
 
 
@@ -347,7 +348,8 @@ def test_a_restored_buffer_replies_as_the_first_one(limit: int | None, missing: 
     assert compacted is not None
     publisher.publish_many(more)
     other = compacting_buffer(4, settings=settings_with_limit(limit))
-    other.restore(*compacted, [batch for batch in publisher.batches if batch[0] > compacted.last_seq])
+    other.restore(*compacted)
+    other.extend([batch for batch in publisher.batches if batch[0] > compacted.last_seq])
     assert other.size() == publisher.buffer.size()
     restored_stats, first_stats = other.history_stats(), publisher.buffer.history_stats()
     assert restored_stats is not None
@@ -371,7 +373,8 @@ def test_a_snapshot_has_the_time_of_the_last_batch() -> None:
     assert compacted is not None
     assert compacted.last_seq == 6
     other = compacting_buffer(2)
-    other.restore(*compacted, publisher.batches[7:])
+    other.restore(*compacted)
+    other.extend(publisher.batches[7:])
     for buffer in (publisher.buffer, other):
         batch = decode_batch(buffer.batches_from(0)[0][1]).batch
         assert (batch.ts, batch.data_parallel_rank) == (6.0, 3)
@@ -402,7 +405,8 @@ def test_the_history_can_be_read_while_another_thread_sends() -> None:
     assert found
     for compacted in found[:: max(1, len(found) // 20)]:
         other = compacting_buffer(1)
-        other.restore(*compacted, [(compacted.last_seq + 1, encode_batch(KVEventBatch(0.0, [])))])
+        other.restore(*compacted)
+        other.extend([(compacted.last_seq + 1, encode_batch(KVEventBatch(0.0, [])))])
         assert digest_of(other.batches_from(0)) == publisher.digests[compacted.last_seq]
 
 

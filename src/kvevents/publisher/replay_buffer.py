@@ -364,10 +364,8 @@ class ReplayBuffer:
                 batches = [batch for batch in self._batches if batch[0] <= seq]
             return self.compacted_history(), batches
 
-    def restore(
-        self, last_seq: int, payloads: Sequence[bytes], partial: bool, batches: Sequence[SequencedPayload] = ()
-    ) -> None:
-        """Fill an empty buffer with the fields of a `CompactedHistory` and the batches after it.
+    def restore(self, last_seq: int, payloads: Sequence[bytes], partial: bool) -> None:
+        """Fill an empty buffer with the fields of a `CompactedHistory`; add the batches after it with `extend`.
 
         Without a history, `last_seq` is -1. No consumer may hold undelivered batches up to `last_seq` from an earlier
         connection.
@@ -380,7 +378,6 @@ class ReplayBuffer:
                 if self._compactor is not None:
                     self._compactor.restore(payloads, partial=partial)
                     self._update_stats()
-        self.extend(batches)
 
     # --- state
 

@@ -87,19 +87,16 @@ def private_context() -> zmq.Context[Socket]:
     return context
 
 
-def destroy_context(context: zmq.Context[Any], wait: float = 1.0) -> bool:
-    """Close all sockets of a context without flushing them, and terminate it. Return whether it ended within `wait` seconds.
+def destroy_context(context: zmq.Context[Any]) -> None:
+    """Close all sockets of a context without flushing them, and terminate it. Wait a second for that.
 
     libzmq waits for each socket without a bound. If an interrupt comes while pyzmq makes a socket, the exception holds a socket
     that pyzmq does not close. Termination then goes on in a daemon thread, and ends with the process at the latest.
     """
     thread = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True, name="zmq-destroy")
-    try:
+    with suppress(RuntimeError):  # the interpreter is ending, and starts no threads any more
         thread.start()
-    except RuntimeError:  # the interpreter is ending, and starts no threads any more
-        return False
-    thread.join(wait)
-    return not thread.is_alive()
+        thread.join(1.0)
 
 
 # --- sockets of subscribers
