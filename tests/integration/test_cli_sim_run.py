@@ -19,8 +19,8 @@ from kvevents.cli import main, sim_run
 from kvevents.cli.command import FAILED, WRONG_USAGE
 from kvevents.cli.console import Console
 from kvevents.cli.sim_run import fleet_line, show_progress, streams_line
+from kvevents.endpoints import MAX_PORT
 from kvevents.service.discovery.files import read_sources
-from kvevents.sim.network import HIGHEST_PORT
 from kvevents.sim.results import LiveResult, StreamResult
 from service_cases import Service, serving, wait_for
 from sim_cases import conversations, growing_conversations
@@ -216,8 +216,8 @@ def test_a_run_that_waits_for_a_subscriber_fails_without_one(capsys: pytest.Capt
         (["--faults", "drop:7"], r"invalid fault 'drop:7': expected a share from 0% to 100%, for example drop:1%"),
         (["--faults", "cut:0s"], r"invalid fault 'cut:0s': expected a duration above 0, for example cut:60s"),
         (
-            ["--base-port", str(HIGHEST_PORT - 2)],
-            rf"invalid base port {HIGHEST_PORT - 2}: 2 workers would need port \d+; choose a lower one",
+            ["--base-port", str(MAX_PORT - 2)],
+            rf"invalid base port {MAX_PORT - 2}: 2 workers would need port \d+; choose a lower one",
         ),
         (["--base-port", "99999999"], r".*99999999.*"),
         (["--host", "no such host"], r".*no such host.*"),

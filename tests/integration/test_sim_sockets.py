@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import zmq
 
+from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.sim import network
-from kvevents.sim.network import HIGHEST_PORT, Sockets
+from kvevents.sim.network import Sockets
 from kvevents.sim.settings import FleetSettings
 from kvevents.stream import Source
 from kvevents.testing import FaultProxy
@@ -67,9 +68,9 @@ def test_without_a_base_port_the_system_chooses_ports() -> None:
 
 
 def test_ports_out_of_range_are_reported_before_anything_is_opened() -> None:
-    message = f"^invalid base port {HIGHEST_PORT - 2}: 2 workers would need port {HIGHEST_PORT + 1}; "
+    message = f"^invalid base port {MAX_PORT - 2}: 2 workers would need port {MAX_PORT + 1}; "
     with leave_nothing_open(), pytest.raises(ConfigError, match=message):
-        Sockets(TWO_RANKS, base_port=HIGHEST_PORT - 2)
+        Sockets(TWO_RANKS, base_port=MAX_PORT - 2)
 
 
 def test_proxies_are_between_the_publisher_and_its_consumers() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvevents.relay.journal import Journal, JournalLimits
-from kvevents.relay.journal_disk import BOOT_ID_FILE, Disk
+from kvevents.relay.journal_disk import Disk
 from kvevents.relay.journal_format import Batches, ForwardedBatch, SkippedNumbers
 from kvevents.relay.journal_recovery import Recovered
 
@@ -38,8 +38,8 @@ def no_failure(*_: object) -> None:
 class WatchedDisk(Disk):
     """A disk that calls `before` with the name of each call and the bytes to write, before it. `before` can raise."""
 
-    def __init__(self, before: Callable[[str, bytes], None] | None = None, boot_id_file: Path = BOOT_ID_FILE) -> None:
-        super().__init__(boot_id_file)
+    def __init__(self, before: Callable[[str, bytes], None] | None = None, boot_id_file: Path = Disk.boot_id_file) -> None:
+        self.boot_id_file = boot_id_file
         self.before = before or no_failure
         self.calls: list[str] = []
 

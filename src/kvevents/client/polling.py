@@ -72,10 +72,9 @@ def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSour
 class Poller:
     """Polls one service. Rates are between the last two successful polls."""
 
-    def __init__(self, client: Client, order: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, client: Client, order: str) -> None:
         self._client = client
         self._order = order
-        self._clock = clock
         self._previous: PollResult | None = None
         self._failing_since: float | None = None
 
@@ -84,7 +83,7 @@ class Poller:
         ready = self._client.ready()
         stats = self._client.get("/v1/stats", StatsAnswer)
         answer = self._client.get("/v1/sources", PolledSources)
-        at, former, sources, lookups = self._clock(), self._previous, answer.sources, None
+        at, former, sources, lookups = time.time(), self._previous, answer.sources, None
         if former is not None and former.stats is not None and at > former.at:
             seconds, batches = at - former.at, {source.key: source.batches for source in former.sources}
             rates = (_rate(batches.get(source.key), source.batches, seconds) for source in sources)
@@ -107,7 +106,7 @@ class Poller:
         try:
             return self.poll()
         except ServiceRequestError as problem:
-            now = self._clock()
+            now = time.time()
             self._failing_since = self._failing_since or now
             return PollResult(at=now, service=self._client.url, error=str(problem), failing_since=self._failing_since)
 

@@ -16,7 +16,6 @@ from typing import BinaryIO, Final
 from kvevents.errors import JournalError
 
 UNKNOWN_BOOT: Final = bytes(16)
-BOOT_ID_FILE: Final = Path("/proc/sys/kernel/random/boot_id")
 TEMPORARY: Final = ".tmp"
 """Suffix of a file that is not complete."""
 _LOCK: Final = "lock"
@@ -27,13 +26,12 @@ _PRIVATE: Final = 0o600
 class Disk:
     """Operations on files of an open folder, by name."""
 
-    def __init__(self, boot_id_file: Path = BOOT_ID_FILE) -> None:
-        self._boot_id_file: Final = boot_id_file
+    boot_id_file = Path("/proc/sys/kernel/random/boot_id")
 
     def boot_id(self) -> bytes:
         """Return 16 bytes that identify this boot of the machine; `UNKNOWN_BOOT` if the system does not provide them."""
         try:
-            return bytes.fromhex(self._boot_id_file.read_text().strip().replace("-", ""))[:16].ljust(16, b"\0")
+            return bytes.fromhex(self.boot_id_file.read_text().strip().replace("-", ""))[:16].ljust(16, b"\0")
         except (OSError, ValueError):
             return UNKNOWN_BOOT
 

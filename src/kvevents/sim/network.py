@@ -10,6 +10,7 @@ from typing import Final, NamedTuple, Self
 
 import zmq
 
+from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.events import KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
@@ -28,7 +29,6 @@ KILL_SECONDS: Final = 0.05
 """Time for a publisher to pass queued batches to ZeroMQ when its engine is killed. ZeroMQ does not send all of them."""
 SHUTDOWN_SECONDS: Final = 2.0
 """Time for a publisher to send its last batches when a run ends."""
-HIGHEST_PORT: Final = 65_535
 
 
 class WorkerEndpoints(NamedTuple):
@@ -56,7 +56,7 @@ class Sockets:
         self, settings: FleetSettings, *, host: str = "127.0.0.1", base_port: int | None = None, proxied: bool = False
     ) -> None:
         last = (base_port or 0) + 2 * len(settings.workers) - 1
-        if base_port is not None and last > HIGHEST_PORT:
+        if base_port is not None and last > MAX_PORT:
             raise ConfigError(
                 f"invalid base port {base_port}: {len(settings.workers)} workers would need port {last}; choose a lower one"
             )
