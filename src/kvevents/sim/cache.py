@@ -149,7 +149,7 @@ class PrefixCache:
             pool.touch(table)
         sequence.tables = prefix.tables
         sequence.placed = [len(table) for table in prefix.tables]
-        sequence.computed = sequence.cached = prefix.tokens
+        sequence.computed = prefix.tokens
         sequence.boundary = prefix.boundary
         if self._host is not None:
             self._host.touch(sequence.hashes[: len(prefix.tables[0])])

@@ -36,8 +36,6 @@ class Sequence:
         """Tokens that can be computed: the prompt, and the answer so far."""
         self.computed = 0
         """Tokens whose keys and values are in the cache, or will be when the step ends."""
-        self.cached = 0
-        """Tokens of the prompt that were cached at its last admission."""
         self.boundary = 0
         """Tokens that a hybrid model's full attention found in the cache, but its sliding window did not."""
         self.tables: tuple[list[int], ...] = ()

@@ -69,7 +69,6 @@ class Job:
     """Number of its admission, from 1; the highest is preempted first. 0 while it waits, and after it finished."""
     cached: int | None = None
     """Prompt tokens found in the cache at its first admission."""
-    preemptions: int = 0
     ahead: int = 0
     """While it decodes, `n + ahead` tokens are computed before step `n`."""
 
@@ -234,7 +233,6 @@ class SimulatedEngine:
             self._prefilling.remove(job)
         self.cache.release(sequence)
         job.order = 0
-        job.preemptions += 1
         self.preemptions += 1
         self._waiting.appendleft(job)
 
