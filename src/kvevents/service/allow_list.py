@@ -155,7 +155,8 @@ class EndpointAllowList:
         if not parts:
             hint = f"write {_FORMS} without '.', '..' and empty parts"
             raise EndpointRefusedError(endpoint, "its transport or its path is not supported", hint)
-        if not any(kind == transport and _matches_parts(parts, pattern) for kind, pattern in self._paths):
+        patterns = [pattern for kind, pattern in self._paths if kind == transport and len(pattern) == len(parts)]
+        if not any(all(map(fnmatchcase, parts, pattern)) for pattern in patterns):
             raise EndpointRefusedError(endpoint, f"{_UNCOVERED} it", f"add a pattern for this path to `allow`: {endpoint}")
 
 
@@ -175,9 +176,8 @@ def _target(endpoint: str, location: str) -> _Target:
         elif _NUMERIC.fullmatch(text.lower()):
             address = IPv4Address(text)
     except ValueError as error:
-        raise EndpointRefusedError(
-            endpoint, f"invalid address {text or six!r}", "write IPv4 as four decimal numbers"
-        ) from error
+        reason = f"invalid address {text or six!r}"
+        raise EndpointRefusedError(endpoint, reason, "write IPv4 as four decimal numbers") from error
     if address is None and not _is_name(host):
         raise EndpointRefusedError(endpoint, f"invalid host name {text!r}", "write a name or an address")
     return _Target(host, int(match["ports"]), address)
@@ -214,10 +214,6 @@ def _plain_parts(transport: str, location: str) -> list[str]:
     return parts if is_known and not {"", ".", ".."} & set(parts) else []
 
 
-def _matches_parts(parts: list[str], pattern: list[str]) -> bool:
-    return len(parts) == len(pattern) and all(fnmatchcase(part, glob) for part, glob in zip(parts, pattern, strict=True))
-
-
 def _hint(host: str, port: int) -> str:
     example = _format(host, port)
     return f"add a pattern such as {example} to `allow` in the service's configuration, or name the engine there"
@@ -239,10 +235,8 @@ def _tcp_pattern(pattern: str, location: str) -> _TcpPattern:
     if match["six"] is not None or "/" in host or _NUMERIC.fullmatch(host):
         return _TcpPattern(_network(pattern, match["six"], host), "", ports)
     if not _is_name(host.removeprefix("*.")):
-        raise _pattern_error(
-            pattern,
-            f"expected a name, *.SUFFIX, address or network instead of {host!r}; all addresses are 0.0.0.0/0 and [::/0]",
-        )
+        forms = "a name, *.SUFFIX, address or network"
+        raise _pattern_error(pattern, f"expected {forms} instead of {host!r}; all addresses are 0.0.0.0/0 and [::/0]")
     return _TcpPattern(None, host.removeprefix("*"), ports)
 
 

@@ -251,7 +251,7 @@ def _row(member: Member, former: _Row | None) -> _Row:
 
 def _changes(fleet: Fleet, rows: Mapping[Member, _Row], members: Sequence[Member]) -> Mapping[str, Any]:
     """Return the order of all workers, their changes, and the scopes and adapters of the fleet."""
-    scopes = fleet.scopes
+    scopes = fleet.scopes.all_scopes
     models = {scope[:3] for scope in scopes}
     bases: dict[tuple[str, str, str], set[str]] = {}
     for scope in scopes | fleet.adapters:

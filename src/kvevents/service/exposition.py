@@ -103,9 +103,7 @@ _SOURCES: Final[Table[Member]] = {
     "state": ("1 for the current trust state, 0 for the others.", lambda m: one_of("state", STATES, m.trust_status.state)),
     "reason": (
         "1 for each reason why the source is not EXACT.",
-        lambda m: [
-            ({"state": trust.state, "reason": reason}, 1) for trust in (m.trust_status,) for reason in trust.reason_codes
-        ],
+        lambda m: [({"state": m.trust_status.state, "reason": reason}, 1) for reason in m.trust_status.reason_codes],
     ),
     "inexact_tier": (
         "1 for each tier whose removals the source does not announce.",
@@ -228,9 +226,7 @@ _SERVICE: Final[Table[_Scrape]] = {
     ),
     "rejected_events_total": (
         "Events that could not be decoded, by dialect and reason.",
-        lambda s: [
-            ({"dialect": dialect, "reason": reason}, count) for (dialect, reason), count in list(s.service.fleet.counts.items())
-        ],
+        lambda s: [({"dialect": key[0], "reason": key[1]}, count) for key, count in list(s.service.fleet.counts.items())],
     ),
     "lookups_total": ("Prefix lookups.", lambda s: s.counts.answers.lookups),
     "lookup_hits_total": ("Prefix lookups that matched at least one block.", lambda s: s.counts.answers.hits),

@@ -216,12 +216,12 @@ class Registrations:
             if self._saved_changes >= change:
                 return
             self._saved_changes = self._changes
+            fault = ""
             try:
                 await asyncio.to_thread(self.store.save_registrations, self._list_registrations)
             except SnapshotError as error:  # the next snapshot tries again
-                self.report_fault(str(error))
-            else:
-                self.report_fault("")
+                fault = str(error)
+            self.report_fault(fault)
 
     def _list_registrations(self) -> list[SavedRegistration]:
         return [

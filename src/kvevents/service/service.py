@@ -154,9 +154,8 @@ class Service:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.state_store is not None:
-            await asyncio.to_thread(self.save)
-            await self.registrations.save()
+        await asyncio.to_thread(self.save)
+        await self.registrations.save()
         await asyncio.to_thread(self.fleet.follower.stop)
         await asyncio.to_thread(self.fleet.loads.close)
         if self.state_store is not None:
@@ -204,12 +203,12 @@ class Service:
         """Write a snapshot. A failure becomes a warning in `/health`."""
         if self.state_store is None:
             return
+        fault = ""
         try:
             self.snapshot_at = self.state_store.save(self.index, self._current_checkpoints)
         except (SnapshotError, TimeoutError) as error:
-            self._report_fault("snapshot", str(error) or "the positions of the streams could not be read in time")
-        else:
-            self._report_fault("snapshot", "")
+            fault = str(error) or "the positions of the streams could not be read in time"
+        self._report_fault("snapshot", fault)
 
     def _current_checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints of followed streams, and of restored streams that are not registered again yet."""
@@ -261,14 +260,10 @@ class Service:
             )
         if not self.settings.is_loopback and self.settings.access.tokens and self.settings.tls is None:
             sentences.append("tokens travel in clear: set tls")
-        if self.snapshot_fault is not None:
-            sentences.append(self.snapshot_fault)
-        if self._certificates is not None and self._certificates.fault is not None:
-            sentences.append(self._certificates.fault)
+        certificate_fault = None if self._certificates is None else self._certificates.fault
+        sentences += filter(None, (self.snapshot_fault, certificate_fault))
         sentences += [*self.index_source.warnings(), *self.fleet.topic_faults.values()]
-        if self._failure:
-            sentences.append(self._failure)
-        return sentences
+        return [*sentences, *filter(None, (self._failure,))]
 
     def health(self) -> HealthAnswer:
         """Return whether the service works, and its warnings."""

@@ -34,8 +34,6 @@ _REGISTERED: Final = "registered.json"
 _INDEX: Final = "index-{}.snapshot"
 _STREAMS: Final = "streams-{}.msgpack"
 _UNREADABLE: Final = "unreadable"
-
-
 _CHECKPOINTS: Final = msgspec.msgpack.Decoder(list[Checkpoint])
 
 
@@ -166,10 +164,9 @@ class StateStore:
         current = self._generation()
         if current == _UNREADABLE:  # the generation that it names is unknown and must not be removed
             return
-        keep = {pattern.format(current) for pattern in (_INDEX, _STREAMS)}
         for pattern in (_INDEX, _STREAMS):
             for path in self.folder.glob(pattern.format("*")):
-                if path.name not in keep:
+                if path.name != pattern.format(current):
                     with suppress(OSError):
                         path.unlink()
 

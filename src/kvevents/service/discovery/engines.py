@@ -281,6 +281,7 @@ class EngineHttpClient:
 
 
 DEFAULT_HTTP_CLIENT: Final = EngineHttpClient()
+_default_tls: Final = functools.cache(ssl.create_default_context)
 _SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] = WeakKeyDictionary()
 
 
@@ -292,11 +293,6 @@ def _describe(url: BaseUrl, error: HttpError) -> str:
             return f"{url} does not answer in HTTP, or not to the end ({error})"
         case _:
             return f"{url} cannot be reached: {error}"
-
-
-@functools.cache
-def _default_tls() -> ssl.SSLContext:
-    return ssl.create_default_context()
 
 
 async def is_same_host(host: str, other: str) -> bool:
@@ -342,24 +338,18 @@ class Declaration:
     def endpoints(self, host: str, template: Template) -> list[RankEndpoint]:
         """Return the endpoints of all ranks of an engine at `host` that does not name them."""
         events, replay = self.events_port or self.assumed_events_port, self.replay_port or self.assumed_replay_port
-        return [
-            RankEndpoint(
-                template.rank + index,
-                f"tcp://{host}:{events + index}",
-                None if replay is None else f"tcp://{host}:{replay + index}",
-            )
-            for index in range(template.ranks)
-        ]
+        ranks = []
+        for index in range(template.ranks):
+            own_replay = None if replay is None else f"tcp://{host}:{replay + index}"
+            ranks.append(RankEndpoint(template.rank + index, f"tcp://{host}:{events + index}", own_replay))
+        return ranks
 
     def contradictions(self, first: RankEndpoint, models: set[str]) -> Iterator[str]:
         """Yield what the engine says otherwise, each as a sentence. `first` is its first rank, not always 0."""
         if self.names_model and models and self.model not in models:
             yield f"it is declared to serve {self.model}, and serves {', '.join(sorted(models))}"
-        named = (
-            ("events", self.events_port, first.endpoint),
-            ("replay", self.replay_port, first.replay_endpoint or "no endpoint"),
-        )
-        for name, port, endpoint in named:
+        replay = first.replay_endpoint or "no endpoint"
+        for name, port, endpoint in ("events", self.events_port, first.endpoint), ("replay", self.replay_port, replay):
             if port is not None and (split_tcp(endpoint) or ("", 0))[1] != port + first.rank:
                 yield f"its {name} port is declared as {port + first.rank}, and it names {endpoint}"
 
@@ -432,9 +422,8 @@ class EngineProvider:
         if answer.status in {404, 405} or (answer.status in _UNAUTHORIZED and self.declared is not None):
             return None
         if answer.status in _UNAUTHORIZED:
-            raise EngineQueryError(
-                f"{url} requires a key (status {answer.status}): name the engine's endpoints in a [[sources]] table"
-            )
+            hint = "name the engine's endpoints in a [[sources]] table"
+            raise EngineQueryError(f"{url} requires a key (status {answer.status}): {hint}")
         if answer.status != 200:
             raise EngineQueryError(f"{url} answers with status {answer.status}")
         try:
@@ -452,9 +441,9 @@ class EngineProvider:
         base = next((model.id for model in models if model.parent is None and model.id), None)
         model = self.template.model or info.model or base or declared.model
         if model is None:
-            hint = "set model in the source's table"
-            if self.declared is not None:
-                hint = "set the annotation kvevents/model of its pod"
+            hint = (
+                "set model in the source's table" if self.declared is None else "set the annotation kvevents/model of its pod"
+            )
             raise EngineQueryError(f"{url.join('/v1/models')} lists no model: {hint}")
         faults = []
         if info.endpoints:
@@ -503,10 +492,8 @@ class EngineProvider:
                     hosts[host] = bool(host) and await is_same_host(host, url.host)
                 if not hosts[host]:
                     info.endpoints.remove(rank)
-                    info.missing[rank.rank] = (
-                        f"cannot be followed: {endpoint} is not at {url.host}, which named it; "
-                        "if that is meant, set other_hosts = true in the engine's table"
-                    )
+                    hint = "if that is meant, set other_hosts = true in the engine's table"
+                    info.missing[rank.rank] = f"cannot be followed: {endpoint} is not at {url.host}, which named it; {hint}"
                     break
 
     async def _models(self, url: BaseUrl, *, is_needed: bool) -> list[_Model]:
@@ -515,19 +502,15 @@ class EngineProvider:
             answer = await self._get(url.join("/v1/models"))
             return [] if answer is None else msgspec.convert(answer, _Models).data
         except (EngineQueryError, msgspec.ValidationError) as error:
-            if is_needed and isinstance(error, EngineQueryError):
+            if not is_needed:
+                return []
+            if isinstance(error, EngineQueryError):
                 raise
-            if is_needed:
-                raise EngineQueryError(f"/v1/models does not have the shape of OpenAI's: {error}") from error
-            return []
+            raise EngineQueryError(f"/v1/models does not have the shape of OpenAI's: {error}") from error
 
     def _add_configured_ranks(self, info: EngineInfo) -> None:
         """Add the ranks of the template that the engine does not report to the missing ones."""
         reported = info.missing.keys() | {found.rank for found in info.endpoints}
         first, count = self.template.rank, self.template.ranks
-        if count > 1:
-            info.missing |= {
-                rank: "is configured, but the engine does not report it"
-                for rank in range(first, first + count)
-                if rank not in reported
-            }
+        unreported = set(range(first, first + count)) - reported if count > 1 else ()
+        info.missing |= dict.fromkeys(unreported, "is configured, but the engine does not report it")

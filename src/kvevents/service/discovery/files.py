@@ -101,11 +101,7 @@ def read_sources(path: Path, *, alone: bool = True, max_bytes: int = MAX_FILE_BY
     """
     try:
         raw = _read(path, alone=alone, max_bytes=max_bytes)
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # UnicodeDecodeError, TOMLDecodeError (which has the line), ConfigError
+    except (OSError, ValueError, RecursionError) as error:  # also UnicodeDecodeError, TOMLDecodeError and ConfigError
         reason = f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise ExceptionGroup(f"{path} is invalid", [ConfigError(f"{path}: {reason}")]) from error
     tables: list[SourceTable] = []
@@ -126,14 +122,12 @@ def _read(path: Path, *, alone: bool, max_bytes: int) -> list[Any]:
     if len(content) > max_bytes:
         raise ConfigError(f"it has more than {max_bytes} bytes")
     found = tomllib.loads(content.decode("utf-8"))
-    unknown = sorted(found.keys() - {"sources"})
     if not alone:
         found.setdefault("sources", [])
-    elif unknown:
+    elif unknown := sorted(found.keys() - {"sources"}):
         raise ConfigError(f"unknown key {unknown[0]!r}; a file of sources has [[sources]] tables and nothing else")
     if "sources" not in found:
         raise ConfigError("it has no [[sources]]: write sources = [] for an empty list")
-    sources = found["sources"]
-    if not isinstance(sources, list):
+    if not isinstance(found["sources"], list):
         raise ConfigError("sources is one table: write [[sources]], in double brackets")
-    return sources
+    return found["sources"]

@@ -34,7 +34,6 @@ from kvevents.zeromq.keys import Curve
 log = logging.getLogger(__name__)
 
 DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
-DEFAULT_MAX_RESERVATIONS: Final = 65_536
 TOPIC: Final = "topic"
 """Origin of the registrations of engines that have connected and were found by their topic."""
 TRUST_SECONDS: Final = 0.1
@@ -73,7 +72,7 @@ class Fleet(Listener):
         hide_stale_seconds: float = float("inf"),
         curve: Curve | None = None,
         load: LoadSettings = DEFAULT_LOAD_SETTINGS,
-        max_reservations: int = DEFAULT_MAX_RESERVATIONS,
+        max_reservations: int = 65_536,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
@@ -99,7 +98,7 @@ class Fleet(Listener):
         self._published_batches: dict[Key, int] = {}
         self._sizes: tuple[int, dict[tuple[str, ...], list[int]]] = -1, {}
         """The revision for which block sizes were collected last, and these sizes."""
-        self._scopes = Scopes()
+        self.scopes = Scopes()
         self.why_incomplete: Callable[[], str] = str
         """Returns why engines of any model may be missing; empty if all are known."""
         self._changed_members: set[Key] = set()
@@ -148,7 +147,7 @@ class Fleet(Listener):
             member = Member(registration, origin, self._clock(), self.revision)
             self.members[registration.key] = member
             self._collect_workers()
-            self._scopes.add(registration.scope, registration.key)
+            self.scopes.add(registration.scope, registration.key)
             self.revision.advance()
         return member
 
@@ -194,11 +193,8 @@ class Fleet(Listener):
             problem += f", with another {different}" if different else ""
             raise ConflictError(f"{label} is {problem}", "registered", "unregister it first")
         if len(self.members) >= self._max_sources:
-            raise TooMuchError(
-                f"{len(self.members)} sources are registered, which is the limit",
-                "too-many-sources",
-                "raise limits.max_sources",
-            )
+            sentence = f"{len(self.members)} sources are registered, which is the limit"
+            raise TooMuchError(sentence, "too-many-sources", "raise limits.max_sources")
         name = registration.key[0]
         for sibling in [member.registration for key, member in self.members.items() if key[0] == name]:
             check_same_engine(registration, sibling)
@@ -218,7 +214,7 @@ class Fleet(Listener):
         if resume is None:
             self.index.remove_worker((name, rank))
             self.index.readmit((name, rank))
-        self.loads.requests.join(name, rank, self._scopes.streams_of(registration.scope))
+        self.loads.requests.join(name, rank, self.scopes.streams_of(registration.scope))
         member.load = self.loads.follow(registration, self.curve)
         member.silence_of_server = self.loads.watch(registration)
         self.index.set_model(name, registration.scope.name)
@@ -264,7 +260,7 @@ class Fleet(Listener):
         self._collect_workers()
         self.revision.advance()
         self._published_batches.pop(member.registration.key, None)
-        self._scopes.drop(member.registration.scope, member.registration.key)
+        self.scopes.drop(member.registration.scope, member.registration.key)
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
@@ -319,12 +315,7 @@ class Fleet(Listener):
             return UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
         if reason := self.why_incomplete():
             return UnavailableError(reason, "not-followed-yet", "retry in a second; /readyz says when it is ready")
-        return self._scopes.unknown(scope)
-
-    @property
-    def scopes(self) -> set[Scope]:
-        """The scopes of all members."""
-        return self._scopes.all_scopes
+        return self.scopes.unknown(scope)
 
     @property
     def all_block_sizes(self) -> dict[tuple[str, ...], list[int]]:

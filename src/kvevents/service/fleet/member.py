@@ -26,16 +26,7 @@ MAX_GAPS: Final = 64
 HTTP: Final = "http"
 """Origin of the registrations of clients."""
 ENDPOINT_FAULTS: Final = frozenset(
-    {
-        Reason.UNRESOLVED,
-        Reason.REFUSED,
-        Reason.UNANSWERED,
-        Reason.UNREACHABLE,
-        Reason.NOT_ZEROMQ,
-        Reason.WRONG_SOCKET,
-        Reason.KEYS,
-        Reason.NO_PEER,
-    }
+    map(Reason, ("unresolved", "refused", "unanswered", "unreachable", "not-zeromq", "wrong-socket", "keys", "no-peer"))
 )
 """Faults with which an endpoint cannot deliver anything."""
 CODES_OF_DEGRADED_REASONS: Final[dict[DegradedReason, Reason]] = {
@@ -254,15 +245,11 @@ class Member:
         """Number of blocks at the last refresh."""
         return self.info.blocks if self.info is not None else 0
 
-    @property
-    def _fault(self) -> str | None:
-        sentences = [fault.sentence for fault in self.faults.values()]
-        return "; ".join(filter(None, [*sentences, self.why_unreachable])) or None
-
     def view(self) -> SourceView:
         """Return the entry for `/v1/sources`."""
         registration, status, info = self.registration, self.status, self.info
         counters = status.counters if status is not None else StreamCounters()
+        sentences = [fault.sentence for fault in self.faults.values()] + [self.why_unreachable]
         reading = self.load()
         load = None
         if reading is not None and reading.load is not None and reading.age is not None:
@@ -280,7 +267,7 @@ class Member:
             trust=(trust := self.trust_status),
             advice=advise(trust.state, trust.reason_codes, registration.endpoint),
             since=self.since,
-            fault=self._fault,
+            fault="; ".join(filter(None, sentences)) or None,
             incarnation=status.incarnation if status is not None else 0,
             last_seq=status.last_seq if status is not None else -1,
             last_event=self.last_event,

@@ -16,15 +16,7 @@ from uuid import uuid4
 
 import msgspec
 
-from kvevents.client.schemas import (
-    DEFAULT_GROUP,
-    MatchAnswer,
-    Reservation,
-    ReservationsAnswer,
-    ReservationUpdate,
-    ScoredCandidate,
-    Selection,
-)
+from kvevents.client import schemas
 from kvevents.routing.weights import TRUST_WEIGHTS
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError, UnavailableError
 from kvevents.service.fleet.member import Member
@@ -41,10 +33,10 @@ from kvevents.service.service import Service
 Worker: TypeAlias = tuple[str, int]
 """Instance and rank."""
 
-_decode_selection = msgspec.json.Decoder(Selection).decode  # at import, see `build_decoder_now`
-_decode_match = msgspec.json.Decoder(MatchAnswer).decode
-_decode_reservation = msgspec.json.Decoder(Reservation).decode
-_decode_reservations = msgspec.json.Decoder(ReservationsAnswer).decode
+_decode_selection = msgspec.json.Decoder(schemas.Selection).decode  # at import, see `build_decoder_now`
+_decode_match = msgspec.json.Decoder(schemas.MatchAnswer).decode
+_decode_reservation = msgspec.json.Decoder(schemas.Reservation).decode
+_decode_reservations = msgspec.json.Decoder(schemas.ReservationsAnswer).decode
 
 
 @lru_cache(65_536)
@@ -125,7 +117,7 @@ class _Fleet:
         scope_fields = {name: value for name, value in self.scope._asdict().items() if value is not None}
         return scope_fields | {name: value for name, value in others.items() if value is not None}
 
-    def select(self, tokens: Any, workers: Sequence[Worker] | None, **fields: Any) -> Selection:
+    def select(self, tokens: Any, workers: Sequence[Worker] | None, **fields: Any) -> schemas.Selection:
         """Return the answer of `/v1/select`. Raises `UnavailableError` if no worker can take the prompt."""
         candidates = None if workers is None else [{"instance": name, "rank": rank} for name, rank in workers]
         try:
@@ -262,7 +254,9 @@ class _Chooser:
         body = self._body
         return PendingSelection(instance, rank, self._fleet.scope, tokens, ignores_cache, _waits(body), body.session)
 
-    def _select(self, tokens: Any, workers: Sequence[Worker] | None, name: str | None, *, ignores_cache: bool) -> Selection:
+    def _select(
+        self, tokens: Any, workers: Sequence[Worker] | None, name: str | None, *, ignores_cache: bool
+    ) -> schemas.Selection:
         reserve = None if name is None else {"id": name}
         selection = self._fleet.select(tokens, workers, ignores_cache=ignores_cache, reserve=reserve, **self._terms)
         if not selection.usable:
@@ -277,7 +271,7 @@ class _Chooser:
         first = self._select(_placeholder(length), workers, draft, ignores_cache=True)
         reservations.ask(self._fleet.service, "DELETE", draft)
 
-        def cost(candidate: ScoredCandidate) -> tuple[float, bool]:
+        def cost(candidate: schemas.ScoredCandidate) -> tuple[float, bool]:
             cached_tokens = 0 if self._ignores_cache else matches.get((candidate.instance, candidate.rank), _NOTHING).all
             is_other = (candidate.instance, candidate.rank) != (first.instance, first.rank)
             return candidate.score - min(cached_tokens, length) / length * TRUST_WEIGHTS[candidate.trust.state], is_other
@@ -328,7 +322,7 @@ def select_and_reserve(service: Service, request: HttpRequest) -> Response:
         choice = _Chooser(fleet, body, prompt).choose(name)
     waits = choice.selection.waits
     if not waits:
-        reservations.ask(service, "POST", name, ReservationUpdate(first_token=True))
+        reservations.ask(service, "POST", name, schemas.ReservationUpdate(first_token=True))
     worker = _selected(fleet, prompt, choice, selection_id=name, isl_tokens=prompt.length, track_prefill_tokens=waits)
     return answer(worker, request)
 
@@ -391,7 +385,7 @@ def book(service: Service, request: HttpRequest) -> Response:
             raise refusal
     service.selections.discard(fleet.scope, name)
     if not pending.waits:
-        reservations.ask(service, "POST", name, ReservationUpdate(first_token=True))
+        reservations.ask(service, "POST", name, schemas.ReservationUpdate(first_token=True))
     return answer(messages.Booked(selection_id=name, **fleet.names_of(pending.worker)), request, status=201)
 
 
@@ -420,7 +414,7 @@ def _unknown_worker(number: int, rank: int, scope: Scope) -> NotFoundError:
 
 def prefill_complete(service: Service, request: HttpRequest) -> Response:
     """Record that a request has its first token."""
-    reservations.ask(service, "POST", request.item, ReservationUpdate(first_token=True))
+    reservations.ask(service, "POST", request.item, schemas.ReservationUpdate(first_token=True))
     return answer(messages.Done(), request)
 
 
@@ -430,7 +424,7 @@ def output_block(service: Service, request: HttpRequest) -> Response:
     with service.selections.booking:  # so that two requests add two blocks
         now = _decode_reservation(reservations.ask(service, "GET", request.item))
         member = _members_of(service, Scope(now.model, now.tenant, now.group)).get((now.instance, now.rank))
-        changes = ReservationUpdate(output_tokens=now.output_tokens + _block_size(member))
+        changes = schemas.ReservationUpdate(output_tokens=now.output_tokens + _block_size(member))
         reservations.ask(service, "POST", request.item, changes)
     return answer(messages.Done(), request)
 
@@ -464,15 +458,13 @@ def _loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> 
 def loads(service: Service, request: HttpRequest) -> Response:
     """List the load of each rank by the open reservations, for each model."""
     scopes: dict[Scope, dict[Worker, Member]] = {}
-    for member in list_members(service, {"tenant": DEFAULT_GROUP, **request.arguments}):
+    for member in list_members(service, {"tenant": schemas.DEFAULT_GROUP, **request.arguments}):
         scopes.setdefault(Scope(*member.registration.scope[:3]), {})[member.worker] = member
-    return answer(
-        [
-            messages.ModelLoad(model_name=scope.model, routing_group=scope.group, loads=_loads(service, scope, workers))
-            for scope, workers in sorted(scopes.items(), key=lambda item: item[0][:3])
-        ],
-        request,
-    )
+    models = [
+        messages.ModelLoad(model_name=scope.model, routing_group=scope.group, loads=_loads(service, scope, workers))
+        for scope, workers in sorted(scopes.items(), key=lambda item: item[0][:3])
+    ]
+    return answer(models, request)
 
 
 def potential_loads(service: Service, request: HttpRequest) -> Response:

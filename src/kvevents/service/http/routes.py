@@ -86,18 +86,13 @@ def _limit(default: str = "") -> dict[str, Any]:
     return _parameter("limit", f"maximum number of items{default}", type="integer", minimum=1, maximum=pages.MAX_LISTED)
 
 
+def _filters(**names: str) -> tuple[dict[str, Any], ...]:
+    return tuple(_parameter(name, f"only this {what}") for name, what in names.items())
+
+
 _NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
-_FILTERS: Final = (
-    _parameter("instance", "only this engine"),
-    _parameter("model", "only this model"),
-    _parameter("tenant", "only this tenant"),
-    _parameter("group", "only this routing group"),
-)
-_SCOPE_FILTERS: Final = (
-    _parameter("model_name", "only this model"),
-    _parameter("tenant_id", "only this tenant"),
-    _parameter("routing_group", "only this routing group"),
-)
+_FILTERS: Final = _filters(instance="engine", model="model", tenant="tenant", group="routing group")
+_SCOPE_FILTERS: Final = _filters(model_name="model", tenant_id="tenant", routing_group="routing group")
 _RAW: Final = (
     _parameter("model", "for a raw body: name of the model", **_NAME),
     *(
@@ -117,7 +112,6 @@ _PAGE: Final = (
     _parameter("cursor", "where the page begins", type="string", pattern=pages.CURSOR.pattern),
     _TAGGED,
 )
-_RESERVATIONS: Final = (_limit(),)
 _BLOCKS: Final = (
     _parameter("instance", "name of the engine instance", required=True),
     _parameter("rank", "data-parallel rank; default 0", type="integer", minimum=0, maximum=(1 << 32) - 1),
@@ -240,7 +234,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _querying("/v1/match_many", v1.match_many, takes=schemas.MatchManyRequest, gives=schemas.MatchManyAnswer),
     _querying("/v1/select", v1.select, takes=schemas.SelectRequest, gives=schemas.Selection),
     _v1("GET", "/v1/select/explain", reservations.explain, gives=schemas.DecisionsAnswer),
-    _v1("GET", "/v1/reservations", reservations.list_open, gives=schemas.ReservationsAnswer, parameters=_RESERVATIONS),
+    _v1("GET", "/v1/reservations", reservations.list_open, gives=schemas.ReservationsAnswer, parameters=(_limit(),)),
     _v1("GET", "/v1/reservations/{id}", reservations.show, gives=schemas.Reservation),
     _v1("POST", "/v1/reservations/{id}", reservations.update, takes=schemas.ReservationUpdate, gives=schemas.Reservation),
     _v1("DELETE", "/v1/reservations/{id}", reservations.finish, gives=schemas.Reservation),
@@ -334,10 +328,8 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-_ITEM_PATTERN: Final = f"^{reservations.NAME.pattern}$"
-_ITEM_PARAMETER: Final = _parameter(
-    "id", "name of the reservation", "path", required=True, type="string", pattern=_ITEM_PATTERN
-)
+_ID: Final = {"type": "string", "pattern": f"^{reservations.NAME.pattern}$"}
+_ITEM_PARAMETER: Final = _parameter("id", "name of the reservation", "path", required=True, **_ID)
 
 
 def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:

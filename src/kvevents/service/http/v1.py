@@ -11,15 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kvevents.client.schemas import (
-    DEFAULT_GROUP,
-    DrainAnswer,
-    DrainRequest,
-    MatchManyRequest,
-    Reserve,
-    ScopedRequest,
-    SourcesAnswer,
-)
+from kvevents.client import schemas
 from kvevents.service.errors import NotFoundError, RefusedError, TooMuchError, UnavailableError
 from kvevents.service.fleet.event_bus import Subscription
 from kvevents.service.fleet.registration import source_name
@@ -53,12 +45,12 @@ def match(service: Service, request: HttpRequest) -> Response:
     return answer_query(service, request, query, tokens)
 
 
-def _raw_prompt(request: HttpRequest) -> tuple[ScopedRequest, Any]:
+def _raw_prompt(request: HttpRequest) -> tuple[schemas.ScopedRequest, Any]:
     if len(request.body) % 4:
         sentence = f"invalid raw body of {len(request.body)} bytes: expected 4 bytes for each token"
         raise RefusedError(sentence, "malformed-body", "send 32-bit numbers")
     try:
-        query = msgspec.convert(dict(request.arguments), ScopedRequest, strict=False)
+        query = msgspec.convert(dict(request.arguments), schemas.ScopedRequest, strict=False)
     except msgspec.ValidationError as error:
         raise RefusedError(f"invalid query string: {error}", "bad-parameter", "see /openapi.json") from error
     if not query.model:
@@ -68,7 +60,7 @@ def _raw_prompt(request: HttpRequest) -> tuple[ScopedRequest, Any]:
 
 def match_many(service: Service, request: HttpRequest) -> Response:
     """Return the longest prefix of each of several prompts of one scope that each worker holds."""
-    query: MatchManyRequest = request.read()
+    query: schemas.MatchManyRequest = request.read()
     check_tokens(service, sum(map(len, query.prompts)))
     return answer_query(service, request, query)
 
@@ -81,7 +73,7 @@ def select(service: Service, request: HttpRequest) -> Response:
         sentence = f"the request has {len(candidates)} candidates"
         raise TooMuchError(sentence, "too-many-candidates", f"limits.max_candidates is {limit}")
     loads = [candidate.load for candidate in candidates if candidate.load is not None]
-    seconds = query.reserve.seconds if isinstance(query.reserve, Reserve) else None
+    seconds = query.reserve.seconds if isinstance(query.reserve, schemas.Reserve) else None
     weights = [*query.tiers.values(), *query.trust.values(), query.wait_weight, query.load_weight]
     numbers = [*loads, *weights, query.expect_seconds, seconds or 0.0]
     if not all(map(math.isfinite, numbers)):
@@ -96,17 +88,17 @@ def sources(service: Service, request: HttpRequest) -> Response:
     """List every source with its trust, lag, gaps and counters."""
     members = [item for item in service.members().items() if matches(item[1].registration, request.arguments)]
     page, cursor = cut_page(members, request.arguments)
-    listing = SourcesAnswer(sources=[member.view() for member in page], faults=service.faults(), next=cursor)
+    listing = schemas.SourcesAnswer(sources=[member.view() for member in page], faults=service.faults(), next=cursor)
     return tag(answer(listing, request), request)
 
 
 async def drain(service: Service, request: HttpRequest) -> Response:
     """Exclude an engine, or one rank of it, from selections while its stream is followed; `draining: false` ends that."""
-    body: DrainRequest = request.read()
+    body: schemas.DrainRequest = request.read()
     query = InstanceQuery(str(body.instance), body.rank, body.model, body.tenant, body.group)
     ranks = await service.registrations.drain(query, request.client, is_draining=body.draining)
     numbers = [registration.rank for registration in ranks]
-    return answer(DrainAnswer(instance=query.instance, ranks=numbers, draining=body.draining), request)
+    return answer(schemas.DrainAnswer(instance=query.instance, ranks=numbers, draining=body.draining), request)
 
 
 def stats(service: Service, request: HttpRequest) -> Response:
@@ -120,7 +112,9 @@ def blocks(service: Service, request: HttpRequest) -> Response:
     if (instance := arguments.get("instance")) is None:
         raise RefusedError("parameter instance is missing", "bad-parameter", "send an instance of /v1/sources")
     rank = read_number(arguments, "rank", 0, (1 << 32) - 1, minimum=0)
-    source = source_name(arguments.get("tenant", DEFAULT_GROUP), arguments.get("group", DEFAULT_GROUP), instance)
+    source = source_name(
+        arguments.get("tenant", schemas.DEFAULT_GROUP), arguments.get("group", schemas.DEFAULT_GROUP), instance
+    )
     key = source, rank
     if (member := service.members().get(key)) is None:
         raise NotFoundError(f"{instance} rank {rank} is not registered", "not-registered", "see /v1/sources")
