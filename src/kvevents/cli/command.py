@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
@@ -105,15 +106,6 @@ class HelpFormatter(RawDescriptionHelpFormatter):
         yield from getattr(action, "_choices_actions", ())
 
 
-_OTHER_NAMES: Final = {"--replay-endpoint": "--replay"}
-"""Names of options that are accepted too: those of fields in files, variables and HTTP requests."""
-
-
-def _rename_option(word: str) -> str:
-    option, equals, value = word.partition("=")
-    return _OTHER_NAMES.get(option, option) + equals + value
-
-
 class CommandParser(ArgumentParser):
     """A parser that reports unknown options and commands before anything else, with a suggestion.
 
@@ -151,7 +143,8 @@ class CommandParser(ArgumentParser):
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override] # overloads
         """Parse arguments. A command declares its options here, when it was chosen."""
-        given = [_rename_option(word) for word in (sys.argv[1:] if args is None else args)]
+        # The name of the field in files, variables and HTTP requests is accepted too.
+        given = [re.sub("^--replay-endpoint(?=$|=)", "--replay", each) for each in (sys.argv[1:] if args is None else args)]
         command, self._command = self._command, None
         if command is not None:
             self._declare(command)

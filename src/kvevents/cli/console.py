@@ -15,16 +15,7 @@ from kvevents.errors import ExternalError
 
 Style: TypeAlias = Literal["plain", "dim", "bold", "name", "good", "warn", "bad", "loud"]
 
-_SGR: Final[dict[Style, str]] = {
-    "plain": "",
-    "dim": "2",
-    "bold": "1",
-    "name": "36",
-    "good": "32",
-    "warn": "33",
-    "bad": "1;31",
-    "loud": "1;35",
-}
+_SGR: Final = {"dim": "2", "bold": "1", "name": "36", "good": "32", "warn": "33", "bad": "1;31", "loud": "1;35"}
 TRUST_STYLES: Final[dict[str, Style]] = {
     "EXACT": "good",
     "REPLAYING": "name",
@@ -34,11 +25,6 @@ TRUST_STYLES: Final[dict[str, Style]] = {
 }
 """Styles of trust states."""
 _ERASE_LINE: Final = "\r\x1b[K"
-_ENTER_SCREEN: Final = "\x1b[?1049h\x1b[?25l"
-"""Turns on the second screen of a terminal, without a cursor."""
-_LEAVE_SCREEN: Final = "\x1b[?25h\x1b[?1049l"
-_PROGRESS_SECONDS: Final = 0.1
-"""Time between two updates of the progress at least."""
 
 
 class Span(NamedTuple):
@@ -101,9 +87,9 @@ class Console:
         self._notes.flush()
 
     def progress(self, text: str) -> None:
-        """Write a line to a terminal that the next one replaces."""
+        """Write a line to a terminal that the next one replaces, at most every 0.1 s."""
         now = time.monotonic()
-        if self._progress and now - self._progress_at >= _PROGRESS_SECONDS:
+        if self._progress and now - self._progress_at >= 0.1:
             self._progress_at = now
             self._in_progress = True
             self._notes.write(_ERASE_LINE + _paint(cut([text], terminal_size(self._notes)[0] - 1), color=False))
@@ -155,11 +141,11 @@ def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
         stream.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
         stream.flush()
 
-    stream.write(_ENTER_SCREEN)
+    stream.write("\x1b[?1049h\x1b[?25l")  # the second screen of the terminal, without a cursor
     try:
         yield show
     finally:
-        stream.write(_LEAVE_SCREEN)
+        stream.write("\x1b[?25h\x1b[?1049l")
         stream.flush()
 
 
@@ -219,7 +205,7 @@ def _spans(cell: Part | Line) -> list[Span]:
 def _paint(parts: Line, color: bool) -> str:
     painted = ""
     for text, style in _spans(parts):
-        code = _SGR[style] if color else ""
+        code = _SGR.get(style) if color else None
         painted += f"\x1b[{code}m{text}\x1b[0m" if code and text else text
     return painted
 

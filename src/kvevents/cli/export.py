@@ -11,7 +11,7 @@ from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Span, table
 from kvevents.cli.output import DATA, add_output, write_record
 from kvevents.diagnosis.text_format import plural
-from kvevents.export import ExportProgress, ExportSummary, export, find_query, queries, run_query
+from kvevents.export import ExportProgress, export, find_query, queries, run_query
 
 DESCRIPTION: Final = (
     "Convert recordings to Parquet tables with the history of every block, and query them with DuckDB.\n"
@@ -64,13 +64,6 @@ def _export(args: Namespace, console: Console) -> int:
         done = export(recordings, directory, tokens=args.token_ids, force=args.force, progress=progress)
     finally:
         gc.enable()
-    _print_result(done, console)
-    if args.token_ids:
-        console.note(f"prompts can be read from the token ids in {directory}: protect it like the prompts")
-    return OK
-
-
-def _print_result(done: ExportSummary, console: Console) -> None:
     for message in done.truncated:
         console.note(Span(message, "warn"))
     reasons = ", ".join(f"{count} {reason}" for reason, count in done.reject_reasons.items())
@@ -81,6 +74,9 @@ def _print_result(done: ExportSummary, console: Console) -> None:
     rows = ", ".join(f"{name} {count:,}" for name, count in done.rows.items())
     console.note(f"wrote {done.folder} in {done.seconds:.1f} s, {done.bytes:,} bytes; rows: {rows}")
     console.note(f"`kvevents export --list-queries` lists queries, `kvevents export --query NAME {done.folder}` runs one")
+    if args.token_ids:
+        console.note(f"prompts can be read from the token ids in {directory}: protect it like the prompts")
+    return OK
 
 
 # --- queries

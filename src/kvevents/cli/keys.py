@@ -29,11 +29,7 @@ EXAMPLES: Final = """\
 
 def run(args: Namespace) -> int:
     """Create a pair, or print the public keys of a file."""
-    console = Console()
-    if args.show is not None:
-        _show(args, console)
-    else:
-        _create(args, console)
+    (_create if args.show is None else _show)(args, Console())
     return OK
 
 

@@ -29,11 +29,6 @@ EXAMPLES: Final = """\
   kvevents play run.jsonl.gz --list
 """
 
-POLL_SECONDS: Final = 0.1
-"""Seconds between two updates of the progress."""
-LOGGED_BATCHES: Final = 1_000
-"""Batches in the log of the player, which this command does not read. The bound matters if it plays for days."""
-
 
 def read_streams(path: Path, console: Console) -> dict[RecordedEndpoint, list[LiveBatch]]:
     """Return the batches of a recording by run and endpoint, in the order of the file. Raises `RecordingError`."""
@@ -78,24 +73,22 @@ def run(args: Namespace) -> int:
     if args.speed != "max":
         batches = [batch if batch.t is None else batch._replace(t=batch.t / args.speed) for batch in batches]
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
-    with StopSignal() as stop, TapePlayer(batches, **endpoints, log=LOGGED_BATCHES) as player:
+    # This command does not read the log of the player. Its bound matters if it plays for days.
+    with StopSignal() as stop, TapePlayer(batches, **endpoints, log=1_000) as player:
         console.note(f"publishing at {player.endpoint}, replay {player.replay_endpoint}")
         try:
-            _play(player, args, stop, console)
+            with stop.raising():
+                wait_for_subscriber(args, player.endpoint, lambda: player.wait_for_subscriber(0.0))
+            pace: Literal["recorded"] | None = None if args.speed == "max" else "recorded"
+            _watch(player, player.start_playing(rate=pace, times=args.repeat), stop, console)
+            with stop.raising():
+                linger(args, console)
         except KeyboardInterrupt:
-            _print_summary(player, console)
             return INTERRUPTED if player.counts.published < len(batches) * args.repeat else OK
-        _print_summary(player, console)
+        finally:
+            played, requests = plural(player.counts.published, "batch"), plural(player.counts.requests, "request")
+            console.note(f"played {played}, {player.counts.replayed} replayed for {requests}")
         return OK
-
-
-def _play(player: TapePlayer, args: Namespace, stop: StopSignal, console: Console) -> None:
-    with stop.raising():
-        wait_for_subscriber(args, player.endpoint, lambda: player.wait_for_subscriber(0.0))
-    pace: Literal["recorded"] | None = None if args.speed == "max" else "recorded"
-    _watch(player, player.start_playing(rate=pace, times=args.repeat), stop, console)
-    with stop.raising():
-        linger(args, console)
 
 
 def _watch(player: TapePlayer, future: Future[int], stop: StopSignal, console: Console) -> None:
@@ -104,16 +97,10 @@ def _watch(player: TapePlayer, future: Future[int], stop: StopSignal, console: C
         console.progress(f"{plural(player.counts.published, 'batch')} played; Ctrl-C ends it")
         stop.check()
         try:
-            future.result(timeout=POLL_SECONDS)
+            future.result(timeout=0.1)
         except TimeoutError:
             continue
     stop.check()
-
-
-def _print_summary(player: TapePlayer, console: Console) -> None:
-    counts = player.counts
-    played = plural(counts.published, "batch")
-    console.note(f"played {played}, {counts.replayed} replayed for {plural(counts.requests, 'request')}")
 
 
 def _print_runs(streams: dict[RecordedEndpoint, list[LiveBatch]], output: str, console: Console) -> int:

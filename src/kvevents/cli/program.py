@@ -93,10 +93,6 @@ exit codes:
 """
 
 
-_LISTS: Final = ([], *([each.name] for each in COMMANDS if isinstance(each, CommandGroup)))
-"""Command lines that choose no command: they print the list of commands."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     _escape_unencodable_characters()
@@ -107,10 +103,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = list(sys.argv[1:] if argv is None else argv)
             if words[:1] == ["help"]:
                 words = [*words[1:], "--help"]
-            elif words in _LISTS:
+            elif words in [[], *([each.name] for each in COMMANDS if isinstance(each, CommandGroup))]:  # it chooses no command
                 words = [*words, "--help"]
-            if "_ARGCOMPLETE" in os.environ:
-                _complete(parser)
+            if "_ARGCOMPLETE" in os.environ:  # print how the shell can complete its command line, and exit
+                from argcomplete import autocomplete  # noqa: PLC0415 - an extra
+
+                parser.declare_options(os.environ["COMP_LINE"].split())
+                autocomplete(parser)
             arguments = parser.parse_args(words)
             on_error = arguments.command.on_error
             code: int = arguments.execute(arguments)
@@ -133,14 +132,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _names_file(error: BaseException | None) -> bool:
     """Whether an error is that a file cannot be opened or replaced, rather than that work with it failed."""
     return isinstance(error, OSError) and error.filename is not None
-
-
-def _complete(parser: CommandParser) -> None:
-    """Print how the shell can complete its command line, and exit."""
-    from argcomplete import autocomplete  # noqa: PLC0415 - an extra
-
-    parser.declare_options(os.environ["COMP_LINE"].split())
-    autocomplete(parser)
 
 
 def make_parser() -> CommandParser:

@@ -73,12 +73,10 @@ class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unkno
         return RelaySettings(upstreams=tuple(source for each in engines for source in each.ranks(self.ranks)), **options)
 
 
-RELAY_FLAGS: Final = {"tokens": "--token-policy", "replay_endpoint": "--replay"}
-
-
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    settings = SettingsParser(RelayCommandSettings, "relay", flags=CURVE_FLAGS | RELAY_FLAGS)
+    flags = CURVE_FLAGS | {"tokens": "--token-policy", "replay_endpoint": "--replay"}
+    settings = SettingsParser(RelayCommandSettings, "relay", flags=flags)
     settings.add_positional(parser, "upstreams", "[NAME[:RANK]=]ENDPOINT[,REPLAY]")
     settings.add(parser, "ranks", "topic_prefix", "upstream_curve_key", "upstream_curve_server_key", "journal")
     output = parser.add_argument_group("the stream that the relay publishes")

@@ -87,8 +87,6 @@ class StopSignal:
             self._raises = False
 
 
-_LEVELS: Final = ("debug", "info", "warning", "error")
-
 SWITCH_SECONDS: Final = 0.0005
 """How long one thread keeps the interpreter while another one waits. Python's default of 5 ms is the time of a hundred queries,
 and applying a message of the plane takes the interpreter several times."""
@@ -101,7 +99,8 @@ TRIM_SECONDS: Final = 30.0
 
 def add_log_options(parser: ArgumentParser | Group) -> None:
     """Declare the options that `configure_logging` reads."""
-    parser.add_argument("--log-level", choices=_LEVELS, default="info", help="least severe level to log (default: info)")
+    levels = ("debug", "info", "warning", "error")
+    parser.add_argument("--log-level", choices=levels, default="info", help="least severe level to log (default: info)")
     text = "log lines for people, or one JSON object per line (default: text)"
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help=text)
 

@@ -41,18 +41,10 @@ EXAMPLES: Final = """\
   kvevents sim run --requests 500 --time-scale 10 -o json | jq .policies[0].ttft
 """
 
-DEFAULT_POLICY: Final = "prefix-aware"
-MAX_DELAY_SECONDS: Final = 1.0
-"""Delay of the fleet, relative to the clock, above which a note says that the machine is too slow."""
-ROUND_PAUSE: Final = 1.0
-"""Simulated seconds between two rounds of an endless workload."""
-OWN_SUBSCRIBERS: Final = 1
-"""Subscribers of each engine that belong to this command: the router's."""
-
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    parser.add_argument("--policy", choices=list(POLICIES), default=DEFAULT_POLICY, help="policy of the router")
+    parser.add_argument("--policy", choices=list(POLICIES), default="prefix-aware", help="policy of the router")
     faults = "; ".join(f"{name}: {kind.effect}" for name, kind in KINDS.items()).replace("%", "%%")
     parser.add_argument(
         "--faults", default="", metavar="LIST", help=f"faults to inject, such as restart:60s,drop:1%% (default: none). {faults}"
@@ -81,8 +73,8 @@ def run(args: Namespace) -> int:
     sockets: dict[str, Any] = {"host": args.host, "base_port": args.base_port, "requested": faults}
     with StopSignal() as stop, LiveFleet(settings, args.policy, pace=args.time_scale, **sockets) as fleet:
         _print_endpoints(fleet, args, console)
-        with stop.raising():
-            wait_for_subscriber(args, fleet.addresses[0].endpoint, lambda: fleet.sockets.subscribers() > OWN_SUBSCRIBERS)
+        with stop.raising():  # one subscriber of each engine is the router of this command
+            wait_for_subscriber(args, fleet.addresses[0].endpoint, lambda: fleet.sockets.subscribers() > 1)
         began = time.monotonic()
         show = None if args.output in DATA else show_progress(fleet, console)
 
@@ -109,8 +101,8 @@ def run(args: Namespace) -> int:
 
 
 def note_delay(behind: float, console: Console) -> None:
-    """Print a note if the fleet was too many seconds `behind` the clock, which makes its figures worse."""
-    if behind > MAX_DELAY_SECONDS:
+    """Print a note if the fleet was more than a second `behind` the clock, which makes its figures worse."""
+    if behind > 1.0:
         console.note(
             Span("this machine is too slow for this fleet: ", "warn"),
             f"it was up to {behind:.1f} s late; use fewer engines, or a smaller --time-scale",
@@ -125,7 +117,7 @@ def _repeat(settings: SimulationSettings) -> Iterator[Request]:
         for request in msgspec.structs.replace(settings, seed=seed).generate():
             last = request.at
             yield replace(request, at=start + request.at)
-        start += last + ROUND_PAUSE
+        start += last + 1.0  # a pause of a simulated second
         seed += 1
 
 

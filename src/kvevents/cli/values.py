@@ -79,17 +79,8 @@ whole_number: Final = partial(_integer, expected="a whole number, 0 or more")
 ranks: Final = partial(_integer, expected=f"from 1 to {MAX_RANKS} ranks", least=1, most=MAX_RANKS)
 
 
-def service_url(text: str) -> str:
-    """Return the URL of a service. `HOST:PORT` means `http://HOST:PORT`."""
-    return _url(text, "service")
-
-
-def engine_url(text: str) -> str:
-    """Return the URL of an engine's HTTP server. `HOST:PORT` means `http://HOST:PORT`."""
-    return _url(text, "engine")
-
-
 def _url(text: str, owner: str) -> str:
+    """Return the URL of an HTTP server. `HOST:PORT` means `http://HOST:PORT`."""
     url = text if "://" in text else f"http://{text}"
     parts = split_url(url, HTTP_SCHEMES)
     if parts is None or parts.query or parts.fragment or not url.isascii() or not url.isprintable():
@@ -97,6 +88,8 @@ def _url(text: str, owner: str) -> str:
     return url.rstrip("/")
 
 
+service_url: Final = partial(_url, owner="service")
+engine_url: Final = partial(_url, owner="engine")
 PLACEHOLDERS: Final[dict[Any, str]] = {
     **dict.fromkeys((positive_int, whole_number, ranks), "N"),
     **dict.fromkeys((positive_seconds, seconds), "S"),

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
+from functools import partial
 from typing import Final, Protocol
 
 from kvevents.diagnosis.address import check_address, next_ranks
 from kvevents.diagnosis.findings import CheckResult, Severity, warn
-from kvevents.diagnosis.replay import (
-    USE_REPLAY,
-    check_losses,
-    check_replay,
-    check_stream,
-    compare,
-    count_topics,
-    decode_sample,
-    find_replay_endpoint,
-)
+from kvevents.diagnosis.replay import USE_REPLAY, check_losses, check_replay, check_stream, compare, find_replay_endpoint
 from kvevents.diagnosis.replay_sample import ReplaySample
 from kvevents.diagnosis.traffic import (
     MAX_PER_TURN,
+    DecodedContents,
     TrafficSample,
     check_decoding,
     check_frames,
@@ -114,11 +108,10 @@ class EngineChecks:
             # Only one socket can listen at an address. The engine reconnects to the next one.
             sample.close()
         with self._subscriber() as subscriber:
-            self._repeat(stop, lambda: self._turn(subscriber, sample))
+            turn = partial(self._turn, subscriber, sample)
+            self._repeat(stop, turn)
             # A replay that is not complete gets the same time again, since trust is unknown before its end.
-            self._repeat(
-                stop, lambda: self._turn(subscriber, sample), lambda: subscriber.statuses()[0].trust != Trust.REPLAYING
-            )
+            self._repeat(stop, turn, lambda: subscriber.statuses()[0].trust != Trust.REPLAYING)
             return subscriber.statuses()[0]
 
     def _subscriber(self) -> Subscriber[Batch] | Subscriber[RawBatch]:
@@ -147,14 +140,17 @@ class EngineChecks:
     def _traffic(self, sample: TrafficSample, response: ReplaySample | None, is_connected: bool) -> Iterator[CheckResult]:
         """Check the received messages. If nothing does, check topic and dialect of the replayed batches."""
         yield check_traffic(sample, is_connected=is_connected)
-        is_replay = response is not None and not sample.messages
-        contents = decode_sample(response) if response is not None and is_replay else sample.contents
-        topics = count_topics(response) if response is not None and is_replay else sample.topics
+        contents, topics, origin = sample.contents, sample.topics, "live"
+        if response is not None and not sample.messages:
+            contents, origin = DecodedContents(), "replayed"
+            topics = Counter(batch.topic for batch in response.batches if batch.topic is not None)  # older engines send none
+            for batch in response.batches:
+                contents.add(batch.payload)
         neighbours = 0 if self.source.bind else next_ranks(self.source.endpoint)
         checks = (
             check_topic(topics, self.source.topic),
             check_frames(sample),
-            check_decoding(contents, "replayed" if is_replay else "live"),
+            check_decoding(contents, origin),
             check_ranks(contents.ranks, neighbours),
         )
         yield from (finding for finding in checks if finding is not None)

@@ -7,6 +7,7 @@ it checks ours. The greeting has 64 bytes: signature (10), version (2), mechanis
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from contextlib import suppress
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -62,12 +63,6 @@ def _handshake_of_error(error: OSError | UnicodeError) -> Handshake:
             return Handshake("unreachable", str(error.strerror or error))
 
 
-def _unix_address(endpoint: str) -> str:
-    """Return the address of an `ipc://` endpoint. ZeroMQ writes Linux's abstract names with @ for the leading zero byte."""
-    path = endpoint.removeprefix("ipc://")
-    return "\0" + path[1:] if path.startswith("@") else path
-
-
 async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIMEOUT) -> Handshake:
     """Connect to a `tcp://` or `ipc://` endpoint and return what listens there, after at most `seconds`."""
     address = split_tcp(endpoint)
@@ -77,7 +72,8 @@ async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIME
             if address is not None:
                 reader, writer = await asyncio.open_connection(address[0].strip("[]"), address[1])
             else:
-                reader, writer = await asyncio.open_unix_connection(_unix_address(endpoint))
+                path = re.sub("^@", "\0", endpoint.removeprefix("ipc://"))  # ZeroMQ writes Linux's abstract names with @
+                reader, writer = await asyncio.open_unix_connection(path)
     except (OSError, UnicodeError) as error:
         return _handshake_of_error(error)
     try:

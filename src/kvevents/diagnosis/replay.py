@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -11,7 +10,7 @@ from kvevents.diagnosis.findings import CheckResult, fail, ok, warn
 from kvevents.diagnosis.handshake import Handshake, perform_handshake
 from kvevents.diagnosis.replay_sample import LiveComparison, Patience, ReplaySample, missing_ranges, sample_replay
 from kvevents.diagnosis.text_format import number_ranges, plural
-from kvevents.diagnosis.traffic import DecodedContents, SequenceNumbers
+from kvevents.diagnosis.traffic import SequenceNumbers
 from kvevents.wire.decode import begins_with_clear
 from kvevents.zeromq.keys import Curve
 
@@ -45,19 +44,6 @@ def check_replay(endpoint: str, curve: Curve | None = None) -> tuple[list[CheckR
         )
         return [fail("replay", text, advice)], sample
     return [_report_reply(endpoint, sample), *_losses(endpoint, sample, curve)], sample
-
-
-def decode_sample(sample: ReplaySample) -> DecodedContents:
-    """Return the decoded contents of the replayed batches."""
-    contents = DecodedContents()
-    for batch in sample.batches:
-        contents.add(batch.payload)
-    return contents
-
-
-def count_topics(sample: ReplaySample) -> Counter[bytes]:
-    """Count the topics of the replayed batches. Older engines send none."""
-    return Counter(batch.topic for batch in sample.batches if batch.topic is not None)
 
 
 def _report_reply(endpoint: str, sample: ReplaySample) -> CheckResult:

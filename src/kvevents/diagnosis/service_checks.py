@@ -63,20 +63,13 @@ class ServiceChecks:
         yield ok("service", f"kvevents {stats.version} answers at {self._client.url}, up {duration(stats.uptime_seconds)}")
         yield from check_health(health, stats)
         answer = self._client.sources()
-        yield from check_fleet(answer, time.time())
-        yield check_lookups(stats)
-        yield check_memory(stats)
-        yield check_snapshot(stats, time.time())
-
-
-def check_fleet(answer: SourcesAnswer, now: float) -> Iterator[CheckResult]:
-    """Check the sources of the service."""
-    sources = answer.sources
-    yield from check_discovery(answer)
-    yield from check_trust(sources, now)
-    yield from check_traffic(sources, now)
-    checks = (check_ranks, check_block_sizes, check_lag, check_load, check_requests, check_rejected)
-    yield from filter(None, (*(check(sources) for check in checks), check_losses(sources, now)))
+        sources, now = answer.sources, time.time()
+        yield from check_discovery(answer)
+        yield from check_trust(sources, now)
+        yield from check_traffic(sources, now)
+        checks = (check_ranks, check_block_sizes, check_lag, check_load, check_requests, check_rejected)
+        yield from filter(None, (*(check(sources) for check in checks), check_losses(sources, now)))
+        yield from (check_lookups(stats), check_memory(stats), check_snapshot(stats, now))
 
 
 def check_health(health: HealthAnswer, stats: StatsAnswer) -> Iterator[CheckResult]:
