@@ -28,15 +28,12 @@ Detail: TypeAlias = Literal["batches", "events", "tokens"]
 MAX_EVENTS_INLINE: Final = 3
 """Events that the line of a batch describes; the rest is summed up."""
 MAX_HASHES_INLINE: Final = 3
-_HASH_DIGITS: Final = 8
-"""Shown digits of 16; they are enough to recognise a hash, as in git."""
 _EVENT_STYLES: Final[dict[type[KVEvent], Style]] = {BlockStored: "good", BlockRemoved: "warn", AllBlocksCleared: "loud"}
-_INDENT: Final = " " * 14
 
 
 def short_hash(value: int) -> str:
-    """Return the first digits of a block hash in hexadecimal."""
-    return f"{value:x}"[:_HASH_DIGITS]
+    """Return the first 8 hexadecimal digits of a block hash, which are enough to recognise it, as in git."""
+    return f"{value:x}"[:8]
 
 
 class LineFormat:
@@ -60,7 +57,7 @@ class LineFormat:
         head = self._head(batch.ts, batch.source, batch.rank)
         lines = [[*head, f"{f'#{batch.seq}':>7}  ", path, body, *_rejected(batch)]]
         if has_event_lines:
-            lines += [[_INDENT, *_event_line(event, tokens=self._detail == "tokens")] for event in batch.events]
+            lines += [[" " * 14, *_event_line(event, tokens=self._detail == "tokens")] for event in batch.events]
         return lines
 
     def reset(self, reset: Reset) -> list[Part]:
@@ -171,22 +168,16 @@ def _rejected(batch: Batch) -> list[Part]:
 
 _STREAM_KEYS: Final = ("source", "rank", "incarnation")
 BATCH_KEYS: Final = (*_STREAM_KEYS, "seq", "ts", "replayed", "events", "rejected")
-_RECORDS: Final[dict[type[Delivery], tuple[str, tuple[str, ...]]]] = {
-    Batch: ("batch", BATCH_KEYS),
-    Reset: ("reset", (*_STREAM_KEYS, "reason")),
-    Gap: ("gap", (*_STREAM_KEYS, "first", "last", "compacted")),
-}
-"""Kind and keys of the record of a delivery."""
-_REJECTED_KEYS: Final = ("reason", "detail", "index", "count")
 
 
 def delivery_record(delivery: Delivery) -> dict[str, Any]:
     """Return the record of a delivery. Events are maps with their `type`, without fields with default values, as in vLLM."""
-    kind, keys = _RECORDS[type(delivery)]
-    record = {"kind": kind, **_fields(delivery, keys)}
     if isinstance(delivery, Batch):
-        record["rejected"] = [_fields(item, _REJECTED_KEYS) for item in delivery.rejected]
-    return record
+        rejected = [_fields(item, ("reason", "detail", "index", "count")) for item in delivery.rejected]
+        return {"kind": "batch", **_fields(delivery, BATCH_KEYS), "rejected": rejected}
+    if isinstance(delivery, Reset):
+        return {"kind": "reset", **_fields(delivery, (*_STREAM_KEYS, "reason"))}
+    return {"kind": "gap", **_fields(delivery, (*_STREAM_KEYS, "first", "last", "compacted"))}
 
 
 def _fields(item: object, keys: Iterable[str]) -> dict[str, Any]:

@@ -73,7 +73,9 @@ def run(args: Namespace) -> int:
         console.line(Span(f"{name:24}", "name"), f"{waits[0]:>12}{waits[1]:>13}{results[-1].hit_rate:>17.0%}")
     console.line()
     console.line(_events(streams))
-    console.line(_index(results))
+    checked, wrong = (sum(getattr(each, name) for each in results) for name in ("checked", "disagreements"))
+    prompts = plural(checked, "prompt")
+    console.line(f"Index: right about the cache of the engine for {checked - wrong:,} of the {prompts} that could be compared.")
     console.line(
         f"It took {time.monotonic() - began:.0f} s and no GPU: engines and requests are simulated, sockets and index are real."
     )
@@ -90,9 +92,3 @@ def _events(streams: list[StreamResult]) -> str:
         f"Events: the network lost 1%; {plural(batches, 'batch')} arrived in order, {replayed:,} of them by replay; "
         f"{lost:,} are missing, and {plural(restarts, 'restart')} of engines were seen."
     )
-
-
-def _index(results: list[PolicyResult]) -> str:
-    checked, wrong = (sum(getattr(each, name) for each in results) for name in ("checked", "disagreements"))
-    prompts = plural(checked, "prompt")
-    return f"Index: right about the cache of the engine for {checked - wrong:,} of the {prompts} that could be compared."

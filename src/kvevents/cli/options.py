@@ -9,6 +9,7 @@ import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeAlias
 
@@ -22,8 +23,6 @@ from kvevents.errors import ConfigError, ExternalError, UsageError
 from kvevents.stream import Source
 from kvevents.zeromq.keys import Curve
 
-POLL_SECONDS: Final = 0.02
-"""Seconds between two checks whether a subscriber has connected."""
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
 DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
 
@@ -36,8 +35,6 @@ CURVE_FLAGS: Final = {
 
 MAX_TOKEN_BYTES: Final = 4096
 """Longest bearer token, as in the service."""
-_JSON: Final = '[{"'
-"""First characters of a JSON document, which a token never has."""
 
 Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_group returns has no public name
 
@@ -145,18 +142,11 @@ def read_sources(args: Namespace) -> list[Source]:
     finding = asyncio.run(EngineProvider(args.endpoint, Template(model=args.endpoint, other_hosts=True)).query())
     if not finding.registrations:
         raise ExternalError("; ".join(finding.faults))
-    sources = [
-        Source(
-            one.endpoint,
-            None if args.no_replay else args.replay or one.replay_endpoint,
-            topic=args.topic_prefix or one.topic,
-            name=name,
-            rank=one.rank,
-            curve=curve,
-            replay_is_proven=one.replay_is_proven and args.replay is None,
-        )
-        for one in finding.registrations
-    ]
+    sources: list[Source] = []
+    for one in finding.registrations:
+        replay = None if args.no_replay else args.replay or one.replay_endpoint
+        source = Source(one.endpoint, replay, topic=args.topic_prefix or one.topic, name=name, rank=one.rank, curve=curve)
+        sources.append(replace(source, replay_is_proven=one.replay_is_proven and args.replay is None))
     args.endpoint, args.replay = sources[0].endpoint, sources[0].replay_endpoint
     return sources
 
@@ -185,13 +175,8 @@ def add_limits(parser: ArgumentParser) -> None:
 def add_publisher(parser: ArgumentParser) -> None:
     """Declare the endpoints of a publisher, and when it begins and ends."""
     parser.add_argument("--endpoint", default="tcp://127.0.0.1:5557", type=endpoint, help="where to publish live events")
-    parser.add_argument(
-        "--replay",
-        dest="replay_endpoint",
-        default="tcp://127.0.0.1:5558",
-        type=endpoint,
-        help="where to answer replay requests",
-    )
+    text = "where to answer replay requests"
+    parser.add_argument("--replay", dest="replay_endpoint", default="tcp://127.0.0.1:5558", type=endpoint, help=text)
     add_wait_for_subscriber(parser)
     text = "answer replay requests for S seconds after the last batch, or until Ctrl-C without S (default: end at once)"
     parser.add_argument("--linger", nargs="?", type=positive_seconds, const=threading.TIMEOUT_MAX, help=text)
@@ -209,10 +194,9 @@ def wait_for_subscriber(args: Namespace, endpoint: str, has_subscriber: Callable
     until = time.monotonic() + (seconds or 0.0)
     while seconds is not None and not has_subscriber():
         if time.monotonic() > until:
-            raise ExternalError(
-                f"no subscriber connected to {endpoint} within {seconds:g} s; start one, such as kvevents tail {endpoint}"
-            )
-        time.sleep(POLL_SECONDS)
+            text = f"no subscriber connected to {endpoint} within {seconds:g} s"
+            raise ExternalError(f"{text}; start one, such as kvevents tail {endpoint}")
+        time.sleep(0.02)
 
 
 def linger(args: Namespace, console: Console) -> None:
@@ -280,6 +264,6 @@ def _token(file: Path | None) -> str | None:
         except OSError as error:
             raise ConfigError(f"cannot read {origin}: {error.strerror or error}") from error
     # Proxies log the header with the token. A prompt that is named by mistake must not be in it: it would be JSON.
-    if not 0 < len(given) <= MAX_TOKEN_BYTES or given[0] in _JSON or not all("!" <= char <= "~" for char in given):
+    if not 0 < len(given) <= MAX_TOKEN_BYTES or given[0] in '[{"' or not all("!" <= char <= "~" for char in given):
         raise ConfigError(f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters, no JSON")
     return given

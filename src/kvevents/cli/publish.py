@@ -37,15 +37,7 @@ EXAMPLES: Final = """\
   kvevents tail 10.0.0.7:5557 -o json | kvevents publish --endpoint tcp://127.0.0.1:6557 --topic kv@pod-7@model
 """
 
-SHUTDOWN_SECONDS: Final = 5.0
-"""Time of a slow subscriber to receive the last batches."""
 STDIN: Final = Path("-")
-BUFFER_STEPS: Final = 10_000
-POLL_SECONDS: Final = 0.02
-MAX_QUEUED: Final = 50_000
-"""Half of the publisher's queue. Above it the command waits, so that the publisher drops nothing."""
-CHECK_LINES: Final = 1_000
-"""Lines between two checks of the queue."""
 
 
 class _Batch(msgspec.Struct, forbid_unknown_fields=True):
@@ -96,10 +88,10 @@ class LinePublisher:
             time.sleep(max(0.0, due - time.monotonic()))
             due = max(due, time.monotonic() - 1.0) + self._pause
             self._publisher.publish(batch)
-            if number % CHECK_LINES == 0:
+            if number % 1_000 == 0:
                 self._console.progress(f"{plural(self._publisher.stats().accepted, 'batch')} published")
-                while self._publisher.stats().queued > MAX_QUEUED:
-                    time.sleep(POLL_SECONDS)
+                while self._publisher.stats().queued > 50_000:  # half of the queue, so that the publisher drops nothing
+                    time.sleep(0.02)
         self.finished = True
 
     def _read(self, number: int, line: bytes) -> KVEventBatch | None:
@@ -134,17 +126,11 @@ def run(args: Namespace) -> int:
             if not feed.finished:
                 return INTERRUPTED
         finally:
-            complete = _print_summary(publisher, feed, console)
-    return OK if complete and not feed.invalid else FAILED
-
-
-def _print_summary(publisher: ZmqEventPublisher, feed: LinePublisher, console: Console) -> bool:
-    """Shut down and print counts. Return whether all batches were sent, as far as is known."""
-    report = publisher.shutdown(SHUTDOWN_SECONDS)
-    accepted = publisher.stats().accepted
-    invalid = f", {plural(feed.invalid, 'invalid line')}" if feed.invalid else ""
-    console.note(f"{accepted} accepted, {report.dropped} dropped, {report.unsent} unsent{invalid}")
-    return report.complete and not report.dropped
+            report = publisher.shutdown(5.0)  # the time of a slow subscriber to receive the last batches
+            invalid = f", {plural(feed.invalid, 'invalid line')}" if feed.invalid else ""
+            accepted = publisher.stats().accepted
+            console.note(f"{accepted} accepted, {report.dropped} dropped, {report.unsent} unsent{invalid}")
+    return OK if report.complete and not report.dropped and not feed.invalid else FAILED
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -157,6 +143,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     text = "release whose wire format is used, such as vllm-0.33 (default: arrays, which almost all consumers read)"
     parser.add_argument("--dialect", type=resolve_dialect, metavar="NAME", help=text)
     text = "batches kept for replay, older ones are compacted"
-    parser.add_argument("--buffer-steps", type=positive_int, default=BUFFER_STEPS, help=text)
+    parser.add_argument("--buffer-steps", type=positive_int, default=10_000, help=text)
     add_curve(parser)
     parser.add_argument("--rate", type=rate, help="batches per second (default: no limit)")

@@ -44,8 +44,6 @@ EXAMPLES: Final = """\
 STDIN: Final = "-"
 MAX_PROMPT_BYTES: Final = 64 << 20
 """Maximum size of a prompt file: four times the default limit of a service."""
-RAW_SUFFIXES: Final = frozenset({".u32", ".bin"})
-"""Suffixes of files with 32-bit little-endian token ids."""
 
 _TOKENS: Final[msgspec.json.Decoder[list[int]]] = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
 
@@ -103,7 +101,7 @@ def _token_ids_of(arguments: list[list[int] | str]) -> list[int]:
 
 
 def _read_tokens(file: Path) -> list[int]:
-    if file.suffix in RAW_SUFFIXES:
+    if file.suffix in {".u32", ".bin"}:  # 32-bit little-endian token ids
         content = _read(file)
         if len(content) % 4:
             raise ConfigError(f"{file} has {len(content)} bytes, which is not a multiple of 4; expected 32-bit token ids")

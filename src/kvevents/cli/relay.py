@@ -37,10 +37,6 @@ EXAMPLES: Final = """\
   kvevents relay engine=127.0.0.1:5557,127.0.0.1:5567 --ranks 4 --dialect vllm-0.22     four ranks, for an older router
 """
 
-LIVE_SECONDS: Final = 30.0
-"""Seconds without a turn of the relay after which `/livez` is 503. A turn takes milliseconds, and a snapshot some seconds."""
-POLL_SECONDS: Final = 0.5
-"""Seconds between two checks for changes of state to log."""
 HINT_SECONDS: Final = 5.0
 """How long an upstream can be without its first connection before the usual reason is logged."""
 
@@ -104,8 +100,8 @@ def run(args: Namespace) -> int:
         turned_at = time.monotonic()
 
         def live() -> str:
-            silence = time.monotonic() - turned_at
-            return f"the relay has done nothing for {silence:.0f} s" if silence > LIVE_SECONDS else ""
+            silence = time.monotonic() - turned_at  # a turn takes milliseconds, and a snapshot some seconds
+            return f"the relay has done nothing for {silence:.0f} s" if silence > 30.0 else ""
 
         if config.metrics_port is not None:
             closing.callback(serve_metrics(relay.status, config.metrics_port, config.metrics_host, live))
@@ -134,11 +130,11 @@ class RelayStatusLogger:
         """When each upstream began to wait for its first connection; infinity after that connection or the hint."""
 
     def poll(self) -> None:
-        """Log what has changed. Call it often: it compares every `POLL_SECONDS`."""
+        """Log what has changed. Call it often: it compares every half second."""
         now = self._clock()
         if now < self._poll_at:
             return
-        self._poll_at = now + POLL_SECONDS
+        self._poll_at = now + 0.5
         status = self._status()
         self._log_hints(status, now)
         self._logger.log_changes(_states(status))

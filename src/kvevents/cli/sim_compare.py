@@ -80,9 +80,8 @@ def run_policies(
             for future in as_completed(futures):
                 on_result(future.result())
         except BrokenProcessPool as error:
-            raise ExternalError(
-                "a process ended before its simulation was done; if memory is short, use fewer --jobs"
-            ) from error
+            text = "a process ended before its simulation was done; if memory is short, use fewer --jobs"
+            raise ExternalError(text) from error
         finally:
             for process in active_children():
                 process.kill()
@@ -173,15 +172,11 @@ def report_disagreements(results: list[PolicyResult], console: Console) -> int:
     """Print examples of lookups for which index and engine disagree, which is a defect of kvevents. Return their number."""
     for result in results:
         for one in result.examples:
-            console.note(
-                Span(f"{result.policy}: {one.source}/{one.rank} ", "bad"),
-                f"found {one.cached:,} of {one.prompt:,} tokens where the index says {one.indexed:,}"
-                f" (incarnation {one.incarnation}, batch {one.seq}, after {plural(one.position, 'event')} of it)",
-            )
+            text = f"found {one.cached:,} of {one.prompt:,} tokens where the index says {one.indexed:,}"
+            place = f"incarnation {one.incarnation}, batch {one.seq}, after {plural(one.position, 'event')} of it"
+            console.note(Span(f"{result.policy}: {one.source}/{one.rank} ", "bad"), f"{text} ({place})")
     wrong = sum(result.disagreements for result in results)
     if wrong:
-        console.note(
-            Span("kvevents: ", "bad"),
-            f"index and engines disagree on {plural(wrong, 'lookup')}: a defect of kvevents, please report it",
-        )
+        text = f"index and engines disagree on {plural(wrong, 'lookup')}: a defect of kvevents, please report it"
+        console.note(Span("kvevents: ", "bad"), text)
     return wrong

@@ -103,10 +103,8 @@ def run(args: Namespace) -> int:
 def note_delay(behind: float, console: Console) -> None:
     """Print a note if the fleet was more than a second `behind` the clock, which makes its figures worse."""
     if behind > 1.0:
-        console.note(
-            Span("this machine is too slow for this fleet: ", "warn"),
-            f"it was up to {behind:.1f} s late; use fewer engines, or a smaller --time-scale",
-        )
+        advice = f"it was up to {behind:.1f} s late; use fewer engines, or a smaller --time-scale"
+        console.note(Span("this machine is too slow for this fleet: ", "warn"), advice)
 
 
 def _repeat(settings: SimulationSettings) -> Iterator[Request]:

@@ -34,9 +34,6 @@ EXAMPLES: Final = """\
   kvevents top -o json --interval 10 | jq -c .stats
 """
 
-
-_QUIT_KEYS: Final = frozenset(b"qQ\x04")
-"""q and Ctrl-D."""
 _STDIN: Final = 0
 
 
@@ -53,7 +50,7 @@ def keyboard() -> Iterator[Callable[[float], bool]]:
         until = time.monotonic() + seconds
         while select.select([_STDIN] if has_keys else [], [], [], max(until - time.monotonic(), 0.0))[0]:
             pressed = os.read(_STDIN, 64)
-            if not pressed or _QUIT_KEYS & set(pressed):  # no input: the terminal has closed
+            if not pressed or set(b"qQ\x04") & set(pressed):  # no input: the terminal has closed; 4 is Ctrl-D
                 return True
         return False
 

@@ -123,13 +123,9 @@ class AsyncClient(AsyncCloseable):
         if self._connections is None:
             limits = RequestLimits(self._deadline, endpoint.max_bytes)
             self._connections = HttpConnections(limits, tls=endpoint.tls, idle_seconds=protocol.IDLE_SECONDS)
+        url = endpoint.base + call.path
         answer = await self._connections.send(
-            call.method,
-            endpoint.base + call.path,
-            endpoint.headers,
-            call.body,
-            seconds=seconds,
-            is_repeatable=call.is_repeatable,
+            call.method, url, endpoint.headers, call.body, seconds=seconds, is_repeatable=call.is_repeatable
         )
         return answer.status, answer.body
 
@@ -153,13 +149,11 @@ class AsyncReservedWorker(protocol.Reserving[AsyncClient]):
 
     async def first_token(self) -> schemas.Reservation | None:
         """Report the first token of the answer; None if the service did not take it."""
-        call = protocol.update(self.id, schemas.ReservationUpdate(first_token=True))
-        return await self._send(call)
+        return await self._send(protocol.update(self.id, schemas.ReservationUpdate(first_token=True)))
 
     async def output(self, tokens: int) -> schemas.Reservation | None:
         """Report the number of tokens of the answer so far; None if the service did not take it."""
-        call = protocol.update(self.id, schemas.ReservationUpdate(output_tokens=tokens))
-        return await self._send(call)
+        return await self._send(protocol.update(self.id, schemas.ReservationUpdate(output_tokens=tokens)))
 
     async def _finish(self, deadline: float | None = None) -> None:
         """End the reservation, also if the task is cancelled meanwhile."""

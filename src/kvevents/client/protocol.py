@@ -235,12 +235,9 @@ class Endpoint:
             if status != OK:
                 raise self.response_error(status, content) from None
             path = call.path.partition("?")[0]
-            raise ServiceRequestError(
-                f"the response of {self.url} to {path} is not that of a kvevents service: {error}",
-                "not-kvevents",
-                "check the port, and that the service has the same release",
-                status,
-            ) from error
+            sentence = f"the response of {self.url} to {path} is not that of a kvevents service: {error}"
+            hint = "check the port, and that the service has the same release"
+            raise ServiceRequestError(sentence, "not-kvevents", hint, status) from error
 
     def transport_error(self, kind: HttpErrorKind, detail: str, seconds: float) -> ServiceRequestError:
         """Return the error of a request without a response."""

@@ -23,10 +23,6 @@ MAX_RESERVATION_ID: Final = 128
 """Longest name of a reservation."""
 MAX_RESERVATION_SECONDS: Final = 86_400
 """Longest time after which a reservation expires."""
-MAX_TIERS: Final = 16
-"""Maximum number of tiers of one registration."""
-MAX_LEASE_SECONDS: Final = 604_800
-"""Longest lease: a week."""
 MAX_LABELS: Final = 32
 """Maximum number of labels of one registration, and of one filter."""
 MAX_LABEL_BYTES: Final = 2_048
@@ -40,8 +36,6 @@ ExpirySeconds: TypeAlias = Annotated[float, Meta(ge=1, le=MAX_RESERVATION_SECOND
 EngineId: TypeAlias = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 LoraId: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
-MAX_MEDIA: Final = 1_024
-"""Images and other items of one request. Python decodes them, some microseconds each."""
 
 
 class Problem(Struct, frozen=True, kw_only=True):
@@ -134,7 +128,7 @@ class ScopedRequest(Struct, frozen=True, kw_only=True):
 
     ALIASES: ClassVar = frozenset(name for field, names in SCOPE_NAMES.items() for name in names if name != field)
     """Names that the OpenAPI document leaves out, since one name of each field is enough."""
-    mm: Annotated[list[Media], Meta(max_length=MAX_MEDIA)] = []
+    mm: Annotated[list[Media], Meta(max_length=1024)] = []
     expected: bool = False
     """Include speculative entries: selections that no event has confirmed yet."""
     whole_prompt: bool = False
@@ -623,14 +617,14 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     replay_endpoint: str | None = None
     topic: str = ""
     type: str | None = None
-    stores_only: Annotated[list[str], Meta(max_length=MAX_TIERS)] = []
+    stores_only: Annotated[list[str], Meta(max_length=16)] = []
     """Tiers from which the engine announces no removals, such as `cpu`; no field of the original APIs."""
     drafts: list[int] | None = None
     """KV cache groups of its draft model (EAGLE, MTP), `[]` for all; no field of the original APIs."""
     load: str | None = None
     """Where the load is read: `tcp://HOST:PORT` of SGLang's load stream, or `http://HOST:PORT` of a server with metrics; no
     field of the original APIs."""
-    lease_seconds: Annotated[int, Meta(ge=1, le=MAX_LEASE_SECONDS)] | None = None
+    lease_seconds: Annotated[int, Meta(ge=1, le=7 * 86_400)] | None = None
     """The rank is unregistered after this time unless an equal registration renews it; no field of the original APIs."""
     url: str | None = None
     """Where the engine takes requests, which answers return; no field of the original APIs."""

@@ -134,12 +134,11 @@ def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handsha
     """Return the handshake with a socket that accepts the keys, if there are any; else what is wrong."""
     handshake = perform_handshake(endpoint)
     if curve is not None and handshake.outcome == "socket":
-        return fail(
-            check,
-            f"{endpoint}: it does not use CURVE, but keys are given",
-            "configure keys in the engine (curve in its KV events configuration), or omit --curve-key and --curve-server-key",
+        text = "it does not use CURVE, but keys are given"
+        advice = (
+            "configure keys in the engine (curve in its KV events configuration), or omit --curve-key and --curve-server-key"
         )
-    if curve is not None and handshake.outcome == "curve":
+    elif curve is not None and handshake.outcome == "curve":
         outcome = probe_curve(endpoint, curve, kind)
         if outcome == "accepted":
             return handshake
@@ -157,12 +156,12 @@ def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handsha
 def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
     if kind != "ROUTER":
         return fail("address", f"{endpoint} is a {kind} socket, not a publisher", "check the port; this may be another service")
-    former_endpoint = endpoint_of_rank(endpoint, -1)
-    events = (
-        f"{former_endpoint} is a publisher"
-        if former_endpoint and _is_publisher(former_endpoint)
-        else "the port of the events is often the one below it, 5557 by default"
+    former_endpoint, events = (
+        endpoint_of_rank(endpoint, -1),
+        "the port of the events is often the one below it, 5557 by default",
     )
+    if former_endpoint and _is_publisher(former_endpoint):
+        events = f"{former_endpoint} is a publisher"
     text = f"{endpoint} is a ROUTER socket: a replay endpoint, which publishes nothing"
     return fail("address", text, f"{events}; use that as ENDPOINT")
 

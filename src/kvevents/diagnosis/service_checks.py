@@ -18,11 +18,6 @@ from kvevents.diagnosis.text_format import duration, first_names, percentage, pl
 
 ENOUGH_LOOKUPS: Final = 20
 """Number of lookups without any hit from which on there is a fault."""
-FULL: Final = 0.9
-"""Share of the memory limit in use above which there is a warning."""
-LATE_SNAPSHOTS: Final = 3
-"""Number of snapshot intervals without a snapshot after which there is a warning."""
-
 _LOGS: Final = "see the service's log"
 _NOT_HTTP: Final = frozenset({"timeout", "closed", "not-http"})
 """Errors that a port without an HTTP server can cause."""
@@ -113,7 +108,7 @@ def check_lookups(stats: StatsAnswer) -> CheckResult:
 
 
 def check_memory(stats: StatsAnswer) -> CheckResult:
-    """Check the memory of the index."""
+    """Check the memory of the index, of which 90% of the limit is a warning."""
     usage = f"{plural(stats.blocks, 'block')} in {size(stats.index_bytes)}"
     if stats.evicted:
         text = f"{usage}; {plural(stats.evicted, 'block')} were refused at the limit"
@@ -121,7 +116,7 @@ def check_memory(stats: StatsAnswer) -> CheckResult:
     if stats.memory_limit is None:
         return ok("memory", f"{usage}, without a limit")
     text = f"{usage}, {percentage(stats.index_bytes, stats.memory_limit)} of the limit of {size(stats.memory_limit)}"
-    if stats.index_bytes > FULL * stats.memory_limit:
+    if stats.index_bytes > 0.9 * stats.memory_limit:
         return warn("memory", text, "raise --memory-limit before blocks are refused")
     return ok("memory", text)
 
@@ -138,7 +133,7 @@ def check_snapshot(stats: StatsAnswer, now: float) -> CheckResult:
         return ok("snapshot", f"none yet; the interval is {duration(stats.snapshot_seconds)}")
     age = max(now - stats.snapshot_at, 0.0)
     text = f"the last one is {duration(age)} old"
-    if age > LATE_SNAPSHOTS * stats.snapshot_seconds:
+    if age > 3 * stats.snapshot_seconds:
         return warn("snapshot", text, "see its log and --snapshot-seconds")
     return ok("snapshot", text)
 
@@ -151,11 +146,6 @@ PATIENCE_SECONDS: Final = 10.0
 """Time that a source may take to connect or to catch up; longer is a fault. Seconds are normal."""
 LATE_SECONDS: Final = 1.0
 """Lag above which there is a warning: a router with older events sends prompts to blocks that are gone."""
-SILENT_SECONDS: Final = 600.0
-"""Time without a batch after which there is a warning."""
-RECENT_SECONDS: Final = 3_600.0
-"""Age up to which a loss is a warning."""
-
 _PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING, Reason.REPLAY_UNPROVEN})
 """Reasons that are normal for a short time."""
 
@@ -284,11 +274,11 @@ def _list_lags(seconds: dict[str, float]) -> str:
 
 
 def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[CheckResult]:
-    """Check for sources that have never sent anything, or nothing recently."""
+    """Check for sources that have never sent anything, or nothing for ten minutes."""
     following = [source for source in sources if source.trust.state in {"EXACT", "DEGRADED"}]
     ages = {source.name: now - source.last_event for source in following if source.last_event is not None}
     without_events = [name for source in following if (name := source.name) not in ages and not source.blocks]
-    pauses = [f"{name} for {duration(age)}" for name, age in ages.items() if age > SILENT_SECONDS]
+    pauses = [f"{name} for {duration(age)}" for name, age in ages.items() if age > 600.0]
     if without_events:
         advice = "idle engines publish nothing: send them requests, and check that KV events and prefix caching are enabled"
         yield warn("traffic", f"nothing ever arrived from {first_names(without_events)}", advice)
@@ -300,9 +290,9 @@ def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[CheckRe
 
 
 def check_losses(sources: Sequence[SourceView], now: float) -> CheckResult | None:
-    """Check for recent permanent losses; None without a loss."""
+    """Check for permanent losses in the last hour; None without a loss."""
     with_losses = [source for source in sources if source.lost]
-    recent = [source for source in with_losses if any(now - gap.at < RECENT_SECONDS for gap in source.gaps)]
+    recent = [source for source in with_losses if any(now - gap.at < 3_600.0 for gap in source.gaps)]
     if not recent:
         text = f"permanently lost, none of them within the last hour: {_list_losses(with_losses)}"
         return ok("losses", text) if with_losses else None

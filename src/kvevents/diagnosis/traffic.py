@@ -50,7 +50,6 @@ MAX_DECODED: Final = 20_000
 """Maximum number of messages that are decoded; further messages are only counted. Detecting a dialect takes some 50 us."""
 MAX_PER_TURN: Final = 1_000
 MAX_TOPICS: Final = 1_000
-RECEIVE_HWM: Final = 100_000
 
 
 class DecodedContents:
@@ -102,7 +101,7 @@ class TrafficSample:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._security = secure_sockets(self._context, source.curve, source.endpoint)
         self._socket = self._context.socket(zmq.SUB)
-        self._socket.set(zmq.RCVHWM, RECEIVE_HWM)
+        self._socket.set(zmq.RCVHWM, 100_000)
         self._socket.set(zmq.IPV6, needs_ipv6(source.endpoint))
         self._socket.subscribe(b"")
         if self._security is not None:
@@ -148,8 +147,6 @@ class TrafficSample:
 
 # --- checks of the sample
 
-_TOPICS_SHOWN: Final = 5
-
 
 def check_traffic(sample: TrafficSample, *, is_connected: bool) -> CheckResult:
     """Check whether messages arrive."""
@@ -160,18 +157,15 @@ def check_traffic(sample: TrafficSample, *, is_connected: bool) -> CheckResult:
     if not is_connected:
         advice = "with --bind, configure this host's address as the engine's endpoint; without, see address above"
         return fail("traffic", f"nothing arrived in {seconds:g} s, and there was no connection", advice)
-    return warn(
-        "traffic",
-        f"nothing arrived in {seconds:g} s: an idle engine publishes nothing",
-        "send it a request meanwhile (a prompt shorter than a block stores nothing), or raise --duration",
-    )
+    advice = "send it a request meanwhile (a prompt shorter than a block stores nothing), or raise --duration"
+    return warn("traffic", f"nothing arrived in {seconds:g} s: an idle engine publishes nothing", advice)
 
 
 def check_topic(topics: Counter[bytes], prefix: str) -> CheckResult | None:
     """Check whether `prefix` matches the topics; None without a topic."""
     if not topics:
         return None
-    most_common = [(topic.decode("utf-8", "backslashreplace"), count) for topic, count in topics.most_common(_TOPICS_SHOWN)]
+    most_common = [(topic.decode("utf-8", "backslashreplace"), count) for topic, count in topics.most_common(5)]
     topics_text = ", ".join(f"{topic!r} ({count:,})" for topic, count in most_common)
     mismatch_count = sum(count for topic, count in topics.items() if not topic.startswith(prefix.encode()))
     if not mismatch_count:

@@ -35,8 +35,6 @@ MAX_METRICS_BYTES: Final = 4 << 20
 """Maximum size of an answer. A vLLM server with two ranks has 80 kB."""
 MAX_SERIES: Final = 4_096
 """Maximum number of series of load in one answer: some for each rank."""
-MAX_COUNT: Final = 1 << 53
-"""Largest value of a metric that is a count: above, a double is not exact."""
 METRICS_PATH: Final = "/metrics"
 _CACHE_INFO: Final = "vllm:cache_config_info"
 _CAPACITY_LABELS: Final = re.compile(r'[{,](engine|num_gpu_blocks|block_size)="([^"]*)"')
@@ -171,7 +169,7 @@ def _is_number(text: str) -> bool:
 
 
 def _count(value: float) -> int:
-    if not 0 <= value <= MAX_COUNT:
+    if not 0 <= value <= 1 << 53:  # above, a double is not exact
         raise LoadError(f"has the number {value:g} where a count is expected")
     return round(value)
 
@@ -216,7 +214,6 @@ def check_load_url(text: str) -> str:
 OnLoad: TypeAlias = Callable[[Worker, EngineLoad], None]
 """Called with each load that arrives, in the thread that received it. It must not wait."""
 MAX_AGE_SECONDS: Final = 3_600.0
-_SHARE_OF_AGE: Final = 0.8
 
 
 class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -250,7 +247,7 @@ class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def interval(self, servers: int) -> float:
         """Return the seconds between two requests to a server when this number of servers is polled."""
-        max_interval = max(self.poll_seconds, _SHARE_OF_AGE * self.max_age_seconds)
+        max_interval = max(self.poll_seconds, 0.8 * self.max_age_seconds)
         return min(max(self.poll_seconds, servers / self.polls_per_second), max_interval)
 
 

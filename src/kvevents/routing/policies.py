@@ -335,11 +335,8 @@ class PrefixAware:
         return [order.pop(longest), *order[: self.settings.sample]]
 
     def _work(self, load: Load) -> float:
-        return (
-            load.waiting_tokens
-            + self.settings.decoding_weight * load.decoding
-            + self.settings.context_weight * load.decoding_tokens
-        )
+        decoding = self.settings.decoding_weight * load.decoding + self.settings.context_weight * load.decoding_tokens
+        return load.waiting_tokens + decoding
 
 
 # --- names

@@ -287,12 +287,10 @@ class Router:
             self._expire()
             all_candidates = self._candidates(matches, without)
             if not all_candidates:
-                workers = len(self._workers)
-                raise NoWorkerError(
-                    f"all {workers} workers are excluded: exclude fewer in `without`, or add others"
-                    if workers
-                    else "the router has no workers: add one first"
-                )
+                if not self._workers:
+                    raise NoWorkerError("the router has no workers: add one first")
+                workers = f"all {len(self._workers)} workers"
+                raise NoWorkerError(f"{workers} are excluded: exclude fewer in `without`, or add others")
             candidates = nearest(all_candidates, [distance_of(candidate.trust) for candidate in all_candidates])
             choice = self.policy.choose(prompt, candidates)
             chosen = choice.chosen
