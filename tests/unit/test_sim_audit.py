@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
@@ -14,7 +13,6 @@ from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.sim.audit import MAX_EXAMPLES, Audit, Expected, Mark
 from kvevents.sim.cache import CacheSize
-from kvevents.sim.requests import Sequence
 from kvevents.sim.results import Disagreement
 from kvevents.sim.simulated_engine import StepLimits
 from kvevents.stream import Batch, BatchReport, Gap, RawBatch, Reset
@@ -323,12 +321,6 @@ def test_a_decoded_batch_is_accepted_too() -> None:
         assert isinstance(decoded, Batch)
         audit.apply(decoded, engine_incarnation)
     assert run_audit(audit, []) == (4, 0, 0)
-
-
-def test_the_usable_tokens_of_a_lookup_exclude_the_last_one() -> None:
-    one = Expected(Mark(0, 0, 0), Sequence(array("I", range(9)), 5, 2, "seed", "adapter", "tenant"), 5, 4)
-    assert one.usable.tolist() == [0, 1, 2, 3]
-    assert (one.namespace.lora, one.namespace.salt) == ("adapter", "tenant")
 
 
 def test_the_small_stream_removes_before_it_stores() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.sim.requests import Drawn, Request, Text
-from kvevents.sim.workload_traces import ANSWERS, PIECE_TOKENS, MooncakeReader, MooncakeRow
+from kvevents.sim.workload_traces import ANSWERS, PIECE_TOKENS, MooncakeRow, Sessions, mooncake_request
 from kvevents.sim.workloads import workload
 from mooncake_cases import mooncake_rows
 
@@ -20,7 +20,7 @@ def make_row(**fields: object) -> bytes:
 def test_a_line_is_read_as_a_request() -> None:
     """Each id stands for 512 tokens, the last one for the rest; the answer is a text that no other request has; time is in
     milliseconds."""
-    request = MooncakeReader().request(make_row(unknown="left alone"), 3)
+    request = mooncake_request(Sessions(), make_row(unknown="left alone"), 3)
     assert request.at == 1.5
     assert request.prompt.pieces == (Drawn(0, 512), Drawn(4, 512), Drawn(5, 76))
     assert request.output.pieces == (Drawn(ANSWERS + 3, 7),)
@@ -29,10 +29,10 @@ def test_a_line_is_read_as_a_request() -> None:
 
 @pytest.mark.parametrize(("length", "ids"), [(1, 1), (511, 1), (512, 1), (513, 2), (1024, 2), (1025, 3)])
 def test_lengths_and_ids_must_agree(length: int, ids: int) -> None:
-    assert len(MooncakeReader().request(make_row(input_length=length, hash_ids=list(range(ids))), 1).prompt) == length
+    assert len(mooncake_request(Sessions(), make_row(input_length=length, hash_ids=list(range(ids))), 1).prompt) == length
     for wrong in (ids - 1, ids + 1):
         with pytest.raises(ValueError, match=f"input_length {length} needs {ids} hash_ids, .* but has {wrong}"):
-            MooncakeReader().request(make_row(input_length=length, hash_ids=list(range(wrong))), 1)
+            mooncake_request(Sessions(), make_row(input_length=length, hash_ids=list(range(wrong))), 1)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_lengths_and_ids_must_agree(length: int, ids: int) -> None:
 )
 def test_invalid_values_are_refused(fields: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=str(next(iter(fields)))):
-        MooncakeReader().request(make_row(**fields), 1)
+        mooncake_request(Sessions(), make_row(**fields), 1)
 
 
 TEXTS = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 2 * PIECE_TOKENS)), min_size=1, max_size=4).map(Text)
@@ -71,8 +71,8 @@ def test_rows_share_ids_exactly_if_prompts_share_their_beginning(given_: list[tu
 def test_most_inferred_sessions_are_the_true_ones() -> None:
     """Rows do not name sessions. Nearly all turns are found whose previous prompt had a complete piece of its own."""
     requests = list(workload("chat", requests=2_000, preamble=600))
-    reader = MooncakeReader()
-    found = [reader.request(msgspec.json.encode(one), number) for number, one in enumerate(mooncake_rows(requests))]
+    sessions = Sessions()
+    found = [mooncake_request(sessions, msgspec.json.encode(one), number) for number, one in enumerate(mooncake_rows(requests))]
     last: dict[str | None, tuple[Request, Request]] = {}
     right_sessions = turns = wrong_sessions = first_turns = 0
     for true, inferred in zip(requests, found, strict=True):

@@ -7,7 +7,6 @@ the token if the stream is exact. If the position is inside a batch, the parts o
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,16 +46,6 @@ class Expected:
     tokens: int
     """Number of the sequence's tokens that were looked up."""
     cached: int
-
-    @property
-    def usable(self) -> array[int]:
-        """The tokens that can be cached: all except the last."""
-        return self.sequence.tokens[: self.tokens - 1]
-
-    @property
-    def namespace(self) -> Namespace:
-        """The namespace of the prompt."""
-        return Namespace(lora=self.sequence.lora, salt=self.sequence.salt)
 
 
 class AuditCounts(msgspec.Struct):
@@ -173,20 +162,23 @@ class Audit:
 
     def _compare_until(self, worker: Worker, stream: _Stream, mark: Mark) -> None:
         """Compare the lookups up to `mark`, the position of the index."""
+        counts = self.counts
         while stream.pending and stream.pending[0].mark <= mark:
-            self._compare(worker, stream.pending.popleft())
-
-    def _compare(self, worker: Worker, expected: Expected) -> None:
-        match = self.index.match(expected.usable, expected.namespace).get(*worker)
-        indexed = 0 if match is None else match.tokens
-        differs, counts = indexed != expected.cached, self.counts
-        if not self._exact(worker):
-            counts.unproven += 1
-            return
-        counts.checked += 1
-        counts.disagreements += differs
-        if differs and len(counts.examples) < MAX_EXAMPLES:
-            counts.examples.append(Disagreement(*worker, *expected.mark, expected.tokens, expected.cached, indexed))
+            expected = stream.pending.popleft()
+            if not self._exact(worker):
+                counts.unproven += 1
+                continue
+            sequence = expected.sequence
+            # All tokens except the last can be cached.
+            match = self.index.match(
+                sequence.tokens[: expected.tokens - 1], Namespace(lora=sequence.lora, salt=sequence.salt)
+            ).get(*worker)
+            indexed = 0 if match is None else match.tokens
+            differs = indexed != expected.cached
+            counts.checked += 1
+            counts.disagreements += differs
+            if differs and len(counts.examples) < MAX_EXAMPLES:
+                counts.examples.append(Disagreement(*worker, *expected.mark, expected.tokens, expected.cached, indexed))
 
 
 _encode: Final = batch_encoder()

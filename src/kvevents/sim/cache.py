@@ -26,9 +26,6 @@ from kvevents.settings import Positive, Range, Settings
 from kvevents.sim.pool import NULL, BlockTable, Pool
 from kvevents.sim.requests import Sequence
 
-FULL: Final = "full_attention"
-SLIDING: Final = "sliding_window"
-
 
 @dataclass(frozen=True, slots=True)
 class EventStyle:
@@ -281,7 +278,7 @@ class _Group:
         self.place: Final = place
         self.table: Final = BlockTable(place)
         self.window: Final = window
-        self.kind: Final = FULL if window is None else SLIDING
+        self.kind: Final = "full_attention" if window is None else "sliding_window"
         self._block_size: Final = block_size
         self._needed: Final = -(-((window or 1) - 1) // block_size)
         self._most: Final = None if window is None else -(-(window - 1 + max_step_tokens) // block_size) + 1

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from random import Random
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 from kvevents.errors import ConfigError, ExternalError
@@ -240,7 +239,7 @@ class LiveFleet:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closing.close()
 
     def _wait_for_subscriber(self) -> None:
@@ -278,18 +277,14 @@ class LiveFleet:
 
     def _not_settled(self) -> list[Worker]:
         """Return the running engines that have published, and of which batches are missing or not confirmed."""
-        statuses = {(status.source, status.rank): status for status in self.follower.statuses}
-        return [
-            worker
-            for worker, simulated in self.fleet.workers.items()
-            if simulated.is_up and simulated.batches and not self._is_settled(statuses[worker])
-        ]
-
-    def _is_settled(self, status: StreamStatus) -> bool:
-        """Return whether the subscriber has all batches of the incarnation. It does not count incarnations without batches."""
-        simulated = self.fleet.workers[status.source, status.rank]
-        has_arrived = status.last_seq + 1 == simulated.batches and status.counters.resets >= min(simulated.incarnation, 1)
-        return has_arrived and status.trust.name == "EXACT"
+        waiting: list[Worker] = []
+        for status in self.follower.statuses:
+            simulated = self.fleet.workers[status.source, status.rank]
+            # The subscriber does not count incarnations without batches.
+            has_arrived = status.last_seq + 1 == simulated.batches and status.counters.resets >= min(simulated.incarnation, 1)
+            if simulated.is_up and simulated.batches and not (has_arrived and status.trust.name == "EXACT"):
+                waiting.append((status.source, status.rank))
+        return waiting
 
 
 # --- faults
@@ -353,16 +348,14 @@ def begin_faults(fleet: LiveFleet) -> None:
         if kind.lasting is not None:
             for place, (live, _) in enumerate(fleet.sockets.proxies.values()):
                 kind.lasting(live, fault.amount, fleet.settings.seed + place)
-        else:
+        elif kind.inject is not None:
             random = Random(f"{fleet.settings.seed}/{number}/{fault.kind}")  # noqa: S311 - a fault, not a secret
-            _plan(fleet, fault, random)
+            _plan(fleet, fault, kind.inject, _forever_shuffled(list(fleet.fleet.workers), random))
 
 
-def _plan(fleet: LiveFleet, fault: RequestedFault, random: Random) -> None:
-    workers = _forever_shuffled(list(fleet.fleet.workers), random)
-    inject = KINDS[fault.kind].inject
-    assert inject is not None  # noqa: S101 - faults that recur have one
-
+def _plan(
+    fleet: LiveFleet, fault: RequestedFault, inject: Callable[[LiveFleet, Worker], bool], workers: Iterator[Worker]
+) -> None:
     def act() -> None:
         if not fleet.fleet.done:
             fleet.injected[fault.kind] += inject(fleet, next(workers))

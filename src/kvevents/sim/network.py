@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Final, NamedTuple, Self
 
 import zmq
@@ -115,7 +114,7 @@ class Sockets:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._closing:
             for publisher in self._publishers.values():
                 self._closing.callback(publisher.shutdown, SHUTDOWN_SECONDS)

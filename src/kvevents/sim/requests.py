@@ -57,7 +57,6 @@ class Sequence:
 VOCABULARY: Final = 1 << 16
 """Token ids are below this; real vocabularies have 32,000 to 260,000."""
 _SOURCE_BITS: Final = 20
-_SOURCE_TOKENS: Final = 1 << _SOURCE_BITS
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """An odd factor that places consecutive numbers far apart in the token source (Knuth's multiplicative hashing)."""
 _NAME_TOKENS: Final = 4
@@ -129,7 +128,7 @@ def draw(number: int, length: int) -> array[int]:
 @cache
 def _token_source() -> array[int]:
     """Return pseudo-random token ids, always the same."""
-    raw = array("H", Random(0).randbytes(2 * _SOURCE_TOKENS))  # noqa: S311 - text, not a secret
+    raw = array("H", Random(0).randbytes(2 * 2**_SOURCE_BITS))  # noqa: S311 - text, not a secret
     return array("I", raw)
 
 
@@ -169,8 +168,7 @@ def shared_prefix(requests: Iterable[Request]) -> float:
             held += _tokens_of(piece) if is_known else 0
         total += len(request.prompt)
         for piece in request.output.pieces:
-            path = _extend(path, piece)
-            paths.add(path)
+            paths.add(path := _extend(path, piece))
     return held / total if total else 0.0
 
 

@@ -170,9 +170,10 @@ class SimulatedEngine:
         """Schedule a step and return its duration in seconds. Call `end` after that time."""
         self._number += 1
         work = _Work(self._step_limits.max_num_batched_tokens)
-        preempted = self._decode(work)
-        preempted = self._continue(work) or preempted
-        if not preempted:
+        preemptions = self.preemptions
+        self._decode(work)
+        self._continue(work)
+        if self.preemptions == preemptions:
             self._admit(work)
         self.computed += work.prefilled
         seconds = self._costs.seconds(work.prefilled, work.pairs, work.decoding, self._context)
@@ -196,23 +197,18 @@ class SimulatedEngine:
 
     # --- decoding
 
-    def _decode(self, work: _Work) -> bool:
-        """Schedule a token of every decoding sequence. Return whether a job was preempted."""
-        preempted = False
+    def _decode(self, work: _Work) -> None:
+        """Schedule a token of every decoding sequence."""
         for order, job in sorted(self._due.pop(self._number, ()), key=itemgetter(0)):
             if job.order != order:
                 continue  # preempted since
             sequence = job.sequence
             sequence.computed = self._number + job.ahead
             sequence.known = sequence.computed + 1
-            if not self.cache.extend(sequence, 1):
-                preempted = True
-                if not self._make_room(job, 1):
-                    continue
-            self._schedule_next_block(job)
+            if self.cache.extend(sequence, 1) or self._make_room(job, 1):
+                self._schedule_next_block(job)
         work.decoding = len(self._decoding)
         work.left -= work.decoding
-        return preempted
 
     def _make_room(self, job: Job, tokens: int) -> bool:
         """Preempt the jobs admitted last until `job` has room. Return False if it was preempted itself."""
@@ -260,20 +256,16 @@ class SimulatedEngine:
 
     # --- prefill
 
-    def _continue(self, work: _Work) -> bool:
-        """Schedule further chunks of prompts that began in earlier steps. Return whether a job was preempted."""
-        preempted = False
+    def _continue(self, work: _Work) -> None:
+        """Schedule further chunks of prompts that began in earlier steps."""
         for job in list(self._prefilling):
             sequence = job.sequence
             chunk = min(sequence.remaining, work.left)
             if not chunk or not job.order:
                 continue
-            if not self.cache.extend(sequence, chunk):
-                preempted = True
-                if not self._make_room(job, chunk):
-                    break
+            if not self.cache.extend(sequence, chunk) and not self._make_room(job, chunk):
+                break
             self._chunk(job, chunk, work)
-        return preempted
 
     def _admit(self, work: _Work) -> None:
         while self._waiting and work.left and self.running < self._step_limits.max_num_seqs:

@@ -60,9 +60,6 @@ class Timeline:
         action()
 
 
-_AS_DECLARED: Final = msgspec.msgpack.Encoder()
-
-
 class EventSink(Protocol):
     """Publishes the batches of all workers of a fleet."""
 
@@ -85,7 +82,7 @@ class DelayedDelivery:
         self._timeline: Final = timeline
         self._delay: Final = delay
         # The plain encoding of events equals that of the newest vLLM, since the caches here set no other fields.
-        self._encode: Final = _AS_DECLARED.encode if dialect is NEWEST_VLLM else batch_encoder(dialect)
+        self._encode: Final = msgspec.msgpack.Encoder().encode if dialect is NEWEST_VLLM else batch_encoder(dialect)
         self._deliver: Final = deliver
         self._incarnations: Final[dict[Worker, int]] = {}
         self._sent: Final[dict[Worker, int]] = {}

@@ -21,20 +21,16 @@ from kvevents.errors import ConfigError
 from kvevents.settings import Positive, Range, Settings
 from kvevents.sim.requests import Drawn, Request, Text
 
-DrawGap: TypeAlias = Callable[[float, float, Random], float]
-"""Returns the seconds to the next arrival for a mean gap, a coefficient of variation and a random generator."""
-
-
-ARRIVALS: Final[Mapping[str, DrawGap]] = MappingProxyType(
+ARRIVALS: Final[Mapping[str, Callable[[float, float, Random], float]]] = MappingProxyType(
     {
         "constant": lambda mean, _variation, _random: mean,
         "poisson": lambda mean, _variation, random: random.expovariate(1 / mean),
         "bursty": lambda mean, variation, random: random.gammavariate(1 / variation**2, mean / (1 / variation**2)),
     }
 )
-"""Arrival processes by name. `constant`: one request every `1 / rate` seconds. `poisson`: independent requests. `bursty`: gaps
-of a gamma distribution; a coefficient of variation above 1 makes bursts (1 is `poisson`), like `burstiness` of
-`vllm bench serve` (`1 / variation**2`)."""
+"""Arrival processes by name, which draw the seconds to the next arrival from their mean, their coefficient of variation and a
+generator. `constant`: one request every `1 / rate` seconds. `poisson`: independent requests. `bursty`: gaps of a gamma
+distribution; a coefficient above 1 makes bursts (1 is `poisson`), like vLLM's `--burstiness` (`1 / variation**2`)."""
 
 
 def arrivals(name: str, rate: float, random: Random, variation: float = 2.0) -> Iterator[float]:

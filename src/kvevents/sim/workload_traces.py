@@ -19,6 +19,7 @@ import zlib
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Final
@@ -102,30 +103,23 @@ class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
 MOONCAKE_DECODER: Final = msgspec.json.Decoder(MooncakeRow)
 
 
-class MooncakeReader:
-    """Converts lines to requests, in their order, and infers their sessions."""
-
-    def __init__(self) -> None:
-        self._sessions = Sessions()
-
-    def request(self, line: bytes, number: int) -> Request:
-        """Return the request of line `number`. Raises `ValueError`."""
-        row = MOONCAKE_DECODER.decode(line)
-        ids, length = row.hash_ids, row.input_length
-        pieces, rest = divmod(length, PIECE_TOKENS)
-        needed = pieces + (rest > 0)
-        if len(ids) != needed:
-            raise ValueError(
-                f"input_length {length} needs {needed} hash_ids, one for every {PIECE_TOKENS} tokens, but has {len(ids)}"
-            )
-        drawn = [Drawn(one, PIECE_TOKENS) for one in ids[:pieces]]
-        if rest:
-            drawn.append(Drawn(ids[-1], rest))
-        answer = Text((Drawn(ANSWERS + number, row.output_length),))
-        return Request(row.timestamp / 1000, Text(drawn), answer, self._sessions.of(ids, pieces))
+def mooncake_request(sessions: Sessions, line: bytes, number: int) -> Request:
+    """Return the request of line `number`, with a session that `sessions` infers. Raises `ValueError`."""
+    row = MOONCAKE_DECODER.decode(line)
+    ids, length = row.hash_ids, row.input_length
+    pieces, rest = divmod(length, PIECE_TOKENS)
+    needed = pieces + (rest > 0)
+    if len(ids) != needed:
+        raise ValueError(
+            f"input_length {length} needs {needed} hash_ids, one for every {PIECE_TOKENS} tokens, but has {len(ids)}"
+        )
+    drawn = [Drawn(one, PIECE_TOKENS) for one in ids[:pieces]]
+    if rest:
+        drawn.append(Drawn(ids[-1], rest))
+    answer = Text((Drawn(ANSWERS + number, row.output_length),))
+    return Request(row.timestamp / 1000, Text(drawn), answer, sessions.of(ids, pieces))
 
 
-MAX_NUMBER: Final = (1 << 64) - 1
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 _Length = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 _TokenIds = Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
@@ -186,7 +180,7 @@ def plain_row(request: Request) -> PlainRow:
 
 def _text(pieces: Sequence[tuple[int, int] | Given]) -> Text:
     for piece in pieces:
-        if not isinstance(piece, Given) and piece[0] > MAX_NUMBER:
+        if not isinstance(piece, Given) and piece[0] >= 1 << 64:
             raise ValueError(f"invalid number {piece[0]} of a piece: expected at most 2**64 - 1")
     return Text(array("I", piece.tokens) if isinstance(piece, Given) else piece for piece in pieces)
 
@@ -235,7 +229,10 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
 
 def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
     # By the key that only lines of their format have.
-    readers = {"hash_ids": MooncakeReader().request, "at": plain_request}
+    readers: dict[str, Callable[[bytes, int], Request]] = {
+        "hash_ids": partial(mooncake_request, Sessions()),
+        "at": plain_request,
+    }
     last = 0.0
     for number, line in _lines(path, max_line_bytes):
         try:
