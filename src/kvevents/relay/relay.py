@@ -360,16 +360,11 @@ class Relay(Closeable):
 
     def _forward_gap(self, ordinal: int, gap: Gap) -> None:
         self._is_maintenance_due = True
+        place = (gap.source, gap.rank, gap.first, gap.last)
         if gap.compacted:
-            log.info("%s rank %d: a snapshot replaces numbers %d to %d", gap.source, gap.rank, gap.first, gap.last)
+            log.info("%s rank %d: a snapshot replaces numbers %d to %d", *place)
             return
-        log.warning(
-            "%s rank %d: numbers %d to %d are lost; skipping a number so that consumers notice",
-            gap.source,
-            gap.rank,
-            gap.first,
-            gap.last,
-        )
+        log.warning("%s rank %d: numbers %d to %d are lost; skipping a number so that consumers notice", *place)
         if not self._has_skipped:
             self._sequencer.skip_number()
         self._has_skipped = self._has_gaps = True
@@ -393,10 +388,8 @@ class Relay(Closeable):
         """Clear a shared stream with gaps when no upstream holds a block: no upstream's own clear ends LOST at consumers."""
         if not (self._is_shared and self._has_gaps):
             return
-        if (
-            not any(own for transform in self._transforms for own in transform.blocks.values())
-            and self._upstreams.trust() == Trust.EXACT
-        ):
+        is_empty = not any(own for transform in self._transforms for own in transform.blocks.values())
+        if is_empty and self._upstreams.trust() == Trust.EXACT:
             self._has_gaps = False
             self._sequencer.send_events(clear_of_all_tiers())
 

@@ -311,25 +311,12 @@ def _with_salt_as_unknown_field(event: KVEvent) -> KVEvent:
 # --- redaction
 
 
-_PLACEMENT_FIELDS: Final = frozenset(
-    {
-        "block_hashes",
-        "parent_block_hash",
-        "block_size",
-        "lora_id",
-        "medium",
-        "lora_name",
-        "group_idx",
-        "kv_cache_spec_kind",
-        "kv_cache_spec_sliding_window",
-        "locality",
-        "ownership",
-        "block_digests",
-        "parent_block_digest",
-    }
+_HARMLESS_FIELDS: Final = PLACEMENT_FIELDS.union(
+    ("block_hashes", "parent_block_hash", "block_digests", "parent_block_digest", "block_size", "lora_id", "lora_name"),
+    ("kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
 )
 """Fields of a store that reveal nothing about a prompt. The others are removed, also those of releases to come."""
-_PROMPT_FIELDS: Final = tuple(set(BlockStored.__struct_fields__) - _PLACEMENT_FIELDS - {"token_ids", "block_keys"})
+_PROMPT_FIELDS: Final = tuple(set(BlockStored.__struct_fields__) - _HARMLESS_FIELDS - {"token_ids", "block_keys"})
 
 
 def redact(event: KVEvent, key: Callable[[int], int]) -> KVEvent:
