@@ -220,12 +220,10 @@ class MooncakeIndexer(Indexer):
         return said
 
 
-SERVICE_PACKAGES: Final = ("kvevents_native", "aiohttp")
 DYNAMO: Final = ("ai-dynamo-runtime", "1.6.1")
 SNAPSHOT_SECONDS: Final = 0.5
 """Time between two snapshots of `kvevents serve`, so that a scenario that kills it need not wait for one."""
 SNAPSHOT_WAIT_SECONDS: Final = 20.0
-
 
 FIRST_INSTANCE: Final = 1_000_000
 INSTANCES: Final = 100
@@ -320,7 +318,7 @@ class RunningIndexer(Driver):
 
 def kvevents_indexer() -> IndexerDriver:
     """Return the driver of `kvevents serve`, with a folder for its state. Raise `MissingDependencyError`."""
-    missing = [name for name in SERVICE_PACKAGES if find_spec(name) is None]
+    missing = [name for name in ("kvevents_native", "aiohttp") if find_spec(name) is None]
     if missing:
         raise MissingDependencyError(f"`kvevents serve` needs {', '.join(missing)}", "service")
 

@@ -26,7 +26,6 @@ from kvevents.wire import live_frames
 
 CUT_SECONDS: Final = 2.0
 """Time of the operating system to end the connections that `cut` closes."""
-UNRESOLVABLE: Final = "tcp://no-such-engine.invalid:5557"
 
 
 def batches_by_incarnation(name: str, scenario: Scenario) -> list[list[LiveBatch]]:
@@ -77,7 +76,7 @@ class ScriptedEngine:
         if self.settings.address == "unreachable":
             return self._unused_port()
         if self.settings.address == "unresolvable":
-            return UNRESOLVABLE
+            return "tcp://no-such-engine.invalid:5557"
         if self.settings.address == "silent":
             listener = self._open.enter_context(socket.create_server(("127.0.0.1", 0)))
             return f"tcp://127.0.0.1:{listener.getsockname()[1]}"

@@ -33,7 +33,6 @@ MODEL: Final = "m"
 CONTROL: Final = "control"
 REQUESTS: Final = 3
 """Requests for each prompt and look. All must reach the same worker, so that a random choice is not taken for a right one."""
-LAST_TOKEN: Final = 0
 CONTROL_SECONDS: Final = 0.2
 """Time of the router to read what the control announces."""
 VLLM_ROUTER: Final = ("vllm-router", "0.1.17")
@@ -220,7 +219,7 @@ class RouterTarget(Target):
             time.sleep(CONTROL_SECONDS)
         right = {name for name, tokens in held.items() if tokens == best} if best > control else {CONTROL}
         # One token more: engines compute the last token of a prompt in any case, so that a whole prompt is never found.
-        body: dict[str, Any] = {"model": MODEL, "prompt": " ".join(map(str, [*tokens, LAST_TOKEN])), "max_tokens": 1}
+        body: dict[str, Any] = {"model": MODEL, "prompt": " ".join(map(str, [*tokens, 0])), "max_tokens": 1}
         if query.salt is not None:
             body["cache_salt"] = query.salt
         chosen: Counter[str] = Counter()

@@ -51,12 +51,6 @@ class Tokens(Struct, frozen=True, forbid_unknown_fields=True, rename={"run": "$t
         Meta(description="the first token id, and how many there are"),
     ]
 
-    @property
-    def ids(self) -> list[int]:
-        """The token ids."""
-        first, count = self.run
-        return list(range(first, first + count))
-
 
 class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An engine: a PUB socket for live batches, a ROUTER socket for replay, and a replay buffer."""
@@ -244,7 +238,10 @@ class CheckQuery(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
     @property
     def ids(self) -> list[int]:
         """The token ids of the prompt."""
-        return self.tokens.ids if isinstance(self.tokens, Tokens) else self.tokens
+        if isinstance(self.tokens, list):
+            return self.tokens
+        first, count = self.tokens.run
+        return list(range(first, first + count))
 
 
 class Settle(_Step, frozen=True, tag="settle"):
@@ -404,13 +401,11 @@ AnyScenario = Scenario | PublisherScenario
 FIRST_TIME: Final = 1_760_000_000.0
 SECONDS_PER_BATCH: Final = 1 / 16
 """No two batches of a scenario have the same bytes."""
-_HASH_FACTOR: Final = 0x9E3779B97F4A7C15
-_BITS_64: Final = (1 << 64) - 1
 
 
 def block_hash(seed: int, prompt: int, place: int) -> int:
     """Return the hash of a block in an engine: `((seed * 2^32 + prompt + place) * 0x9E3779B97F4A7C15)` modulo 2^64."""
-    return ((seed << 32) + prompt + place) * _HASH_FACTOR & _BITS_64
+    return ((seed << 32) + prompt + place) * 0x9E3779B97F4A7C15 % (1 << 64)
 
 
 class Macros:

@@ -30,7 +30,6 @@ from kvevents.recording.files import StrPath
 from kvevents.stream import Gap, RawBatch
 from kvevents.wire import decode_batch
 
-_KEY_BYTES: Final = 32
 _I63: Final = 1 << 63
 
 
@@ -133,7 +132,7 @@ class _Export:
         self._progress = progress
         self._tokens = tokens
         self._start = time.monotonic()
-        self._salt_key = secrets.token_bytes(_KEY_BYTES)
+        self._salt_key = secrets.token_bytes(32)
         self._workers: list[_Worker] = []
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()

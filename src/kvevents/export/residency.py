@@ -14,7 +14,6 @@ from kvevents.index import StoredKeys, stored_keys, tier_of
 from kvevents.wire.encode import scope_of
 
 _I63: Final = 1 << 63
-_SALT_DIGITS: Final = 16
 
 UNKEYED: Final = {
     "other-group": "in a group that skips blocks, such as a sliding window, and no resident block with a key has its hash",
@@ -35,10 +34,6 @@ class ChainState(NamedTuple):
     """Number of blocks from the root; None if unknown."""
     salt: int
     """Added to the seed of local hashes by the salt; 0 without a salt."""
-
-
-_ROOT: Final = ChainState(None, 0, 0)
-_UNKNOWN: Final = ChainState(None, None, 0)
 
 
 class Placement(NamedTuple):
@@ -167,13 +162,13 @@ class WorkerCache:
         """Return a digest with a key that is not stored. Salts are often names, which plain digests would confirm."""
         if not salt:
             return None
-        return hashlib.blake2b(salt.to_bytes(8, "little"), key=self._salt_key, digest_size=_SALT_DIGITS // 2).hexdigest()
+        return hashlib.blake2b(salt.to_bytes(8, "little"), key=self._salt_key, digest_size=8).hexdigest()
 
     def _chain_before(self, event: BlockStored) -> ChainState:
         if event.parent_block_hash is None:
-            return _ROOT
+            return ChainState(None, 0, 0)
         parent = self._blocks.get(event.parent_block_hash)
-        return _UNKNOWN if parent is None else parent.chain
+        return ChainState(None, None, 0) if parent is None else parent.chain
 
     def _stored_block(
         self, event: BlockStored, index: int, parent: int | None, former: ChainState, keys: StoredKeys
@@ -228,8 +223,7 @@ class WorkerCache:
             else:
                 facts = residency.facts
             head = (self._worker, *batch[:2], position, index, self._step, batch.at, "removed")
-            row = (*head, *facts, residency is not None, None)
-            rows.append(row + self._no_tokens)
+            rows.append((*head, *facts, residency is not None, None, *self._no_tokens))
             if residency is None:
                 self.counts["unknown_removals"] += 1
             elif residency.copies > 1:

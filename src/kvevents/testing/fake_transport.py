@@ -21,6 +21,7 @@ from collections.abc import Callable
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.events import EventBatch, KVEvent
 from kvevents.stream import FetchRequest, Source, Stream
+from kvevents.testing.playlist import ENGINE_BUFFER_STEPS
 from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay_end_frames
 
 
@@ -53,9 +54,6 @@ def _check_finite(seconds: float) -> float:
     if not math.isfinite(seconds):
         raise ConfigError(f"invalid time {seconds}: expected a finite number of seconds")
     return float(seconds)
-
-
-DEFAULT_BUFFER_STEPS = 10_000
 
 
 class FakeEngine:
@@ -209,7 +207,7 @@ class FakeTransport:
         self._connections: list[FakeConnection] = []
 
     def engine(
-        self, endpoint: str, replay_endpoint: str | None = None, topic: bytes = b"", buffer_steps: int = DEFAULT_BUFFER_STEPS
+        self, endpoint: str, replay_endpoint: str | None = None, topic: bytes = b"", buffer_steps: int = ENGINE_BUFFER_STEPS
     ) -> FakeEngine:
         """Start an engine at `endpoint`. Call it before a subscriber connects."""
         engine = FakeEngine(self.clock, endpoint, replay_endpoint, topic, buffer_steps)

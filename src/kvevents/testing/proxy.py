@@ -51,9 +51,6 @@ class ProxyLimits:
     stops reading, as if the network were congested."""
 
 
-DEFAULT_PROXY_LIMITS: Final = ProxyLimits()
-
-
 @dataclass(slots=True)
 class ProxyCounts:
     """Counters of a proxy since it was opened."""
@@ -75,7 +72,7 @@ class FaultProxy(Closeable):
     `EndpointError` if it cannot listen, `ConfigError` for an endpoint that is not TCP.
     """
 
-    def __init__(self, upstream: str, listen: str = "tcp://127.0.0.1:*", *, limits: ProxyLimits = DEFAULT_PROXY_LIMITS) -> None:
+    def __init__(self, upstream: str, listen: str = "tcp://127.0.0.1:*", *, limits: ProxyLimits = ProxyLimits()) -> None:
         self._upstream = tcp_address(connectable(upstream))
         self._limits = limits
         self._port = reserve_port(listen)

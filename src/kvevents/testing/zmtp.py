@@ -24,7 +24,6 @@ MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
 stream is forwarded without splitting it, so that memory is bounded and no bytes are lost."""
 
 _NULL: Final = b"NULL".ljust(20, b"\0")
-_MAX_SHORT_SIZE: Final = 255
 
 SegmentKind: TypeAlias = Literal["message", "command", "raw"]
 """`raw` is the greeting, or any part of a stream that is not ZMTP 3 with the NULL mechanism. Only NULL has messages that can be
@@ -38,7 +37,7 @@ def message(frames: Sequence[bytes]) -> bytes:
 
 def encode_frame(flags: int, body: bytes) -> bytes:
     """Encode a frame. Its flags are completed for a long one."""
-    if len(body) <= _MAX_SHORT_SIZE:
+    if len(body) <= 255:
         return bytes((flags, len(body))) + body
     return bytes((flags | LONG,)) + len(body).to_bytes(8, "big") + body
 
