@@ -21,15 +21,8 @@ from kvevents.service.access import Address, Network
 from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.errors import ServiceError
 
-DEFAULT_ALLOW: Final = (
-    "tcp://127.0.0.0/8:*",
-    "tcp://[::1]:*",
-    "tcp://10.0.0.0/8:*",
-    "tcp://172.16.0.0/12:*",
-    "tcp://192.168.0.0/16:*",
-    "tcp://100.64.0.0/10:*",
-    "tcp://[fc00::/7]:*",
-)
+_PRIVATE: Final = ("127.0.0.0/8", "[::1]", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "[fc00::/7]")
+DEFAULT_ALLOW: Final = tuple(f"tcp://{network}:*" for network in _PRIVATE)
 """Patterns that apply if none is configured: loopback, private (RFC 1918, unique local IPv6) and carrier-grade NAT."""
 
 _FORBIDDEN: Final = tuple(

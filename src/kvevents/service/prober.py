@@ -148,8 +148,8 @@ class Prober:
         registration, seconds = member.registration, self._settings.connect_seconds
         has_keys = registration.curve is not None or self._fleet.curve is not None
         if field == "replay_endpoint":
-            return await fault_of_replay(registration.replay_endpoint or "", seconds, has_keys=has_keys)
-        fault = None if registration.bind else await fault_of(registration.endpoint, seconds, has_keys=has_keys)
+            return await _probe(field, registration.replay_endpoint or "", seconds, has_keys=has_keys)
+        fault = None if registration.bind else await _probe(field, registration.endpoint, seconds, has_keys=has_keys)
         if fault is not None or is_patient or member.trust != Trust.CONNECTING:
             return fault
         if registration.bind:
@@ -210,30 +210,22 @@ _MEANINGS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
 """The reason and the sentence for each outcome of a handshake that found no ZeroMQ socket."""
 
 
-async def fault_of(endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Probe the endpoint of a publisher. Return why there is no connection; None if no fault is found."""
-    handshake = await perform_handshake_async(endpoint, seconds)
+async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
+    """Probe an endpoint. Return why it delivers no events, or no replay; None if no fault is found."""
+    handshake, is_replay = await perform_handshake_async(endpoint, seconds), field == "replay_endpoint"
     fault = _fault_of(handshake, endpoint, seconds, has_keys=has_keys)
-    if fault is not None or handshake.outcome == "curve" or handshake.is_publisher:
+    is_router = handshake.detail == "ROUTER"
+    if fault is None and handshake.outcome != "curve" and not (is_router if is_replay else handshake.is_publisher):
+        sentence = f"{endpoint} is a {handshake.detail} socket, "
+        sentence += "which answers no replay requests" if is_replay else "not a publisher"
+        if handshake.is_publisher:
+            sentence += "; name the port that the engine was given as replay_endpoint"
+        elif is_router:
+            sentence += ": a replay port; are endpoint and replay_endpoint swapped?"
+        fault = SourceFault(Reason.WRONG_SOCKET, sentence)
+    if fault is None or not is_replay:
         return fault
-    sentence = f"{endpoint} is a {handshake.detail} socket, not a publisher"
-    if handshake.detail == "ROUTER":
-        sentence += ": a replay port; are endpoint and replay_endpoint swapped?"
-    return SourceFault(Reason.WRONG_SOCKET, sentence)
-
-
-async def fault_of_replay(endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Probe a replay endpoint. Return why it does not answer; None if no fault is found."""
-    handshake = await perform_handshake_async(endpoint, seconds)
-    fault = _fault_of(handshake, endpoint, seconds, has_keys=has_keys)
-    if fault is not None:
-        return SourceFault(Reason(f"replay-{fault.reason}"), f"replay_endpoint: {fault.sentence}")
-    if handshake.outcome == "curve" or handshake.detail == "ROUTER":
-        return None
-    sentence = f"replay_endpoint: {endpoint} is a {handshake.detail} socket, which answers no replay requests"
-    if handshake.is_publisher:
-        sentence += "; name the port that the engine was given as replay_endpoint"
-    return SourceFault(Reason.REPLAY_WRONG_SOCKET, sentence)
+    return SourceFault(Reason(f"replay-{fault.reason}"), f"replay_endpoint: {fault.sentence}")
 
 
 def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:

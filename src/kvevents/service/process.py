@@ -57,8 +57,6 @@ log = logging.getLogger(__name__)
 BACKLOG: Final = 1_024
 STOP_SECONDS: Final = 1.0
 """Maximum time to finish the requests in progress after the data plane has drained."""
-_SELECT: Final = SelectRequest(model="any", tokens=[])
-"""A request with the default weights of `/v1/select`."""
 SEND_BYTES: Final = 1 << 18
 """Size of a connection's send buffer. The system's default is megabytes for each client that does not read."""
 KEEP_ALIVE: Final[Mapping[str, int]] = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
@@ -67,8 +65,6 @@ MAX_THREADS: Final = 8
 """Maximum number of threads of the data plane; it has one for each CPU up to this number."""
 HEAP_RESERVE_BYTES: Final = 64 << 20
 """Maximum freed memory that the process does not return to the system, for the next large request."""
-_M_TRIM_THRESHOLD: Final = -1
-_M_MMAP_THRESHOLD: Final = -3
 
 
 def serve(
@@ -189,6 +185,7 @@ def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[s
     paths: dict[str, list[str]] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, []).append(endpoint.method)
+    defaults = SelectRequest(model="any", tokens=[])
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "limits": config.limits,
@@ -199,7 +196,7 @@ def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[s
         "host": config.host,
         "names": [name for name in config.allowed_hosts if "*" not in name and "/" not in name],
         "answers_queries": answers_queries,
-        "select": {name: getattr(_SELECT, name) for name in ("tiers", "trust", "wait_weight", "load_weight")},
+        "select": {name: getattr(defaults, name) for name in ("tiers", "trust", "wait_weight", "load_weight")},
         "paths": paths,
         "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe or endpoint.pool == "metrics"],
         "seconds": DURATION_BOUNDS,
@@ -213,8 +210,8 @@ def _keep_heap() -> None:
     """Make glibc keep the memory of large bodies. Returning it after each body would cost more than the request."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, HEAP_RESERVE_BYTES // 2)
-        mallopt(_M_TRIM_THRESHOLD, HEAP_RESERVE_BYTES)
+        mallopt(-3, HEAP_RESERVE_BYTES // 2)  # M_MMAP_THRESHOLD
+        mallopt(-1, HEAP_RESERVE_BYTES)  # M_TRIM_THRESHOLD
 
 
 def _listen(host: str, port: int) -> socket.socket:

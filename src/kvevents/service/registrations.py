@@ -224,12 +224,8 @@ class Registrations:
             self.report_fault(fault)
 
     def _list_registrations(self) -> list[SavedRegistration]:
+        members = [member for member in list(self.fleet.members.values()) if member.origin == HTTP]
         return [
-            SavedRegistration(
-                registration=member.registration,
-                lease_seconds=member.lease and member.lease.seconds,
-                is_draining=member.is_draining,
-            )
-            for member in list(self.fleet.members.values())
-            if member.origin == HTTP
+            SavedRegistration(member.registration, member.lease and member.lease.seconds, member.is_draining)
+            for member in members
         ]

@@ -38,8 +38,6 @@ _REQUIREMENT: Final = (
 )
 _SELECTOR: Final = re.compile(rf"{_REQUIREMENT}(?:,{_REQUIREMENT})*", re.ASCII)
 _OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
-DEFAULT_PORT: Final = 8090
-"""The port of Dynamo's standalone indexer."""
 
 
 class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -227,7 +225,7 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
 
     host: Host = "127.0.0.1"
     """Address to listen at."""
-    port: Port = DEFAULT_PORT
+    port: Port = 8090  # the port of Dynamo's standalone indexer
     """Port to listen at; 0 takes a free one."""
     insecure: bool = False
     """Allow to listen at an address that other machines can reach although requests need no token."""

@@ -37,7 +37,7 @@ _UNREADABLE: Final = "unreadable"
 _CHECKPOINTS: Final = msgspec.msgpack.Decoder(list[Checkpoint])
 
 
-class SavedRegistration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SavedRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A client's registration, and what else a client has said about it."""
 
     registration: Registration

@@ -20,16 +20,12 @@ from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpClient, EngineProvider
 from kvevents.service.discovery.provider import DEFAULT_TEMPLATE, Finding, Template, bracket_host
 
-LOOKUP_SECONDS: Final = 5.0
-"""Longest time for one lookup: all nameservers and repetitions together."""
 HOSTS: Final = Path("/etc/hosts")
 MIN_SECONDS: Final = 5.0
 """Shortest pause between two lookups, however short the TTL. CoreDNS sends a TTL of 5 for a headless service, some servers
 0."""
 MAX_SECONDS: Final = 60.0
 """Longest pause between two lookups, however long the TTL. A new engine is found after this time at the latest."""
-MAX_STALE_SECONDS: Final = 300.0
-"""Time for which the engines of a name that no longer resolves stay. A nameserver that is down must not empty the index."""
 _SCHEMES: Final = ("tcp", "http", "https")
 
 
@@ -57,7 +53,8 @@ class DnsResolver:
     nameservers: tuple[str, ...] = ()
     port: int = 53
     """Port of the given nameservers."""
-    seconds: float = LOOKUP_SECONDS
+    seconds: float = 5.0
+    """Longest time for one lookup: all nameservers and repetitions together."""
     hosts: Path = HOSTS
 
     def __post_init__(self) -> None:
@@ -165,7 +162,8 @@ class DnsProvider:
     target: str
     template: Template = DEFAULT_TEMPLATE
     resolver: DnsResolver = field(default_factory=DnsResolver)
-    max_stale: float = MAX_STALE_SECONDS
+    max_stale: float = 300.0
+    """Seconds for which the engines of a name that no longer resolves stay: a dead nameserver must not empty the index."""
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
 
@@ -214,8 +212,5 @@ class DnsProvider:
             return Finding(registrations=tuple(registration for ranks in found for registration in ranks))
         # A certificate contains the name of the host, not its addresses.
         http = replace(self.http, server_name=self.http.server_name or name.strip("[]")) if port is not None else self.http
-        return Finding(
-            providers=tuple(
-                EngineProvider(f"{scheme}://{address}", self.template, http=http, clock=self.clock) for address in addresses
-            )
-        )
+        urls = [f"{scheme}://{address}" for address in addresses]
+        return Finding(providers=tuple(EngineProvider(url, self.template, http=http, clock=self.clock) for url in urls))

@@ -257,8 +257,7 @@ class ObjectWatch(Generic[T]):
 
     def _apply(self, event: _Event) -> None:
         if event.type == "ERROR":
-            status = msgspec.json.decode(event.object, type=_Status)
-            _raise(status.code, status.message)
+            _check(msgspec.json.decode(event.object, type=_Status).code, event.object)
         metadata = msgspec.json.decode(event.object, type=KubernetesObject).metadata
         self._version = metadata.resource_version
         if event.type == "BOOKMARK":  # an object of null values except for its version
@@ -281,17 +280,12 @@ class ObjectWatch(Generic[T]):
             self.objects[decoded.metadata.name] = decoded
 
 
-def _check(status: int, body: bytes) -> None:
+def _check(status: int, body: bytes | Raw) -> None:
     """Raise `ApiServerError` unless an answer has status 200."""
     if status == 200:
         return
-    try:
+    message = ""
+    with suppress(msgspec.DecodeError):
         message = msgspec.json.decode(body, type=_Status).message
-    except msgspec.DecodeError:
-        message = ""
-    _raise(status, message)
-
-
-def _raise(status: int, message: str) -> NoReturn:
     sentence = f"the API server answers with status {status}" + (f": {message}" if message else "")
     raise (_ExpiredError if status == _EXPIRED else ApiServerError)(sentence)

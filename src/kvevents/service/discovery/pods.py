@@ -255,9 +255,8 @@ class _Facts:
         if not texts or texts == ["all"]:
             return () if texts else None
         if not all(text.isascii() and text.isdecimal() and len(text) < 10 for text in texts):
-            raise ConfigError(
-                f"invalid {_PREFIX}drafts {self.text('drafts')!r} of pod {self._pod.metadata.name}: expected all, or 0,1"
-            )
+            name, text = self._pod.metadata.name, self.text("drafts")
+            raise ConfigError(f"invalid {_PREFIX}drafts {text!r} of pod {name}: expected all, or 0,1")
         return tuple(map(int, texts))
 
     def number(self, name: str, most: int, *others: str) -> int | None:

@@ -23,8 +23,6 @@ from kvevents.stream import Checkpoint
 
 log = logging.getLogger(__name__)
 
-MAX_SOURCES: Final = 4_096
-"""Maximum number of registered ranks, and of running providers. It bounds a wrong answer of a DNS server or an engine."""
 RECONCILE_SECONDS: Final = 2.0
 """Pause after which what was found is compared with what is followed, although nothing was found since."""
 SETTLE_SECONDS: Final = 0.05
@@ -53,7 +51,7 @@ class MergedFindings:
     """Why sources should get no requests, by their names."""
 
 
-def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = MAX_SOURCES) -> MergedFindings:
+def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = Limits().max_sources) -> MergedFindings:
     """Merge findings in order of decreasing precedence, each with its provider's name. A finding can be None.
 
     If two findings name the same rank differently, the first one takes effect and the provider of the other gets a fault.
@@ -127,7 +125,7 @@ class ProviderRunner:
         providers: Sequence[Provider],
         on_change: Callable[[MergedFindings], None],
         *,
-        max_sources: int = MAX_SOURCES,
+        max_sources: int = Limits().max_sources,
         settle: float = SETTLE_SECONDS,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
@@ -319,10 +317,8 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
         first, where = named.setdefault(registration.key, (registration, origin))
         if differing := first.differences(registration):
             places = f"in {where}" if where == origin else f"in {where} and in {origin}"
-            raise ConfigError(
-                f"{registration.label} is named twice {places}, with another {', '.join(differing)}: "
-                "remove one of them, or give it another instance name"
-            )
+            problem = f"{registration.label} is named twice {places}, with another {', '.join(differing)}"
+            raise ConfigError(f"{problem}: remove one of them, or give it another instance name")
         try:
             check_same_engine(registration, firsts.setdefault(registration.key[0], registration))
         except ConflictError as error:
@@ -332,10 +328,8 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
             topic = registration.topic if name == "endpoint" else ""
             other, of_other = sockets.setdefault((registration.key[0], endpoint or "", topic), (registration, name))
             if endpoint is not None and (other, of_other) != (registration, name):
-                raise ConfigError(
-                    f"{name} {endpoint} of {registration.label} is the {of_other} of {other.label}; "
-                    "give each rank endpoints of its own"
-                )
+                problem = f"{name} {endpoint} of {registration.label} is the {of_other} of {other.label}"
+                raise ConfigError(f"{problem}; give each rank endpoints of its own")
 
 
 def _configured_registrations(config: EngineSources, watched: Path | None) -> list[tuple[Registration, str]]:

@@ -129,7 +129,7 @@ class Subscription:
     """The events that one client has not received."""
 
     def __init__(self, bus: EventBus, position: int) -> None:
-        self._bus: Final = bus
+        self.bus: Final = bus
         self._position = position
         """Number of the next event."""
         self.has_events: Final = asyncio.Event()
@@ -138,22 +138,17 @@ class Subscription:
     @property
     def last_id(self) -> str:
         """The id of the newest event that was returned, or was missed."""
-        return f"{self._bus.name}-{self._position}"
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether no more events follow."""
-        return self._bus.is_closed
+        return f"{self.bus.name}-{self._position}"
 
     async def get(self, pause: float) -> StreamEvent | int | None:
         """Return the next event, or the number of events that this client missed; None after `pause` seconds without one."""
         self.has_events.clear()
-        event = self._bus.read(self._position)
+        event = self.bus.read(self._position)
         if event is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self.has_events.wait()
-            event = self._bus.read(self._position)
+            event = self.bus.read(self._position)
         if event is not None:
             self._position += event if isinstance(event, int) else 1
         return event

@@ -107,8 +107,8 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
         drafts = self.drafts or ()
         if len(drafts) > MAX_DRAFT_GROUPS or not all(0 <= group < 1 << 31 for group in drafts):
             raise ConfigError(f"invalid drafts: expected at most {MAX_DRAFT_GROUPS} KV cache groups, each from 0 to 2**31 - 1")
-        if self.url is not None:
-            _check_serving_url(self.url)
+        if self.url is not None and (split_url(self.url, _SCHEMES) is None or " " in self.url):
+            raise ConfigError(f"invalid url {self.url!r}: expected http://HOST:PORT, https://HOST:PORT or grpc://HOST:PORT")
         _check_labels(self.labels)
 
 
@@ -199,11 +199,6 @@ class Lease(NamedTuple):
         return None if seconds is None else cls(seconds, time.monotonic() + seconds, time.time() + seconds)
 
 
-def _check_serving_url(url: str) -> None:
-    if split_url(url, _SCHEMES) is None or " " in url:
-        raise ConfigError(f"invalid url {url!r}: expected http://HOST:PORT, https://HOST:PORT or grpc://HOST:PORT")
-
-
 def _check_labels(labels: Mapping[str, str]) -> None:
     if len(labels) > MAX_LABELS:
         raise ConfigError(f"{len(labels)} labels were given; the most is {MAX_LABELS}")
@@ -220,11 +215,9 @@ def check_same_engine(registration: Registration, other: Registration) -> None:
     """Raise `ConflictError` if two ranks of one instance cannot belong to one engine."""
     label = registration.label
     if other.scope != registration.scope:
-        raise ConflictError(
-            f"{label} has model {registration.model!r}, and {other.label} {other.model!r} or another LoRA or salt",
-            "other-model",
-            "ranks of one instance serve one model; give this instance another name",
-        )
+        sentence = f"{label} has model {registration.model!r}, and {other.label} {other.model!r} or another LoRA or salt"
+        hint = "ranks of one instance serve one model; give this instance another name"
+        raise ConflictError(sentence, "other-model", hint)
     for name, what in (("block_size", "blocks of"), ("drafts", "draft groups")):
         own, different = getattr(registration, name), getattr(other, name)
         if own != different:

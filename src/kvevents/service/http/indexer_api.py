@@ -28,16 +28,8 @@ from kvevents.service.service import Service
 
 _HINT: Final = f"for the fields of both APIs see {documented('guides/service#dynamos-and-mooncakes-api')}"
 HASH: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
-Hash = Annotated[
-    int | str,
-    Meta(
-        extra_json_schema={
-            "minimum": -(1 << 63),
-            "maximum": (1 << 64) - 1,
-            "pattern": "^(0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,17}))$",
-        }
-    ),
-]
+_PATTERN: Final = "^(0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,17}))$"
+Hash = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1, "pattern": _PATTERN})]
 MAX_WARNINGS: Final = 8
 """Maximum number of ignored fields that a response names."""
 

@@ -176,19 +176,11 @@ def _encode(member: Member, blocks: Iterator[tuple[int, Block]]) -> bytes:
 
 
 def _event(member: Member, number: int, block: Block) -> dict[str, Any]:
+    stored_block = {"block_hash": block.hash, "tokens_hash": block.key, "mm_extra_info": None}
+    data = {"stored": {"parent_hash": None, "start_position": None, "blocks": [stored_block]}}
     return {
         "worker_id": id_of(member.registration.instance),
         "storage_tier": _DOMAINS.get(block.tier, block.tier),
         "residency_domain": "worker",
-        "event": {
-            "event_id": number,
-            "data": {
-                "stored": {
-                    "parent_hash": None,
-                    "start_position": None,
-                    "blocks": [{"block_hash": block.hash, "tokens_hash": block.key, "mm_extra_info": None}],
-                }
-            },
-            "dp_rank": member.registration.rank,
-        },
+        "event": {"event_id": number, "data": data, "dp_rank": member.registration.rank},
     }

@@ -110,9 +110,8 @@ class HttpRequest:
     def parameters(self) -> Mapping[str, str]:
         """All parameters of the query string. Raises `RefusedError` if it cannot be parsed."""
         try:
-            pairs = parse_qsl(
-                self.query.decode("ascii"), keep_blank_values=True, max_num_fields=MAX_PARAMETERS, errors="strict"
-            )
+            text = self.query.decode("ascii")
+            pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_PARAMETERS, errors="strict")
         except (UnicodeDecodeError, ValueError) as error:
             raise RefusedError(f"invalid query string: {error}", "bad-query-string", "percent-encode it as UTF-8") from error
         parameters: dict[str, str] = {}

@@ -22,7 +22,8 @@ from kvevents.routing.weights import Tier
 from kvevents.service.access import Role
 from kvevents.service.exposition import exposition
 from kvevents.service.http import dynamo_messages as dynamo
-from kvevents.service.http import dynamo_selection, indexer_api, indexer_listings, pages, reservations, v1
+from kvevents.service.http import dynamo_selection as selection
+from kvevents.service.http import indexer_api, indexer_listings, pages, reservations, v1
 from kvevents.service.http.messages import PROBLEM, AnyResponse, Decoders, HttpRequest, Response, answer
 from kvevents.service.http.thread_pools import PoolName
 from kvevents.service.service import Service
@@ -204,31 +205,24 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _indexer("GET", "/dump", indexer_listings.dump),
     _selecting(
         "/query_tiered_by_hash",
-        dynamo_selection.query_tiered_by_hash,
+        selection.query_tiered_by_hash,
         tag="indexer",
         takes=dynamo.TieredQueryRequest,
         gives=dynamo.TieredAnswer,
     ),
     # The API of Dynamo's selection service
-    _selecting("/select", dynamo_selection.select, takes=dynamo.SelectWorkerRequest, gives=dynamo.SelectedWorker),
+    _selecting("/select", selection.select, takes=dynamo.SelectWorkerRequest, gives=dynamo.SelectedWorker),
     _selecting(
-        "/select_and_reserve",
-        dynamo_selection.select_and_reserve,
-        takes=dynamo.SelectWorkerRequest,
-        gives=dynamo.SelectedWorker,
+        "/select_and_reserve", selection.select_and_reserve, takes=dynamo.SelectWorkerRequest, gives=dynamo.SelectedWorker
     ),
-    _selecting("/reservations", dynamo_selection.book, takes=dynamo.BookRequest, gives=dynamo.Booked, status=201),
-    _selecting(
-        "/potential_loads", dynamo_selection.potential_loads, takes=dynamo.PromptRequest, gives=list[dynamo.PotentialLoad]
-    ),
-    _selecting("/overlap_scores", dynamo_selection.overlap_scores, takes=dynamo.PromptRequest, gives=dynamo.OverlapScores),
-    _selecting(
-        "/reservations/{id}/output_block", dynamo_selection.output_block, takes=dynamo.OutputBlockRequest, gives=dynamo.Done
-    ),
-    _selection("POST", "/reservations/{id}/prefill_complete", dynamo_selection.prefill_complete, gives=dynamo.Done),
-    _selection("DELETE", "/reservations/{id}", dynamo_selection.free, gives=dynamo.Done),
-    _selection("GET", "/loads", dynamo_selection.loads, gives=list[dynamo.ModelLoad], pool="fleet", parameters=_SCOPE_FILTERS),
-    _selection("GET", "/ready", dynamo_selection.ready, gives=dynamo.ReadyWorkers, also=_UNSCHEDULABLE, pool="fleet"),
+    _selecting("/reservations", selection.book, takes=dynamo.BookRequest, gives=dynamo.Booked, status=201),
+    _selecting("/potential_loads", selection.potential_loads, takes=dynamo.PromptRequest, gives=list[dynamo.PotentialLoad]),
+    _selecting("/overlap_scores", selection.overlap_scores, takes=dynamo.PromptRequest, gives=dynamo.OverlapScores),
+    _selecting("/reservations/{id}/output_block", selection.output_block, takes=dynamo.OutputBlockRequest, gives=dynamo.Done),
+    _selection("POST", "/reservations/{id}/prefill_complete", selection.prefill_complete, gives=dynamo.Done),
+    _selection("DELETE", "/reservations/{id}", selection.free, gives=dynamo.Done),
+    _selection("GET", "/loads", selection.loads, gives=list[dynamo.ModelLoad], pool="fleet", parameters=_SCOPE_FILTERS),
+    _selection("GET", "/ready", selection.ready, gives=dynamo.ReadyWorkers, also=_UNSCHEDULABLE, pool="fleet"),
     # The API of kvevents
     _querying("/v1/match", v1.match, takes=schemas.MatchRequest, gives=schemas.MatchAnswer, raw=True, parameters=_RAW),
     _querying("/v1/match_many", v1.match_many, takes=schemas.MatchManyRequest, gives=schemas.MatchManyAnswer),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 from kvevents.service.errors import UnavailableError
@@ -65,12 +66,10 @@ class BoundedLock:
         if self._waiting < self._max_waiting or not self._lock.locked():
             self._waiting += 1
             try:
-                async with asyncio.timeout(seconds):
-                    await self._lock.acquire()
-            except TimeoutError:
-                pass
-            else:
-                return
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(seconds):
+                        await self._lock.acquire()
+                    return
             finally:
                 self._waiting -= 1
         raise UnavailableError(f"another client is reading a {self._name}", "busy", "retry in a few seconds")

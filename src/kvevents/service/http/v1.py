@@ -112,10 +112,8 @@ def blocks(service: Service, request: HttpRequest) -> Response:
     if (instance := arguments.get("instance")) is None:
         raise RefusedError("parameter instance is missing", "bad-parameter", "send an instance of /v1/sources")
     rank = read_number(arguments, "rank", 0, (1 << 32) - 1, minimum=0)
-    source = source_name(
-        arguments.get("tenant", schemas.DEFAULT_GROUP), arguments.get("group", schemas.DEFAULT_GROUP), instance
-    )
-    key = source, rank
+    tenant, group = (arguments.get(name, schemas.DEFAULT_GROUP) for name in ("tenant", "group"))
+    key = source_name(tenant, group, instance), rank
     if (member := service.members().get(key)) is None:
         raise NotFoundError(f"{instance} rank {rank} is not registered", "not-registered", "see /v1/sources")
     limit = read_number(arguments, "limit", DEFAULT_PAGE, MAX_LISTED)
@@ -144,7 +142,7 @@ def events(service: Service, request: HttpRequest) -> StreamingResponse:
 async def _events(subscription: Subscription, filters: Mapping[str, str]) -> AsyncIterator[bytes]:
     yield b"retry: 2000\nid: %b\n\n" % subscription.last_id.encode()
     sent_at = time.monotonic()
-    while not subscription.is_closed:
+    while not subscription.bus.is_closed:
         event = await subscription.get(max(0.0, sent_at + HEARTBEAT_SECONDS - time.monotonic()))
         if isinstance(event, int):
             lines = b'event: missed\ndata: {"events":%d}' % event
