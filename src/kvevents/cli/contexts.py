@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
 
 import msgspec
 
 from kvevents.errors import ConfigError
 from kvevents.settings import convert, read_toml, suggestion
-
-FILE_VARIABLE: Final = "KVEVENTS_CONTEXTS"
-NAME_VARIABLE: Final = "KVEVENTS_CONTEXT"
 
 
 class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,14 +31,14 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def context_file() -> Path:
     """Return the path of the file of contexts."""
     home = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(os.environ.get(FILE_VARIABLE) or f"{home}/kvevents/contexts.toml").expanduser()
+    return Path(os.environ.get("KVEVENTS_CONTEXTS") or f"{home}/kvevents/contexts.toml").expanduser()
 
 
 def find_context(name: str | None) -> Context | None:
     """Return the context of this name, by default of the variable or the file; None without one. Raises `ConfigError`."""
     path = context_file()
     found = convert(read_toml(path), _File, str(path)) if path.exists() else _File()
-    wanted = name or os.environ.get(NAME_VARIABLE) or found.current
+    wanted = name or os.environ.get("KVEVENTS_CONTEXT") or found.current
     if wanted is not None and wanted not in found.contexts:
         raise ConfigError(f"unknown context {wanted!r}{suggestion(wanted, found.contexts)} {path} has none of this name")
     return None if wanted is None else found.contexts[wanted]

@@ -90,8 +90,6 @@ class StopSignal:
 SWITCH_SECONDS: Final = 0.0005
 """How long one thread keeps the interpreter while another one waits. Python's default of 5 ms is the time of a hundred queries,
 and applying a message of the plane takes the interpreter several times."""
-TRIM_SECONDS: Final = 30.0
-"""Time between two calls of `malloc_trim`. One takes about half a millisecond for each 10 MiB that it returns."""
 
 
 # --- logging
@@ -162,12 +160,12 @@ def configure_threads() -> None:
 
 
 @contextmanager
-def trimming_memory(interval: float = TRIM_SECONDS, *, keep: int = 0) -> Iterator[None]:
+def trimming_memory(interval: float = 30.0, *, keep: int = 0) -> Iterator[None]:
     """Return free memory to the system every `interval` seconds, except `keep` bytes at the top of the heap.
 
     glibc keeps freed memory as long as something above it is in use, and each thread has an arena of its own, so a process
-    whose buffers were full once keeps that size. `malloc_trim` returns every free page. Only programs call this, not the
-    library, since the allocator belongs to the whole process. Without glibc this does nothing.
+    whose buffers were full once keeps that size. `malloc_trim` returns every free page, in half a millisecond for each 10 MiB.
+    Only programs call this, not the library, since the allocator belongs to the whole process. Without glibc this does nothing.
     """
     trim = _malloc_trim()
     if trim is None:

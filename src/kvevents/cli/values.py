@@ -14,10 +14,8 @@ from kvevents.errors import ConfigError
 URL_SCHEMES: Final = ("http://", "https://")
 MAX_RANKS: Final = 1024
 """No engine has more ranks, and without a bound a typing error opens thousands of sockets."""
-_SMALLEST: Final = math.ulp(0.0)
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 
 
 def endpoint(text: str) -> str:
@@ -25,7 +23,7 @@ def endpoint(text: str) -> str:
     if "://" not in text and split_tcp(f"tcp://{text}") is not None:
         text = f"tcp://{text}"
     transport, separator, address = tcp_of(text).partition("://")
-    if not separator or not address or transport not in _TRANSPORTS:
+    if not separator or not address or transport not in {"tcp", "ipc", "inproc"}:
         raise ConfigError(f"invalid endpoint {text!r}: expected tcp://HOST:PORT, HOST:PORT or ipc:///PATH")
     validate_source(text)
     return text
@@ -41,7 +39,7 @@ def endpoint_or_url(text: str) -> str:
         raise ConfigError(f"{error}, or the engine's URL http://HOST:PORT") from None
 
 
-def number(text: str, expected: str, minimum: float = _SMALLEST) -> float:
+def number(text: str, expected: str, minimum: float = math.ulp(0.0)) -> float:
     """Return a finite number of at least `minimum`; `expected` describes it, such as `a factor above 0`."""
     try:
         value = float(text)

@@ -51,7 +51,7 @@ class PollResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _WORST_FIRST: Final = ("STALE", "CONNECTING", "DEGRADED", "REPLAYING", "EXACT")
-_SOURCE_ORDERS: Final[dict[str, Callable[[PolledSource], Any]]] = {
+SOURCE_ORDERS: Final[dict[str, Callable[[PolledSource], Any]]] = {
     "trust": lambda source: (_WORST_FIRST.index(source.trust.state), source.fault is None, -source.lost),
     "name": lambda source: source.key,
     "blocks": lambda source: -source.blocks,
@@ -60,13 +60,12 @@ _SOURCE_ORDERS: Final[dict[str, Callable[[PolledSource], Any]]] = {
     "age": lambda source: source.last_event or 0.0,
     "lost": lambda source: -source.lost,
 }
-SOURCE_ORDERS: Final = tuple(_SOURCE_ORDERS)
 """Sort orders of sources. Each puts first what an operator looks for."""
 
 
 def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSource]:
     """Return the sources sorted by `order`, and then by name."""
-    return sorted(sources, key=lambda source: (_SOURCE_ORDERS[order](source), source.key))
+    return sorted(sources, key=lambda source: (SOURCE_ORDERS[order](source), source.key))
 
 
 class Poller:

@@ -156,10 +156,8 @@ def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handsha
 def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
     if kind != "ROUTER":
         return fail("address", f"{endpoint} is a {kind} socket, not a publisher", "check the port; this may be another service")
-    former_endpoint, events = (
-        endpoint_of_rank(endpoint, -1),
-        "the port of the events is often the one below it, 5557 by default",
-    )
+    former_endpoint = endpoint_of_rank(endpoint, -1)
+    events = "the port of the events is often the one below it, 5557 by default"
     if former_endpoint and _is_publisher(former_endpoint):
         events = f"{former_endpoint} is a publisher"
     text = f"{endpoint} is a ROUTER socket: a replay endpoint, which publishes nothing"

@@ -30,8 +30,6 @@ from kvevents.stream import Batch, RawBatch, Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
 
 POLL_SECONDS: Final = 0.02
-MEMORY_LIMIT: Final = 1 << 30
-"""Maximum size of the index that is filled during the checks."""
 
 
 class Stop(Protocol):
@@ -120,7 +118,7 @@ class EngineChecks:
             return Subscriber(self.source)
         from kvevents.index import PrefixIndex  # noqa: PLC0415 - needs the native module
 
-        return Subscriber(self.source, decode=False, sink=PrefixIndex(memory_limit=MEMORY_LIMIT))
+        return Subscriber(self.source, decode=False, sink=PrefixIndex(memory_limit=1 << 30))
 
     def _repeat(self, stop: Stop, turn: Callable[[], None], is_done: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + self._seconds

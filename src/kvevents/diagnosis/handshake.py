@@ -22,8 +22,6 @@ HANDSHAKE_TIMEOUT: Final = 3.0
 SIGNATURE: Final = 0xFF
 MAJOR_AT: Final = 10
 MECHANISM: Final = slice(12, 32)
-_READY: Final = b"\x05READY"
-_SOCKET_TYPE: Final = b"\x0bSocket-Type"
 
 HandshakeOutcome: TypeAlias = Literal[
     "socket", "curve", "unknown-host", "refused", "unreachable", "timeout", "closed", "silent", "not-zeromq"
@@ -104,9 +102,9 @@ async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.Stre
     writer.write(_GREETING[MECHANISM.start :])
     head = await _read_bytes(reader, 2)
     body = await _read_bytes(reader, head[1]) if len(head) == 2 else b""
-    if not body.startswith(_READY):
+    if not body.startswith(b"\x05READY"):
         return Handshake("closed")
-    _, has_type, fields = body.partition(_SOCKET_TYPE)
+    _, has_type, fields = body.partition(b"\x0bSocket-Type")
     size = int.from_bytes(fields[:4], "big")
     return Handshake("socket", fields[4 : 4 + size].decode("ascii", "replace") if has_type else "")
 

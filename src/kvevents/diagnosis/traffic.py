@@ -20,16 +20,13 @@ from kvevents.wire import Dialect, Live, decode_batch, dialects, parse_live
 from kvevents.zeromq.sockets import connect_or_bind
 from kvevents.zeromq.zap import secure_sockets
 
-MAX_NEWEST: Final = 32
-"""Maximum number of batches whose payloads are kept for the comparison with replay."""
-
 
 class SequenceNumbers:
     """The live batches of one stream since its publisher began. With several topics there are several streams: none is kept."""
 
     def __init__(self, topic: str) -> None:
         self.received: list[int] = []
-        self.newest: deque[tuple[int, bytes]] = deque(maxlen=MAX_NEWEST)
+        self.newest: deque[tuple[int, bytes]] = deque(maxlen=32)
         self._prefix = topic.encode()
         self._topics: set[bytes] = set()
 

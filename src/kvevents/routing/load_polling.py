@@ -31,7 +31,7 @@ class _Target:
     def __init__(self, url: str) -> None:
         self.url: Final = url
         self.ranks: list[Readings] = []
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None]
 
     def store(self, body: bytes, now: float) -> str:
         """Store the load of each rank. Return the fault of the first rank without a load; empty if all have one."""
@@ -61,10 +61,10 @@ class LoadPoller:
     def add(self, readings: Readings) -> None:
         """Poll the URL of a source, and store what it reports of its rank."""
         url = check_load_url(readings.source.endpoint)
-        target = self._targets.setdefault(url, _Target(url))
-        target.ranks.append(readings)
-        if target.task is None:
+        if url not in self._targets:
+            target = self._targets[url] = _Target(url)
             target.task = asyncio.get_running_loop().create_task(self._poll(target))
+        self._targets[url].ranks.append(readings)
 
     def remove(self, readings: Readings) -> None:
         """Stop polling for a rank. Does nothing if it is unknown."""
@@ -75,12 +75,11 @@ class LoadPoller:
         target.ranks.remove(readings)
         if not target.ranks:
             del self._targets[url]
-            if target.task is not None:
-                target.task.cancel()
+            target.task.cancel()
 
     async def close(self) -> None:
         """End all requests."""
-        tasks = [target.task for target in self._targets.values() if target.task is not None]
+        tasks = [target.task for target in self._targets.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

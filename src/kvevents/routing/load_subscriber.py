@@ -37,8 +37,6 @@ _MESSAGES_PER_TURN: Final = 64
 """Maximum number of messages of one stream that are read before other streams have their turn."""
 _OPTIONS: Final = SocketOptions(receive_hwm=_MESSAGES_PER_TURN, max_message_bytes=2 * MAX_LOAD_BYTES)
 _DEFAULT_SETTINGS: Final = LoadSettings()
-_MAX_RESOLVE_SECONDS: Final = 60.0
-"""Longest time between two lookups of the name of a silent stream."""
 
 
 class _Stream(Readings):
@@ -71,7 +69,7 @@ class _Stream(Readings):
             self._lookup = lookup
             return
         self._lookup = None
-        self._resolve_at, self._pause = now + self._pause, min(2 * self._pause, _MAX_RESOLVE_SECONDS)
+        self._resolve_at, self._pause = now + self._pause, min(2 * self._pause, 60.0)
         self.fault = lookup.error
         if lookup.endpoints:
             self._connect_to(lookup.endpoints[self._attempts % len(lookup.endpoints)])
