@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import msgspec
 
 from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
-from kvevents.publisher.replay_buffer import CompactedHistory, ReplayBuffer
+from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.journal import Journal
 from kvevents.relay.journal_format import ForwardedBatch
 from kvevents.relay.journal_recovery import Recovered
@@ -149,7 +149,10 @@ class CheckpointWriter:
             self._journal.set_checkpoint(msgspec.msgpack.encode(checkpoint))
 
     def _write_snapshot(self, journal: Journal, statuses: Sequence[StreamStatus]) -> None:
-        """Replace the files of the journal by a snapshot: the history of the buffer as one state, then the buffer's batches."""
+        """Replace the files of the journal by a snapshot.
+
+        It has the history of the buffer as one state, the owners of blocks as of the newest batch, and the buffer's batches.
+        """
         last = self._sequencer.next_number - 1
         history_and_tail = self._buffer.history_up_to(last)
         if history_and_tail is None:
@@ -162,19 +165,11 @@ class CheckpointWriter:
         number = -1 if history is None else history.last_seq
         transforms = enumerate(self._transforms)
         blocks = {(at, rank): own for at, transform in transforms for rank, own in transform.blocks.items()}
-        parts = snapshot_parts(history, last, blocks)
+        ownership = [Ownership(last), *(Ownership(last, [(key, piece)]) for key, own in blocks.items() for piece in own.dump())]
+        parts = [] if history is None else list(history.payloads)
+        parts += [_OWNERSHIP_PREFIX + msgspec.msgpack.encode(owned) for owned in ownership]
         self.take(statuses)  # the tail has no upstreams, so the checkpoints must be as of its end
         journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.partial)
-
-
-def snapshot_parts(history: CompactedHistory | None, number: int, blocks: Mapping[BlocksKey, UpstreamBlocks]) -> list[bytes]:
-    """Return a snapshot for the journal.
-
-    It has the state of the buffer's history, and which upstream owns which blocks as of `number`.
-    """
-    ownership = [Ownership(number), *(Ownership(number, [(key, piece)]) for key, own in blocks.items() for piece in own.dump())]
-    payloads = [] if history is None else history.payloads
-    return [*payloads, *(_OWNERSHIP_PREFIX + msgspec.msgpack.encode(owned) for owned in ownership)]
 
 
 # --- restoring

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal, TypeAlias
+from typing import Literal
 
 import msgspec
 
@@ -14,13 +14,6 @@ from kvevents.stream import DEFAULT_STREAM_LIMITS, Source, StreamLimits
 from kvevents.wire import DEFAULT_WIRE_LIMITS, resolve_dialect
 from kvevents.wire.dialects import Dialect
 from kvevents.zeromq.keys import Curve
-
-TokenHandling: TypeAlias = Literal["keep", "hash", "drop"]
-"""Forward token ids; replace them with block keys, which prompts still match; or replace them with placeholders."""
-
-DEFAULT_ENDPOINT: Final = "tcp://127.0.0.1:6557"
-DEFAULT_REPLAY_ENDPOINT: Final = "tcp://127.0.0.1:6558"
-DEFAULT_HEARTBEAT: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +45,21 @@ class RelayLimits:
 class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a relay does, for any upstream. Raises `ConfigError` for values that cannot work."""
 
-    endpoint: Endpoint = DEFAULT_ENDPOINT
+    endpoint: Endpoint = "tcp://127.0.0.1:6557"
     """Where to publish."""
-    replay_endpoint: Endpoint | None = DEFAULT_REPLAY_ENDPOINT
+    replay_endpoint: Endpoint | None = "tcp://127.0.0.1:6558"
     """Where to answer requests for replay and history."""
     topic: str | None = None
     """First frame of every batch (default: the first engine's)."""
     dialect: Name | None = None
     """Engine and release whose dialect to send, such as vllm-0.24 (default: payloads as received)."""
-    tokens: TokenHandling = "keep"
+    tokens: Literal["keep", "hash", "drop"] = "keep"
     """Forward token ids (keep), replace them with block keys that prompts still match (hash), or with placeholders (drop)."""
     buffer_steps: Positive = 10_000
     """Batches in the replay buffer; older ones are compacted."""
     hwm: Positive = 100_000
     """Batches that a slow consumer may be behind. It loses further ones, and requests them again."""
-    heartbeat: Seconds = DEFAULT_HEARTBEAT
+    heartbeat: Seconds = 5.0
     """Seconds between two heartbeats, by which consumers learn how far the relay is to be trusted."""
     journal: FolderPath | None = None
     """Folder of the journal, by which a restarted relay continues; without it a restart begins a new incarnation."""

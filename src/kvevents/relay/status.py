@@ -117,9 +117,5 @@ def serve_metrics(
 
 def _unreached(status: RelayStatus) -> str:
     """Return which upstreams have had no connection yet, as a sentence; empty if each had one."""
-    waiting = [
-        f"{upstream.source} rank {upstream.rank} at {upstream.endpoint}"
-        for upstream in status.upstreams
-        if upstream.trust == Trust.CONNECTING
-    ]
+    waiting = [f"{one.source} rank {one.rank} at {one.endpoint}" for one in status.upstreams if one.trust == Trust.CONNECTING]
     return f"no connection yet to {', '.join(waiting)}" if waiting else ""

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -231,12 +231,11 @@ class UpstreamBlocks:
 
     def clear(self, **scope: Any) -> list[KVEvent]:
         """Forget all blocks, or those of one scope such as `medium="GPU"`, and return the removals that say so."""
-        chosen = [
+        return self._empty(
             placement
             for placement in self._placements
             if all(getattr(placement, name) == value for name, value in scope.items())
-        ]
-        return list(chain.from_iterable(self._removals(placement, self._take(placement)) for placement in chosen))
+        )
 
     def removals(self) -> list[KVEvent]:
         """Return removals of all blocks, without forgetting them."""
@@ -271,10 +270,9 @@ class UpstreamBlocks:
             return self.clear(**scope)
         # SGLang, which names its host memory so, empties that too.
         tiers = TIERS[: 1 + any(placement.medium == MEDIUM_CPU_PINNED for placement in self._placements)]
-        emptied = [
+        removals = self._empty(
             placement for placement in self._placements if tier_of(placement.medium) in tiers and placement.locality != "REMOTE"
-        ]
-        removals = chain.from_iterable(self._removals(placement, self._take(placement)) for placement in emptied)
+        )
         return [*removals, *chain.from_iterable(map(self._doubt, self._placements))]
 
     def _doubt(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
@@ -290,11 +288,7 @@ class UpstreamBlocks:
         events: list[KVEvent] = []
         if not _is_attested(placement):
             certain, known = self._certain.setdefault(placement, set()), self._placements.get(placement, ())
-            again = [
-                block_hash
-                for block_hash in dict.fromkeys(event.block_hashes)
-                if block_hash in known and block_hash not in certain
-            ]
+            again = [hash_ for hash_ in dict.fromkeys(event.block_hashes) if hash_ in known and hash_ not in certain]
             events = self._apply_removal(BlockRemoved(again, **placement._asdict())) if again else []
             self._certain.setdefault(placement, set()).update(event.block_hashes)
         copies = self._placements.setdefault(placement, Counter())
@@ -329,18 +323,20 @@ class UpstreamBlocks:
             self._count -= 1
         return left >= 0
 
-    def _take(self, placement: RemovalPlacement) -> Counter[int]:
-        copies = self._placements.pop(placement)
-        self._certain.pop(placement, None)
-        self._count -= len(copies)
-        self._digest -= _digest_of(placement, copies.elements())
-        return copies
+    def _empty(self, placements: Iterable[RemovalPlacement]) -> list[KVEvent]:
+        removals: list[KVEvent] = []
+        for placement in list(placements):
+            copies = self._placements.pop(placement)
+            self._certain.pop(placement, None)
+            self._count -= len(copies)
+            self._digest -= _digest_of(placement, copies.elements())
+            removals += self._removals(placement, copies)
+        return removals
 
     @staticmethod
     def _removals(placement: RemovalPlacement, copies: Counter[int]) -> Iterator[KVEvent]:
-        hashes = list(chain.from_iterable(repeat(block_hash, count) for block_hash, count in copies.items()))
-        limit = DEFAULT_WIRE_LIMITS.max_hashes
-        for start in range(0, len(hashes), limit):
+        hashes = list(copies.elements())
+        for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
             yield BlockRemoved(hashes[start : start + limit], **placement._asdict())
 
     def _placement_of(self, event: BlockStored | BlockRemoved) -> RemovalPlacement:
