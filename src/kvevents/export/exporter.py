@@ -6,10 +6,10 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from kvevents.errors import ConfigError, RecordingError, UsageError
 from kvevents.export.residency import BatchPosition, WorkerCache
@@ -79,7 +79,12 @@ def export(
     folder = Path(folder)
     if not recordings:
         raise ConfigError("no recording to export: name at least one")
-    with _create_folder(folder, force=force), _Export(folder, limits, progress, tokens=tokens) as work:
+    with _create_folder(folder, force=force), ExitStack() as stack:
+        writers: dict[str, TableWriter] = {}
+        for table in TABLES:
+            writers[table.name] = TableWriter(folder, table, limits, tokens=tokens)
+            stack.callback(writers[table.name].discard)
+        work = _Export(folder, limits, progress, writers, tokens=tokens)
         for path, name in zip(recordings, _names(recordings), strict=True):
             work.read(path, name)
         return work.finish()
@@ -124,9 +129,17 @@ COUNTED: Final = tuple(column.name for column in WORKERS.columns[7:-2])
 
 
 class _Export:
-    """One export; a context manager that leaves complete tables or none."""
+    """One export."""
 
-    def __init__(self, folder: Path, limits: ExportLimits, progress: Callable[[ExportProgress], None], *, tokens: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        limits: ExportLimits,
+        progress: Callable[[ExportProgress], None],
+        writers: dict[str, TableWriter],
+        *,
+        tokens: bool,
+    ) -> None:
         self._folder = folder
         self._limits = limits
         self._progress = progress
@@ -137,23 +150,10 @@ class _Export:
         self._totals: Counter[str] = Counter()
         self._reasons: Counter[str] = Counter()
         self._truncations: list[str] = []
-        self._writers: dict[str, TableWriter] = {}
-
-    def __enter__(self) -> Self:
-        try:
-            for table in TABLES:
-                self._writers[table.name] = TableWriter(self._folder, table, self._limits, tokens=self._tokens)
-        except BaseException:
-            self.__exit__()
-            raise
-        self._batches = self._writers[BATCHES.name]
-        self._events = self._writers[EVENTS.name]
-        self._lifetimes = self._writers[LIFETIMES.name]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for writer in self._writers.values():
-            writer.discard()
+        self._writers = writers
+        self._batches = writers[BATCHES.name]
+        self._events = writers[EVENTS.name]
+        self._lifetimes = writers[LIFETIMES.name]
 
     def read(self, path: StrPath, name: str) -> None:
         """Add one recording."""

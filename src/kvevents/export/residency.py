@@ -87,6 +87,7 @@ class WorkerCache:
         self._salt_key = salt_key
         self._ended_rows: list[Row] = []
         self._with_tokens = tokens
+        self._no_tokens: Row = (None,) if tokens else ()
         self._incarnation = 0
         self._step = 0
         self._gaps = 0
@@ -256,12 +257,6 @@ class WorkerCache:
         gap = residency.gaps != self._gaps
         head = (self._worker, self._incarnation, *residency.facts, residency.max_copies)
         self._ended_rows.append((*head, residency.stored_step, residency.stored_at, reason, self._step, time, gap))
-
-    # --- rows
-
-    @property
-    def _no_tokens(self) -> Row:
-        return (None,) if self._with_tokens else ()
 
     def _row_without_block(self, kind: str, batch: BatchPosition, position: int, placement: Row) -> Row:
         facts = (*(None,) * 5, *placement, None, None)
