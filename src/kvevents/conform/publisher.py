@@ -40,7 +40,6 @@ FEED_SECONDS: Final = 30.0
 END_SECONDS: Final = 15.0
 """Time of a publisher to end."""
 CONNECT_SECONDS: Final = 15.0
-CONNECT_POLL_MS: Final = 100
 JOIN_SECONDS: Final = 0.3
 """Time of a subscription to reach the publisher, once its connection is open."""
 SILENCE_SECONDS: Final = 3.0
@@ -173,7 +172,7 @@ class PublisherPlayer:
         with own.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
             try:
                 own.connect(endpoint)
-                while not monitor.poll(CONNECT_POLL_MS):
+                while not monitor.poll(100):
                     if self._publisher.program is not None:
                         self._publisher.program.check()
                     if time.monotonic() > deadline:

@@ -267,27 +267,9 @@ class Check(_Step, frozen=True, tag="check"):
     """Workers that must be reported as not well."""
 
 
-Step = (
-    Register
-    | Unregister
-    | Store
-    | Publish
-    | Skip
-    | Resend
-    | Send
-    | Restart
-    | Stop
-    | Cut
-    | Stall
-    | HalfOpen
-    | Heal
-    | AwaitSubscriber
-    | Kill
-    | Start
-    | Pause
-    | Settle
-    | Check
-)
+PublishingStep = Store | Publish | Skip | Resend | Send
+NetworkStep = Cut | Stall | HalfOpen | Heal | AwaitSubscriber
+Step = Register | Unregister | PublishingStep | Restart | Stop | NetworkStep | Kill | Start | Pause | Settle | Check
 
 
 class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="target", tag="reader"):

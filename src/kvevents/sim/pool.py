@@ -82,13 +82,9 @@ class Pool:
             uses[block] = 1
             table = tables[block]
             if table is not None:
-                name = names[block]
-                if table.duplicates and name in table.duplicates:
-                    table.drop(name, block)
-                else:
-                    del table.whole[name]
+                table.drop(names[block], block)
                 tables[block] = None
-                gone.append((table.place, name))
+                gone.append((table.place, names[block]))
         return taken, gone
 
     def name(self, table: BlockTable, blocks: Sequence[int], names: Sequence[int]) -> None:

@@ -7,7 +7,6 @@ import sys
 from typing import Final, NamedTuple
 
 _TCP: Final = "tcp://"
-_ANY: Final = ("*", "0")
 
 
 class ReservedPort(NamedTuple):
@@ -34,7 +33,7 @@ def reserve_port(endpoint: str) -> ReservedPort:
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("0.0.0.0" if host == "*" else host, 0 if port in _ANY else int(port)))  # noqa: S104  asked for
+        holder.bind(("0.0.0.0" if host == "*" else host, 0 if port == "*" else int(port)))  # noqa: S104  asked for
     except (OSError, ValueError):
         # The port is in use, or the endpoint is invalid. The caller's bind reports which.
         holder.close()
