@@ -94,12 +94,17 @@ class Access:
 
     def __init__(self, config: AccessSettings, environ: Mapping[str, str] = os.environ) -> None:
         self._callers: dict[bytes, Caller] = {}
-        for number, token in enumerate(config.tokens, 1):
-            label = token.name or f"token {number}"
-            digest = sha256(_check_token(_read_token(token, label, environ), label)).digest()
+        for number, settings in enumerate(config.tokens, 1):
+            label = settings.name or f"token {number}"
+            token = _read_token(settings, label, environ)
+            if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
+                raise ConfigError(f"{label} has {len(token)} bytes: expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}; {_HINT}")
+            if not all(0x21 <= byte <= 0x7E for byte in token):
+                raise ConfigError(f"{label} has invalid characters: expected printable ASCII without spaces; {_HINT}")
+            digest = sha256(token).digest()
             if digest in self._callers:
                 raise ConfigError(f"{self._callers[digest].name} and {label} are the same token; {_HINT}")
-            self._callers[digest] = Caller(Role[token.role.upper()], label)
+            self._callers[digest] = Caller(Role[settings.role.upper()], label)
         role_name = config.anonymous or ("none" if config.tokens else "register")
         self.anonymous = Caller(Role[role_name.upper()], "anonymous")
 
@@ -143,14 +148,6 @@ def _read_token(token: TokenSettings, label: str, environ: Mapping[str, str]) ->
             return file.read(2 * MAX_TOKEN_BYTES).strip()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{label}: cannot read token_file {path}: {reason_of(error)}") from error
-
-
-def _check_token(token: bytes, label: str) -> bytes:
-    if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
-        raise ConfigError(f"{label} has {len(token)} bytes: expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}; {_HINT}")
-    if not all(0x21 <= byte <= 0x7E for byte in token):
-        raise ConfigError(f"{label} has invalid characters: expected printable ASCII without spaces; {_HINT}")
-    return token
 
 
 # --- hosts

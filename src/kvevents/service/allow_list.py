@@ -47,7 +47,6 @@ _PORT: Final = r"[1-9][0-9]{0,4}"
 _LOCATION: Final = re.compile(rf"(?:\[(?P<six>[^\[\]%]*)\]|(?P<host>[^:\[\]]+)):(?P<ports>\*|{_PORT}(?:-{_PORT})?)")
 """A host and its port; in a pattern also a network, and a range of ports."""
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
-_MAX_NAME: Final = 253
 _NUMERIC: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
 """Hosts whose last label is a number: some parsers read them as IPv4 addresses (`inet_aton`, WHATWG's URL standard)."""
 _FORMS: Final = "tcp://HOST:PORT, ipc:///PATH or inproc://NAME"
@@ -177,7 +176,7 @@ def _target(endpoint: str, location: str) -> _Target:
 
 
 def _is_name(host: str) -> bool:
-    return len(host) <= _MAX_NAME and all(_LABEL.fullmatch(label) for label in host.split("."))
+    return len(host) <= 253 and all(_LABEL.fullmatch(label) for label in host.split("."))
 
 
 def _normalize_address(address: Address) -> Address:

@@ -29,9 +29,8 @@ def check_tls(tls: Tls) -> None:
             context.load_verify_locations(tls.client_ca)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError or a ValueError
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"tls cannot be used: {file}: {reason}; certificate, key and client_ca are PEM files, the key without password"
-        ) from error
+        hint = "certificate, key and client_ca are PEM files, the key without password"
+        raise ConfigError(f"tls cannot be used: {file}: {reason}; {hint}") from error
 
 
 def _files(tls: Tls) -> list[str]:

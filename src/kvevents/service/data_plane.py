@@ -71,8 +71,6 @@ class Counts(msgspec.Struct):
 _decode_counts = msgspec.json.Decoder(Counts).decode
 _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
-_WAKES: Final = 64
-"""Maximum number of wake-up bytes that are read at once. There is one for each time that the queue was empty."""
 _numbers = count()
 """Numbers of workers in routing tables."""
 
@@ -225,7 +223,7 @@ class DataPlane:
 
 
 def _take_all(native: _native.DataPlane, wakes: socket.socket, handle: Callable[[_native.Request | int], None]) -> None:
-    wakes.recv(_WAKES)
+    wakes.recv(64)  # a byte for each time that the queue was empty
     for item in native.take():
         handle(item)
 

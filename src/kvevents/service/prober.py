@@ -22,6 +22,7 @@ from kvevents.endpoints import GRPC, split_tcp, tcp_of
 from kvevents.errors import KVEventsError
 from kvevents.routing.load_readings import METRICS_PATH, is_load_url
 from kvevents.service.allow_list import EndpointAllowList, EndpointRefusedError
+from kvevents.service.discovery.engines import resolve
 from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.member import HTTP, Member, SourceFault
@@ -31,8 +32,6 @@ from kvevents.stream import DegradedReason, Trust
 
 log = logging.getLogger(__name__)
 
-RESOLVE_SECONDS: Final = 2.0
-"""Longest time to resolve the name in a client's endpoint."""
 ROUND_SECONDS: Final = 0.1
 """Pause between two searches for endpoints to probe."""
 AUDIT_SECONDS: Final = 30.0
@@ -49,9 +48,7 @@ async def check_allowed(allow_list: EndpointAllowList, *endpoints: str) -> None:
     for endpoint in endpoints:
         if allow_list.check(endpoint) and (target := split_tcp(endpoint)) is not None:
             with suppress(socket.gaierror, TimeoutError):
-                async with asyncio.timeout(RESOLVE_SECONDS):
-                    records = await asyncio.get_running_loop().getaddrinfo(*target, type=socket.SOCK_STREAM)
-                allow_list.check(endpoint, [str(address[4][0]) for address in records])
+                allow_list.check(endpoint, sorted(await resolve(target[0])))
 
 
 def endpoints_of(registration: Registration) -> list[str]:

@@ -54,7 +54,6 @@ def fit_clients(limits: Limits) -> tuple[Limits, str]:
 
 log = logging.getLogger(__name__)
 
-BACKLOG: Final = 1_024
 STOP_SECONDS: Final = 1.0
 """Maximum time to finish the requests in progress after the data plane has drained."""
 SEND_BYTES: Final = 1 << 18
@@ -148,7 +147,7 @@ class _Server:
         await service.start()
         try:
             if not self._end_requested.is_set():
-                listening.listen(BACKLOG)
+                listening.listen(1_024)
                 settings = data_plane_settings(service, answers_queries=not self._app.has_spans)
                 service.data_plane.start(listening, self._app, settings)
                 listening.close()  # the data plane has a copy

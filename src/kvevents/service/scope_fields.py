@@ -59,14 +59,10 @@ class Scopes:
 MODEL, TENANT, GROUP, LORA, SALT = SCOPE_NAMES.values()
 _CANONICAL: Final = {alias: name for name, aliases in SCOPE_NAMES.items() for alias in aliases}
 """Names in `/v1`, which handlers read, by all names."""
-_LIKE: Final = 0.8
-"""Similarity by `difflib` from which a name is considered a misspelling of another one."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
 """Words without another meaning here: a field whose name contains one of them must not be ignored."""
 _ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
 """Names of scope fields by their letters."""
-_OPTIONAL: Final = (LORA, SALT)
-_OTHERS: Final = re.compile(r"[^a-z0-9]")
 MAX_UNKNOWN: Final = 64
 """Maximum number of unknown fields of one request, because each one is compared with the known ones."""
 MAX_COMPARED: Final = 40
@@ -102,7 +98,7 @@ def pick(request: Any, names: tuple[str, ...]) -> str | None:
     result, first_name = None, ""
     for name in names:
         value = getattr(request, name)
-        if value is None or value is UNSET or (not value and names in _OPTIONAL):
+        if value is None or value is UNSET or (not value and names in (LORA, SALT)):
             continue
         if result is not None and value != result:
             raise RefusedError(f"{first_name} and {name} have different values", "contradiction", f"give {first_name} alone")
@@ -122,14 +118,14 @@ def check_unknown(names: Collection[str]) -> None:
 
 def _meant_by(name: str) -> str | None:
     """Return the scope field that an unknown name is similar to; None if none is similar."""
-    letters = _OTHERS.sub("", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
+    letters = re.sub(r"[^a-z0-9]", "", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
     for word, field in _WORDS.items():
         if word in letters:
             return field
     if len(name) > MAX_COMPARED:
         return None
     anagrams = [known for known in _ALIASES if sorted(known) == sorted(letters)]
-    similar = anagrams or get_close_matches(letters, _ALIASES, 1, _LIKE)
+    similar = anagrams or get_close_matches(letters, _ALIASES, 1, cutoff=0.8)
     return _ALIASES[similar[0]] if similar else None
 
 

@@ -15,7 +15,6 @@ SECONDS: Final = 120.0
 MAX_SELECTIONS: Final = 4_096
 MAX_BYTES: Final = 64 << 20
 """Maximum size in bytes of the token ids of all selections."""
-_TOKEN_BYTES: Final = 4
 _Key: TypeAlias = tuple[tuple[str, str, str], str]
 """Model, tenant and group, and the name of a selection."""
 
@@ -59,7 +58,7 @@ class SelectionCache:
             now = self._clock()
             self._remove(_key(selection.scope, name))
             self._entries[_key(selection.scope, name)] = (now, selection)
-            self._bytes += len(selection.tokens) * _TOKEN_BYTES
+            self._bytes += 4 * len(selection.tokens)
             while self._entries:
                 oldest, (added_at, _) = next(iter(self._entries.items()))
                 if now - added_at <= SECONDS and len(self._entries) <= MAX_SELECTIONS and self._bytes <= MAX_BYTES:
@@ -79,7 +78,7 @@ class SelectionCache:
 
     def _remove(self, key: _Key) -> None:
         if (entry := self._entries.pop(key, None)) is not None:
-            self._bytes -= len(entry[1].tokens) * _TOKEN_BYTES
+            self._bytes -= 4 * len(entry[1].tokens)
 
 
 def _key(scope: Scope, name: str) -> _Key:

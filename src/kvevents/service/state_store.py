@@ -65,7 +65,12 @@ class StateStore:
             raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror or error}") from error
         self._save_lock = threading.Lock()
         self._registrations_lock = threading.Lock()
-        self._sweep()
+        for path in folder.glob(".*.tmp"):  # the unfinished files of a process that was killed
+            with suppress(OSError):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
     def save(self, index: PrefixIndex, read_checkpoints: Callable[[], list[Checkpoint]]) -> float:
         """Write a generation of the index and of the streams' checkpoints. Wait for a save in another thread.
@@ -150,15 +155,6 @@ class StateStore:
                 path.rename(path.with_name(f"bad-{path.name}"))
         with suppress(OSError):
             (self.folder / _CURRENT).unlink()
-
-    def _sweep(self) -> None:
-        """Remove the unfinished files of a process that was killed."""
-        for path in self.folder.glob(".*.tmp"):
-            with suppress(OSError):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
 
     def _remove_old_generations(self) -> None:
         current = self._generation()

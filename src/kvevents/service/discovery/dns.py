@@ -20,7 +20,6 @@ from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpClient, EngineProvider
 from kvevents.service.discovery.provider import DEFAULT_TEMPLATE, Finding, Template, bracket_host
 
-HOSTS: Final = Path("/etc/hosts")
 MIN_SECONDS: Final = 5.0
 """Shortest pause between two lookups, however short the TTL. CoreDNS sends a TTL of 5 for a headless service, some servers
 0."""
@@ -55,7 +54,7 @@ class DnsResolver:
     """Port of the given nameservers."""
     seconds: float = 5.0
     """Longest time for one lookup: all nameservers and repetitions together."""
-    hosts: Path = HOSTS
+    hosts: Path = Path("/etc/hosts")
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("dns") is None:

@@ -54,7 +54,7 @@ from kvevents.service.fleet.registration import Scope
 from kvevents.settings import build_decoder_now
 
 if TYPE_CHECKING:
-    from kvevents.routing.http_client import Answer, HttpError
+    from kvevents.routing.http_client import Answer
 
 _SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
 """Settings with which an engine publishes events and answers replay requests."""
@@ -128,10 +128,8 @@ def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
             found.missing[rank] = "cannot be followed: it has no endpoint"
             continue
         replay = None if source.replay_endpoint is None else replace_wildcard_host(source.replay_endpoint, host)
-        endpoint = replace_wildcard_host(source.endpoint, host)
-        found.endpoints.append(
-            RankEndpoint(rank, endpoint, replay, topic=source.topic or "", replay_is_proven=replay is not None)
-        )
+        endpoint, is_proven = replace_wildcard_host(source.endpoint, host), replay is not None
+        found.endpoints.append(RankEndpoint(rank, endpoint, replay, topic=source.topic or "", replay_is_proven=is_proven))
     ranks = found.missing.keys() | {each.rank for each in found.endpoints}
     if not ranks:
         found.off_reason = f"publishes no KV events: {_START_VLLM}"
@@ -226,13 +224,16 @@ INFO_PATHS: Final = (
     ("/get_server_info", parse_server_info),
 )
 """Paths at which engines describe themselves, and the parsers of the answers. The first path that exists counts."""
-QUERY_SECONDS: Final = 15.0
-"""Pause between two queries to an engine that answers. A change of its ports stays unknown for this long."""
 RETRY_SECONDS: Final = 2.0
 """Longest pause between two queries to an engine that does not answer: within it an engine that has started is found."""
 RESOLVE_SECONDS: Final = 2.0
 """Longest time to resolve the name of a host."""
 MAX_REDIRECTS: Final = 3
+_UNREADABLE: Final = "{url} does not answer in HTTP, or not to the end ({error})"
+_HTTP_ERRORS: Final = {
+    "timeout": "{url} does not answer in time",
+    **dict.fromkeys(("not-http", "closed", "too-large"), _UNREADABLE),
+}
 _UNAUTHORIZED: Final = frozenset({401, 403})
 _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
 
@@ -277,7 +278,8 @@ class EngineHttpClient:
             async with slots, HttpConnections(bounds, tls=self.tls or _default_tls()) as connections:
                 return await connections.get(str(url), headers, server_name=self.server_name)
         except HttpError as error:
-            raise EngineQueryError(_describe(url, error)) from error
+            sentence = _HTTP_ERRORS.get(error.kind, "{url} cannot be reached: {error}")
+            raise EngineQueryError(sentence.format(url=url, error=error)) from error
 
 
 DEFAULT_HTTP_CLIENT: Final = EngineHttpClient()
@@ -285,27 +287,18 @@ _default_tls: Final = functools.cache(ssl.create_default_context)
 _SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] = WeakKeyDictionary()
 
 
-def _describe(url: BaseUrl, error: HttpError) -> str:
-    match error.kind:
-        case "timeout":
-            return f"{url} does not answer in time"
-        case "not-http" | "closed" | "too-large":
-            return f"{url} does not answer in HTTP, or not to the end ({error})"
-        case _:
-            return f"{url} cannot be reached: {error}"
-
-
 async def is_same_host(host: str, other: str) -> bool:
     """Whether all addresses of a host are addresses of another one, which has those of this machine if it is loopback."""
     try:
-        addresses, others = await _resolve(host), await _resolve(other)
+        addresses, others = await resolve(host), await resolve(other)
     except (OSError, UnicodeError):
         return False
     is_here = any(is_loopback(address) for address in others)
     return all(address in others or (is_here and _is_own_address(address)) for address in addresses)
 
 
-async def _resolve(host: str) -> set[str]:
+async def resolve(host: str) -> set[str]:
+    """Return the addresses of a host. Raises `OSError` or `UnicodeError` without any, and `TimeoutError`."""
     async with asyncio.timeout(RESOLVE_SECONDS):
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return {str(address[4][0]) for address in found}
@@ -365,7 +358,8 @@ class EngineProvider:
     template: Template = DEFAULT_TEMPLATE
     instance: str | None = None
     """Name of the engine for routers; by default host and port of the URL."""
-    interval: float = QUERY_SECONDS
+    interval: float = 15.0
+    """Seconds between two queries to an engine that answers. A change of its ports stays unknown for this long."""
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
     declared: Declaration | None = None
@@ -412,9 +406,8 @@ class EngineProvider:
         if self.declared is not None:
             ranks = self.declared.endpoints(bracket_host(url.host), self.template)
             return await self._finding(url, EngineInfo(ranks, has_metrics=True))  # as vLLM before 0.31 has
-        raise EngineQueryError(
-            f"{url} has neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang): name its endpoint instead"
-        )
+        paths = "neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang)"
+        raise EngineQueryError(f"{url} has {paths}: name its endpoint instead")
 
     async def _get(self, url: BaseUrl) -> Any:
         """Return the JSON at a URL; None if the path does not exist."""
@@ -441,9 +434,7 @@ class EngineProvider:
         base = next((model.id for model in models if model.parent is None and model.id), None)
         model = self.template.model or info.model or base or declared.model
         if model is None:
-            hint = (
-                "set model in the source's table" if self.declared is None else "set the annotation kvevents/model of its pod"
-            )
+            hint = "set the annotation kvevents/model of its pod" if self.declared else "set model in the source's table"
             raise EngineQueryError(f"{url.join('/v1/models')} lists no model: {hint}")
         faults = []
         if info.endpoints:
@@ -471,12 +462,8 @@ class EngineProvider:
     def _follow_relays(relays: list[RankEndpoint], info: EngineInfo) -> None:
         """Put the endpoints of relays in the place of the engine's, which needs to be reachable for its relays only."""
         known = {each.rank: each for each in info.endpoints}
-        info.endpoints = [
-            replace(known[relay.rank], endpoint=relay.endpoint, replay_endpoint=relay.replay_endpoint, replay_is_proven=False)
-            if relay.rank in known
-            else relay
-            for relay in relays
-        ]
+        pairs = [(relay, known.get(relay.rank, relay)) for relay in relays]
+        info.endpoints = [replace(relay, topic=own.topic, block_size=own.block_size, load=own.load) for relay, own in pairs]
         info.missing = {}
 
     async def _drop_foreign_endpoints(self, url: BaseUrl, info: EngineInfo) -> None:

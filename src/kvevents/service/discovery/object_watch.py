@@ -14,6 +14,7 @@ import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
@@ -43,7 +44,6 @@ MAX_PAUSE_SECONDS: Final = 5.0
 """Longest pause between two attempts: within it changes are followed again after the server is back."""
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _IN_CLUSTER: Final = "KUBERNETES_SERVICE_HOST"
-_EXPIRED: Final = 410
 
 
 class Metadata(Struct, frozen=True, rename="camel"):
@@ -288,4 +288,4 @@ def _check(status: int, body: bytes | Raw) -> None:
     with suppress(msgspec.DecodeError):
         message = msgspec.json.decode(body, type=_Status).message
     sentence = f"the API server answers with status {status}" + (f": {message}" if message else "")
-    raise (_ExpiredError if status == _EXPIRED else ApiServerError)(sentence)
+    raise (_ExpiredError if status == HTTPStatus.GONE else ApiServerError)(sentence)

@@ -61,7 +61,6 @@ MAX_RANKS: Final = 1_024
 """Maximum number of data-parallel ranks of one engine. The largest known deployments have a few hundred."""
 NO_LOAD: Final = "none"
 """Value of the setting `load` of an engine whose load is not to be read."""
-_ANY_HOST: Final = "tcp://0:1"
 _TRANSPORTS: Final = ("tcp", "ipc")
 _PORTS: Final = {"http": 80, "https": 443}
 
@@ -113,9 +112,8 @@ def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
     if found is None or not 0 < found[1] <= MAX_PORT:
         raise ConfigError(f"invalid {field} {endpoint!r}: it needs a port from 1 to {MAX_PORT}")
     if found[0] in WILDCARDS and not bind:
-        raise ConfigError(
-            f"invalid {field} {endpoint!r}: a wildcard host cannot be connected to; write the engine's host, or set bind = true"
-        )
+        hint = "write the engine's host, or set bind = true"
+        raise ConfigError(f"invalid {field} {endpoint!r}: a wildcard host cannot be connected to; {hint}")
 
 
 def check_load(load: str) -> None:
@@ -217,7 +215,7 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def __post_init__(self) -> None:
         EngineFields.__post_init__(self)
         if self.load not in {None, NO_LOAD}:
-            check_load(self._load_of(0, _ANY_HOST) or "")
+            check_load(self._load_of(0, "tcp://0:1") or "")
 
     def __hash__(self) -> int:
         # The one of msgspec has all fields, of which `labels` has none.
@@ -233,12 +231,9 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         collision = port_collision(endpoint, self.replay_endpoint, self.ranks - 1)
         if collision is not None:
             raise ConfigError(collision)
-        found = []
-        for index in range(self.ranks):
-            own = offset_endpoint_port(endpoint, index) or endpoint
-            rank = RankEndpoint(self.rank + index, own, self.replay_endpoint_of(index, own))
-            found.append(self.registration(instance, self.model, rank))
-        return tuple(found)
+        owns = [offset_endpoint_port(endpoint, index) or endpoint for index in range(self.ranks)]
+        ranks = [RankEndpoint(self.rank + index, own, self.replay_endpoint_of(index, own)) for index, own in enumerate(owns)]
+        return tuple(self.registration(instance, self.model, rank) for rank in ranks)
 
     def registration(self, instance: str, model: str, found: RankEndpoint) -> Registration:
         """Return the registration of one rank. A setting of this template takes precedence over what `found` says."""

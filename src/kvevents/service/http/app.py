@@ -80,13 +80,10 @@ class App:
         """Begin to handle a request, or continue the response in pieces with this number."""
         if not isinstance(item, int):
             self.handle(item)
-            return
-        response = self._open_streams.get(item)
-        if response is None:
-            return
-        if response.stream.is_gone and response.task is not None:
-            response.task.cancel()
-        response.has_room.set()
+        elif (response := self._open_streams.get(item)) is not None:
+            if response.stream.is_gone and response.task is not None:
+                response.task.cancel()
+            response.has_room.set()
 
     async def stop(self, seconds: float) -> None:
         """Wait for the requests in progress, and after some time cancel them."""
@@ -101,8 +98,7 @@ class App:
         try:
             response = await self._respond_with_span(request)
         except asyncio.CancelledError:  # only when the service stops
-            error = UnavailableError("the service stopped before the request was complete", "ending", "retry")
-            response = problem(error)
+            response = problem(UnavailableError("the service stopped before the request was complete", "ending", "retry"))
         if isinstance(response, Response):
             headers = [*response.headers]
             if response.status != HTTPStatus.NOT_MODIFIED:  # which has no body, and says nothing about one

@@ -188,12 +188,8 @@ def _fleet(service: Service, body: Any) -> _Fleet:
 # --- selections
 
 
-class _Choice(NamedTuple):
-    """A selected worker."""
-
-    selection: PendingSelection
-    matches: Mapping[Worker, _Held]
-    """Tokens of the prompt that its ranks hold."""
+_Choice: TypeAlias = tuple[PendingSelection, Mapping[Worker, _Held]]
+"""A selected worker, and the tokens of the prompt that its ranks hold."""
 
 
 class _Chooser:
@@ -248,7 +244,7 @@ class _Chooser:
             for candidate in selection.considered or ()
             if candidate.instance == selection.instance
         }
-        return _Choice(self._pending(selection.instance, selection.rank, tokens, self._ignores_cache), matches)
+        return self._pending(selection.instance, selection.rank, tokens, self._ignores_cache), matches
 
     def _pending(self, instance: str, rank: int, tokens: Any, ignores_cache: bool) -> PendingSelection:
         body = self._body
@@ -281,7 +277,7 @@ class _Chooser:
         tokens = _placeholder(max(1, length - matches.get(worker, _NOTHING).all))
         self._select(tokens, [worker], name, ignores_cache=True)
         of_instance = {candidate: tier for candidate, tier in matches.items() if candidate[0] == best.instance}
-        return _Choice(self._pending(*worker, tokens, ignores_cache=True), of_instance)
+        return self._pending(*worker, tokens, ignores_cache=True), of_instance
 
 
 def _waits(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> bool:
@@ -306,11 +302,11 @@ def _read(service: Service, request: HttpRequest) -> tuple[Any, _Fleet, _Prompt]
 def select(service: Service, request: HttpRequest) -> Response:
     """Select a worker as Dynamo's selection service does; `selection_id` names the selection for `/reservations`."""
     body, fleet, prompt = _read(service, request)
-    choice = _Chooser(fleet, body, prompt).choose()
+    selection, matches = _Chooser(fleet, body, prompt).choose()
     if body.selection_id is None:
-        return answer(_selected(fleet, prompt, choice), request)
-    service.selections.add(body.selection_id, choice.selection)
-    return answer(_selected(fleet, prompt, choice, selection_id=body.selection_id), request)
+        return answer(_selected(fleet, prompt, selection, matches), request)
+    service.selections.add(body.selection_id, selection)
+    return answer(_selected(fleet, prompt, selection, matches, selection_id=body.selection_id), request)
 
 
 def select_and_reserve(service: Service, request: HttpRequest) -> Response:
@@ -319,25 +315,26 @@ def select_and_reserve(service: Service, request: HttpRequest) -> Response:
     name = str(uuid4()) if body.selection_id is None else body.selection_id
     with service.selections.booking:
         _check_free(service, name)
-        choice = _Chooser(fleet, body, prompt).choose(name)
-    waits = choice.selection.waits
-    if not waits:
+        selection, matches = _Chooser(fleet, body, prompt).choose(name)
+    if not selection.waits:
         reservations.ask(service, "POST", name, schemas.ReservationUpdate(first_token=True))
-    worker = _selected(fleet, prompt, choice, selection_id=name, isl_tokens=prompt.length, track_prefill_tokens=waits)
-    return answer(worker, request)
+    fields = {"selection_id": name, "isl_tokens": prompt.length, "track_prefill_tokens": selection.waits}
+    return answer(_selected(fleet, prompt, selection, matches, **fields), request)
 
 
-def _selected(fleet: _Fleet, prompt: _Prompt, choice: _Choice, **fields: Any) -> messages.SelectedWorker:
-    worker, size = choice.selection.worker, fleet.block_size_of(choice.selection.worker)
-    longest_match = _Held(*map(max, zip(*choice.matches.values(), strict=True))) if choice.matches else _NOTHING
-    ignores_cache = choice.selection.ignores_cache and prompt.tokens is not None
-    cached_tokens = 0 if ignores_cache else choice.matches.get(worker, _NOTHING).all
+def _selected(
+    fleet: _Fleet, prompt: _Prompt, selection: PendingSelection, matches: Mapping[Worker, _Held], **fields: Any
+) -> messages.SelectedWorker:
+    worker, size = selection.worker, fleet.block_size_of(selection.worker)
+    longest_match = _Held(*map(max, zip(*matches.values(), strict=True))) if matches else _NOTHING
+    ignores_cache = selection.ignores_cache and prompt.tokens is not None
+    cached_tokens = 0 if ignores_cache else matches.get(worker, _NOTHING).all
     return messages.SelectedWorker(
         block_size=size,
         overlap=messages.Overlap(
             longest_matched=longest_match.all,
             gpu=longest_match.device,
-            dp={str(rank): match.device for (_, rank), match in choice.matches.items()},
+            dp={str(rank): match.device for (_, rank), match in matches.items()},
             cpu=longest_match.host,
             disk=longest_match.all,
         ),
@@ -483,9 +480,7 @@ def overlap_scores(service: Service, request: HttpRequest) -> Response:
     """Return how many blocks of a prompt each rank holds, by tier."""
     _, fleet, prompt = _read(service, request)
     matches = fleet.match(prompt)
-    workers = [
-        _overlap(worker, matches.get(worker, _NOTHING), fleet.block_size_of(worker)) for worker in {**fleet.members, **matches}
-    ]
+    workers = [_overlap(fleet, worker, matches.get(worker, _NOTHING)) for worker in {**fleet.members, **matches}]
     scores = messages.OverlapScores(
         block_size=fleet.block_size,
         num_blocks=prompt.length // fleet.block_size if prompt.hashes is None else len(prompt.hashes),
@@ -494,7 +489,8 @@ def overlap_scores(service: Service, request: HttpRequest) -> Response:
     return answer(scores, request)
 
 
-def _overlap(worker: Worker, held: _Held, size: int) -> messages.WorkerOverlap:
+def _overlap(fleet: _Fleet, worker: Worker, held: _Held) -> messages.WorkerOverlap:
+    size = fleet.block_size_of(worker)
     device, host, disk = (tokens // size for tokens in held)
     return messages.WorkerOverlap(
         worker_id=worker_id(worker[0]),
@@ -513,7 +509,7 @@ def query_tiered_by_hash(service: Service, request: HttpRequest) -> Response:
     fleet = _fleet(service, body)
     hashes = read_hashes(service, body.block_hashes)
     matches = fleet.match(_Prompt(0, None, hashes))
-    overlaps = [_overlap(worker, tokens, fleet.block_size_of(worker)) for worker, tokens in matches.items()]
+    overlaps = [_overlap(fleet, worker, held) for worker, held in matches.items()]
 
     def hits(field: str) -> list[tuple[messages.WorkerRank, int]]:
         counts = [(messages.WorkerRank(item.worker_id, item.dp_rank), getattr(item, field)) for item in overlaps]

@@ -31,7 +31,6 @@ _WEIGHT: Final = re.compile(rb"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
 """A weight in an `Accept` header."""
 _REFUSED: Final = (0.0, 0)
 """Weight and place of a type that a client does not accept."""
-MAX_PARAMETERS: Final = 32
 MAX_ERROR: Final = 800
 """Maximum number of characters of an error's sentence, which may quote the request. The response has it twice."""
 
@@ -111,7 +110,7 @@ class HttpRequest:
         """All parameters of the query string. Raises `RefusedError` if it cannot be parsed."""
         try:
             text = self.query.decode("ascii")
-            pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_PARAMETERS, errors="strict")
+            pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=32, errors="strict")
         except (UnicodeDecodeError, ValueError) as error:
             raise RefusedError(f"invalid query string: {error}", "bad-query-string", "percent-encode it as UTF-8") from error
         parameters: dict[str, str] = {}

@@ -20,8 +20,6 @@ MAX_LISTED: Final = 10_000
 `max_sources`."""
 CURSOR: Final = re.compile(r"^((?:[0-9a-f]{2})+\.[0-9]{1,10})?$")
 """Form of a cursor of a listing of the fleet: the key of the last item before the page; empty for the first page."""
-MAX_DIGITS: Final = 10
-"""Maximum number of digits of a number in a query string; Python does not parse very long numbers."""
 _FILTERS: Final = ("instance", "model", "tenant", "group")
 
 
@@ -30,7 +28,8 @@ def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: 
     text = arguments.get(name)
     if text is None:
         return default
-    if not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS or not minimum <= int(text) <= maximum:
+    # Python does not parse very long numbers.
+    if not text.isascii() or not text.isdecimal() or len(text) > 10 or not minimum <= int(text) <= maximum:
         sentence = f"invalid {name} {text[:MAX_SHOWN]!r}: expected a number from {minimum} to {maximum}"
         raise RefusedError(sentence, "bad-parameter", "see /openapi.json")
     return int(text)

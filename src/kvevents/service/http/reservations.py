@@ -14,7 +14,6 @@ from kvevents.service.http.pages import MAX_LISTED, read_number
 from kvevents.service.service import Service
 
 _UNCHANGED: Final = ReservationUpdate()
-DEFAULT_LISTED: Final = 1_000
 NAME: Final = re.compile(rf"[A-Za-z0-9._~:-]{{1,{MAX_RESERVATION_ID}}}")
 
 
@@ -51,7 +50,7 @@ def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _
 
 def list_open(service: Service, request: HttpRequest) -> Response:
     """List open reservations, in the order in which they expire."""
-    limit = read_number(request.arguments, "limit", DEFAULT_LISTED, MAX_LISTED)
+    limit = read_number(request.arguments, "limit", 1_000, MAX_LISTED)
     return answer_json(service.data_plane.reservations(limit), request)
 
 

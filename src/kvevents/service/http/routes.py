@@ -127,8 +127,6 @@ _EVENTS: Final = (
 )
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _FAILED: Final = {503: "the process failed and must be restarted"}
-_NOT_READY: Final = {503: "the service is not ready"}
-_UNSCHEDULABLE: Final = {503: "no worker can be selected"}
 _REGISTERED: Final = {200: "an equal registration was there before, or the request is of Mooncake's API"}
 
 
@@ -222,7 +220,9 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _selection("POST", "/reservations/{id}/prefill_complete", selection.prefill_complete, gives=dynamo.Done),
     _selection("DELETE", "/reservations/{id}", selection.free, gives=dynamo.Done),
     _selection("GET", "/loads", selection.loads, gives=list[dynamo.ModelLoad], pool="fleet", parameters=_SCOPE_FILTERS),
-    _selection("GET", "/ready", selection.ready, gives=dynamo.ReadyWorkers, also=_UNSCHEDULABLE, pool="fleet"),
+    _selection(
+        "GET", "/ready", selection.ready, gives=dynamo.ReadyWorkers, also={503: "no worker can be selected"}, pool="fleet"
+    ),
     # The API of kvevents
     _querying("/v1/match", v1.match, takes=schemas.MatchRequest, gives=schemas.MatchAnswer, raw=True, parameters=_RAW),
     _querying("/v1/match_many", v1.match_many, takes=schemas.MatchManyRequest, gives=schemas.MatchManyAnswer),
@@ -240,7 +240,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     # Probes, metrics, documentation and the page
     _probe("/health", health, gives=schemas.HealthAnswer, also=_FAILED),
     _probe("/livez", health, gives=schemas.HealthAnswer, also=_FAILED),
-    _probe("/readyz", ready, gives=schemas.ReadyAnswer, also=_NOT_READY),
+    _probe("/readyz", ready, gives=schemas.ReadyAnswer, also={503: "the service is not ready"}),
     _public("/metrics", metrics, role=Role.READ, media="text/plain", pool="metrics"),
     _public("/openapi.json", openapi),
     _public("/", page, media="text/html"),
@@ -272,7 +272,6 @@ def match_path(path_of_request: str) -> str | None:
 
 # --- OpenAPI -----------------------------------------------------------------------------------------------------------------
 
-_REF: Final = "#/components/schemas/{name}"
 _ERRORS: Final = {
     400: "the request cannot be used",
     401: "a token is required",
@@ -293,7 +292,7 @@ _ERRORS: Final = {
 def openapi_document() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the table."""
     kinds = [kind for endpoint in ENDPOINTS for kind in (endpoint.takes, endpoint.gives) if kind is not None]
-    schemas, components = msgspec.json.schema_components([*kinds, Problem], ref_template=_REF)
+    schemas, components = msgspec.json.schema_components([*kinds, Problem], ref_template="#/components/schemas/{name}")
     for kind, rules in (indexer_api.SCHEMA_RULES | dynamo.SCHEMA_RULES).items():
         components[kind.__name__] |= rules
     for endpoint in ENDPOINTS:

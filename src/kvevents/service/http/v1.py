@@ -21,7 +21,6 @@ from kvevents.service.http.queries import answer_query, check_tokens
 from kvevents.service.registrations import InstanceQuery
 from kvevents.service.service import Service
 
-DEFAULT_PAGE: Final = 1_000
 CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
 """Form of a cursor of `/v1/blocks`; empty for the first page."""
 HEARTBEAT_SECONDS: Final = 15.0
@@ -116,7 +115,7 @@ def blocks(service: Service, request: HttpRequest) -> Response:
     key = source_name(tenant, group, instance), rank
     if (member := service.members().get(key)) is None:
         raise NotFoundError(f"{instance} rank {rank} is not registered", "not-registered", "see /v1/sources")
-    limit = read_number(arguments, "limit", DEFAULT_PAGE, MAX_LISTED)
+    limit = read_number(arguments, "limit", 1_000, MAX_LISTED)
     if cursor := read_cursor(arguments, CURSOR):
         return answer(service.block_listings.next(key, cursor, limit), request)
     return answer(service.block_listings.first(key, service.blocks(key), limit, lambda: member.trust_status), request)
