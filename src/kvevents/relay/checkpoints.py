@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvevents.events import AllBlocksCleared, KVEvent, KVEventBatch
+from kvevents.events import AllBlocksCleared, KVEventBatch
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.relay.journal import Journal
 from kvevents.relay.journal_format import ForwardedBatch
@@ -289,12 +289,9 @@ def _observe(newest: dict[int, ForwardedBatch], batches: Iterable[ForwardedBatch
         if batch.upstream < len(checkpoints):
             checkpoint = checkpoints[batch.upstream]
             is_newer = batch.incarnation == checkpoint.incarnation and batch.seq > checkpoint.last_seq
-            if is_newer and any(map(_has_content, decode_batch(batch.payload).batch.events)):
+            events = decode_batch(batch.payload).batch.events if is_newer else []
+            if any(isinstance(event, AllBlocksCleared) or event.block_hashes for event in events):
                 newest[batch.upstream] = batch
-
-
-def _has_content(event: KVEvent) -> bool:
-    return isinstance(event, AllBlocksCleared) or bool(event.block_hashes)
 
 
 def _apply_journal(

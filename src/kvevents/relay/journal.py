@@ -292,7 +292,6 @@ class Journal:
         return True
 
     def _check_snapshot(self) -> None:
-        """Handle a snapshot that was written, or failed."""
         write = self._snapshot_write
         if write is None or not write.result.done():
             return

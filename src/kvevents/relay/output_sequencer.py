@@ -95,8 +95,16 @@ class DialectEncoder:
     def _examine(self, payload: bytes) -> None:
         events = decode_batch(payload).batch.events
         dialect = detect_dialect(payload)
-        if events and dialect is not None:
-            self._use(_form_of(dialect, signed=dialect.has_signed_hashes and any(map(_has_hashes, events)), before=self.form))
+        if not events or dialect is None:
+            return
+        if dialect.batch_form == "map":
+            self._use("map batch")
+            return
+        has_hashes = any(not isinstance(event, AllBlocksCleared) and event.block_hashes for event in events)
+        # Hashes below 2**63 do not show whether they are signed: the form detected before stays.
+        was_signed = self.form.startswith(dialect.event_form) and self.form.endswith("signed")
+        is_signed = was_signed or (dialect.has_signed_hashes and has_hashes)
+        self._use(f"{dialect.event_form} signed" if is_signed else dialect.event_form)
 
     def _use(self, form: str) -> None:
         self.form, self._dialect = form, _FORMS[form]
@@ -132,18 +140,6 @@ def without_heartbeats(events: list[KVEvent]) -> list[KVEvent]:
 def loses_events(report: BatchReport) -> bool:
     """Return whether events of a batch could not be decoded."""
     return any(rejection.loses_events for rejection in report.rejected)
-
-
-def _form_of(dialect: Dialect, *, signed: bool, before: str) -> str:
-    if dialect.batch_form == "map":
-        return "map batch"
-    # Hashes below 2**63 do not show whether they are signed: the form detected before stays.
-    was_signed = before.startswith(dialect.event_form) and before.endswith("signed")
-    return f"{dialect.event_form} signed" if signed or was_signed else dialect.event_form
-
-
-def _has_hashes(event: KVEvent) -> bool:
-    return not isinstance(event, AllBlocksCleared) and bool(event.block_hashes)
 
 
 # --- numbers and heartbeats
