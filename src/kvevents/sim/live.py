@@ -398,14 +398,14 @@ def _stall(fleet: LiveFleet, worker: Worker) -> bool:
     fleet.stalled.add(worker)
     for proxy in fleet.sockets.proxies[worker]:
         proxy.stall()
-    fleet.after(fleet.timers.stall, lambda: _resume(fleet, worker))
+
+    def resume() -> None:
+        fleet.stalled.discard(worker)
+        for proxy in fleet.sockets.proxies[worker]:
+            proxy.resume()
+
+    fleet.after(fleet.timers.stall, resume)
     return True
-
-
-def _resume(fleet: LiveFleet, worker: Worker) -> None:
-    fleet.stalled.discard(worker)
-    for proxy in fleet.sockets.proxies[worker]:
-        proxy.resume()
 
 
 KINDS: Final = {

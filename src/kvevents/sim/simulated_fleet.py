@@ -172,7 +172,6 @@ class SimulatedFleet:
     def feed(self, requests: Iterable[Request]) -> None:
         """Plan the arrival of requests, which must be in the order of their times."""
         self._coming = iter(requests)
-        self._more = True
         self._plan_arrival()
 
     def result(self, name: str) -> PolicyResult:
@@ -211,9 +210,8 @@ class SimulatedFleet:
 
     def _plan_arrival(self) -> None:
         request = next(self._coming, None)
-        if request is None:
-            self._more = False
-        else:
+        self._more = request is not None
+        if request is not None:
             self.timeline.at(request.at, lambda: self._arrive(request))
 
     def _arrive(self, request: Request) -> None:

@@ -311,7 +311,7 @@ class _Agent:
         return self.session._replace(turns=self._work(context, turns, delegating))
 
     def _work(self, context: Text, turns: float, delegating: float) -> Iterator[Turn]:
-        settings, random = self.settings, self.random
+        settings, random, tool = self.settings, self.random, self.settings.tool
         prompt = context + self._text(settings.task)
         helped = 0
         for _ in range(turns_of(turns, random) - 1):
@@ -326,19 +326,16 @@ class _Agent:
             agents = [replace(self, session=self.session._replace(name=name)) for name in names]
             begins = [agent.begun(prompt + call, settings.helper_turns, 0) for agent in agents]
             helped += helpers
-            yield Turn(prompt, call, answer_seconds(call) + self._pause_seconds(helpers), begins)
+            if helpers:  # the mean duration of concurrent sub-agents
+                pause = settings.helper_turns * (tool.median + FIRST_TOKEN_SECONDS + TOKEN_SECONDS * settings.call.median)
+            else:
+                pause = tool.draw(random)
+            yield Turn(prompt, call, answer_seconds(call) + pause, begins)
             prompt = following
         yield Turn(prompt, self._text(settings.call), None)
 
     def _text(self, lengths: Lengths) -> Text:
         return self.writer.write(lengths.draw(self.random))
-
-    def _pause_seconds(self, helpers: int) -> float:
-        """Return the seconds until the next turn: the duration of a tool, or the mean duration of concurrent sub-agents."""
-        tool, call = self.settings.tool, self.settings.call
-        if not helpers:
-            return tool.draw(self.random)
-        return self.settings.helper_turns * (tool.median + FIRST_TOKEN_SECONDS + TOKEN_SECONDS * call.median)
 
 
 class Chat(Traffic, frozen=True, kw_only=True):

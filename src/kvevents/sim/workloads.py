@@ -67,14 +67,13 @@ class Trace(Settings, frozen=True, kw_only=True):
 
         A trace has no random part, so each seed except 0 makes it up to `JITTER` faster or slower.
         """
-        speed = 1.0 if self.rate is None else self.rate / self._own_rate(self.rate)
+        speed = 1.0
+        times = [] if self.rate is None else [request.at for request in read_trace(self.path)]
+        if self.rate is not None and times and times[-1] > times[0]:
+            speed = self.rate / ((len(times) - 1) / (times[-1] - times[0]))
         if seed:
             speed *= 1 + Random(f"trace {seed}").uniform(-JITTER, JITTER)  # noqa: S311 - a simulation, not a secret
         return read_trace(self.path) if speed == 1 else rescaled(read_trace(self.path), speed)
-
-    def _own_rate(self, alone: float) -> float:
-        times = [request.at for request in read_trace(self.path)]
-        return (len(times) - 1) / (times[-1] - times[0]) if times and times[-1] > times[0] else alone
 
 
 WorkloadName: TypeAlias = Literal["trace", "chat", "agents", "shared-prompts", "llm-d"]
