@@ -61,12 +61,6 @@ def given_hash(incarnation: int, number: int) -> int:
     return block_hash(incarnation + 1, 0, number)
 
 
-def batch_line(incarnation: int, number: int) -> bytes:
-    """Return a batch in the form in which a publisher receives it: one line of JSON."""
-    macros = Macros(Forms(), BLOCK_SIZE, ScenarioEngine(seed=incarnation + 1))
-    return msgspec.json.encode({"events": macros.expand([{"$store": [0, number, 1]}], {})}) + b"\n"
-
-
 def apply(held: set[int], payload: bytes) -> str | None:
     """Apply a batch to the blocks that a consumer holds. Return the reasons for which its events cannot be decoded."""
     decoded = decode_batch(payload)
@@ -139,9 +133,11 @@ class PublisherPlayer:
 
     @do.register
     def _feed(self, step: steps.FeedBatches) -> None:
-        lines = b"".join(batch_line(self._incarnation, self._given + place) for place in range(step.batches))
+        macros = Macros(Forms(), BLOCK_SIZE, ScenarioEngine(seed=self._incarnation + 1))
+        stores = ([{"$store": [0, self._given + place, 1]}] for place in range(step.batches))
+        batches = [msgspec.json.encode({"events": macros.expand(store, {})}) for store in stores]
         self._given += step.batches
-        self._program.feed(lines, FEED_SECONDS)
+        self._program.feed(b"".join(batch + b"\n" for batch in batches), FEED_SECONDS)
 
     @do.register
     def _restart(self, _: steps.RestartPublisher) -> None:

@@ -508,12 +508,11 @@ def shipped_scenarios() -> Iterator[AnyScenario]:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a scenario."""
-    schema = msgspec.json.schema(AnyScenario)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "$id": f"urn:kvevents:conform:scenario:{VERSION}",
         "title": f"kvevents conformance scenario, version {VERSION}",
-        **schema,
+        **msgspec.json.schema(AnyScenario),
     }
 
 

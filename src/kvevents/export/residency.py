@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, TokenId
+from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 from kvevents.export.tables import Row
 from kvevents.index import StoredKeys, stored_keys, tier_of
 from kvevents.wire.encode import scope_of
@@ -201,7 +201,10 @@ class WorkerCache:
             existing.max_copies = max(existing.max_copies, existing.copies)
 
     def _token_ids(self, event: BlockStored, index: int) -> Row:
-        """Return token ids if they are exported. If hashes and tokens do not match, the first block gets all of them."""
+        """Return token ids if they are exported: integers, or None if one exceeds 64 bits or is the digest of an item.
+
+        If hashes and tokens do not match, the first block gets all of them.
+        """
         if not self._with_tokens:
             return ()
         size, tokens = event.block_size, event.token_ids
@@ -209,7 +212,9 @@ class WorkerCache:
             tokens = tokens[index * size : (index + 1) * size]
         elif index > 0:
             tokens = ()
-        return (_plain_token_ids(tokens),)
+        plain_ids = [token[0] if isinstance(token, tuple) else token for token in tokens]
+        numbers = [token for token in plain_ids if isinstance(token, int) and -_I63 <= token < _I63]
+        return (numbers if len(numbers) == len(plain_ids) else None,)
 
     # --- removals and clears
 
@@ -268,10 +273,3 @@ class WorkerCache:
 def _placement_of(event: BlockStored | BlockRemoved) -> Placement:
     group = event.group_idx or 0
     return Placement(tier_of(event.medium), group if -_I63 <= group < _I63 else None, event.locality, event.ownership)
-
-
-def _plain_token_ids(tokens: Sequence[TokenId]) -> list[int] | None:
-    """Return token ids as integers; None if one exceeds 64 bits or is the digest of an item."""
-    plain_ids = [token[0] if isinstance(token, tuple) else token for token in tokens]
-    numbers = [token for token in plain_ids if isinstance(token, int) and -_I63 <= token < _I63]
-    return numbers if len(numbers) == len(plain_ids) else None

@@ -57,7 +57,12 @@ def queries() -> dict[str, Query]:
 def find_query(name: str) -> Query:
     """Return a built-in query, or read the file `name` if it ends in `.sql`. Raises `ConfigError`."""
     if name.endswith(_SUFFIX):
-        return Query(name, _read_sql(Path(name)))
+        try:
+            return Query(name, Path(name).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {name}: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"invalid query {name}: not UTF-8, {error.reason} at byte {error.start}") from error
     known = queries()
     if name not in known:
         names = ", ".join(known)
@@ -89,15 +94,6 @@ def run_query(folder: StrPath, query: Query) -> QueryResult:
             return QueryResult(columns, result.fetchall() if columns else [])
         except duckdb.Error as error:
             raise ConfigError(f"the query {query.name} failed: {error}") from error
-
-
-def _read_sql(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"invalid query {file}: not UTF-8, {error.reason} at byte {error.start}") from error
 
 
 Row: TypeAlias = tuple[Any, ...]
