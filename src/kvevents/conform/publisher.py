@@ -44,7 +44,6 @@ JOIN_SECONDS: Final = 0.3
 """Time of a subscription to reach the publisher, once its connection is open."""
 SILENCE_SECONDS: Final = 3.0
 """Time without a message after which a reply counts as ended without its end marker."""
-WATCHED_BATCHES: Final = 10
 _NOT_FED: Final = "the referee cannot give batches to a running publisher; name its command instead of endpoints"
 
 
@@ -232,7 +231,7 @@ class PublisherPlayer:
     def _check_watched(self, step: steps.CheckWatched) -> None:
         self._subscribe(steps.Subscribe("watcher"))
         if self._publisher.program is not None:
-            self._feed(steps.FeedBatches(WATCHED_BATCHES))
+            self._feed(steps.FeedBatches(10))
         live = self._read_live("watcher", sys.maxsize, step.seconds)
         self.outcomes.append(self._compare_with_replay(live, step.seconds))
 

@@ -380,11 +380,6 @@ class PublisherScenario(
 AnyScenario = Scenario | PublisherScenario
 
 
-FIRST_TIME: Final = 1_760_000_000.0
-SECONDS_PER_BATCH: Final = 1 / 16
-"""No two batches of a scenario have the same bytes."""
-
-
 def block_hash(seed: int, prompt: int, place: int) -> int:
     """Return the hash of a block in an engine: `((seed * 2^32 + prompt + place) * 0x9E3779B97F4A7C15)` modulo 2^64."""
     return ((seed << 32) + prompt + place) * 0x9E3779B97F4A7C15 % (1 << 64)
@@ -403,7 +398,7 @@ class Macros:
         """Return the bytes that a step publishes after `number` batches of the scenario."""
         if step.payload is not None:
             return bytes.fromhex(step.payload)
-        time = FIRST_TIME + number * SECONDS_PER_BATCH
+        time = 1_760_000_000.0 + number / 16  # so that no two batches of a scenario have the same bytes
         names = {"$time": time, "$milliseconds": int(time * 1000), "$rank": self._rank}
         if step.events is None:
             return msgspec.msgpack.encode(self.expand(step.batch, names))

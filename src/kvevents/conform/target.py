@@ -180,8 +180,6 @@ START_SECONDS: Final = 60.0
 """Time of a program to answer after its start; many start at once on few CPUs."""
 INSTALL_SECONDS: Final = 540.0
 """Time to install a wheel with its dependencies."""
-LOG_LINES: Final = 3
-"""Last lines of the log that an error quotes."""
 
 
 class Program:
@@ -265,7 +263,7 @@ class Program:
 
     def _last_lines(self) -> str:
         lines = Path(self._folder.name, "log").read_text(errors="replace").splitlines()
-        return " | ".join(lines[-LOG_LINES:]) or "it logged nothing"
+        return " | ".join(lines[-3:]) or "it logged nothing"
 
     def __enter__(self) -> Self:
         return self

@@ -40,8 +40,6 @@ from kvevents.wire import decode_batch
 
 BlocksKey: TypeAlias = tuple[int, int]
 """The ordinal of an upstream, and a rank that its batches state."""
-_BATCHES_PER_READ: Final = 1_000
-"""Batches of a journal that are read at a time."""
 _OWNERSHIP_PREFIX: Final = b"\xc1aside"
 """First bytes of a snapshot part that holds an `Ownership`. No payload of a batch starts with these."""
 
@@ -309,7 +307,7 @@ def _apply_journal(
         applying = pool.map(IndexedStream.apply, streams, repeat(parts))
         buffer.restore(recovered.snapshot_number, parts, recovered.partial)
         batches = recovered.batches()
-        while chunk := list(islice(batches, _BATCHES_PER_READ)):
+        while chunk := list(islice(batches, 1_000)):
             list(applying)  # wait, in order
             applying = pool.map(IndexedStream.apply, streams, repeat([batch.payload for batch in chunk]))
             buffer.extend([(batch.number, batch.payload) for batch in chunk])

@@ -18,7 +18,6 @@ from kvevents.errors import JournalError
 UNKNOWN_BOOT: Final = bytes(16)
 TEMPORARY: Final = ".tmp"
 """Suffix of a file that is not complete."""
-_LOCK: Final = "lock"
 _PRIVATE: Final = 0o600
 """Only the owner may read payloads, since they contain prompts."""
 
@@ -110,7 +109,7 @@ class Folder:
             os.close(fd)
 
     def _acquire_lock(self) -> int:
-        fd = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE, dir_fd=self.fd)
+        fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(OSError):  # on a full disk: the number only serves the message below

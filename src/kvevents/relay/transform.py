@@ -28,8 +28,6 @@ from kvevents.wire.encode import scope_of
 
 ReportFinding: TypeAlias = Callable[[RawBatch, BatchReport], None]
 _NO_FINDINGS: Final = BatchReport()
-_ATTESTATION: Final = b"attestation"
-"""The name of the field of a heartbeat."""
 
 
 class PassThrough:
@@ -64,8 +62,8 @@ def _runs_to_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawB
     """Return consecutive batches, up to and including each that can have an attestation, which is of all before it."""
     first = 0
     for end, batch in enumerate(batches, 1):
-        # MessagePack stores text unchanged.
-        if _ATTESTATION in batch.payload or end == len(batches):
+        # The name of the field of a heartbeat, which MessagePack stores unchanged.
+        if b"attestation" in batch.payload or end == len(batches):
             yield batches[first:end]
             first = end
 

@@ -19,7 +19,6 @@ from kvevents.stream import Source
 from kvevents.testing import FaultProxy
 from kvevents.zeromq.sockets import destroy_context
 
-REBIND_PAUSE: Final = 0.005
 REBIND_SECONDS: Final = 5.0
 """How long a restarted engine waits for its port. The socket of its last incarnation closes within milliseconds."""
 BUFFER_STEPS: Final = 10_000
@@ -136,7 +135,7 @@ class Sockets:
             except EndpointError:
                 if worker not in self._bound or time.monotonic() > until:
                     raise
-                time.sleep(REBIND_PAUSE)
+                time.sleep(0.005)
 
     def _configured_endpoints(self, worker: Worker) -> tuple[str, str]:
         if self._base_port is None:

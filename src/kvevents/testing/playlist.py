@@ -17,9 +17,6 @@ from kvevents.wire import replay_batch_frames, replay_end_frames
 Tape: TypeAlias = str | PathLike[str] | Iterable[tuple[bytes, int, bytes] | LiveBatch]
 """A recording file, or the batches themselves."""
 
-_FLOAT64: Final = 0xCB
-_ARRAYS: Final = range(0x91, 0xA0)
-
 
 class NextBatch(NamedTuple):
     """A batch to play."""
@@ -115,7 +112,7 @@ class Playlist:
 
 def restamp(payload: bytes, seconds: float) -> bytes:
     """Return a payload with a later timestamp; unchanged if it does not begin with an array and a 64-bit float."""
-    if len(payload) < 10 or payload[0] not in _ARRAYS or payload[1] != _FLOAT64:
+    if len(payload) < 10 or not 0x91 <= payload[0] <= 0x9F or payload[1] != 0xCB:
         return payload
     (ts,) = struct.unpack_from(">d", payload, 2)
     return payload[:2] + struct.pack(">d", ts + seconds) + payload[10:]

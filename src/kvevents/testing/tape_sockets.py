@@ -230,12 +230,12 @@ class TapeSockets:
     def read_requests(self) -> None:
         """Read replay requests. Only `[identity, "", start]` gets a reply, as in vLLM `distributed/kv_events.py`."""
         for _ in range(MESSAGES_PER_ROUND):
+            if self._router is None:
+                return
             try:
-                frames = self._router.recv_multipart(zmq.DONTWAIT) if self._router is not None else None
+                self._queue_reply(self._router.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
                 return
-            if frames is not None:
-                self._queue_reply(frames)
 
     def _queue_reply(self, frames: list[bytes]) -> None:
         request = parse_replay_request(frames)

@@ -23,7 +23,6 @@ MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
 """Longest message that is recognised, four times the limit of a payload. If a connection sends a longer one, the rest of the
 stream is forwarded without splitting it, so that memory is bounded and no bytes are lost."""
 
-_NULL: Final = b"NULL".ljust(20, b"\0")
 
 SegmentKind: TypeAlias = Literal["message", "command", "raw"]
 """`raw` is the greeting, or any part of a stream that is not ZMTP 3 with the NULL mechanism. Only NULL has messages that can be
@@ -90,7 +89,7 @@ class ZmtpSplitter:
             return False
         if len(greeting) > MAJOR_AT and greeting[MAJOR_AT] < 3:
             return False
-        return len(greeting) < MECHANISM.stop or bytes(greeting[MECHANISM]) == _NULL
+        return len(greeting) < MECHANISM.stop or bytes(greeting[MECHANISM]) == b"NULL".ljust(20, b"\0")
 
     def _segments(self) -> Iterator[Segment]:
         while (frame := self._next_frame()) is not None:
