@@ -77,6 +77,8 @@ def run_policies(
         try:
             with _block_interrupts():
                 futures = [pool.submit(_simulate, settings, policy, seed) for policy, seed in planned]
+                # The pool notices the death of those processes only that ran when something was last submitted.
+                pool.submit(os.getpid)
             for future in as_completed(futures):
                 on_result(future.result())
         except BrokenProcessPool as error:
