@@ -250,9 +250,7 @@ class _Chooser:
         body = self._body
         return PendingSelection(instance, rank, self._fleet.scope, tokens, ignores_cache, _waits(body), body.session)
 
-    def _select(
-        self, tokens: Any, workers: Sequence[Worker] | None, name: str | None, *, ignores_cache: bool
-    ) -> schemas.Selection:
+    def _select(self, tokens: Any, workers: list[Worker] | None, name: str | None, *, ignores_cache: bool) -> schemas.Selection:
         reserve = None if name is None else {"id": name}
         selection = self._fleet.select(tokens, workers, ignores_cache=ignores_cache, reserve=reserve, **self._terms)
         if not selection.usable:
