@@ -269,9 +269,9 @@ _KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
     (ConnectionError, "closed"),
     (_TooLargeError, "too-large"),
     (HTTPException, "not-http"),
+    (BaseException, "unreachable"),
 )
 
 
 def _classify(error: BaseException) -> tuple[HttpErrorKind, str]:
-    kind: HttpErrorKind = next((kind for error_type, kind in _KINDS if isinstance(error, error_type)), "unreachable")
-    return kind, reason_of(error)
+    return next(kind for error_type, kind in _KINDS if isinstance(error, error_type)), reason_of(error)

@@ -75,7 +75,7 @@ def request(url: str, method: str = "GET", body: Any = None, *, seconds: float =
     """Send a request, with `body` as JSON, and return the answer. Raise `TargetError`."""
     parts = urlsplit(url)
     path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
-    call = Call(method, path, Any, None if body is None else msgspec.json.encode(body))
+    call = Call(method, path, dict[str, Any], None if body is None else msgspec.json.encode(body))
     try:
         with Client(f"{parts.scheme}://{parts.netloc}", max_response_bytes=MAX_BYTES) as client:
             return TargetResponse(*client.exchange(call, seconds))

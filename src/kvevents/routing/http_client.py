@@ -128,9 +128,7 @@ class HttpConnections(AsyncCloseable):
                     return await self._exchange(method, target, options)
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             cause = _cause_of(error)
-            kind: HttpErrorKind = next(
-                (kind for error_type, kind in _ERROR_KINDS if isinstance(cause, error_type)), "unreachable"
-            )
+            kind: HttpErrorKind = next(kind for error_type, kind in _ERROR_KINDS if isinstance(cause, error_type))
             raise HttpError(kind, _detail(cause)) from error
 
     async def _exchange(self, method: str, url: URL, options: dict[str, Any]) -> Answer:
@@ -169,6 +167,7 @@ _ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
     (aiohttp.ClientOSError, "closed"),
     (aiohttp.ClientPayloadError, "not-http"),
     (aiohttp.ClientResponseError, "not-http"),
+    (BaseException, "unreachable"),
 )
 
 

@@ -19,6 +19,7 @@ log: Final = logging.getLogger("kvevents.service")
 def check_tls(tls: Tls) -> None:
     """Raise `ConfigError` for files that cannot be used."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    file = tls.certificate
     try:
         for file in _files(tls):
             Path(file).read_bytes()

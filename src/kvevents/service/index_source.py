@@ -20,27 +20,33 @@ class IndexSource(Protocol):
     @property
     def registration_advice(self) -> str:
         """What clients that register an engine should do instead; empty if the service follows the engines itself."""
+        ...
 
     @property
     def why_incomplete(self) -> str:
         """Why engines can be missing, so that a model might be unknown for that reason; empty if none is."""
+        ...
 
     @property
     def is_partial(self) -> bool:
         """Whether queries are answered although engines can be missing, without a time limit."""
+        ...
 
     @property
     def has_found_engines(self) -> bool:
         """Whether each way in which the engines are found has answered once."""
+        ...
 
     async def run(self) -> None:
         """Run until cancelled."""
 
     def warnings(self) -> Iterable[str]:
         """Return sentences that an operator should know."""
+        ...
 
     def collect(self) -> Iterator[Metric]:
         """Return the metrics of this source."""
+        ...
 
 
 OpenIndexSource = Callable[[Fleet], IndexSource]

@@ -115,7 +115,9 @@ class Prober:
 
     def _round(self, now: float) -> None:
         members = list(self._fleet.members.values())
-        targets = {(member, field) for member in members if (field := _endpoint_to_probe(member)) is not None}
+        targets: set[tuple[Member, EndpointField]] = {
+            (member, field) for member in members if (field := _endpoint_to_probe(member)) is not None
+        }
         for target in [former for former in self._probes if former not in targets]:
             del self._probes[target]
             self._note(*target, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from msgspec import Struct, field
 
@@ -166,8 +166,9 @@ class TopicSettings(GroupFields, frozen=True, kw_only=True, forbid_unknown_field
         instance, model = names if len(names) == 2 else (topic, "")
         if not (self.model or model):
             raise ConfigError("its topic names no model: expected kv@INSTANCE@MODEL, or the setting topics.model")
-        shared = {name: getattr(self, name) for name in GroupFields.__struct_fields__} | {"model": self.model or model}
-        return Registration(instance=instance, endpoint=self.endpoint, topic=topic, bind=True, **shared)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in GroupFields.__struct_fields__}
+        fields["model"] = self.model or model
+        return Registration(instance=instance, endpoint=self.endpoint, topic=topic, bind=True, **fields)
 
 
 class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -74,6 +74,7 @@ class Sink(Protocol):
 
     def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> Sequence[Outcome]:
         """Apply the deliveries in this order and return one outcome for each."""
+        ...
 
 
 class Options(TypedDict, total=False):

@@ -66,10 +66,12 @@ class Connection(Protocol):
 
         Raise `EndpointError` if the connection cannot continue. The caller then closes it and opens another one later.
         """
+        ...
 
     @property
     def fault(self) -> str:
         """Why there is no live connection, if that is known; "" if there is one."""
+        ...
 
     def deadline(self) -> float | None:
         """Return when `read_into` is due although nothing has arrived, by its clock; None for never."""
@@ -89,12 +91,15 @@ class Transport(Protocol):
 
     def open(self, source: Source) -> Connection:
         """Start to connect to `source`. Raise `EndpointError` if that can never succeed."""
+        ...
 
     def wait(self, timeout: float | None) -> Collection[Connection]:
         """Wait at most `timeout` seconds (None: no limit) and return the connections that are readable."""
+        ...
 
     def take_found(self) -> list[Source]:
         """Return the sources that were found since the last call (`Source.by_topic`). The caller opens or ignores each."""
+        ...
 
     def ignore_found(self, source: Source) -> None:
         """Drop the messages of the topic of a source that was found."""
@@ -105,6 +110,7 @@ class Transport(Protocol):
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when a connection is; -1 without a descriptor: then call `wait`."""
+        ...
 
     def wake(self) -> None:
         """Make the current and every later call of `wait` return at once, because the subscriber is being closed.

@@ -45,6 +45,7 @@ class Provider(Protocol):
     @property
     def name(self) -> str:
         """The name in logs and metrics, such as `file /etc/fleet.toml`."""
+        ...
 
     def watch(self) -> AsyncGenerator[Finding, None]:
         """Yield the first finding, and another one after each change, until the generator is closed or its task is cancelled.
@@ -52,6 +53,7 @@ class Provider(Protocol):
         It does not raise for failures outside this process. Those are faults of a finding, which keeps the registrations that
         the provider knew before. If the generator ends, its last finding stays valid.
         """
+        ...
 
 
 WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in the answers of engines

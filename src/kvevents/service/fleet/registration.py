@@ -120,7 +120,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
     """Name of the engine, as routers know it."""
     endpoint: str
     """Endpoint at which it publishes: `tcp://HOST:PORT`."""
-    model: str
+    model: str  # pyright: ignore[reportGeneralTypeIssues]  # required here; all fields are given by name
     rank: Annotated[int, Range(0, (1 << 32) - 1)] = 0
     replay_endpoint: str | None = None
     replay_is_proven: bool = False
