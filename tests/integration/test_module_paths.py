@@ -159,8 +159,8 @@ def test_few_python_modules_prepare_queries_and_none_answers_them(in_threads: Pa
         "service/data_plane.py",
         "service/fleet/member.py",
         "routing/weights.py",
-        "service/fleet/fleet.py",
         "service/scope_fields.py",
         "service/fleet/registration.py",
+        "service/fleet/fleet.py",
     ], "the last module writes the responses to health probes"
     assert in_threads.names == []

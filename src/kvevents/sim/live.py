@@ -258,14 +258,17 @@ class LiveFleet:
     def _settle(self) -> None:
         """End the network's faults, and wait until all published batches have arrived, or the timeout has passed.
 
-        A fault may have cut a connection of which the subscriber does not know yet, and a stream whose last batches arrived by
-        replay is not EXACT. So each engine whose stream is not settled publishes empty batches.
+        A fault may have cut a connection of which the subscriber does not know yet, so each engine behind proxies publishes an
+        empty batch afterwards. A stream whose last batches arrived by replay is not EXACT. Its engine publishes others.
         """
-        for proxies in self.sockets.proxies.values():
+        for worker, proxies in self.sockets.proxies.items():
             for proxy in proxies:
                 proxy.heal()
+            simulated = self.fleet.workers[worker]
+            if simulated.is_up and simulated.batches:
+                self.fleet.publish_empty(worker)
         now = time.monotonic()
-        until, confirm_at = now + self.timers.settle, now + (0.0 if self.sockets.proxies else CONFIRM_SECONDS)
+        until, confirm_at = now + self.timers.settle, now + CONFIRM_SECONDS
         while (waiting := self._not_settled()) and now < until and not self._stop.is_set():
             self.follower.check()
             if now >= confirm_at:
