@@ -215,12 +215,12 @@ class Registrations:
         async with self._write_lock:
             if self._saved_changes >= change:
                 return
-            self._saved_changes = self._changes
-            fault = ""
+            newest, fault = self._changes, ""
             try:
                 await asyncio.to_thread(self.store.save_registrations, self._list_registrations)
             except SnapshotError as error:  # the next snapshot tries again
                 fault = str(error)
+            self._saved_changes = newest
             self.report_fault(fault)
 
     def _list_registrations(self) -> list[SavedRegistration]:
