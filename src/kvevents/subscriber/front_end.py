@@ -131,12 +131,8 @@ class FrontEnd(Generic[BatchT]):
             raise ConfigError(f"invalid limits {limits!r}: expected StreamLimits")
         if not isinstance(sources, (Source, str, Iterable)):
             raise ConfigError(f"invalid sources {sources!r}: expected a Source, an endpoint, or several of them")
-        self._multiplexer = Multiplexer(
-            transport or ZmqTransport(),
-            limits,
-            max_concurrent_replays,
-            DECODED_MESSAGES_PER_READ if decode else MESSAGES_PER_READ,
-        )
+        per_read = DECODED_MESSAGES_PER_READ if decode else MESSAGES_PER_READ
+        self._multiplexer = Multiplexer(transport or ZmqTransport(), limits, max_concurrent_replays, per_read)
         self._multiplexer.on_found = on_found or self._multiplexer.on_found
         self._decodes = decode
         self._sink = sink
