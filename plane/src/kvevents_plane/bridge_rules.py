@@ -181,7 +181,7 @@ class EngineLiveness:
         since = self._unreachable_since
         unreachable = [key for key in joined if not self.is_reached(key) and (key in self.reports or key in since)]
         since = {key: since.get(key, now) for key in unreachable}
-        # Outages that are too short to remove an engine soon are no reason to suspect the network.
+        # Short outages, which remove no engine soon, do not make the network suspect.
         is_long = max((now - began for began in since.values()), default=0.0) > self._dead_seconds / 2
         suspicion = _suspicion(joined, unreachable, "{} of {} engines are unreachable") if is_long else ""
         if bool(suspicion) != bool(self.suspicion):

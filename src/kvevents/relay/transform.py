@@ -153,8 +153,8 @@ class Transform:
     def _change(self, delivery: RawBatch) -> tuple[list[bytes], BatchReport]:
         """Return payloads to send for a batch, and what decoding it has shown.
 
-        There is no payload if no event is left, and more than one if consumers would not accept a single one. Rejected are
-        also events that the dialect cannot express: consumers must notice that they are missing.
+        The list is empty if no event is left, and has several payloads if consumers would not accept a single one. Events
+        that the dialect cannot express are rejected too: consumers must notice that they are missing.
         """
         decoding = decode_batch(delivery.payload)
         batch, rejected = self._expressible_rank(decoding.batch, list(decoding.rejected))
