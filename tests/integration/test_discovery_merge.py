@@ -114,6 +114,7 @@ class Target:
 
     adapters: frozenset[Scope] = frozenset()
     unready: Mapping[str, str] = field(default_factory=dict)
+    is_discovery_complete: bool = False
     follow_errors: dict[Key, str] = field(default_factory=dict)
     replaced: list[tuple[str, str]] = field(default_factory=list)
 

@@ -15,7 +15,7 @@ import msgspec
 
 from cli_cases import Program
 from kvevents.client.schemas import Selection
-from service_cases import BLOCK, DEADLINE, MODEL, Service, engines, prompt, serving, suspend, wait_for
+from service_cases import BLOCK, DEADLINE, MODEL, Service, engines, prompt, serving, suspend, wait_for, write
 
 PROMPT = [*prompt(1), 1]
 polled = threading.Event()
@@ -148,3 +148,40 @@ def test_a_drained_engine_gets_no_requests_and_is_followed(tmp_path: Path) -> No
                 ({}, 422),
             ):
                 assert service.post("/v1/drain", wrong).status == status
+
+
+def test_an_engine_of_discovery_stays_drained_until_discovery_drops_it(tmp_path: Path) -> None:
+    """A change of its table and restarts of the service do not end that, nor does a fault of discovery at a restart."""
+
+    def name(*names: str, more: str = "") -> Path:
+        tables = [f'[[sources]]\ninstance = "{name}"\nmodel = "m"\nendpoint = "tcp://127.0.0.1:1"\n{more}' for name in names]
+        return write(tmp_path / "fleet.toml", "\n".join(tables) or "sources = []\n")
+
+    def drained(service: Service) -> dict[str, bool]:
+        return {instance: source["draining"] for (instance, _), source in service.sources().items()}
+
+    words = ("--sources", name("a", "b"), "--state-dir", tmp_path / "state")
+    with serving(*words) as service:
+        wait_for("the engines", lambda: len(service.sources()) == 2)
+        assert service.post("/v1/drain", instance="a").status == 200
+        name("a", "b", more='labels = { zone = "1" }\n')
+        wait_for("the change", lambda: [source["labels"] for source in service.sources().values()] == [{"zone": "1"}] * 2)
+        assert drained(service) == {"a": True, "b": False}
+        service.kill()
+    write(tmp_path / "fleet.toml", '[[sources]]\ninstance = "c"\nbase_url = "http://127.0.0.1:1"\n')
+    with serving(*words) as service:
+        wait_for("the fault", lambda: service.get("/v1/sources").json["faults"])
+        name("a", "b")
+        wait_for("the engines", lambda: drained(service) == {"a": True, "b": False})
+        name("b")
+        wait_for("one engine", lambda: drained(service) == {"b": False})
+        name("a", "b")
+        wait_for("the engines", lambda: drained(service) == {"a": False, "b": False})
+        assert service.post("/v1/drain", instance="a").status == 200
+        service.end()
+    with serving(*words) as service:
+        wait_for("the engines", lambda: drained(service) == {"a": True, "b": False})
+        assert service.post("/v1/drain", instance="a", draining=False).status == 200
+        service.kill()
+    with serving(*words) as service:
+        wait_for("the engines", lambda: drained(service) == {"a": False, "b": False})

@@ -84,9 +84,12 @@ class Registrations:
         except SnapshotError as error:
             report_lost(str(error))
             return
-        self.were_saved = bool(entries)
+        self.were_saved = any(entry.origin == HTTP for entry in entries)
         for entry in entries:
             registration = entry.registration
+            if entry.origin != HTTP:
+                self.fleet.drained[registration.key] = Member(registration, entry.origin, time.time(), is_draining=True)
+                continue
             try:
                 for endpoint in endpoints_of(registration):
                     self.allow_list.check(endpoint)  # the allow-list may have changed since
@@ -224,8 +227,8 @@ class Registrations:
             self.report_fault(fault)
 
     def _list_registrations(self) -> list[SavedRegistration]:
-        members = [member for member in list(self.fleet.members.values()) if member.origin == HTTP]
+        members = {key: member for key, member in list(self.fleet.members.items()) if member.origin == HTTP}
         return [
-            SavedRegistration(member.registration, member.lease and member.lease.seconds, member.is_draining)
-            for member in members
+            SavedRegistration(member.registration, member.lease and member.lease.seconds, member.is_draining, member.origin)
+            for member in {**self.fleet.drained.copy(), **members}.values()
         ]

@@ -24,6 +24,7 @@ import msgspec
 from kvevents.errors import ConfigError, SnapshotError, reason_of
 from kvevents.index import PrefixIndex
 from kvevents.index.snapshot_file import sync_folder
+from kvevents.service.fleet.member import HTTP
 from kvevents.service.fleet.registration import Key, Registration
 from kvevents.stream import Checkpoint
 
@@ -38,12 +39,13 @@ _CHECKPOINTS: Final = msgspec.msgpack.Decoder(list[Checkpoint])
 
 
 class SavedRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A client's registration, and what else a client has said about it."""
+    """A client's registration, or that of an engine that a client has drained, and what else a client has said about it."""
 
     registration: Registration
     lease_seconds: int | None = None
     """Length of its lease, which begins again when the service starts."""
     is_draining: bool = False
+    origin: str = HTTP
 
 
 _REGISTRATIONS: Final = msgspec.json.Decoder(list[SavedRegistration])

@@ -265,6 +265,7 @@ class BridgeSubscriptions:
         """Part of `RegistrationTarget`; a bridge refuses nothing."""
         self.adapters: frozenset[Scope] = frozenset()
         self.unready: Mapping[str, str] = {}
+        self.is_discovery_complete = False
         """Part of `RegistrationTarget`; only queries need them."""
         self._bridge: Final = bridge
         self._curve: Final = curve

@@ -201,6 +201,7 @@ class RegistrationTarget(Protocol):
 
     adapters: frozenset[Scope]
     unready: Mapping[str, str]
+    is_discovery_complete: bool
 
     @property
     def follow_errors(self) -> dict[Key, str]: ...
@@ -243,6 +244,7 @@ class EngineDiscovery:
     def _register(self, found: MergedFindings) -> None:
         self._found = found
         self._target.adapters, self._target.unready = frozenset(found.adapters), found.unready
+        self._target.is_discovery_complete = self.has_completed and not found.faults
         self._refused = self._target.replace_registrations("discovery", found.registrations.values(), self._resume)
         self._compare_paths(found)
         faults = {sentence for sentences in found.faults.values() for sentence in sentences} | set(self._refused)

@@ -59,6 +59,8 @@ class Fleet(Listener):
     """LoRA adapters that requests may name as their model, as engines list them."""
     unready: Mapping[str, str] = {}
     """Why sources should get no requests although they are followed, by their names."""
+    is_discovery_complete: bool = False
+    """Whether every provider has answered, and none has a fault."""
     failure: str | None = None
     """The error that ended the follower; None while it runs."""
     _registration_of: Callable[[str], Registration]
@@ -81,6 +83,8 @@ class Fleet(Listener):
         """The registered members."""
         self.workers: Mapping[Key, Member] = self.members
         """The members, and the other ranks that their streams carry."""
+        self.drained: dict[Key, Member] = {}
+        """The drained members, also those of discovery that are not followed at present."""
         self.counts: dict[tuple[str, str], int] = {}
         """Rejected events by dialect and reason, for `kvevents_rejected_events`."""
         self.follow_errors: dict[Key, str] = {}
@@ -146,6 +150,8 @@ class Fleet(Listener):
             self._check(registration)
             member = Member(registration, origin, self._clock(), self.revision)
             self.members[registration.key] = member
+            if registration.key in self.drained:
+                member.is_draining, self.drained[registration.key] = True, member
             self._collect_workers()
             self.scopes.add(registration.scope, registration.key)
             self.revision.advance()
@@ -242,6 +248,10 @@ class Fleet(Listener):
         """
         member = self._find(key)
         member.is_draining = is_draining
+        if is_draining:
+            self.drained[key] = member
+        else:
+            self.drained.pop(key, None)
         return self.follower.submit(lambda: self._update_trust(member, self._clock()))
 
     def _refuse(self, member: Member, error: BaseException) -> None:
@@ -261,6 +271,8 @@ class Fleet(Listener):
         self.revision.advance()
         self._published_batches.pop(member.registration.key, None)
         self.scopes.drop(member.registration.scope, member.registration.key)
+        if member.origin in {HTTP, TOPIC}:  # else discovery might name it again
+            self.drained.pop(member.registration.key, None)
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
@@ -286,6 +298,9 @@ class Fleet(Listener):
         faults: list[str] = []
         for key in self.follow_errors.keys() - targets.keys():
             self.follow_errors.pop(key, None)
+        for key, member in list(self.drained.items()):
+            if member.origin == origin and key not in targets and self.is_discovery_complete:
+                self.drained.pop(key, None)
         for member in [member for member in list(self.members.values()) if member.origin in {origin, HTTP}]:
             target = targets.get(member.registration.key)
             is_equal = target is not None and not member.registration.differences(target)
