@@ -112,8 +112,11 @@ async def test_redirects_stay_on_the_host(engine: Engine) -> None:
         "/b": redirect_to(engine.url + "/c?d=e"),
         "/c?d=e": 7,
         "/round": redirect_to("/round"),
+        "/folder": redirect_to("/folder/"),
+        "/folder/": 8,
     }
     assert await get(engine, "/a") == (200, b"7")
+    assert await get(engine, "/folder") == (200, b"8")
     engine.pages |= {
         "/x": redirect_to("http://169.254.169.254/"),
         "/port": redirect_to(f"http://127.0.0.1:{engine.port + 1}/"),

@@ -146,7 +146,7 @@ class BaseUrl:
     """An address or a name; an IPv6 address has no brackets."""
     port: int
     path: str = ""
-    """Prefix of every path, without a slash at its end."""
+    """Prefix of every path. That of the setting has no slash at its end."""
     query: str = ""
 
     @classmethod
@@ -159,11 +159,12 @@ class BaseUrl:
             raise ConfigError(f"invalid base_url {text!r}: {error}") from error
         if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None or parts.query or parts.fragment:
             raise ConfigError(f"invalid base_url {text!r}: expected http://HOST:PORT or https://HOST:PORT")
-        return cls._of(parts, port)
+        url = cls._of(parts, port)
+        return replace(url, path=url.path.rstrip("/"))
 
     @classmethod
     def _of(cls, parts: SplitResult, port: int | None) -> Self:
-        path = parts.path.rstrip("/") if not parts.query else parts.path
+        path = parts.path
         if not (path + parts.query).isascii() or " " in path + parts.query or not (parts.hostname or "").isascii():
             raise ConfigError(f"invalid URL {parts.geturl()!r}: some of its characters must be escaped")
         return cls(parts.scheme, parts.hostname or "", port or _PORTS.get(parts.scheme, 0), path, parts.query)
