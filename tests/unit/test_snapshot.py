@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import struct
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -152,6 +154,22 @@ def test_a_snapshot_that_fails_leaves_the_old_file_and_nothing_else(index: Prefi
         with pytest.raises(SnapshotError, match="cannot write the snapshot"):
             index.snapshot(tmp_path / name)
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "pipe"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL, errno.EBADF, errno.ENOTSUP])
+def test_a_folder_that_cannot_be_synced_is_an_error_where_folders_can_be(
+    index: PrefixIndex, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The snapshot is there, and might be lost with the machine. Some file systems sync no folders."""
+    fault = pytest.raises(SnapshotError, match=f"{tmp_path} cannot be synced: Input/output error")
+
+    def fail(_descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with fault if number == errno.EIO else nullcontext():
+        index.snapshot(tmp_path / "snapshot")
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")

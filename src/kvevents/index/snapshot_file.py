@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import secrets
@@ -19,6 +20,8 @@ from kvevents_native._native import NativeIndex
 File: TypeAlias = str | os.PathLike[str] | BinaryIO
 Workers: TypeAlias = list[tuple[str, int]]
 
+_CANNOT_SYNC: Final = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP})
+"""Errors for a folder that the process cannot read, or whose file system syncs no folders."""
 _PIECE: Final = 1 << 20
 """Number of bytes that are read from or written to a file object at once."""
 _NOT_RESTORED: Final = "the index was not changed: restore another file, or start without a snapshot"
@@ -102,15 +105,19 @@ def _write(index: NativeIndex, path: Path, workers: Workers | None) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the new name is on the disk, if the platform can sync folders."""
+    """Wait until the new name is on the disk, if the platform can sync this folder. Raises `SnapshotError`."""
     if not hasattr(os, "O_DIRECTORY"):
         return
-    with suppress(OSError):
+    try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            hint = "the new file is there, and might be lost when the machine stops: check the disk"
+            raise SnapshotError(f"the folder {folder} cannot be synced: {reason_of(error)}; {hint}") from error
 
 
 def _name_of(file: File) -> str:
