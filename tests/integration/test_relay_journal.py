@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import TypeAlias
 
@@ -482,8 +483,12 @@ def test_a_failed_disk_is_retried_with_growing_delays(path: Path, error: int) ->
         journal.tick(float(second))
         failures.append(journal.stats().failures)
     assert [at for at in range(1, 100) if failures[at] > failures[at - 1]] == [1, 3, 7, 15, 31, 63]
+    disk.before = failing_calls(error, "rename")
+    journal.tick(150.0)
+    assert not snapshot(journal, model)
+    assert not list(path.glob("*.tmp"))
     disk.before = no_failure
-    journal.tick(200.0)
+    journal.tick(500.0)
     assert snapshot(journal, model)
     assert (journal.stats().state, journal.stats().reason) == ("disk", "")
     store(journal, model, [1])
@@ -531,6 +536,26 @@ def test_the_log_continues_if_a_snapshot_cannot_be_written(path: Path) -> None:
     assert snapshot(journal, model)
     store(journal, model, [5])
     assert (journal.stats().reason, journal.stats().snapshots) == ("", 1)
+    crash(journal)
+    assert model.matches(open_journal(path).recover())
+
+
+def test_a_snapshot_that_cannot_be_written_leaves_no_file(path: Path) -> None:
+    """A full disk needs the room."""
+    disk = WatchedDisk()
+    journal, model = begin_journal(path, disk)
+    while not wants_snapshot(journal):
+        store(journal, model, [100])
+    renames = count()
+
+    def refuse(call: str, _data: bytes) -> None:
+        if call == "rename" and next(renames) == 1:  # the first one is that of the log
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    disk.before = refuse
+    assert snapshot(journal, model)
+    assert journal.stats().reason == "no snapshot was written: No space left on device"
+    assert {file.suffix for file in path.iterdir() if file.name != "lock"} == {".log"}
     crash(journal)
     assert model.matches(open_journal(path).recover())
 

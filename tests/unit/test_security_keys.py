@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -52,6 +53,21 @@ def test_files_are_compatible_with_pyzmq(tmp_path: Path) -> None:
     known, secret_key = (key.decode() for key in load_certificate(hidden) if key)
     assert (read_public_keys(theirs), read_pair(hidden)) == ([known], KeyPair(known, secret_key))
     assert pair.secret not in f"{pair!r} {pair}"
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: bool) -> None:
+    """The next attempt writes it."""
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fchmod", fail)
+        with pytest.raises(ConfigError, match="No space left"):
+            write_pair(tmp_path / "e", make_pair(), "A test's.", replace=replace)
+    assert not list(tmp_path.iterdir())
+    write_pair(tmp_path / "e", make_pair(), "A test's.", replace=replace)
 
 
 def test_file_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:

@@ -377,7 +377,7 @@ class Journal:
             if before is not None:
                 self._set_state(before.header.name, journal_format.CONTINUED)
         except BaseException:
-            log.close()
+            log.discard()
             raise
         return log
 

@@ -197,7 +197,7 @@ class FileWriter:
     """Writes a file from its beginning. Frames are valid only after `commit`. Raises `OSError`."""
 
     def __init__(self, disk: Disk, folder: Folder, name: str, header: Header) -> None:
-        self._disk = disk
+        self._disk, self._folder, self._name = disk, folder, name
         data = _HEADER.pack(MAGIC, VERSION, HEADER_BYTES, *header[:4], disk.boot_id())
         self._check = crc32(data)
         self.header: Final = header
@@ -206,7 +206,7 @@ class FileWriter:
         try:
             disk.write(self.fd, (data, _CRC.pack(self._check), header.state, _encode_committed(FRAMES_AT)))
         except BaseException:
-            os.close(self.fd)
+            self.discard()
             raise
 
     def append(self, record: JournalRecord) -> None:
@@ -229,6 +229,12 @@ class FileWriter:
         """Close the file."""
         with suppress(OSError):  # its content is committed, or was given up
             os.close(self.fd)
+
+    def discard(self) -> None:
+        """Close the file, and remove it if it still has its first name."""
+        self.close()
+        with suppress(OSError):
+            self._disk.remove(self._name, self._folder.fd)
 
 
 def _encode_committed(size: int) -> bytes:
@@ -332,9 +338,11 @@ def write_snapshot(
             snapshot.append(record)
         snapshot.commit()
         disk.sync(snapshot.fd)
-    finally:
-        snapshot.close()
-    disk.rename(header.name + TEMPORARY, header.name, folder.fd)
+        disk.rename(header.name + TEMPORARY, header.name, folder.fd)
+    except BaseException:
+        snapshot.discard()
+        raise
+    snapshot.close()
     disk.sync(folder.fd)
     for name in folder.names():
         generation = generation_of(name)

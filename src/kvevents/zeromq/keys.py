@@ -148,11 +148,16 @@ def _write(path: Path, text: str, mode: int, *, replace: bool) -> None:
     target = path.with_name(path.name + ".new") if replace else path
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if replace else os.O_EXCL)
     try:
-        with os.fdopen(os.open(target, flags, 0o600), "w") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(text)
-        if replace:
-            target.replace(path)
+        descriptor = os.open(target, flags, 0o600)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                os.fchmod(file.fileno(), mode)
+                file.write(text)
+            if replace:
+                target.replace(path)
+        except BaseException:
+            target.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
