@@ -133,7 +133,7 @@ def settings() -> str:
     sections = []
     for words, command in all_commands():
         parser = CommandParser(" ".join(words))
-        command.load().add_arguments(parser)
+        command.load(parser.prog).add_arguments(parser)
         of_command: SettingsParser[Any] | None = parser.get_default("settings")
         if of_command is not None:
             options = frozenset(parser._option_string_actions)  # noqa: SLF001 - argparse has no public list of them

@@ -187,6 +187,13 @@ def test_a_relay_without_its_extra_fails_before_it_binds() -> None:
     )
 
 
+def test_a_command_of_a_group_without_its_package_is_named_in_full() -> None:
+    launch = "import sys; sys.modules['nats'] = None; from kvevents.cli import main; sys.exit(main(['plane', 'status']))"
+    done = subprocess.run([sys.executable, "-c", launch], capture_output=True, timeout=SECONDS, env=environment(), check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"kvevents: kvevents plane status needs the package nats")
+
+
 def test_list_queries_prints_one_json_object_per_line() -> None:
     ended = run("export", "--list-queries", "--output=json")
     assert {"name", "question"} == set(json.loads(ended.out.splitlines()[0]))

@@ -158,7 +158,7 @@ if __name__ == "__main__":
     sys.path.pop(0)  # this folder, which is not on the path of commands
     for command in COMMANDS:
         if isinstance(command, Command) and command.name not in NOT_PRELOADED:
-            command.load()
+            command.load(command.name)
     gc.freeze()  # or the first collection in each fork would copy the pages of all objects
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     to_run = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -52,8 +52,8 @@ class Command:
     extra: str = ""
     """Extra of the distribution that has the packages which the module imports."""
 
-    def load(self) -> Any:
-        """Import the module. Raises `MissingDependencyError`."""
+    def load(self, program: str) -> Any:
+        """Import the module. Raises `MissingDependencyError`, which names the `program`, such as `kvevents plane status`."""
         try:
             module, _, name = self.module.partition(":")
             loaded = import_module(module if "." in module else f"kvevents.cli.{module}")
@@ -64,7 +64,7 @@ class Command:
         except ImportError as error:
             if not self.extra or str(error.name).partition(".")[0] == "kvevents":
                 raise
-            raise MissingDependencyError(f"kvevents {self.name} needs the package {error.name}", self.extra) from error
+            raise MissingDependencyError(f"{program} needs the package {error.name}", self.extra) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class CommandParser(ArgumentParser):
             raise ArgumentError(action, text)
 
     def _declare(self, command: Command) -> None:
-        module = command.load()
+        module = command.load(self.prog)
         module.add_arguments(self)
         self.description, self.epilog = module.DESCRIPTION, f"examples:\n{module.EXAMPLES}"
         self.set_defaults(command=command, execute=module.run)
