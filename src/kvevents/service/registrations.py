@@ -17,7 +17,7 @@ from kvevents.errors import ConfigError, EndpointError, SnapshotError
 from kvevents.service.access import AuditLog, Client
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.errors import ConflictError, NotFoundError, RefusedError, ServiceError
-from kvevents.service.fleet.fleet import Fleet
+from kvevents.service.fleet.fleet import LISTING_HINT, Fleet
 from kvevents.service.fleet.member import HTTP, Member
 from kvevents.service.fleet.registration import Key, Lease, Registration, source_name
 from kvevents.service.prober import check_allowed, endpoints_of
@@ -196,8 +196,7 @@ class Registrations:
         ranks = [member for key, member in members if key[0] == source and query.rank in {None, key[1]}]
         if not ranks:
             suffix = "" if query.rank is None else f" rank {query.rank}"
-            hint = "see /workers for registered instances"
-            raise NotFoundError(f"instance {query.instance}{suffix} not found", "not-registered", hint)
+            raise NotFoundError(f"instance {query.instance}{suffix} not found", "not-registered", LISTING_HINT)
         first, subject = ranks[0].registration, f"instance {query.instance} is registered"
         if query.model is not None and first.model != query.model:
             raise NotFoundError(f"{subject} for model={first.model}", "other-model", "send that model, or none")

@@ -44,6 +44,7 @@ REFRESH_SECONDS: Final = 0.25
 """Pause between two refreshes of the members that received events: blocks, orphans, rejected stores."""
 REFRESHES_PER_ROUND: Final = 8
 """Number of refreshes over which all members are refreshed once. A refresh delays queries."""
+LISTING_HINT: Final = "`kvevents sources` or /v1/sources lists the engines"
 DRAINING: Final = "it is drained: a client of /v1/drain has excluded it from selections"
 """Why a stream is in no selection although it is followed."""
 
@@ -238,7 +239,7 @@ class Fleet(Listener):
         member = self.members.get(key)
         if member is None:
             name = f"{key[0].split(SEPARATOR)[-1]} rank {key[1]}"
-            raise NotFoundError(f"{name} is not registered", "not-registered", "see /workers")
+            raise NotFoundError(f"{name} is not registered", "not-registered", LISTING_HINT)
         return member
 
     def set_draining(self, key: Key, *, is_draining: bool) -> Future[None]:
@@ -248,10 +249,9 @@ class Fleet(Listener):
         """
         member = self._find(key)
         member.is_draining = is_draining
+        self.drained.pop(key, None)
         if is_draining:
             self.drained[key] = member
-        else:
-            self.drained.pop(key, None)
         return self.follower.submit(lambda: self._update_trust(member, self._clock()))
 
     def _refuse(self, member: Member, error: BaseException) -> None:
