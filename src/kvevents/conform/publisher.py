@@ -41,7 +41,7 @@ END_SECONDS: Final = 15.0
 """Time of a publisher to end."""
 CONNECT_SECONDS: Final = 15.0
 JOIN_SECONDS: Final = 0.3
-"""Time of a subscription to reach the publisher, once its connection is open."""
+"""Time of a subscription to reach the publisher, once its connection is open. ZMTP has no acknowledgement of it."""
 SILENCE_SECONDS: Final = 3.0
 """Time without a message after which a reply counts as ended without its end marker."""
 _NOT_FED: Final = "the referee cannot give batches to a running publisher; name its command instead of endpoints"
