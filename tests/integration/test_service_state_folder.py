@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,11 @@ from pathlib import Path
 from stat import S_IMODE
 
 from kvevents.index import PrefixIndex
+from kvevents.service.access import AuditLog
+from kvevents.service.allow_list import EndpointAllowList
+from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.registration import Registration
+from kvevents.service.registrations import Registrations
 from kvevents.service.state_store import SavedRegistration, StateStore
 from kvevents.stream import Checkpoint
 from service_cases import DEADLINE, Client, engine, serving, wait_for
@@ -129,3 +134,46 @@ def test_registrations_that_clients_send_at_once_survive_a_kill(tmp_path: Path) 
         service.kill()
     with serving("--state-dir", tmp_path) as service:
         wait_for("all of them", lambda: len(service.sources()) == len(names))
+
+
+class BlockingStore(StateStore):
+    """A state folder to which each write of registrations waits until it may go on."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.loop = asyncio.get_running_loop()
+        self.begun: asyncio.Queue[threading.Event] = asyncio.Queue()
+
+    def save_registrations(self, registrations: Callable[[], list[SavedRegistration]]) -> None:
+        may_continue = threading.Event()
+        self.loop.call_soon_threadsafe(self.begun.put_nowait, may_continue)
+        assert may_continue.wait(DEADLINE)
+        super().save_registrations(registrations)
+
+
+async def test_a_registration_is_saved_only_after_its_write_has_ended(tmp_path: Path) -> None:
+    """The client whose request has begun the write hangs up. The answer to another client must not be sent before it ends."""
+    fleet = Fleet(PrefixIndex(), max_sources=1)
+    with closing(fleet.follower.subscriber), closing(BlockingStore(tmp_path)) as store:
+        registrations = Registrations(
+            fleet=fleet,
+            allow_list=EndpointAllowList(()),
+            store=store,
+            audit=AuditLog(),
+            advice="",
+            owner_of=lambda _: None,
+            resume=lambda _: None,
+            report_fault=lambda _: None,
+        )
+        async with asyncio.timeout(DEADLINE):
+            first, hung_up, other = (asyncio.create_task(registrations.save()) for _ in range(3))
+            (await store.begun.get()).set()
+            await first
+            write = await store.begun.get()  # for both others
+            hung_up.cancel()
+            next_write = asyncio.create_task(store.begun.get())
+            await asyncio.wait((other, next_write), return_when=asyncio.FIRST_COMPLETED)
+            assert not other.done()
+            write.set()
+            (await next_write).set()
+            await other
