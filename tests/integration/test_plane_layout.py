@@ -12,6 +12,7 @@ from bridge_cases import run_with_jetstream
 from kvevents.errors import ConfigError, PlaneError
 from kvevents_plane.layout import Layout, PartitionMetadata, create_partition, create_plane, find_plane, partition_info
 from kvevents_plane.settings import PlaneSettings
+from kvevents_plane.status import inspect_plane
 from nats_cases import needs_nats, server_of_module  # noqa: F401 - a fixture
 from tools.nats_servers import NatsServer
 
@@ -109,9 +110,29 @@ def test_streams_that_could_drop_messages_are_refused_as_partitions(server: Nats
         for name, value in change.items():
             setattr(config, name, value)
         await js.add_stream(config)
-        with pytest.raises(ConfigError, match=r"KVEVENTS_odd_0 .*choose another name"):
+        with pytest.raises(ConfigError, match=r"KVEVENTS_odd_0 .*delete it.* or choose another name"):
             await create_plane(js, settings)
         await js.delete_stream(layout.stream(0))
+
+    run_with_jetstream(settings, work)
+
+
+def test_a_partition_that_was_created_by_hand_is_refused_until_it_is_deleted(server: NatsServer) -> None:
+    settings = plane(server, "hand")
+
+    async def work(js: JetStreamContext) -> None:
+        layout = await create_plane(js, settings)
+        await js.delete_stream(layout.stream(1))
+        await js.add_stream(name=layout.stream(1), subjects=[layout.subject(1)], discard=api.DiscardPolicy.NEW)
+        with pytest.raises(
+            ConfigError, match=r"KVEVENTS_hand_1 was not created by kvevents.*or delete it: a bridge creates it"
+        ):
+            await create_plane(js, settings)
+        (fault,) = [fault for fault in (await inspect_plane(js, layout)).partitions[1].faults if "created" in fault]
+        assert "or delete it: a bridge creates it" in fault
+        await js.delete_stream(layout.stream(1))
+        await create_plane(js, settings)
+        assert not (await partition_info(js, layout, 1)).stream_fault
 
     run_with_jetstream(settings, work)
 

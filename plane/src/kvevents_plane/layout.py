@@ -61,6 +61,10 @@ class PartitionMetadata(msgspec.Struct, frozen=True):
             return None
 
 
+HEAL_STREAM: Final = "restore its settings, or delete it: a bridge creates it again"
+"""What to do about a stream that cannot be a partition."""
+
+
 class PartitionInfo(NamedTuple):
     """What the servers report about a partition."""
 
@@ -203,7 +207,7 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
     elif (fault := _stream_fault(info, layout, partition)) is not None:
         raise ConfigError(
             f"stream {info.config.name} {fault}, so it cannot be a partition of plane {layout.name!r}: "
-            "choose another name for the plane"
+            f"{HEAL_STREAM}, or choose another name for the plane"
         )
 
 

@@ -13,7 +13,7 @@ from nats.js import JetStreamContext
 from kvevents.errors import PlaneError
 from kvevents.stream import printable
 from kvevents_plane.digests import ReplicaDigests, read_digests
-from kvevents_plane.layout import Layout, fetch_message, partition_info
+from kvevents_plane.layout import HEAL_STREAM, Layout, fetch_message, partition_info
 from kvevents_plane.records import HeartbeatRecord, ReceivedMessage, bridge_name, decode_page
 from kvevents_plane.snapshots import SnapshotInfo, Snapshots
 
@@ -66,7 +66,7 @@ class PartitionView(msgspec.Struct, frozen=True):
         """What is wrong with the partition, as sentences."""
         if self.fault:
             return [self.fault]
-        faults = [f"{self.stream_fault}; bridges refuse it when they start: restore its settings"] if self.stream_fault else []
+        faults = [f"{self.stream_fault}; bridges refuse it when they start: {HEAL_STREAM}"] if self.stream_fault else []
         faults += [] if self.bridges else ["no bridge writes"]
         check = f"for {self.alive_seconds:g} s; check that the bridges run"
         if self.bridges and len(self.silent) == len(self.bridges):
