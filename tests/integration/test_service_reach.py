@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pytest
 
 from cli_cases import Program
 from kvevents.client.schemas import Selection
@@ -26,11 +28,13 @@ class _Api(BaseHTTPRequestHandler):
     """The server of an engine without metrics."""
 
     def do_GET(self) -> None:
-        """Answer that there is no such page, as SGLang without `--enable-metrics`."""
+        """Answer a question for its load, and that there is no other page, as SGLang without `--enable-metrics`."""
         polled.set()
-        self.send_response(404)
-        self.send_header("Content-Length", "0")
+        body = b'{"server_load": 0}' if self.path == "/load" else b""
+        self.send_response(200 if body else 404)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
+        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Write nothing."""
@@ -56,12 +60,14 @@ def select(service: Service) -> Selection:
     return msgspec.json.decode(answer.body, type=Selection)
 
 
-def test_an_engine_whose_server_no_longer_answers_gets_no_requests() -> None:
+@pytest.mark.parametrize(("field", "path"), [("url", ""), ("load", "/load")])
+def test_an_engine_whose_server_no_longer_answers_gets_no_requests(field: str, path: str) -> None:
     """It holds the whole prompt and its stream is EXACT. When its server is back, it gets requests again."""
     with engines(2) as made, serving() as service:
         with api_server() as port:
-            service.register("a", made[0].publisher, url=f"http://127.0.0.1:{port}")
-            service.register("b", made[1].publisher, url="http://127.0.0.1:1")  # a server that never answered is not judged
+            servers: list[dict[str, Any]] = [{field: f"http://127.0.0.1:{port}{path}"}, {field: "http://127.0.0.1:1"}]
+            service.register("a", made[0].publisher, **servers[0])
+            service.register("b", made[1].publisher, **servers[1])  # a server that never answered is not judged
             made[0].store(prompt(1))
             service.exact("a", blocks=4)
             service.exact("b", blocks=0)
@@ -73,7 +79,7 @@ def test_an_engine_whose_server_no_longer_answers_gets_no_requests() -> None:
         assert [one.instance for one in select(service).unreachable or ()] == ["a"]
         source = service.source("a")
         assert source["trust"]["state"] == "EXACT"
-        assert f"http://127.0.0.1:{port}/metrics does not answer" in source["fault"]
+        assert f"http://127.0.0.1:{port}{path or '/metrics'} does not answer" in source["fault"]
         service.wait_for_log("a rank 0: http://127.0.0.1:.* does not answer")
         with api_server(port):
             wait_for("the engine to be chosen again", lambda: select(service).instance == "a")

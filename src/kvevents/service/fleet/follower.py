@@ -225,9 +225,10 @@ class LoadFollower:
     def watch(self, registration: Registration) -> Callable[[], str]:
         """Poll the server at which a rank takes requests. Return the reason why a server that answered no longer does.
 
-        The server is not polled twice if the load is read from it too.
+        Without a URL it is the server with its load. The server is not polled twice if the load is read from it too.
         """
-        url, load, worker = registration.url or "", registration.load or "", registration.key
+        load, worker = registration.load or "", registration.key
+        url = registration.url or load
         if not is_load_url(url):
             return str
         subscriber = self._subscriber
