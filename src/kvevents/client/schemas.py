@@ -6,7 +6,7 @@ Counts of a prompt are tokens. Times are Unix times in seconds unless their name
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Final, Literal, TypeAlias
+from typing import Annotated, ClassVar, Final, Literal, NotRequired, TypeAlias, TypedDict
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
@@ -641,3 +641,13 @@ class UnregisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     dp_rank: int | None = None
 
     ALIASES: ClassVar = ScopeFields.ALIASES | {"cache_salt", "lora_id"}
+
+
+class RegistrationAnswer(TypedDict):
+    """The response to both."""
+
+    status: str
+    instance_id: NotRequired[EngineId]
+    ranks: NotRequired[list[int]]
+    removed_instances: NotRequired[list[str]]
+    warnings: NotRequired[list[str]]

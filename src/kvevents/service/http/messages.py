@@ -147,7 +147,8 @@ class HttpRequest:
         try:
             value = decoder.decode(body)
         except (ValueError, RecursionError):  # unknown fields are rare; the second attempt reports other errors
-            value = _decode(decoder, self._without_unknown(decoder, body))
+            known = self._without_unknown(decoder, body)
+            value = _decode(decoder, _with_integers(known) if decoder is self.decoders.json else known)
         if decoder is self.decoders.json:
             _check_repeated(body)
         return value
@@ -207,6 +208,21 @@ def problem(error: ServiceError, headers: tuple[tuple[bytes, bytes], ...] = ()) 
 
 def _shorten(text: str) -> str:
     return text if len(text) <= MAX_ERROR else f"{text[:MAX_ERROR]}..."
+
+
+def _with_integers(body: bytes) -> bytes:
+    """Return JSON with integers instead of numbers such as `1.0`, which JSON Schema takes for integers."""
+
+    def read(text: str) -> int | msgspec.Raw:
+        return int(value) if (value := float(text)).is_integer() and abs(value) < 1 << 63 else raw(text)
+
+    def raw(text: str) -> msgspec.Raw:
+        return msgspec.Raw(text.encode())
+
+    try:
+        return msgspec.json.encode(json.loads(body.decode(), parse_float=read, parse_int=raw, parse_constant=raw))
+    except (ValueError, RecursionError):
+        return body
 
 
 def _check_repeated(body: bytes) -> None:

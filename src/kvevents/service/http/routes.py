@@ -46,7 +46,7 @@ class Route:
     takes: Any = None
     """Type of the request body."""
     gives: Any = None
-    """Type of the response body; None if it is not JSON of one type."""
+    """Type of the response body."""
     status: int = 200
     also: Mapping[int, str] = field(default_factory=dict)
     """Further statuses of responses with this type, each with its condition."""
@@ -182,8 +182,12 @@ def _encoded_openapi() -> bytes:
     return msgspec.json.encode(openapi_document())
 
 
+_Object: TypeAlias = dict[str, Any]
 _indexer: Final = partial(Route, role=Role.READ, tag="indexer")
+_matching: Final = partial(_indexer, "POST", gives=dict[str, _Object | list[int]], pool="queries")
+_listing: Final = partial(_indexer, "GET", pool="fleet")
 _registering: Final = partial(Route, "POST", role=Role.REGISTER, tag="indexer")
+_changing: Final = partial(_registering, gives=schemas.RegistrationAnswer)
 _selection: Final = partial(Route, role=Role.READ, tag="selection")
 _selecting: Final = partial(_selection, "POST", pool="queries")
 _v1: Final = partial(Route, role=Role.READ, tag="v1")
@@ -193,14 +197,14 @@ _probe: Final = partial(_public, probe=True)
 
 ENDPOINTS: Final[tuple[Route, ...]] = (
     # The indexer API of Dynamo and Mooncake
-    _registering("/register", indexer_api.register, takes=schemas.RegisterRequest, status=201, also=_REGISTERED),
-    _registering("/unregister", indexer_api.unregister, takes=schemas.UnregisterRequest),
-    _indexer("POST", "/query", indexer_api.query, takes=indexer_api.QueryRequest, pool="queries"),
-    _indexer("POST", "/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest, pool="queries"),
-    _indexer("GET", "/workers", indexer_listings.workers, pool="fleet", parameters=(*_SCOPE_FILTERS, *_PAGE)),
-    _indexer("GET", "/services", indexer_listings.services, pool="fleet", parameters=_SCOPE_FILTERS),
-    _indexer("GET", "/global_view", indexer_listings.global_view, pool="fleet", parameters=_SCOPE_FILTERS),
-    _indexer("GET", "/dump", indexer_listings.dump),
+    _changing("/register", indexer_api.register, takes=schemas.RegisterRequest, status=201, also=_REGISTERED),
+    _changing("/unregister", indexer_api.unregister, takes=schemas.UnregisterRequest),
+    _matching("/query", indexer_api.query, takes=indexer_api.QueryRequest),
+    _matching("/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest),
+    _listing("/workers", indexer_listings.workers, gives=list[_Object], parameters=(*_SCOPE_FILTERS, *_PAGE)),
+    _listing("/services", indexer_listings.services, gives=dict[str, list[_Object] | int], parameters=_SCOPE_FILTERS),
+    _listing("/global_view", indexer_listings.global_view, gives=dict[str, list[_Object]], parameters=_SCOPE_FILTERS),
+    _indexer("GET", "/dump", indexer_listings.dump, gives=dict[str, _Object]),
     _selecting(
         "/query_tiered_by_hash",
         selection.query_tiered_by_hash,
@@ -236,14 +240,14 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _registering("/v1/drain", v1.drain, tag="v1", takes=schemas.DrainRequest, gives=schemas.DrainAnswer),
     _v1("GET", "/v1/stats", v1.stats, gives=schemas.StatsAnswer, pool="fleet"),
     _v1("GET", "/v1/blocks", v1.blocks, gives=schemas.BlocksAnswer, pool="listing", parameters=_BLOCKS),
-    _v1("GET", "/v1/events", v1.events, parameters=_EVENTS, media="text/event-stream"),
+    _v1("GET", "/v1/events", v1.events, gives=str, parameters=_EVENTS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
     _probe("/health", health, gives=schemas.HealthAnswer, also=_FAILED),
     _probe("/livez", health, gives=schemas.HealthAnswer, also=_FAILED),
     _probe("/readyz", ready, gives=schemas.ReadyAnswer, also={503: "the service is not ready"}),
-    _public("/metrics", metrics, role=Role.READ, media="text/plain", pool="metrics"),
-    _public("/openapi.json", openapi),
-    _public("/", page, media="text/html"),
+    _public("/metrics", metrics, gives=str, role=Role.READ, media="text/plain", pool="metrics"),
+    _public("/openapi.json", openapi, gives=_Object),
+    _public("/", page, gives=str, media="text/html"),
 )
 
 ROUTES: Final[dict[str, dict[str, Route]]] = {}
@@ -343,8 +347,7 @@ def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
 
 
 def _responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
-    schema = by_kind[id(endpoint.gives)] if endpoint.gives is not None else {}
-    content = {endpoint.media: {"schema": schema}}
+    content = {endpoint.media: {"schema": by_kind[id(endpoint.gives)]}}
     responses: dict[str, Any] = {
         str(status): {"description": description, "content": content}
         for status, description in {endpoint.status: "success", **endpoint.also}.items()
