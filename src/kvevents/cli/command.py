@@ -139,6 +139,7 @@ class CommandParser(ArgumentParser):
                     self._commands.choices[word].declare_options(words)
         elif self._command is not None:
             self._declare(self._command)
+            self._add_help_texts()
             self._command = None
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override] # overloads
@@ -162,6 +163,15 @@ class CommandParser(ArgumentParser):
                 self._reject("option", unknown[0], [*self._option_string_actions])
             self.error(f"unexpected argument {unknown[0]!r}")
         return parsed, unknown
+
+    def format_help(self) -> str:
+        """Return the help text, with those of the settings of the command."""
+        self._add_help_texts()
+        return super().format_help()
+
+    def _add_help_texts(self) -> None:
+        if (settings := self.get_default("settings")) is not None:
+            settings.add_help_texts()
 
     def error(self, message: str) -> NoReturn:
         """Print one line of usage and the error, and exit."""

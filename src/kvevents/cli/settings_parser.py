@@ -22,8 +22,8 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Collection, Iterator, Mapping
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
@@ -62,7 +62,7 @@ _SERVICE_LINK: Final = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+|PORT(?==
 class Setting:
     """One field with a value; `path` is its key in the file, with the keys of its tables before it."""
 
-    def __init__(self, path: str, flag: str, variable: str, kind: Any, default: Any, text: str) -> None:
+    def __init__(self, path: str, flag: str, variable: str, kind: Any, default: Any, read_text: Callable[[], str]) -> None:
         parts, self._types = list(parts_of(kind)), list(types_in(kind))
         self.kind: Final = kind
         self.path: Final = path
@@ -77,7 +77,7 @@ class Setting:
         self._unit: Final = next((each for each in parts if isinstance(each, Unit)), None)
         self._choices: Final = next((get_args(each) for each in parts if get_origin(each) is Literal), None)
         self._default: Final = default
-        self._text: Final = text
+        self._read_text: Final = read_text
 
     def read(self, text: str) -> Any:
         """Return the value of a text, or one item of a list. Raises `ConfigError`."""
@@ -103,9 +103,8 @@ class Setting:
             raise ConfigError(f"{self.variable}: {error}") from error
 
     def add_to(self, group: ArgumentParser | Group, *, shown: bool = True) -> argparse.Action:
-        """Declare the option."""
-        given: dict[str, Any] = {"dest": self.path, "default": argparse.SUPPRESS}
-        given["help"] = self.help if shown else argparse.SUPPRESS
+        """Declare the option, without a help text."""
+        given: dict[str, Any] = {"dest": self.path, "default": argparse.SUPPRESS, "help": None if shown else argparse.SUPPRESS}
         if bool in self._types:
             return group.add_argument(self.flag, action=BooleanOptionalAction, **given)
         if self._choices:
@@ -124,7 +123,7 @@ class Setting:
             default = size_text(shown)
         else:
             default = f"{shown:g}" if isinstance(shown, float) else ", ".join(shown) if self.is_list else str(shown)
-        return (self._text + (f" (default: {default})" if default else "")).replace("%", "%%")
+        return (self._read_text() + (f" (default: {default})" if default else "")).replace("%", "%%")
 
     def _argument(self, text: str) -> Any:
         if self._unit is Unit.SECRET:
@@ -168,15 +167,23 @@ class SettingsParser(Generic[T]):
         self.settings: Final = {each.path: each for each in found}
         self._left = dict(self.settings)
         """Settings that no option is declared for yet."""
+        self._shown: Final[list[tuple[Setting, argparse.Action]]] = []
+        """Settings whose help texts are in the output of `--help`."""
 
     def add(self, group: ArgumentParser | Group, *paths: str) -> None:
         """Declare the options of these settings."""
-        for path in paths:
-            self._left.pop(path).add_to(group)
+        for setting in map(self._left.pop, paths):
+            self._shown.append((setting, setting.add_to(group)))
 
     def add_positional(self, parser: ArgumentParser, path: str, metavar: str) -> None:
         """Declare positional arguments, a list of texts."""
-        parser.add_argument(path, metavar=metavar, nargs="*", default=argparse.SUPPRESS, help=self._left.pop(path).help)
+        action = parser.add_argument(path, metavar=metavar, nargs="*", default=argparse.SUPPRESS)
+        self._shown.append((self._left.pop(path), action))
+
+    def add_help_texts(self) -> None:
+        """Add the help texts to the declared options. A start without `--help` saves the time to read the source for them."""
+        for setting, action in self._shown:
+            action.help = setting.help
 
     def add_rest(self, parser: ArgumentParser, file: str = "TOML file of settings") -> None:
         """Declare `--config`, and the options of all settings that have none yet. Only `--help-all` shows those."""
@@ -227,7 +234,7 @@ class SettingsParser(Generic[T]):
             flag = "--" + re.sub(r"[._]", "-", f"{prefix}.{field.name}" if prefix else field.name)
             variable = self._prefix + (path if prefix else field.name).upper().replace(".", "_")
             default = self.defaults.get(path, field.default)
-            found = Setting(path, flag, variable, field.type, default, _text(kind, field.name))
+            found = Setting(path, flag, variable, field.type, default, partial(_text, kind, field.name))
             found.flag = self._flags.get(path, found.flag)
             yield found
 
