@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvevents.errors import MissingDependencyError, install_hint
-from kvevents.package_metadata import UNKNOWN_VERSION, version
+from kvevents.package_metadata import VERSION
 
 
 def require_native(feature: str) -> Any:
@@ -41,6 +41,6 @@ def _problem() -> str | None:
         native = importlib.import_module("kvevents_native._native")
     except ImportError as error:
         return f"the package kvevents-native, which cannot be imported ({error})"
-    if version() not in {UNKNOWN_VERSION, native.VERSION}:
-        return f"version {version()} of the package kvevents-native, which is installed in version {native.VERSION}"
+    if native.VERSION != VERSION:
+        return f"version {VERSION} of the package kvevents-native, which is installed in version {native.VERSION}"
     return None

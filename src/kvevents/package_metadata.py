@@ -1,31 +1,18 @@
-"""The version of the installed package, and the address of its documentation, from its metadata."""
+"""The version of the package, and the address of its documentation, which its metadata has."""
 
 from __future__ import annotations
 
 import functools
 from typing import Final
 
-UNKNOWN_VERSION: Final = "unknown"
-
-
-@functools.cache
-def version() -> str:
-    """Return the version of the installed package; `UNKNOWN_VERSION` in a source tree that is not installed.
-
-    It is read once, from files: a process whose package is replaced meanwhile still has the modules of the first one.
-    """
-    import importlib.metadata  # noqa: PLC0415 - it imports the parser of mail messages, and much else
-
-    try:
-        return importlib.metadata.version("kvevents")
-    except importlib.metadata.PackageNotFoundError:
-        return UNKNOWN_VERSION
+VERSION: Final = "0.1.0"
+"""That of `native/Cargo.toml`. Every command needs it at its start, and `importlib.metadata` takes 15 ms to import."""
 
 
 @functools.cache
 def documentation() -> str | None:
     """Return the address of the site in the metadata of the package; None if it was not built by a release."""
-    import importlib.metadata  # noqa: PLC0415 - as above
+    import importlib.metadata  # noqa: PLC0415 - it imports the parser of mail messages, and much else
 
     try:
         addresses = importlib.metadata.metadata("kvevents").get_all("Project-URL") or []

@@ -17,7 +17,7 @@ import yaml
 from helm_cases import OPEN, SELECTOR, VERSIONS, Object, faults_of, needs_helm, needs_schemas, render_chart, render_sidecars
 from kvevents.cli.options import engine
 from kvevents.cli.program import make_parser as parser
-from kvevents.package_metadata import version
+from kvevents.package_metadata import VERSION
 from kvevents.service.settings import ServiceSettings
 from kvevents.settings import convert
 from tools.chart import CHART, ROOT, manifests, render, run_helm
@@ -479,4 +479,4 @@ def test_the_image_has_the_user_and_the_ports_that_the_chart_needs() -> None:
     assert f"USER {user}:" in dockerfile
     exposed = set(map(int, re.findall(r"^EXPOSE (.*)$", dockerfile, re.MULTILINE)[0].split()))
     assert exposed == {8090, 9464, 9465, values["relay"]["port"], values["relay"]["replayPort"]}
-    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == version()
+    assert yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"] == VERSION

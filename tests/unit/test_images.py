@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
-from kvevents.package_metadata import version
+from kvevents.package_metadata import VERSION
 from paths import ROOT
 
 DOCKERFILE: Final = ROOT / "deploy" / "Dockerfile"
@@ -39,7 +39,7 @@ def test_each_image_has_a_release(path: Path) -> None:
         assert name, f"{image} has no tag"
         assert tag != "latest"
         if name.rpartition("/")[2] == "kvevents":
-            assert tag == version()
+            assert tag == VERSION
 
 
 def test_the_base_of_the_image_is_pinned_by_digest() -> None:

@@ -12,7 +12,7 @@ from kvevents.cli.command import OK
 from kvevents.cli.console import Console, Span
 from kvevents.cli.output import add_output, write_record
 from kvevents.errors import UsageError
-from kvevents.package_metadata import version
+from kvevents.package_metadata import VERSION
 from kvevents.zeromq.keys import PUBLIC_SUFFIX, SECRET_SUFFIX, KeyPair, read_pair, read_public_keys, write_pair
 
 DESCRIPTION: Final = (
@@ -40,7 +40,7 @@ def _create(args: Namespace, console: Console) -> None:
     if not zmq.has("curve"):
         raise UsageError("libzmq was built without CURVE; install a wheel of pyzmq, which has it")
     pair = KeyPair(*(key.decode() for key in zmq.curve_keypair()))
-    public, secret = write_pair(base, pair, f"Made by kvevents {version()}.", replace=args.force)
+    public, secret = write_pair(base, pair, f"Made by kvevents {VERSION}.", replace=args.force)
     record = {"public_key": pair.public, "public_file": str(public), "secret_file": str(secret)}
     if write_record(record, args.output, console):
         return

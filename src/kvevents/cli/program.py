@@ -13,7 +13,7 @@ from kvevents.cli.command import CHECK_NOT_POSSIBLE, FAILED, INTERRUPTED, OK, WR
 from kvevents.cli.console import Console, Span
 from kvevents.cli.signals import handling_signals
 from kvevents.errors import KVEventsError, UsageError
-from kvevents.package_metadata import version
+from kvevents.package_metadata import VERSION
 
 COMMANDS: Final[tuple[Command | CommandGroup, ...]] = (
     Command("demo", "show what KV cache events are worth, on simulated engines", "demo"),
@@ -137,7 +137,7 @@ def _names_file(error: BaseException | None) -> bool:
 def make_parser() -> CommandParser:
     """Return the parser of the program."""
     parser = CommandParser("kvevents", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("-V", "--version", action="version", version=f"kvevents {version()}", help="print the version and exit")
+    parser.add_argument("-V", "--version", action="version", version=f"kvevents {VERSION}", help="print the version and exit")
     parser.add_commands(COMMANDS)
     return parser
 

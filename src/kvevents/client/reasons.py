@@ -26,15 +26,19 @@ _INDEX = "update the engine, or report it with a recording (kvevents record)"
 class Reason(enum.StrEnum):
     """One code for each reason, with what to do. Of several reasons, the advice of the first one here counts."""
 
-    advice: str
-    """What to do; `{endpoint}` is that of the source."""
+    _text: str
+    _page: str
 
-    def __new__(cls, code: str, advice: str = "") -> Self:
-        """Make a member from its code and its advice."""
+    def __new__(cls, code: str, text: str = "", page: str = "") -> Self:
+        """Make a member from its code, what to do, and the page of the documentation that says more."""
         self = str.__new__(cls, code)
-        self._value_ = code
-        self.advice = advice
+        self._value_, self._text, self._page = code, text, page
         return self
+
+    @property
+    def advice(self) -> str:
+        """What to do; `{endpoint}` is that of the source."""
+        return f"{self._text}; see {documented(self._page)}" if self._page else self._text
 
     UNRESOLVED = "unresolved", _NAME
     """The reasons from here on are faults of an endpoint. This one: its name does not resolve."""
@@ -65,14 +69,12 @@ class Reason(enum.StrEnum):
     IDENTITY = "identity", f"{_EXACT_AGAIN}; a larger buffer_steps of the engine lets the service verify the stream"
     LOST = "lost", f"{_EXACT_AGAIN}; a larger buffer_steps of the engine avoids it"
     REJECTED = "rejected", f"{_EXACT_AGAIN}; check whether the engine's release is newer than kvevents; {_CHECK_ENGINE}"
-    DIVERGED = (
-        "diverged",
-        f"{_EXACT_AGAIN}, or after a matching digest; see {documented('operations/runbook#kveventssourcediverged')}",
-    )
+    DIVERGED = "diverged", f"{_EXACT_AGAIN}, or after a matching digest", "operations/runbook#kveventssourcediverged"
     UNATTESTED = "unattested", "report it with a recording (`kvevents record`); it ends when the engine's digest matches again"
     UNCERTAIN_COPIES = (
         "uncertain-copies",
-        f"install kvevents in the engine: its plugin omits repeated announcements; see {documented('guides/engines')}",
+        "install kvevents in the engine: its plugin omits repeated announcements",
+        "guides/engines",
     )
     """Some blocks of this answer might be gone. Only answers about a prompt have it, not sources."""
     STORES_ONLY = "stores-only", "none is needed: the configuration says that removals of a tier are not announced"
@@ -90,7 +92,7 @@ class Reason(enum.StrEnum):
     """Its events have stores that cannot be used."""
     UNKNOWN_PARENTS = "unknown-parents", _INDEX
     """No batch is missing, and its events name blocks on the GPU whose parents or tokens were never announced."""
-    ESTIMATED_MATCHES = "estimated-matches", f"see the reason, and {documented('concepts/prefix-match#estimates')}"
+    ESTIMATED_MATCHES = "estimated-matches", "read the reason", "concepts/prefix-match#estimates"
     """Its matches can differ from what the engine finds, for the reason in `WorkerInfo.estimate`."""
 
     FAILED = "failed", "restart the service, and report the traceback in its log"

@@ -33,7 +33,7 @@ from kvevents.conform.target import (
 )
 from kvevents.conform.verdict import WrongAnswer
 from kvevents.errors import MissingDependencyError
-from kvevents.package_metadata import version
+from kvevents.package_metadata import VERSION
 
 ACCEPTED: Final = frozenset({200, 201})
 EXACT: Final = "EXACT"
@@ -326,7 +326,7 @@ def kvevents_indexer() -> IndexerDriver:
         options = ("--host", "127.0.0.1", "--port", str(port), "--state-dir", str(folder / "state"))
         return [sys.executable, "-m", "kvevents", "serve", *options, "--snapshot-seconds", str(SNAPSHOT_SECONDS)]
 
-    return IndexerDriver(f"kvevents {version()}", command, Kvevents)
+    return IndexerDriver(f"kvevents {VERSION}", command, Kvevents)
 
 
 def dynamo_indexer(folder: Path) -> Driver:

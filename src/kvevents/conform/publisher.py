@@ -27,7 +27,7 @@ from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, worst
 from kvevents.diagnosis.replay_sample import Patience, ReplaySample, send_request
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvevents.package_metadata import version
+from kvevents.package_metadata import VERSION
 from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
 from kvevents.wire import Malformed, decode_batch, parse_live
@@ -312,7 +312,7 @@ def _fill_in(words: Sequence[str], endpoint: str, replay_endpoint: str, buffer_s
 def kvevents_publisher() -> PublisherDriver:
     """Return the driver of this package's publisher, with its defaults."""
     options = ("--endpoint", "{endpoint}", "--replay", "{replay_endpoint}", "--buffer-steps", "{buffer_steps}")
-    return PublisherDriver(f"kvevents {version()} publisher", [sys.executable, "-m", "kvevents", "publish", *options])
+    return PublisherDriver(f"kvevents {VERSION} publisher", [sys.executable, "-m", "kvevents", "publish", *options])
 
 
 def publisher_driver(target: str) -> PublisherDriver:

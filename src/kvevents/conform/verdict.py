@@ -16,8 +16,8 @@ from xml.etree import ElementTree as ET
 
 import msgspec
 
+from kvevents import package_metadata
 from kvevents.conform.scenario import VERSION, Check
-from kvevents.package_metadata import version
 
 
 class ConformRun(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ def make_run(target: str, command: Sequence[str], seconds: float, results: list[
     """Return the results with what they were measured on."""
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     today = datetime.now(UTC).date().isoformat()
-    return ConformRun(target, " ".join(command), today, machine, version(), VERSION, round(seconds, 1), results)
+    return ConformRun(target, " ".join(command), today, machine, package_metadata.VERSION, VERSION, round(seconds, 1), results)
 
 
 def to_json(run: ConformRun) -> bytes:

@@ -26,7 +26,7 @@ from kvevents.config import parse_object
 from kvevents.engines.engine_publisher import EnginePublisher, OwnPublisher
 from kvevents.errors import ConfigError
 from kvevents.native_module import find_native
-from kvevents.package_metadata import version
+from kvevents.package_metadata import VERSION
 from kvevents.publisher.settings import DEFAULT_PUBLISHER_SETTINGS, PublisherSettings
 from kvevents.settings import Positive, Seconds, Settings, convert, read_toml
 from kvevents.zeromq.keys import Curve
@@ -221,7 +221,7 @@ def attach_publisher(
     features += ["no digests: kvevents[native] adds them and full history"] if find_native() is None else []
     engine_logger(engine).info(
         "kvevents %s publishes KV cache events of rank %d at %s: %s%s",
-        version(),
+        VERSION,
         rank,
         publisher.endpoint,
         ", ".join(features),

@@ -14,7 +14,7 @@ from typing import Final
 from kvevents.client.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.errors import SnapshotError
 from kvevents.index import Block, PrefixIndex
-from kvevents.package_metadata import version
+from kvevents.package_metadata import VERSION
 from kvevents.service.access import Access, AuditLog
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.block_listings import BlockListings
@@ -332,7 +332,7 @@ class Service:
             blocks += info.blocks  # from the same refresh as its tiers
             tiers.update(info.tiers)
         return StatsAnswer(
-            version=version(),
+            version=VERSION,
             uptime_seconds=self._clock() - self._began,
             **{name: getattr(stats, name) for name in ("workers", "unique_blocks", "orphans", "evicted")},
             sources=dict(Counter(member.trust_status.state for member in members)),

@@ -26,12 +26,15 @@ from kvevents.service.registrations import InstanceQuery
 from kvevents.service.scope_fields import LORA, MODEL, SALT, model_of, owner_of, pick
 from kvevents.service.service import Service
 
-_HINT: Final = f"for the fields of both APIs see {documented('guides/service#dynamos-and-mooncakes-api')}"
 HASH: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
 _PATTERN: Final = "^(0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,17}))$"
 Hash = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1, "pattern": _PATTERN})]
 MAX_WARNINGS: Final = 8
 """Maximum number of ignored fields that a response names."""
+
+
+def _hint() -> str:
+    return f"for the fields of both APIs see {documented('guides/service#dynamos-and-mooncakes-api')}"
 
 
 class IndexerRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
@@ -99,7 +102,7 @@ async def register(service: Service, request: HttpRequest) -> Response:
     try:
         ranks = (_registration(body),) if body.endpoint else await _ask_engine(service, body)
     except ConfigError as error:
-        raise RefusedError(str(error), "bad-registration", _HINT) from error
+        raise RefusedError(str(error), "bad-registration", _hint()) from error
     outcomes = [await service.registrations.register(rank, request.client, body.lease_seconds) for rank in ranks]
     warnings = [f"ignored unknown field {name[:MAX_SHOWN]!r}" for name in request.ignored_fields[:MAX_WARNINGS]]
     warnings += filter(None, (outcome.warning for outcome in outcomes))
@@ -156,7 +159,7 @@ def _registration(body: RegisterRequest) -> Registration:
 async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registration, ...]:
     """Return the ranks of the engine at `url`, as it names them."""
     if not body.url:
-        raise ServiceError("neither endpoint nor url is given", "bad-shape", _HINT, status=422)
+        raise ServiceError("neither endpoint nor url is given", "bad-shape", _hint(), status=422)
     provider = EngineProvider(body.url, Template(model=pick(body, MODEL), **_facts(body)), str(body.instance_id))
     await check_allowed(service.allow_list, load_target(body.url))
     try:
@@ -199,7 +202,7 @@ def query_by_hash(service: Service, request: HttpRequest) -> Response:
     body: HashQueryRequest = request.read()
     queries = {name: hashes for name in _HASHES if (hashes := getattr(body, name)) is not None}
     if len(queries) != 1:
-        raise ServiceError("expected either block_hashes or seq_hashes", "bad-shape", _HINT, status=422)
+        raise ServiceError("expected either block_hashes or seq_hashes", "bad-shape", _hint(), status=422)
     ((name, hashes),) = queries.items()
     changes = {name: read_hashes(service, hashes), "instance_id": _instance(body)}
     return answer_query(service, request, body, **changes)

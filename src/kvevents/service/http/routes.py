@@ -17,7 +17,7 @@ import msgspec
 
 from kvevents.client import schemas
 from kvevents.client.schemas import MAX_NAME_BYTES, Problem, ScopedRequest
-from kvevents.package_metadata import version
+from kvevents.package_metadata import VERSION
 from kvevents.routing.weights import Tier
 from kvevents.service.access import Role
 from kvevents.service.exposition import exposition
@@ -317,7 +317,7 @@ def openapi_document() -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "kvevents",
-            "version": version(),
+            "version": VERSION,
             "description": "Which worker holds how much of a prompt, on which tier, and how far the answer can be trusted.",
         },
         "paths": paths,
