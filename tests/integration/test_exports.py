@@ -81,7 +81,7 @@ def test_importing_kvevents_loads_only_msgspec_and_pyzmq() -> None:
     assert result.stdout.splitlines() == ["[]", "[]"]
 
 
-@pytest.mark.parametrize("package", ["kvevents", "kvevents.routing", "kvevents.subscriber"])
+@pytest.mark.parametrize("package", ["kvevents", "kvevents.client", "kvevents.routing", "kvevents.subscriber"])
 def test_the_imports_for_type_checkers_are_the_table_of_lazy_imports(package: str) -> None:
     """A name that only one of them has would be an error in a program, or in its checker, but not in both."""
     module = importlib.import_module(package)

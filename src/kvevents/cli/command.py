@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import textwrap
@@ -11,12 +12,14 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from itertools import takewhile
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 from kvevents.cli.console import convert_output_errors
 from kvevents.cli.values import PLACEHOLDERS
 from kvevents.errors import MissingDependencyError, UsageError
 from kvevents.settings import suggestion
+
+Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_group returns has no public name
 
 OK: Final = 0
 FAILED: Final = 1

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
-from kvevents.cli.options import add_engine, add_engine_details, add_service, make_client, read_sources
+from kvevents.cli.options import add_engine, add_engine_details, read_sources
 from kvevents.cli.output import DATA, add_output, write_record
+from kvevents.cli.service_options import add_service, make_client
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import positive_seconds
 from kvevents.diagnosis.engine_checks import EngineChecks

@@ -11,8 +11,8 @@ import msgspec
 
 from kvevents.cli.command import OK
 from kvevents.cli.console import Console, Line, Span, table
-from kvevents.cli.options import add_scope, add_service, make_client, scope_of
 from kvevents.cli.output import add_output, write_record
+from kvevents.cli.service_options import add_scope, add_service, make_client, scope_of
 from kvevents.cli.top_view import COLUMNS, WIDE_COLUMNS, fault_lines, source_table
 from kvevents.cli.values import endpoint, endpoint_or_url, positive_int, whole_number
 from kvevents.client import Client

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import os
 import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeAlias
+from typing import Final
 
-from kvevents.cli.command import CommandLineError
+from kvevents.cli.command import CommandLineError, Group
 from kvevents.cli.console import Console, Span
-from kvevents.cli.contexts import context_file, find_context
-from kvevents.cli.values import URL_SCHEMES, endpoint, endpoint_or_url, positive_int, positive_seconds, ranks, service_url
-from kvevents.client import Client
-from kvevents.client.protocol import TOKEN_VARIABLE
+from kvevents.cli.values import URL_SCHEMES, endpoint, endpoint_or_url, positive_int, positive_seconds, ranks
 from kvevents.errors import ConfigError, ExternalError, UsageError
 from kvevents.stream import Source
 from kvevents.zeromq.keys import Curve
-
-SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
-DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
 
 CURVE_FLAGS: Final = {
     "curve.key_file": "--curve-key",
@@ -33,21 +25,12 @@ CURVE_FLAGS: Final = {
 }
 """Options of the CURVE settings of a command, the same as those of `add_curve`."""
 
-MAX_TOKEN_BYTES: Final = 4096
-"""Longest bearer token, as in the service."""
-
-Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_group returns has no public name
-
 
 def check_directory(file: Path) -> None:
     """Raise `UsageError` if the directory of a file does not exist, before there are results that cannot be written."""
     directory = file.absolute().parent
     if not directory.is_dir():
         raise UsageError(f"cannot write {file}: the directory {directory} does not exist")
-
-
-def _reject_token(_text: str) -> NoReturn:
-    raise ConfigError("all users of this machine can read arguments; set KVEVENTS_TOKEN, or use --token-file")
 
 
 # --- the engine that a command subscribes to
@@ -205,65 +188,3 @@ def linger(args: Namespace, console: Console) -> None:
         return
     console.note("all batches are published; answering replay requests until Ctrl-C or the end of --linger")
     threading.Event().wait(min(args.linger, threading.TIMEOUT_MAX))
-
-
-# --- the service that a command asks
-
-
-def add_service(parser: ArgumentParser | Group) -> None:
-    """Declare the service to ask, how to authenticate to it, and how long to wait."""
-    named = parser.add_mutually_exclusive_group()
-    text = f"URL of the service (default: {SERVICE_VARIABLE}, else the current context, else {DEFAULT_SERVICE})"
-    named.add_argument("-s", "--service", type=service_url, help=text)
-    named.add_argument("--context", metavar="NAME", help=f"service of this name in {context_file()}")
-    parser.add_argument("--token-file", type=Path, help=f"file with the bearer token (default: the variable {TOKEN_VARIABLE})")
-    # Without this option the error about `--token SECRET` would print the secret.
-    parser.add_argument("--token", type=_reject_token, help=argparse.SUPPRESS)
-    parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority of its certificate (default: the system's)")
-    parser.add_argument("--timeout", type=positive_seconds, default=5.0, help="seconds to wait for a response")
-
-
-def add_scope(parser: ArgumentParser, *, model: str = "model", default: str = "default", required: bool = False) -> None:
-    """Declare the scope that a service keeps apart from others, which `scope_of` returns."""
-    parser.add_argument("--model", metavar="NAME", required=required, help=model)
-    parser.add_argument("--tenant", metavar="NAME", help=f"tenant (default: {default})")
-    parser.add_argument("--group", metavar="NAME", help=f"routing group (default: {default})")
-
-
-def scope_of(args: Namespace) -> dict[str, Any]:
-    """Return the given options of `add_scope`."""
-    return {name: value for name in ("model", "tenant", "group") if (value := getattr(args, name)) is not None}
-
-
-def make_client(args: Namespace) -> Client:
-    """Return the client for the options of `add_service`, and put its URL into `args.service`. Raises `ConfigError`.
-
-    A context counts if no option or variable names a service. Its token is sent to its own service only.
-    """
-    variable = None if args.context else os.environ.get(SERVICE_VARIABLE)
-    context = None if args.service or variable else find_context(args.context)
-    token_file, ca = (None, None) if context is None else (_path(context.token_file), _path(context.tls_ca))
-    args.service = args.service or service_url(variable or (context.service if context else DEFAULT_SERVICE))
-    token = _token(args.token_file or (None if os.environ.get(TOKEN_VARIABLE) else token_file))
-    return Client(args.service, token=token, ca_file=args.tls_ca or ca, deadline=args.timeout, retries=0)
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text).expanduser()
-
-
-def _token(file: Path | None) -> str | None:
-    if file is None:
-        given, origin = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
-        if not given:
-            return None
-    else:
-        origin = f"--token-file {file}"
-        try:
-            given = file.read_text("latin-1").strip()
-        except OSError as error:
-            raise ConfigError(f"cannot read {origin}: {error.strerror or error}") from error
-    # Proxies log the header with the token. A prompt that is named by mistake must not be in it: it would be JSON.
-    if not 0 < len(given) <= MAX_TOKEN_BYTES or given[0] in '[{"' or not all("!" <= char <= "~" for char in given):
-        raise ConfigError(f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters, no JSON")
-    return given

@@ -12,8 +12,8 @@ import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import TRUST_STYLES, Console, Line, Part, Span, table
-from kvevents.cli.options import add_scope, add_service, make_client
 from kvevents.cli.output import add_output, write_record
+from kvevents.cli.service_options import add_scope, add_service, make_client
 from kvevents.client import Client
 from kvevents.client.schemas import (
     DEFAULT_GROUP,

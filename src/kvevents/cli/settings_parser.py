@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NamedTuple, NoRe
 
 import msgspec
 
-from kvevents.cli.command import CommandLineError
-from kvevents.cli.options import CURVE_FLAGS, Group, engine
+from kvevents.cli.command import CommandLineError, Group
+from kvevents.cli.options import CURVE_FLAGS, engine
 from kvevents.cli.values import endpoint, engine_url, port, positive_int, positive_seconds, seconds, size, whole_number
 from kvevents.diagnosis.text_format import size as size_text
 from kvevents.errors import ConfigError, UsageError

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Final, Self
 
-from kvevents.cli.options import Group
+from kvevents.cli.command import Group
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> None:

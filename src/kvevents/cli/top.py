@@ -17,8 +17,8 @@ import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, is_terminal, terminal_size, whole_screen
-from kvevents.cli.options import add_service, make_client
 from kvevents.cli.output import DATA, add_output, write_record
+from kvevents.cli.service_options import add_service, make_client
 from kvevents.cli.top_view import UNLIMITED, TopView
 from kvevents.cli.values import positive_int, positive_seconds
 from kvevents.client.polling import SOURCE_ORDERS, Poller, PollResult

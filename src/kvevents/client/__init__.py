@@ -10,14 +10,22 @@ The guide is the page `guides/service.md` of the documentation. `AsyncClient` ne
 
 from typing import TYPE_CHECKING
 
-from kvevents.client.protocol import ServiceRequestError
-from kvevents.client.reasons import Reason
-from kvevents.client.sync import Client, ReservedWorker
 from kvevents.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from kvevents.client.aio import AsyncClient, AsyncReservedWorker
+    from kvevents.client.protocol import ServiceRequestError
+    from kvevents.client.reasons import Reason
+    from kvevents.client.sync import Client, ReservedWorker
 
 __all__ = ["AsyncClient", "AsyncReservedWorker", "Client", "Reason", "ReservedWorker", "ServiceRequestError"]
 
-__getattr__ = lazy_exports(__name__, {"kvevents.client.aio": "AsyncClient AsyncReservedWorker"})
+__getattr__ = lazy_exports(
+    __name__,
+    {
+        "kvevents.client.aio": "AsyncClient AsyncReservedWorker",
+        "kvevents.client.protocol": "ServiceRequestError",
+        "kvevents.client.reasons": "Reason",
+        "kvevents.client.sync": "Client ReservedWorker",
+    },
+)
