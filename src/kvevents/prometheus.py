@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from kvevents.errors import EndpointError, MissingDependencyError
@@ -52,10 +53,8 @@ def one_of(label: str, names: Iterable[str], current: str) -> Samples:
 
 def require(subject: str = "metrics need") -> None:
     """Raise `MissingDependencyError` if prometheus_client is not installed; `subject` begins its message."""
-    try:
-        import prometheus_client  # noqa: F401, PLC0415 - an extra
-    except ImportError as error:
-        raise MissingDependencyError(f"{subject} prometheus_client", "service") from error
+    if find_spec("prometheus_client") is None:
+        raise MissingDependencyError(f"{subject} prometheus_client", "service")
 
 
 def registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:

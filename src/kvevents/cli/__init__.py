@@ -1,6 +1,7 @@
 # PYTHON_ARGCOMPLETE_OK
 """The command `kvevents`."""
 
+import gc
 import os
 import signal
 import sys
@@ -25,6 +26,7 @@ def run_program() -> int:
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as under `nohup`
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()  # until the command runs: what modules create stays, so that collections would only take time
     from kvevents.zeromq.sockets import raise_descriptor_limit  # noqa: PLC0415 - as above
 
     raise_descriptor_limit()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 autocomplete(parser)
             arguments = parser.parse_args(words)
             on_error = arguments.command.on_error
+            gc.enable()
             code: int = arguments.execute(arguments)
             return code
     except KVEventsError as error:

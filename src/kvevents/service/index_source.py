@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from typing import Final, Protocol
-
-from prometheus_client.metrics_core import Metric
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvevents.service.discovery.runner import EngineDiscovery
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.prober import Prober
 from kvevents.service.registrations import Registrations
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 
 class IndexSource(Protocol):

@@ -19,6 +19,7 @@ import msgspec
 
 from kvevents.client.schemas import SelectRequest
 from kvevents.errors import ConfigError
+from kvevents.prometheus import require as require_prometheus
 from kvevents.service.access import Access, Role
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.certificates import check_tls
@@ -98,6 +99,7 @@ def check(config: ServiceSettings, sources_file: Path | None) -> None:
 
 def check_settings(config: ServiceSettings, sources_file: Path | None) -> None:
     """Raise `ConfigError` for settings that `kvevents serve` cannot start with, and `MissingDependencyError`."""
+    require_prometheus()
     Access(config.access)
     EndpointAllowList(config.allow)
     if config.tls is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tomllib
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from kvevents.backoff import SYSTEM_CLOCK, Clock, jittered
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import Finding, SourceTable, parse_table
+from kvevents.settings import parse_toml
 
 CHECK_SECONDS: Final = 1.0
 """Pause between two checks of a file for changes. A check is one `stat`. Unlike inotify it also works over NFS and through the
@@ -121,7 +121,7 @@ def _read(path: Path, *, alone: bool, max_bytes: int) -> list[Any]:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ConfigError(f"it has more than {max_bytes} bytes")
-    found = tomllib.loads(content.decode("utf-8"))
+    found = parse_toml(content.decode("utf-8"))
     if not alone:
         found.setdefault("sources", [])
     elif unknown := sorted(found.keys() - {"sources"}):

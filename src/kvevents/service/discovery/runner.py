@@ -12,9 +12,7 @@ from typing import Final, Protocol
 
 from kvevents.backoff import SYSTEM_CLOCK, Clock
 from kvevents.errors import ConfigError
-from kvevents.service.discovery.dns import DnsProvider
 from kvevents.service.discovery.files import FileProvider, StaticProvider, read_sources
-from kvevents.service.discovery.kubernetes import KubernetesProvider
 from kvevents.service.discovery.provider import Finding, Provider
 from kvevents.service.errors import ConflictError
 from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
@@ -297,11 +295,15 @@ def build_providers(config: EngineSources, watched: Path | None) -> list[Provide
         found.append(StaticProvider(tuple(config.sources)))
     found += [FileProvider(Path(path)) for path in config.source_files]
     for table in config.dns:
+        from kvevents.service.discovery.dns import DnsProvider  # noqa: PLC0415 - only if it is configured
+
         try:
             found.append(DnsProvider(table.target, table))
         except ConfigError as error:
             raise ConfigError(f"dns {table.target}: {error}") from error
     if config.kubernetes is not None:
+        from kvevents.service.discovery.kubernetes import KubernetesProvider  # noqa: PLC0415 - as above
+
         found.append(KubernetesProvider(config.kubernetes))
     return found
 

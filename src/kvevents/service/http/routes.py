@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
-from importlib.resources import files
 from typing import Any, Final, TypeAlias, get_args
 
 import msgspec
@@ -20,7 +19,6 @@ from kvevents.client.schemas import MAX_NAME_BYTES, Problem, ScopedRequest
 from kvevents.package_metadata import VERSION
 from kvevents.routing.weights import Tier
 from kvevents.service.access import Role
-from kvevents.service.exposition import exposition
 from kvevents.service.http import dynamo_messages as dynamo
 from kvevents.service.http import dynamo_selection as selection
 from kvevents.service.http import indexer_api, indexer_listings, pages, reservations, v1
@@ -144,11 +142,15 @@ def ready(service: Service, request: HttpRequest) -> Response:
 
 def metrics(service: Service, _request: HttpRequest) -> Response:
     """Return the metrics in Prometheus' text format."""
+    from kvevents.service.exposition import exposition  # noqa: PLC0415 - prometheus_client takes a while, and is not always needed
+
     return Response(exposition(service), kind=METRICS_TYPE)
 
 
 @cache
 def _page() -> bytes:
+    from importlib.resources import files  # noqa: PLC0415 - many services have no visitor
+
     folder = files("kvevents.service")
     text = (folder / "page.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
