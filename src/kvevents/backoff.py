@@ -8,8 +8,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Final
+
+from msgspec import Struct
 
 INITIAL_DELAY: Final = 0.5
 """Seconds of the first delay after a failure: a restarting peer is found soon."""
@@ -28,8 +29,7 @@ async def sleep(seconds: float) -> None:
     await wait(seconds)
 
 
-@dataclass(frozen=True, slots=True)
-class Clock:
+class Clock(Struct, frozen=True):
     """Time and chance: `sleep`, `now` in monotonic seconds, and `random` numbers from 0 to below 1."""
 
     sleep: Callable[[float], Awaitable[None]] = sleep

@@ -207,7 +207,7 @@ def test_the_number_of_blocks_with_one_hash_is_limited() -> None:
     assert [tokens_of(index, [at, 7]) for at in range(6)] == [2, 2, 2, 2, 1, 1]
 
 
-@pytest.mark.parametrize("name", IndexLimits.__dataclass_fields__)
+@pytest.mark.parametrize("name", IndexLimits.__struct_fields__)
 def test_the_native_index_accepts_every_limit(name: str) -> None:
     PrefixIndex(limits=IndexLimits(**{name: 3}))
     with pytest.raises(ValueError, match=name):

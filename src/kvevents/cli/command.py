@@ -8,11 +8,12 @@ import sys
 import textwrap
 from argparse import SUPPRESS, Action, ArgumentError, ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from itertools import takewhile
 from typing import Any, Final, NoReturn, TypeAlias
+
+from msgspec import Struct
 
 from kvevents.cli.console import convert_output_errors
 from kvevents.cli.values import PLACEHOLDERS
@@ -37,8 +38,7 @@ class CommandLineError(UsageError):
     """Arguments that exclude each other or need others; the message names them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(Struct, frozen=True):
     """One command of the program.
 
     Its module is imported when the command is chosen, so that a command costs nothing, and needs no optional package, while
@@ -70,8 +70,7 @@ class Command:
             raise MissingDependencyError(f"{program} needs the package {error.name}", self.extra) from error
 
 
-@dataclass(frozen=True, slots=True)
-class CommandGroup:
+class CommandGroup(Struct, frozen=True):
     """A command that consists of subcommands, such as `kvevents sim`."""
 
     name: str

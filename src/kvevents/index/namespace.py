@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from kvevents.events import BlockStored
 from kvevents.wire.encode import encode_events
 from kvevents_native import _native
 
 
-@dataclass(frozen=True, slots=True)
-class MultiModal:
+class MultiModal(Struct, frozen=True):
     """One multimodal item of a prompt, such as an image: a span of consecutive placeholder tokens.
 
     An item that text interrupts has one entry for each span.
@@ -28,8 +28,7 @@ class MultiModal:
     """Number of its placeholder tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class Namespace:
+class Namespace(Struct, frozen=True):
     """Separates equal tokens: blocks of different namespaces never match each other."""
 
     model: str | None = None

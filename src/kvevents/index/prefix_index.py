@@ -7,8 +7,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
 from typing import Any, BinaryIO, Final, Literal, Self, TypeAlias, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from kvevents.errors import ConfigError, UnknownSourceError, UsageError
 from kvevents.events import Heartbeat
@@ -20,8 +22,7 @@ from kvevents.wire.encode import encode_events
 from kvevents_native import _native
 
 
-@dataclass(frozen=True, slots=True)
-class IndexLimits:
+class IndexLimits(Struct, frozen=True):
     """Limits of an index besides its memory. `IndexStats` counts what exceeds them."""
 
     max_orphans: int = 65_536
@@ -51,8 +52,10 @@ class IndexLimits:
                 raise ConfigError(f"invalid {name} {limit}: expected at least 0")
 
 
-@dataclass(frozen=True, slots=True)
-class ApplyResult:
+_DEFAULT_LIMITS: Final = IndexLimits()
+
+
+class ApplyResult(Struct, frozen=True):
     """The outcome of a delivery."""
 
     status: Literal["applied", "duplicate", "void"]
@@ -61,8 +64,7 @@ class ApplyResult:
     """The argument for the subscriber's `report`; usually None, which means that there is nothing to report."""
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True):
     """A block on one tier and in one group of one worker."""
 
     key: int
@@ -80,8 +82,7 @@ class Block:
     one of several stores adds no certain copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
+class Counters(Struct, frozen=True):
     """Counters of an index, for one worker or for all."""
 
     blocks: int
@@ -110,8 +111,7 @@ class Counters:
     """Gaps reported by the subscriber."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerInfo(Counters):
+class WorkerInfo(Counters, frozen=True):
     """One worker: one data-parallel rank of one engine."""
 
     source: str
@@ -136,8 +136,7 @@ class WorkerInfo(Counters):
     """Blocks by tier; a block counts on each tier that holds it, and once for each group of a hybrid model."""
 
 
-@dataclass(frozen=True, slots=True)
-class IndexStats(Counters):
+class IndexStats(Counters, frozen=True):
     """Statistics of an index. Sums include removed workers."""
 
     workers: int
@@ -145,7 +144,7 @@ class IndexStats(Counters):
     """Heap memory of the index."""
     unique_blocks: int
     """Different blocks; a block that several workers hold counts once."""
-    wire_rejected: dict[str, int] = field(default_factory=dict)
+    wire_rejected: dict[str, int] = {}
     """Events and fields of payloads that could not be decoded, by reason."""
     speculated: int = 0
     """Blocks of the overlay."""
@@ -206,7 +205,7 @@ class PrefixIndex(_native.NativeIndex):
         cls,
         *,
         memory_limit: int | None = None,
-        limits: IndexLimits = IndexLimits(),
+        limits: IndexLimits = _DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         """See the class. Raises `ConfigError`."""

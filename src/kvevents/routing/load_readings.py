@@ -16,10 +16,10 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec import Struct
 
 from kvevents.endpoints import HTTP_SCHEMES, split_url, validate_endpoint
 from kvevents.errors import ConfigError, ExternalError
@@ -251,8 +251,7 @@ class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return min(max(self.poll_seconds, servers / self.polls_per_second), max_interval)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadSource:
+class LoadSource(Struct, frozen=True):
     """Where the load of one rank is read."""
 
     endpoint: str
@@ -282,8 +281,7 @@ class LoadSource:
         return self.name, self.rank
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReading:
+class LoadReading(Struct, frozen=True):
     """The newest load of one rank, and counters of its messages."""
 
     load: EngineLoad | None

@@ -11,9 +11,10 @@ import logging
 import socket
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 from urllib.parse import urlsplit
+
+from msgspec import Struct
 
 from kvevents.backoff import Backoff
 from kvevents.client.reasons import Reason
@@ -78,8 +79,7 @@ def load_target(load: str) -> str:
 EndpointField: TypeAlias = Literal["endpoint", "replay_endpoint"]
 
 
-@dataclass(slots=True)
-class _Probe:
+class _Probe(Struct):
     """The schedule of the probes of one endpoint."""
 
     since: float

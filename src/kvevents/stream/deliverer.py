@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Final
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, Heartbeat, KVEvent
 from kvevents.stream.deliveries import Batch, Checkpoint, Gap, RawBatch, RawDelivery, Reset, Source, StreamPosition
@@ -18,8 +21,7 @@ from kvevents.wire import Rejected
 from kvevents.wire.decode import begins_with_clear, rank_of
 
 
-@dataclass(slots=True)
-class StreamCounters:
+class StreamCounters(Struct):
     """Counters of a stream since its start."""
 
     live: int = 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+from msgspec import Struct
 
 from kvevents.stream.identity import Fingerprint
 from kvevents.stream.settings import StreamLimits
@@ -41,8 +42,7 @@ class Stage(enum.Enum):
     """Nothing is missing any more. The answer is read up to the live batch that confirms it."""
 
 
-@dataclass(slots=True)
-class ReplayFetch:
+class ReplayFetch(Struct):
     """One open request and what its answer has brought so far. A retry takes over the counts of the attempts before it."""
 
     purpose: Purpose

@@ -10,8 +10,10 @@ import heapq
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, Protocol, TypeAlias
+
+from msgspec import Struct
 
 from kvevents.backoff import MAX_DELAY, Backoff
 from kvevents.errors import ConfigError, EndpointError, UnknownSourceError
@@ -122,8 +124,7 @@ class Transport(Protocol):
         """Close every connection and what they share. Idempotent."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamStatus:
+class StreamStatus(Struct, frozen=True):
     """State of one stream, for operators."""
 
     source: str

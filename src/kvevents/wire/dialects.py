@@ -6,11 +6,12 @@ A release between two rows uses the older row. To add an engine release, add a r
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, NamedTuple
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvevents.errors import UnknownDialectError
 from kvevents.wire.checked_msgpack import (
@@ -29,8 +30,7 @@ from kvevents.wire.checked_msgpack import (
 Form = Literal["array", "map"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Dialect:
+class Dialect(Struct, frozen=True, eq=False):
     """The wire format of one engine from release `since` on. Rows are compared by identity."""
 
     engine: str

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple, Self
+
+from msgspec.structs import replace
 
 from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.endpoints import MAX_PORT

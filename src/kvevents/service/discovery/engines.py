@@ -26,12 +26,13 @@ import socket
 import ssl
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
+from msgspec.structs import replace
 
 from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
 from kvevents.config import KVEventsConfig
@@ -62,12 +63,11 @@ _START_VLLM: Final = f"start vLLM with --kv-events-config '{{\"enable_kv_cache_e
 _START_SGLANG: Final = f"start SGLang with --kv-events-config '{{{_SOCKETS}}}'"
 
 
-@dataclass(slots=True)
-class EngineInfo:
+class EngineInfo(Struct):
     """The ranks of one engine and their endpoints, as the engine describes them."""
 
-    endpoints: list[RankEndpoint] = field(default_factory=list)
-    missing: dict[int, str] = field(default_factory=dict)
+    endpoints: list[RankEndpoint] = []
+    missing: dict[int, str] = {}
     """Ranks that cannot be followed, with the reason as the end of a sentence: `rank 3 of ENGINE ...`."""
     model: str | None = None
     has_metrics: bool = False
@@ -238,8 +238,7 @@ _UNAUTHORIZED: Final = frozenset({401, 403})
 _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
 
 
-@dataclass(frozen=True, slots=True)
-class EngineHttpClient:
+class EngineHttpClient(Struct, frozen=True):
     """Sends GET requests to engines, each over a connection of its own, within these bounds."""
 
     connect_seconds: float = 2.0
@@ -312,8 +311,7 @@ def _is_own_address(address: str) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(Struct, frozen=True):
     """What is said of an engine elsewhere, such as by labels of its pod. What the engine itself says takes precedence."""
 
     model: str | None = None

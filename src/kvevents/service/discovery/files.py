@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvevents.backoff import SYSTEM_CLOCK, Clock, jittered
 from kvevents.errors import ConfigError
@@ -35,8 +38,7 @@ def build_finding(tables: Iterable[SourceTable]) -> Finding:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StaticProvider:
+class StaticProvider(Struct, frozen=True):
     """Finds the engines of tables that do not change while the service runs."""
 
     tables: tuple[SourceTable, ...]

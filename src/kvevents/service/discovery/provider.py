@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Protocol, Self
 from urllib.parse import SplitResult, urljoin, urlsplit
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvevents.endpoints import MAX_PORT, offset_endpoint_port, port_collision, split_tcp, tcp_of
 from kvevents.errors import ConfigError, ExternalError
@@ -23,8 +25,7 @@ from kvevents.service.fleet.registration import EngineFields, Registration, Scop
 from kvevents.settings import Range, build_decoder_now, convert
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(Struct, frozen=True):
     """All that one provider knows now. A registration that is no longer in it is removed."""
 
     registrations: tuple[Registration, ...] = ()
@@ -70,8 +71,7 @@ _PORTS: Final = {"http": 80, "https": 443}
 # --- endpoints of ranks
 
 
-@dataclass(frozen=True, slots=True)
-class RankEndpoint:
+class RankEndpoint(Struct, frozen=True):
     """The endpoints of one rank, and what the engine says about its events."""
 
     rank: int
@@ -137,8 +137,7 @@ class EngineQueryError(ExternalError):
     """An engine did not answer a query, or its answer cannot be used. The message is a sentence for people."""
 
 
-@dataclass(frozen=True, slots=True)
-class BaseUrl:
+class BaseUrl(Struct, frozen=True):
     """The URL of an engine's HTTP server."""
 
     scheme: str

@@ -6,9 +6,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvevents.backoff import SYSTEM_CLOCK, Clock
 from kvevents.errors import ConfigError
@@ -30,22 +33,21 @@ SETTLE_SECONDS: Final = 0.05
 # --- merging
 
 
-@dataclass(slots=True)
-class MergedFindings:
+class MergedFindings(Struct):
     """The findings of all providers together."""
 
-    registrations: dict[Key, Registration] = field(default_factory=dict)
-    faults: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    registrations: dict[Key, Registration] = {}
+    faults: dict[str, tuple[str, ...]] = {}
     """Faults by the name of the provider. Providers without faults are not in it."""
     waiting: tuple[str, ...] = ()
     """Names of providers without a finding so far. Their engines are missing from the registrations."""
-    adapters: set[Scope] = field(default_factory=set)
+    adapters: set[Scope] = set()
     """LoRA adapters that requests name as their model."""
-    origins: dict[Key, str] = field(default_factory=dict)
+    origins: dict[Key, str] = {}
     """Names of the providers of the registrations."""
-    adapter_paths: dict[tuple[str, str], str] = field(default_factory=dict)
+    adapter_paths: dict[tuple[str, str], str] = {}
     """Paths of adapters by the name of the engine and that of the adapter."""
-    unready: dict[str, str] = field(default_factory=dict)
+    unready: dict[str, str] = {}
     """Why sources should get no requests, by their names."""
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from typing import Final, NamedTuple, cast
 
 import msgspec
+from msgspec import Struct, field
 
 from kvevents.client.reasons import Reason, advise
 from kvevents.client.schemas import GapView, LoadView, SourceView, TrustStatus
@@ -64,8 +65,7 @@ class Revision:
         self.number = next(self._next)
 
 
-@dataclass(slots=True, eq=False)
-class Member:
+class Member(Struct, eq=False):
     """One registered rank. The follower's thread writes it and any thread reads it: each field is replaced as a whole."""
 
     registration: Registration
@@ -90,7 +90,7 @@ class Member:
     """The values from which the trust was derived."""
     report: tuple[str, str, bool] = ("", "", False)
     """State and sentence of the last report of the subscriber."""
-    faults: Mapping[str, SourceFault] = field(default_factory=dict)
+    faults: Mapping[str, SourceFault] = {}
     """Faults of `endpoint` and `replay_endpoint` that the prober found."""
     status: StreamStatus | None = None
     info: WorkerInfo | None = None

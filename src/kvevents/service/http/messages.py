@@ -6,11 +6,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl
 
 import msgspec
+from msgspec import Struct
 
 from kvevents.client.schemas import Problem
 from kvevents.index import extract_token_array
@@ -82,8 +82,7 @@ class Decoders(msgspec.Struct, frozen=True):
     """Known fields, if unknown fields are ignored unless they resemble a known one; None if they are rejected."""
 
 
-@dataclass(slots=True, eq=False)
-class HttpRequest:
+class HttpRequest(Struct, eq=False):
     """A request with its complete body."""
 
     method: str
@@ -100,9 +99,9 @@ class HttpRequest:
     """The part of the path at the place of `{id}` in the route's path."""
     ignored_fields: tuple[str, ...] = ()
     """Unknown fields of the body that were ignored."""
-    arguments: Mapping[str, str] = field(default_factory=dict)
+    arguments: Mapping[str, str] = {}
     """Parameters of the query string that the endpoint knows, under their names of `/v1`."""
-    span_attributes: dict[str, str | int] = field(default_factory=dict)
+    span_attributes: dict[str, str | int] = {}
     """Attributes of its span about its query."""
 
     @property
@@ -166,8 +165,7 @@ class HttpRequest:
         return codec.encode(known_fields) if self.ignored_fields else body
 
 
-@dataclass(slots=True, eq=False)
-class Response:
+class Response(Struct, eq=False):
     """A complete response."""
 
     body: bytes = b""
@@ -176,8 +174,7 @@ class Response:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-@dataclass(slots=True, eq=False)
-class StreamingResponse:
+class StreamingResponse(Struct, eq=False):
     """A response that is sent in pieces; `release` is called when it ends or fails."""
 
     pieces: AsyncIterator[bytes]
