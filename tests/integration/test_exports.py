@@ -115,3 +115,26 @@ def test_importing_the_package_loads_nothing_else_and_threads_need_no_asyncio() 
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.splitlines() == ["['kvevents', 'kvevents.lazy_exports']", "[]"]
+
+
+UNUSED = {"aiohttp", "importlib.metadata", "kvevents.client.sync", "prometheus_client", "tomllib"}
+"""Modules that no command needs before it has something to do."""
+DISCOVERY = {"kvevents.service.discovery.dns", "kvevents.service.discovery.kubernetes"}
+
+
+@pytest.mark.parametrize(
+    ("command", "unused"),
+    [
+        (["--version"], UNUSED | {"asyncio", "kvevents.service", "kvevents.stream"}),
+        (["serve", "--check", "--port", "0"], UNUSED | DISCOVERY | {"kvevents.client.protocol"}),
+    ],
+)
+def test_a_start_loads_nothing_that_only_some_uses_need(command: list[str], unused: set[str]) -> None:
+    """`serve --check` has imported all that `serve` imports. Nor does it read sources: only help texts need them."""
+    script = (
+        "import linecache, sys; from kvevents.cli import main\n"
+        f"try: main({command})\n"
+        f"finally: print(sorted({unused} & set(sys.modules)), [name for name in linecache.cache if 'kvevents' in name])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.splitlines()[-1] == "[] []"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -120,13 +118,3 @@ async def test_redirects_are_returned_and_not_followed() -> None:
 
     async with serving(serve) as url, HttpConnections(BOUNDS) as connections:
         assert await connections.get(url, {}) == Answer(302, b"", "/there")
-
-
-@pytest.mark.parametrize(
-    "program", ["from kvevents.cli import main; main(['--version'])", "import kvevents.service.process"], ids=["cli", "service"]
-)
-def test_programs_without_requests_do_not_import_the_client(program: str) -> None:
-    """Importing `aiohttp` takes a tenth of a second."""
-    lines = ("import sys", f"try: {program}", "finally: assert 'aiohttp' not in sys.modules")
-    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], check=False, capture_output=True, timeout=60)
-    assert (ended.returncode, ended.stderr) == (0, b"")

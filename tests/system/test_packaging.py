@@ -176,15 +176,13 @@ def test_the_wheel_of_the_plane_requires_the_same_version(wheel: Path, tmp_path:
 
 
 def test_files_that_repeat_the_version_have_the_right_one() -> None:
-    """The chart and the examples for clusters repeat it, because they cannot read it."""
+    """The chart and the examples for clusters repeat it, because they cannot read it; the package does for a quick start."""
     (version,) = re.findall(r'^version = "(.+)"$', (ROOT / "native" / "Cargo.toml").read_text(), re.MULTILINE)
     files = [path for path in (ROOT / "deploy").rglob("*") if path.suffix in {".yaml", ".md"} or path.name == "Chart.yaml"]
-    versions = {
-        (path.name, found)
-        for path in files
-        for found in re.findall(r'(?:^version: |^appVersion: "|\bkvevents:)(\d+\.\d+\.\d+)', path.read_text(), re.MULTILINE)
-    }
-    assert {name for name, _ in versions} >= {"Chart.yaml", "serve.yaml", "README.md"}
+    files.append(ROOT / "src" / "kvevents" / "package_metadata.py")
+    pattern = r'(?:^version: |^appVersion: "|^VERSION: Final = "|\bkvevents:)(\d+\.\d+\.\d+)'
+    versions = {(path.name, found) for path in files for found in re.findall(pattern, path.read_text(), re.MULTILINE)}
+    assert {name for name, _ in versions} >= {"Chart.yaml", "serve.yaml", "README.md", "package_metadata.py"}
     assert {found for _, found in versions} == {version}
 
 

@@ -3,8 +3,7 @@
 Counts of a prompt are tokens. Times are Unix times in seconds unless their name says otherwise.
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`: msgspec would compile each annotation at the start of a service.
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal, NotRequired, TypeAlias, TypedDict
 
@@ -60,7 +59,7 @@ class Problem(Struct, frozen=True, kw_only=True):
     """A copy of `detail`, where clients of Dynamo's indexer expect it."""
 
     @classmethod
-    def of(cls, status: int, reason: str, detail: str, hint: str) -> Problem:
+    def of(cls, status: int, reason: str, detail: str, hint: str) -> "Problem":
         """Return a problem with the members that follow from these."""
         return cls(
             type=f"urn:kvevents:problem:{reason}",

@@ -1,7 +1,6 @@
 """Settings of the service: one definition for options, environment variables and the TOML file."""
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 import re
 from typing import Annotated, Any, Final
 

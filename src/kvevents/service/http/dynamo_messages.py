@@ -4,8 +4,7 @@ Their names and defaults are those of `services/selection/types.rs` and `input.r
 ignored like unknown ones.
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 from typing import Annotated, Any, Final
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field

@@ -5,8 +5,7 @@ Both APIs derive from one draft and differ in names. A request with `model_name`
 fields that resemble a field of the scope are rejected (`kvevents.service.scope_fields`).
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 import re
 from typing import Annotated, Any, ClassVar, Final
 
