@@ -19,7 +19,7 @@
         ├── PlaneError               the plane's NATS servers cannot be used (OSError)
         ├── SnapshotError            a snapshot cannot be read or written (ValueError)
         ├── TrustTimeoutError        streams did not reach a trust in time (TimeoutError)
-        └── WorkloadError            a trace of requests cannot be read or written (ValueError)
+        └── WorkloadError            a trace cannot be read or written     (ValueError)
 
 Input from a peer never raises: invalid input is rejected with a reason and counted (`kvevents.wire.Rejected`).
 """

@@ -621,6 +621,14 @@ def test_too_many_unknown_fields_are_400(service: Service, fresh: tuple[int, str
     assert service.post("/query", {"model_name": fresh[1], "token_ids": [1], **most}).status == 200
 
 
+def test_an_unknown_field_is_reported_beside_the_missing_one_that_it_resembles(
+    service: Service, fresh: tuple[int, str, Engine]
+) -> None:
+    answer = service.post("/query", model_name=fresh[1], tokens=[1])
+    assert answer.json["detail"] == "invalid body: unknown field 'tokens'; did you mean 'token_ids'?"
+    assert "missing field 'token_ids'" in service.post("/query", model_name=fresh[1], other=[1]).json["detail"]
+
+
 def test_errors_and_warnings_repeat_no_long_names(service: Service, fresh: tuple[int, str, Engine]) -> None:
     long = "x" * 100_000
     tolerant = service.post("/query", {"model_name": fresh[1], "token_ids": [1], long: 0})

@@ -2,7 +2,8 @@
 
 ::
 
-    with Client("http://127.0.0.1:8090") as client, client.reserve(SelectRequest(model="llama", tokens=tokens)) as worker:
+    request = SelectRequest(model="llama", tokens=tokens)
+    with Client("http://127.0.0.1:8090") as client, client.reserve(request) as worker:
         print(worker.url)
 
 The guide is the page `guides/service.md` of the documentation. `AsyncClient` needs the extra `service`.

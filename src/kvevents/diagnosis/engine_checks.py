@@ -26,7 +26,7 @@ from kvevents.diagnosis.traffic import (
     check_trust,
 )
 from kvevents.native_module import find_native
-from kvevents.stream import Batch, RawBatch, Source, Trust
+from kvevents.stream import Batch, Gap, RawBatch, Source, Trust
 from kvevents.subscriber import StreamStatus, Subscriber
 
 POLL_SECONDS: Final = 0.02
@@ -54,6 +54,7 @@ class EngineChecks:
         self._stop = stop
         self._seconds = seconds
         self._searches = searches and not source.bind
+        self._earlier = 0  # batches from before the first received one, which nothing has
 
     def findings(self) -> Iterator[CheckResult]:
         """Run every check whose preconditions hold, from the address to trust, and yield the findings."""
@@ -73,7 +74,7 @@ class EngineChecks:
         yield from self._traffic(sample, response, status.trust != Trust.CONNECTING)
         yield from replay
         yield from self._comparisons(sample, response)
-        yield check_trust(status, self._seconds)
+        yield check_trust(status, self._seconds, self._earlier)
 
     def _find_replay(self, sample: TrafficSample, stop: Stop) -> CheckResult:
         """Look for a replay endpoint, and use it if it is verified to belong to the stream."""
@@ -127,13 +128,14 @@ class EngineChecks:
             turn()
 
     def _turn(self, subscriber: Subscriber[Batch] | Subscriber[RawBatch], sample: TrafficSample) -> None:
-        if self.source.bind:
-            subscriber.receive(timeout=POLL_SECONDS)
-        else:
+        if not self.source.bind:
             sample.take(POLL_SECONDS)
-        for _ in range(MAX_PER_TURN):
-            if subscriber.receive(timeout=0) is None:
+        for number in range(MAX_PER_TURN):
+            delivery = subscriber.receive(timeout=POLL_SECONDS if self.source.bind and not number else 0)
+            if delivery is None:
                 return
+            if isinstance(delivery, Gap) and delivery.first == 0 and not delivery.compacted:
+                self._earlier += delivery.last + 1
 
     def _traffic(self, sample: TrafficSample, response: ReplaySample | None, is_connected: bool) -> Iterator[CheckResult]:
         """Check the received messages. If nothing does, check topic and dialect of the replayed batches."""

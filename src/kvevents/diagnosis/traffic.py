@@ -245,10 +245,12 @@ def is_idle(status: StreamStatus) -> bool:
     return is_unproven and not status.counters.live
 
 
-def check_trust(status: StreamStatus, seconds: float) -> CheckResult:
-    """Check the trust that a subscriber reached."""
-    counters = status.counters
-    progress = f"after {seconds:g} s: {counters.delivered:,} delivered, {counters.replayed:,} by replay, {counters.lost:,} lost"
+def check_trust(status: StreamStatus, seconds: float, earlier: int) -> CheckResult:
+    """Check the trust that a subscriber reached. `earlier` batches were sent before it connected, and are not available."""
+    counters, lost = status.counters, status.counters.lost - earlier
+    progress = f"after {seconds:g} s: {counters.delivered:,} delivered, {counters.replayed:,} by replay, {lost:,} lost"
+    if earlier:
+        progress += f"; {plural(earlier, 'earlier batch')} not available"
     if counters.compacted:
         progress += f"; a snapshot represents {counters.compacted:,} older ones"
     text = f"{status.trust}, {progress}"

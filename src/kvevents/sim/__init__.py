@@ -2,7 +2,8 @@
 
 ::
 
-    result = simulate(FleetSettings(engines=4), "prefix-aware", workload("chat", requests=200))
+    requests = workload("chat", requests=200)
+    result = simulate(FleetSettings(engines=4), "prefix-aware", requests)
     print(result.hit_rate, result.ttft)
 
 The page `guides/simulation.md` of the documentation says what is modelled and how that was checked. Needs the compiled

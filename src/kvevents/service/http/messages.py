@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl
 
@@ -18,7 +18,7 @@ from kvevents.service.access import Client
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
 from kvevents.service.scope_fields import check_unknown
 from kvevents.service.settings import Limits
-from kvevents.settings import fault_of, with_path
+from kvevents.settings import fault_of, suggestion, with_path
 
 JSON: Final = b"application/json"
 PROBLEM: Final = b"application/problem+json"
@@ -147,7 +147,8 @@ class HttpRequest(Struct, eq=False):
             value = decoder.decode(body)
         except (ValueError, RecursionError):  # unknown fields are rare; the second attempt reports other errors
             known = self._without_unknown(decoder, body)
-            value = _decode(decoder, _with_integers(known) if decoder is self.decoders.json else known)
+            known = _with_integers(known) if decoder is self.decoders.json else known
+            value = _decode(decoder, known, self.ignored_fields)
         if decoder is self.decoders.json:
             _check_repeated(body)
         return value
@@ -237,11 +238,17 @@ def _check_repeated(body: bytes) -> None:
         raise RefusedError("malformed body: it is nested too deeply", "malformed-body", "send one JSON object") from error
 
 
-def _decode(decoder: Any, body: bytes) -> Any:
+def _decode(decoder: Any, body: bytes, ignored_fields: Iterable[str] = ()) -> Any:
+    """Return a decoded body. The error for a missing field names an ignored one that is similar."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        sentence = with_path(fault_of(error, decoder.type), decoder.type) if isinstance(decoder.type, type) else str(error)
+        sentence = str(error)
+        if isinstance(decoder.type, type):
+            fault = fault_of(error, decoder.type)
+            meant = [fault.missing] if fault.missing and not fault.place else []
+            sentences = [f"unknown field {name!r}{text}" for name in ignored_fields if (text := suggestion(name, meant)) != ";"]
+            sentence = sentences[0] if sentences else with_path(fault, decoder.type)
         raise ServiceError(f"invalid body: {sentence}", "bad-shape", "see /openapi.json", status=422) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RefusedError(f"malformed body: {error}", "malformed-body", "send one JSON object") from error
