@@ -38,7 +38,7 @@ class Load(NamedTuple):
     engines: int
     partitions: int
     blocks: int
-    """Number of blocks that each batch stores; it removes as many."""
+    """Number of blocks that each batch stores, and number that it removes."""
     batches: int
     """Number of batches of all engines together."""
 

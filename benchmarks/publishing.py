@@ -56,7 +56,7 @@ def _time_each(publish: Callable[[Any], None], batches: list[Any], into: list[in
 
 
 def busy(name: str, blocks: int, bursts: int) -> dict[str, float]:
-    """Each `publish` of bursts of `BURST`, back to back, from an empty queue that takes a hundred times as many."""
+    """Each `publish` of bursts of `BURST`, back to back, from an empty queue with room for a hundred bursts."""
     contender, port, replay_port = CONTENDERS[name], reserve_port(), reserve_port()
     publisher, batches = contender.publisher(port, replay_port), contender.batches(BURST, blocks)
     times: list[int] = []

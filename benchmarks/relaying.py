@@ -1,9 +1,8 @@
 """Trials of forwarders between an engine and a consumer: a relay with its journal on the disk, or ZeroMQ's own forwarder.
 
-One process publishes what an engine with a full cache publishes: each batch stores some blocks and removes as many. Another
-process counts the batches. The replay buffer of the relay is full before anything is measured, so that each batch pushes one
-out into the history.
-"""
+One process publishes what an engine with a full cache publishes: each batch stores some blocks and removes the same number.
+Another process counts the batches. The replay buffer of the relay is full before anything is measured, so that each batch
+pushes one out into the history."""
 
 from __future__ import annotations
 

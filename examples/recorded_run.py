@@ -100,7 +100,7 @@ class Demo:
             self._console.line(*self._lines.gap(delivery))
 
     def has_all_of(self, incarnation: int) -> bool:
-        """Whether as many batches have come as an incarnation published."""
+        """Whether all batches that an incarnation published have come."""
         return len(self.delivered[incarnation]) >= len(self._tape.batches(incarnation))
 
     @property

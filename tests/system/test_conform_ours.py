@@ -41,7 +41,7 @@ def load_verdicts(target: str) -> dict[str, str]:
 
 
 def with_time(scenario: Scenario, seconds: float) -> Scenario:
-    """Return the scenario with so much time for its last check."""
+    """Return the scenario with this time limit for its last check."""
     last = scenario.steps[-1]
     assert isinstance(last, Check)
     return msgspec.structs.replace(scenario, steps=[*scenario.steps[:-1], msgspec.structs.replace(last, within=seconds)])

@@ -9,9 +9,9 @@ use std::time::Instant;
 use kvevents_compaction::Compactor;
 use kvevents_index::wire::scan::{Limits, Schema, Scratch, scan};
 
-/// Tokens per block.
+/// Number of tokens per block.
 const SIZE: usize = 16;
-/// Blocks that are live all the time.
+/// Number of blocks that are live all the time.
 const LIVE: usize = 200_000;
 
 /// A small generator of numbers that is good enough here.

@@ -6,7 +6,7 @@ use kvevents_index::holders::placements::{Placement, tier};
 
 use super::event::{Location, Store, Text};
 
-/// Maximum number of different announcements of a stream: the bits of a block's copies. Engines use few.
+/// Maximum number of different announcements of a stream: a block has a bit for each. An engine needs only a few.
 pub const MAX_ANNOUNCEMENTS: usize = 64;
 
 /// The common part of stores whose copies are counted together.

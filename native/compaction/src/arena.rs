@@ -1,12 +1,12 @@
 //! Blocks by number: a record of fixed size for each, and its tokens. Blocks with equally many tokens share chunks of memory.
 
-/// Bits of a number that select the slot in a chunk.
+/// Number of bits of a number that select the slot in a chunk.
 const SLOT_BITS: u32 = 8;
 /// Maximum number of blocks in a chunk.
 const SLOTS: usize = 1 << SLOT_BITS;
-/// Tokens of a chunk, unless a single block has more.
+/// Number of tokens of a chunk, unless a single block has more.
 const CHUNK_TOKENS: usize = 8192;
-/// Bits of a word of `Chunk::free`.
+/// Number of bits of a word of `Chunk::free`.
 const WORD: usize = u64::BITS as usize;
 
 /// The record of one block, without its tokens. Packed into 28 bytes instead of 32, because there is one for each block.

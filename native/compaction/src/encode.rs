@@ -7,11 +7,11 @@ use kvevents_index::apply::EVERY_TIER;
 
 use super::event::{ExportedEvent, Location, Store, encode_extra_keys, split_extra_keys};
 
-/// Bytes of `[ts, [`, and maximum bytes of a number or of the length of an array.
+/// Number of bytes of `[ts, [`, and maximum bytes of a number or of the length of an array.
 const HEAD: usize = 1 + 9 + ARRAY;
 const NUMBER: usize = 9;
 const ARRAY: usize = 5;
-/// Bytes of a clear without a tier.
+/// Number of bytes of a clear without a tier.
 const CLEAR_BYTES: usize = 32;
 
 /// Writes payloads one after the other.

@@ -9,7 +9,7 @@ pub use kvevents_index::rules::location::{Location, Text};
 use kvevents_index::wire::msgpack::Reader;
 use kvevents_index::wire::scan::{Event, first_ints};
 
-/// Levels of containers in the extra keys of one block.
+/// Number of levels of containers in the extra keys of one block.
 const EXTRA_NESTING: usize = 4;
 
 fn borrowed<'a>(text: &'a Text<'_>) -> Text<'a> {

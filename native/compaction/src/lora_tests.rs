@@ -14,7 +14,7 @@ use kvevents_index::wire::scan::Limits;
 /// Path of the weights, and the first blocks of a prompt up to this one.
 type Cached = (u8, Vec<u8>);
 
-/// Names of LoRAs; the last one is no LoRA.
+/// Number of names of LoRAs; the last one is no LoRA.
 const NAMES: [&str; 3] = ["one", "two", ""];
 const PATHS: u8 = 3;
 const SYMBOLS: u8 = 2;

@@ -674,7 +674,7 @@ proptest! {
     }
 }
 
-/// Bytes of the tokens and the hash of a block in these tests, and the maximum of other bytes that are kept for it.
+/// Number of bytes of the tokens and the hash of a block in these tests, and the maximum of other bytes that are kept for it.
 const BLOCK_BYTES: usize = 16 + 150;
 
 /// A state with this many chains of 512 blocks, reduced to the positions for which `stays` returns true.

@@ -10,7 +10,7 @@ use super::event::{Location, Store, Text};
 
 /// Maximum number of different placements of such blocks.
 const MAX_PLACEMENTS: usize = 64;
-/// Hashes in one exported event.
+/// Maximum number of hashes in one exported event.
 const MAX_HASHES: usize = 4096;
 
 /// Copies on one placement.

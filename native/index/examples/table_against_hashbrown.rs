@@ -14,7 +14,7 @@ use kvevents_index::memory::table::{Stage, Table, TableHash};
 type Record = [u64; 3];
 
 const SHARDS: usize = 1_024;
-/// Entries of a turn.
+/// Number of entries of a turn.
 const TURN: usize = 256;
 /// Maximum number of lookups and removals.
 const MOST: usize = 4_000_000;

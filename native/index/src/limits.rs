@@ -1,10 +1,10 @@
 //! The bounds of an index.
 
 /// Maximum number of blocks of one stream with one hash: engines that hash pages without their prefix have hundreds. Histories of
-/// publishers keep as many, so that a consumer that starts late holds the same as one that received everything.
+/// publishers keep the same number, so that a consumer that starts late holds the same as one that received everything.
 pub const BLOCKS_PER_HASH: usize = 1_024;
 
-/// Maximum number of ranks of one stream: a relay of one node has some. Histories of publishers keep as many.
+/// Maximum number of ranks of one stream: a relay has those of one node. Histories of publishers have the same limit.
 pub const RANKS: usize = 64;
 
 /// Bounds of an index; reaching one is counted.

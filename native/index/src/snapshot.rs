@@ -61,7 +61,7 @@ const KEYS: u8 = 0;
 const CHAIN: u8 = 1;
 const REST: u8 = 2;
 
-/// Contexts that a stream's part of a file can refer to at one moment.
+/// Maximum number of contexts that a stream's part of a file can refer to at one moment.
 const MAX_CONTEXTS: usize = 1 << 16;
 
 /// Stated ranks.

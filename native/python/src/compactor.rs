@@ -17,9 +17,9 @@ use kvevents_index::keys;
 use kvevents_index::sync::fork::ProcessOwned;
 use kvevents_index::wire::scan::{SECONDS, Schema};
 
-/// Bytes of payloads that are compacted without releasing the GIL: about 50 us of work.
+/// Number of bytes of payloads that are compacted without releasing the GIL: about 50 us of work.
 const BRIEF: usize = 32 << 10;
-/// Bytes that are copied in the time of creating one Python integer.
+/// Number of bytes that are copied in the time of creating one Python integer.
 const COPIES_PER_NUMBER: usize = 128;
 
 /// A rank with its events.

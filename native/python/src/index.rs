@@ -29,7 +29,7 @@ use kvevents_index::sync::fork::ProcessOwned;
 use kvevents_index::wire::decode::Heartbeat;
 use kvevents_index::wire::scan::Schema;
 
-/// Tokens of prompts that are copied and matched between two checks for signals.
+/// Number of tokens of prompts that are copied and matched between two checks for signals.
 const TOKENS_AT_ONCE: usize = 1 << 20;
 /// Work, in the unit of `Turns`, of reading a batch's attributes or creating a worker's dictionary.
 const WORK_PER_BATCH: usize = 16;

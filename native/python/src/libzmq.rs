@@ -13,7 +13,7 @@ use pyo3::types::PyBytes;
 const MAJOR: c_int = 4;
 const DONTWAIT: c_int = 1;
 const SNDMORE: c_int = 2;
-/// Frames of a message: topic, number, payload.
+/// Number of frames of a message: topic, number, payload.
 const FRAMES: usize = 3;
 /// Approximate limit of payload bytes that are read in one call. Copying them takes less time than a thread waits for the GIL.
 const MOST_BYTES: usize = 1 << 20;

@@ -85,7 +85,7 @@ impl Terms {
 /// many times the mean, and outweigh a long cached prefix; docs/adr/0008-prefix-aware-score.md has figures.
 const BASE_REQUESTS: f64 = 4.0;
 
-/// Tokens of work that a request counts as, as in `kvevents.routing.policies`.
+/// Number of tokens of work that a request counts as, as in `kvevents.routing.policies`.
 const REQUEST_TOKENS: f64 = 256.0;
 
 /// Discount in the score of a session's own worker: another worker is chosen if it saves more than a tenth of the prompt.

@@ -21,7 +21,7 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::reservations::{Reservation, ReservationCounts, Reservations, Reserved, TooMany, Update, Wanted};
 use crate::work::{Decaying, Reading, Requests, Work, WorkNumber};
 
-/// Number of names above which workers without any count are removed: four times as many as a service follows by default.
+/// Number of names above which workers without any count are removed: four times the number that a service follows by default.
 const MANY_NAMES: usize = 16_384;
 
 /// The work of all workers, by source name and rank, and the reservations. Any thread can use it.

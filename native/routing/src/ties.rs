@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use serde::Deserialize;
 
-/// Maximum number of workers whose last choice is stored: four times as many as a service follows by default.
+/// Maximum number of workers whose last choice is stored: four times the number that a service follows by default.
 pub const MAX_TURNS: usize = 16_384;
 
 /// The rule that resolves a tie between equal candidates.

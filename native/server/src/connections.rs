@@ -40,9 +40,9 @@ pub(crate) const SWEEP: Duration = Duration::from_millis(200);
 pub(crate) const CLOSING: Duration = Duration::from_secs(2);
 /// Age up to which a connection without a request is not replaced, since its first request can have arrived without being read.
 const YOUNG: Duration = Duration::from_millis(50);
-/// Request bytes that each connection can hold independently of the others.
+/// Number of request bytes that each connection can hold independently of the others.
 pub(crate) const FREE: usize = 1 << 16;
-/// Bytes of long answers that a client must read within `unread_seconds`.
+/// Number of bytes of long answers that a client must read within `unread_seconds`.
 const MIN_TAKEN: u64 = 1 << 20;
 
 /// The state of a connection.
@@ -216,7 +216,7 @@ impl Connection {
 /// The decision about a new connection.
 pub(crate) enum Admission {
     Admitted(Arc<Connection>),
-    /// The connection must wait up to `YOUNG`: requests of other connections can be unread, or another connection can end.
+    /// The connection waits for at most `YOUNG`: other connections might have unread requests, or one of them might end.
     Later,
     /// The limit of connections is reached.
     Refused,

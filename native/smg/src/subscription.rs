@@ -26,9 +26,9 @@ const METHODS: [&str; 4] = [
     "/tokenspeed.grpc.scheduler.TokenSpeedScheduler/SubscribeKvEvents",
     "/trtllm.TrtllmService/SubscribeKvEvents",
 ];
-/// Batches that wait for the application. Beyond them nothing is read, and HTTP/2 holds the servicer back.
+/// Maximum number of batches that wait for the application. Beyond them nothing is read, and HTTP/2 holds the servicer back.
 const MAX_WAITING: usize = 1_024;
-/// Bytes of their payloads, for the same reason; a larger payload waits until it is the only one.
+/// Maximum number of bytes of their payloads, for the same reason; a larger payload waits until it is the only one.
 const MAX_WAITING_BYTES: u32 = 64 << 20;
 /// Longest message: SMG's own limit.
 const MAX_MESSAGE_BYTES: usize = 64 << 20;

@@ -18,7 +18,7 @@ engines can replay everything that a bridge has in memory.
   longer follows.
 - *A deleted partition* is created again, and all its streams are followed from their beginning.
 - *Missing pages*: a bridge that cannot read a part of a partition continues after it, with a page at which all streams start
-  over. It does the same if a replica says that it misses pages, and no other replica writes a snapshot that contains them.
+  over. It also takes over if a replica says that it misses pages, and no other replica writes a snapshot that contains them.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ TRUST_SECONDS: Final = 0.1
 PAUSE_SECONDS: Final = 0.02
 """Seconds between two checks for room while the queue is full."""
 MAX_REASON: Final = 500
-"""Characters of a reason; an engine can send one of any length."""
+"""Maximum number of characters of a reason; an engine can send one of any length."""
 MAX_HISTORY_REQUESTS: Final = 2
 """Requests in a row for a sender's whole history; degraded reasons that two histories do not end remain after a third."""
 _CLEARED: Final = b"leared"

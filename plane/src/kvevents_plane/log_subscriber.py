@@ -41,7 +41,7 @@ from kvevents_plane.settings import ReaderLimits
 log = logging.getLogger(__name__)
 
 PAGES_PER_TURN: Final = 16
-"""Pages that are applied before their deliveries are returned."""
+"""Number of pages that are applied before their deliveries are returned."""
 DEFAULT_LIMITS: Final = ReaderLimits()
 DELAY_SECONDS: Final = 20.0
 """Time in which a delay of heartbeats that stays is forgotten by two thirds: the bridge's clock may have stood still."""

@@ -46,7 +46,7 @@ RECORD_BYTES: Final = 96
 REASON_BYTES: Final = 32
 """Size of a degraded reason's name and number, at most."""
 MAX_RECORDS: Final = 2_000
-"""Records of one page."""
+"""Maximum number of records of one page."""
 
 
 class _Queued(NamedTuple):

@@ -49,9 +49,9 @@ log = logging.getLogger(__name__)
 DELETE_SECONDS: Final = 0.5
 """Timeout of deleting a consumer; the server deletes it a little later by itself."""
 MAX_POLLED_PAGES: Final = 20
-"""Pages of other bridges that a reader requests one by one; for more it creates a consumer."""
+"""Maximum number of pages of other bridges that a reader requests one by one; for more it creates a consumer."""
 MAX_FOREIGN_PAGES: Final = 5
-"""Pages of other bridges between two heartbeats or polls at which polling is still worthwhile."""
+"""Maximum number of pages of other bridges between two heartbeats or polls at which polling is still worthwhile."""
 DEFAULT_LIMITS: Final = ReaderLimits()
 
 

@@ -21,7 +21,7 @@ RECEIVE_QUEUE: Final = 256
 MAX_SECRET_BYTES: Final = 64 << 10
 """Maximum size of a file of credentials or of a seed; these files have a few thousand bytes and 58 bytes."""
 MAX_INBOX: Final = 64
-"""Characters of an inbox prefix; NATS appends at least 22 more."""
+"""Maximum number of characters of an inbox prefix; NATS appends at least 22 more."""
 
 _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
 _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,32}")

@@ -18,7 +18,7 @@ from kvevents_plane.records import HeartbeatRecord, ReceivedMessage, bridge_name
 from kvevents_plane.snapshots import SnapshotInfo, Snapshots
 
 BRIDGE_SCAN_PAGES: Final = 32
-"""Pages at the end of a partition in which the status looks for bridges."""
+"""Number of pages at the end of a partition in which the status looks for bridges."""
 DEFAULT_ALIVE_SECONDS: Final = 1.5
 """Seconds within which a bridge writes whose heartbeats are not among these pages: three heartbeats with default settings."""
 TRUST_SECONDS: Final = 0.5
@@ -30,7 +30,7 @@ OLD_PAGE_SECONDS: Final = 15.0
 POLL_SECONDS: Final = 0.25
 """Pause between two looks for newer pages."""
 MAX_REQUESTS: Final = 16
-"""Partitions that are inspected at the same time."""
+"""Maximum number of partitions that are inspected at the same time."""
 
 
 class PartitionView(msgspec.Struct, frozen=True):

@@ -49,7 +49,7 @@ EXAMPLES: Final = """\
 """
 
 JOBS: Final = 4
-"""Scenarios that are played at the same time; they wait for most of their time."""
+"""Number of scenarios that are played at the same time; they wait for most of their time."""
 FOLDER_VARIABLE: Final = "KVEVENTS_CONFORM_FOLDER"
 AnyDriver: TypeAlias = Driver | PublisherDriver
 DRIVERS: Final[dict[str, Callable[[Path], AnyDriver]]] = {

@@ -26,7 +26,7 @@ from kvevents.subscriber import StreamStatus, Subscriber
 Detail: TypeAlias = Literal["batches", "events", "tokens"]
 
 MAX_EVENTS_INLINE: Final = 3
-"""Events that the line of a batch describes; the rest is summed up."""
+"""Maximum number of events that the line of a batch describes; the rest is summed up."""
 MAX_HASHES_INLINE: Final = 3
 _EVENT_STYLES: Final[dict[type[KVEvent], Style]] = {BlockStored: "good", BlockRemoved: "warn", AllBlocksCleared: "loud"}
 

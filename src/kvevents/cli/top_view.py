@@ -14,9 +14,9 @@ from kvevents.client.schemas import StatsAnswer
 from kvevents.diagnosis.text_format import duration, percentage, plural, size
 
 MAX_NAME: Final = 40
-"""Characters of a name; the rest is cut."""
+"""Maximum number of characters of a name; the rest is cut."""
 MAX_FAULTS: Final = 3
-"""Faults of discovery that are shown; the rest is counted."""
+"""Maximum number of faults of discovery that are shown; the rest is counted."""
 _GAP: Final = 2
 
 
@@ -96,7 +96,7 @@ WIDE_COLUMNS: Final = (
 _LEFT: Final = frozenset({"worker", "model", "trust", "tiers", "why", "endpoint", "replay", "url", "origin", "labels"})
 """Titles of the columns with text."""
 UNLIMITED: Final = 10_000
-"""Columns of a view that is written to a file or a pipe, which fits everything."""
+"""Number of columns of a view that is written to a file or a pipe, which fits everything."""
 
 
 class TopView:

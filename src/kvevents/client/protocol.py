@@ -48,7 +48,7 @@ MAX_DELAY: Final = 1.0
 POLL_SECONDS: Final = 0.1
 """Interval at which `wait_ready` asks."""
 _MAX_QUOTED: Final = 80
-"""Characters of an unknown response, or of the detail of an error, that an error message quotes."""
+"""Maximum number of characters of an unknown response, or of the detail of an error, that an error message quotes."""
 OK: Final = 200
 UNAVAILABLE: Final = 503
 _BUSY: Final = frozenset({429, UNAVAILABLE})
@@ -181,8 +181,8 @@ def unusable(selection: schemas.Selection) -> ServiceRequestError:
 class Reserving(Generic[T]):
     """What both clients know of a worker that counts a request as its load, until the end of a context manager.
 
-    Updates are of use to other requests only. So they raise nothing if they fail, and the reservation expires by itself if its
-    end fails.
+    Updates improve the choices for other requests only. So a failed update raises nothing, and the reservation expires by
+    itself if its end could not be sent.
     """
 
     def __init__(self, client: T, request: schemas.SelectRequest, deadline: float | None) -> None:

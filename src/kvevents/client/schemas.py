@@ -228,7 +228,7 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     """Value of a token on each tier; 1 is the cost of computing it. `other` are all tiers whose medium is not known. They have
     the lowest weight of all."""
     wait_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.15
-    """Weight of the work that waits at a worker against computing as many tokens. Each request counts as 256 tokens of work.
+    """Weight of a token of waiting work beside that of a token to compute. Each request counts as 256 tokens of work.
     The decision record 0008 explains the defaults."""
     load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.05
     """Cost of the mean load; 1 is the cost of computing the whole prompt."""
@@ -302,7 +302,7 @@ class ScoredCandidate(Worker, frozen=True, kw_only=True):
     load: float
     """What its requests add to the score."""
     hot: bool
-    """Whether it has so many requests that its cache did not count."""
+    """Whether its cache did not count because it has too many requests."""
     session: bool
     """Whether it is the session's own, which lowers its score by 0.1."""
     tokens: int

@@ -22,7 +22,7 @@ COMPARE_REQUESTS: Final = 3
 """Maximum number of requests until an answer contains a compared batch. Answers can have holes, and engines publish before they
 store."""
 MAX_MISSING: Final = 1_000_000
-"""Maximum number of missing batches that are requested again: a hundred times as many as an engine keeps by default."""
+"""Maximum number of missing batches that are requested again: a hundred times what an engine keeps by default."""
 _RETRIES: Final = 4
 """Maximum number of further requests for batches that an answer lacks. A subscriber retries as long as it receives new ones."""
 

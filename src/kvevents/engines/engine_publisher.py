@@ -142,7 +142,7 @@ class EnginePublisher(ZmqEventPublisher):
         self._fallback, self._max_failures = fallback, max_failures
 
     def _give_up(self, error: BaseException) -> None:
-        """Let the publisher thread end, so that it hands over. Without an own publisher of the engine, continue."""
+        """Let the publisher thread end, so that it hands over. If the engine has no publisher of its own, continue."""
         if self._fallback is not None and not self._end_reason:
             self._fault = error
             self._end_queue(f"{type(error).__name__}: {error}")

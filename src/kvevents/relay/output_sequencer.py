@@ -150,7 +150,7 @@ RETRACTION_OFFSET: Final = 32_768
 """Added to the ordinal of an upstream for batches that remove what the upstream stored. They are not batches of the
 upstream."""
 _MAX_REASON: Final = 1_000
-"""Characters of a heartbeat's reason."""
+"""Maximum number of characters of a heartbeat's reason."""
 _EMPTY_DIGEST: Final = "0" * 32
 
 

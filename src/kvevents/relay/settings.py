@@ -33,7 +33,7 @@ class RelayLimits:
     close_timeout: float = 2.0
     """How long `close` lets consumers receive what was sent."""
     max_upstream_blocks: int = 8_000_000
-    """Maximum number of different blocks of one upstream in a shared stream, about 1 GB of memory; no engine holds as many."""
+    """Maximum number of different blocks of one upstream in a shared stream, about 1 GB of memory; no engine holds more."""
     max_payload_bytes: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
     """Largest payload that consumers accept."""
     stream: StreamLimits = DEFAULT_STREAM_LIMITS

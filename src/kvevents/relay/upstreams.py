@@ -179,7 +179,7 @@ def resume_point(checkpoint: Checkpoint, position: Position | None) -> Checkpoin
 # --- the blocks of each upstream
 
 _BLOCKS_PER_PIECE: Final = 500_000
-"""Blocks in one piece of `UpstreamBlocks.dump`: a few megabytes."""
+"""Number of blocks in one piece of `UpstreamBlocks.dump`: a few megabytes."""
 
 
 class RemovalPlacement(NamedTuple):

@@ -23,7 +23,7 @@ _logger: Final = logging.getLogger(__name__)
 MAX_PAUSE_SECONDS: Final = 2.0
 """Longest pause after a failure, unless the usual one is longer. A server that has come back is noticed after this time."""
 _IDLE_INTERVALS: Final = 4
-"""Intervals for which an idle connection is kept for the next request."""
+"""Number of intervals for which an idle connection is kept for the next request."""
 _HEADERS: Final = {"Accept": "text/plain, application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
 
 

@@ -169,7 +169,7 @@ class LeastLoaded:
 
 _MASK: Final = (1 << 64) - 1
 _CACHED_WORKERS: Final = 16_384
-"""Workers whose hashes are cached: four times as many as a service follows by default."""
+"""Number of workers whose hashes are cached: four times the number that a service follows by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +254,7 @@ class PrefixAwareSettings:
     """Settings of `PrefixAware`."""
 
     wait_weight: float = 0.15
-    """Weight of waiting work against computing as many tokens, at least 0. With 1 only the TTFT of this request counts."""
+    """Weight of a waiting token beside that of a token to compute, at least 0. With 1 only the TTFT of this request counts."""
     load_weight: float = 0.05
     """Weight of work equal to the mean of all candidates against computing the whole prompt, at least 0. With 0 in both weights
     only caches count."""
@@ -273,8 +273,8 @@ class PrefixAwareSettings:
     """A worker gets no credit for its cache if it has more than this many times the mean requests in flight of the others; at
     least 1. Infinity disables this."""
     guard_requests: int = 16
-    """A worker with at most this many requests always gets credit: of prompts of 12,000 tokens, a GPU of 80 GB holds about as
-    many at once."""
+    """A worker with at most this many requests gets credit for its cache whatever the mean is. A GPU of 80 GB holds about 16
+    prompts of 12,000 tokens at once."""
     tie: str = "rotate"
     """How to choose between equal candidates: `rotate`, `random` or `first`."""
     sample: int = 0

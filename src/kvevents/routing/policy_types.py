@@ -74,7 +74,7 @@ class ScoredCandidate(Struct, frozen=True, gc=False):
     load: float
     """Part of the score that its load adds."""
     hot: bool = False
-    """Whether it has so many requests that its cache was ignored."""
+    """Whether its cache was ignored because it has too many requests."""
 
     @property
     def worker(self) -> Worker:

@@ -20,7 +20,7 @@ from kvevents.routing.weights import describe_tiers, distance_of
 from kvevents.stream import Trust
 
 MAX_IN_FLIGHT: Final = 65_536
-"""Default limit of remembered requests, about 250 bytes each. It is four times as many as 64 workers with 256 requests each."""
+"""Default limit of remembered requests, about 250 bytes each: four times those of 64 workers with 256 requests each."""
 EXPIRY_SECONDS: Final = 300.0
 """Default time after which a request without an end counts as finished."""
 HALF_LIFE: Final = 10.0

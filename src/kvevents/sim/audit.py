@@ -23,7 +23,7 @@ from kvevents.stream import Batch, Gap, RawBatch, Reset, inspect_events
 from kvevents.wire.encode import batch_encoder
 
 MAX_EXAMPLES: Final = 10
-"""Disagreements that are reported with details; all are counted."""
+"""Maximum number of disagreements that are reported with details; all are counted."""
 
 
 class Mark(NamedTuple):

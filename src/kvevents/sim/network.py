@@ -22,7 +22,7 @@ from kvevents.zeromq.sockets import destroy_context
 REBIND_SECONDS: Final = 5.0
 """How long a restarted engine waits for its port. The socket of its last incarnation closes within milliseconds."""
 BUFFER_STEPS: Final = 10_000
-"""Batches in the replay buffer of each engine, as engines have by default."""
+"""Number of batches in the replay buffer of each engine, as engines have by default."""
 KILL_SECONDS: Final = 0.05
 """Time for a publisher to pass queued batches to ZeroMQ when its engine is killed. ZeroMQ does not send all of them."""
 SHUTDOWN_SECONDS: Final = 2.0

@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Return the interval of at least one value."""
+        """Return the mean of `values`, which must not be empty, and its interval."""
         count, mean = len(values), sum(values) / len(values)
         if count == 1:
             return cls(mean, mean, mean)

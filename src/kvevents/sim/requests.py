@@ -60,7 +60,7 @@ _SOURCE_BITS: Final = 20
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """An odd factor that places consecutive numbers far apart in the token source (Knuth's multiplicative hashing)."""
 _NAME_TOKENS: Final = 4
-"""Tokens at the beginning of a piece that encode its number, 16 bits each, so that different pieces differ there."""
+"""Number of tokens at the beginning of a piece that encode its number, 16 bits each, so that different pieces differ there."""
 
 
 class Drawn(NamedTuple):

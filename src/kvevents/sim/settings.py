@@ -128,7 +128,7 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 DEFAULT_REQUESTS: Final = 1_000
-"""Requests of a generated workload, which has no end."""
+"""Number of requests of a generated workload, which has no end."""
 
 
 class SimulationSettings(FleetSettings, frozen=True, kw_only=True):

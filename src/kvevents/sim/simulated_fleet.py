@@ -356,4 +356,4 @@ def simulate(
 
 
 PROGRESS_EVERY: Final = 50
-"""Requests between two calls of `progress`."""
+"""Number of requests between two calls of `progress`."""

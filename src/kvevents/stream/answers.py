@@ -478,7 +478,7 @@ class AnswerReader:
             retry.incomplete = fetch.incomplete
             self._open(retry, self._deliverer.cross_check.answer_live)
             return None
-        # A replay endpoint that never held anything (`buffer_steps=0`) shows nothing.
+        # A replay endpoint that never held anything (`buffer_steps=0`) cannot identify the stream.
         if fingerprint == self._deliverer.chain.first:
             self._deliverer.degrade(DegradedReason.IDENTITY)
         return (Input.FETCH_FAILED,)

@@ -150,7 +150,7 @@ class RequestPacer:
     def take(self, now: float) -> bool:
         """Return whether a request may be sent now, and use up its interval.
 
-        Unused intervals are kept, as many as requests may be sent at once.
+        Unused intervals are kept, up to the number of requests that may be sent at once.
         """
         self.is_waiting = now < self.next_at
         if self.is_waiting:

@@ -104,7 +104,7 @@ class Transport(Protocol):
         ...
 
     def ignore_found(self, source: Source) -> None:
-        """Drop the messages of the topic of a source that was found."""
+        """Drop all messages with the topic of this source, which `take_found` has returned."""
 
     @property
     def max_wait(self) -> float | None:

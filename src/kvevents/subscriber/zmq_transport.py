@@ -107,7 +107,7 @@ class ZmqTransport(SocketOwner):
         return sources
 
     def ignore_found(self, source: Source) -> None:
-        """Drop the messages of the topic of a source that was found."""
+        """Drop all messages with the topic of this source, which `take_found` has returned."""
         self._bound_sockets[source.endpoint].ignore(source.topic)
 
     def discard(self, connection: Connection) -> None:

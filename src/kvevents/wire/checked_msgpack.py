@@ -45,8 +45,8 @@ DEFAULT_WIRE_LIMITS: Final = WireLimits()
 
 _BASE_STEPS: Final = 4_000
 _BYTES_PER_STEP: Final = 12
-"""A payload may take `_BASE_STEPS`, and one step for each of so many bytes, of about a microsecond each: 90 ms for 1 MB. What
-engines send takes a tenth of that."""
+"""A payload may take `_BASE_STEPS`, and one step more for each 12 bytes. A step takes about a microsecond, so a payload of 1 MB
+takes at most 90 ms. What engines send takes a tenth of that."""
 
 MAX_FAST_BYTES: Final = 1024 * 1024
 """Larger payloads skip the fast decoder. One native call does not check lengths before it allocates: it makes 70 MiB of 1 MiB

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::blocks::{Blocks, ROOT, bits};
 
-/// Blocks without tokens that one event stores.
+/// Maximum number of blocks without tokens that one event stores.
 const MAX_KEYED: usize = 4096;
 
 /// Blocks that share their hash with others, dead ones too, in the order of their export.

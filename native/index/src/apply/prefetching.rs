@@ -5,7 +5,7 @@ use crate::memory::table::{CacheLevel, Stage, TableHash};
 use crate::store::shared_state::{Block, SharedState};
 use crate::stream::Stream;
 
-/// Blocks between one prefetch step and the next: placing this many takes longer than a memory access.
+/// Number of blocks between one prefetch step and the next: placing this many takes longer than a memory access.
 const AHEAD: usize = 8;
 /// Number of prefetched blocks that are remembered, a power of two.
 const RING: usize = 4 * AHEAD;

@@ -95,7 +95,7 @@ struct Encoder {
     is_cbor: bool,
 }
 
-/// Bytes before the contents of a frame of pickle protocol 5.
+/// Number of bytes before the contents of a frame of pickle protocol 5.
 const FRAME_HEAD: usize = 11;
 
 impl Encoder {

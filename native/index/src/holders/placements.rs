@@ -27,7 +27,7 @@ const MEDIA: [&[&str]; TIERS.len()] = [
     ],
 ];
 
-/// Levels of tiers: the positions in `TIERS`, and a last one for unknown media. A prefix at one level can use all earlier levels.
+/// Number of levels of tiers: the positions in `TIERS`, and a last one for unknown media. A prefix at one level can use all earlier levels.
 pub const LEVELS: usize = TIERS.len() + 1;
 
 /// A place for which copies of blocks are counted.

@@ -28,7 +28,7 @@ const FIRST_TOKENS: usize = 1_024;
 const GROWTH: usize = 8;
 /// Maximum number of blocks of a prompt that a worker is expected to hold, in each scheme: a million tokens in blocks of 16.
 const MAX_EXPECTED: usize = 1 << 16;
-/// Blocks of decisions that end in one call: about 30 ms.
+/// Number of blocks of decisions that end in one call: about 30 ms.
 const ENDED_PER_CALL: usize = 1 << 16;
 /// Number of tries of a lookup, each disturbed by a writer, before it waits until no writer runs.
 const TRIES: usize = 4;

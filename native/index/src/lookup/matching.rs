@@ -666,7 +666,7 @@ impl Walk {
     }
 }
 
-/// Searches of one lookup that are kept for other streams which hold the same.
+/// Maximum number of searches of one lookup that are kept for other streams which hold the same.
 const MAX_SEARCHED: usize = 8;
 
 /// Tokens by level, and whether the searches ended.

@@ -17,19 +17,19 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, Once};
 
-/// Bytes of a region: one huge page of x86-64 and of most others.
+/// Number of bytes of a region: one huge page of x86-64 and of most others.
 const REGION: usize = 2 << 20;
-/// Bytes of a span: records of a chunk, or 12 or 8 segments of a table.
+/// Number of bytes of a span: records of a chunk, or 12 or 8 segments of a table.
 const SPAN: usize = 24 << 10;
 /// Number of spans of a region. They are followed by its header.
 const SPANS: usize = REGION / SPAN;
 /// Maximum number of pieces of a span.
 const MOST: usize = 16;
-/// Empty regions that are kept, so that an index at a limit does not allocate and free regions repeatedly.
+/// Number of empty regions that are kept, so that an index at a limit does not allocate and free regions repeatedly.
 const SPARE: usize = 1;
 /// Number of regions from which on huge pages are requested. The unused part of a huge page occupies memory, then an eighth at most.
 const HUGE_FROM: usize = 8;
-/// Free spans below which `prepare` asks the system for more: an event of 1,000 blocks takes two.
+/// Number of free spans below which `prepare` asks the system for more: an event of 1,000 blocks takes two.
 const SHORT: usize = 3;
 
 /// The header at the end of each region.
@@ -337,7 +337,7 @@ unsafe impl<T: Send, const COUNT: usize> Send for Piece<T, COUNT> {}
 unsafe impl<T: Sync, const COUNT: usize> Sync for Piece<T, COUNT> {}
 
 impl<T, const COUNT: usize> Piece<T, COUNT> {
-    /// Pieces of a span.
+    /// Number of pieces of a span.
     const CUT: usize = {
         let size = COUNT * size_of::<T>();
         assert!(SPAN.is_multiple_of(size) && SPAN / size <= MOST && size.is_multiple_of(64) && align_of::<T>() <= 64);

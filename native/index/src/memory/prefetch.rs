@@ -13,9 +13,9 @@ pub fn line<T: ?Sized>(at: *const T) {
     let _ = at;
 }
 
-/// Bytes that `beginning` prefetches. After them the hardware prefetcher continues.
+/// Number of bytes that `beginning` prefetches. After them the hardware prefetcher continues.
 const BEGINNING: usize = 512;
-/// Bytes of a cache line.
+/// Number of bytes of a cache line.
 const LINE: usize = 64;
 
 /// Prefetches the beginning of bytes that are read next, and are probably in no cache.

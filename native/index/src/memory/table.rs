@@ -15,7 +15,7 @@ use crate::memory::prefetch;
 
 use segment::{Bucket, SEGMENT, Segment, WIDE};
 
-/// Bits of the directory: segments above it grow instead of being split.
+/// Maximum number of bits of the directory: segments above it grow instead of being split.
 const MAX_DEPTH: u32 = 30;
 
 /// The full hashes of entries, which their records know.

@@ -1,8 +1,8 @@
 //! A bound on the work that partial clears of a stream cause.
 
-/// Blocks that partial clears may examine before any block is stored.
+/// Number of blocks that partial clears may examine before any block is stored.
 const FIRST: usize = 1 << 20;
-/// Blocks that partial clears may examine for each stored block: engines clear far less often than they store.
+/// Number of blocks that partial clears may examine for each stored block: engines clear far less often than they store.
 const PER_STORED_BLOCK: usize = 16;
 
 /// The number of blocks that partial clears of a stream may still examine.

@@ -17,7 +17,7 @@ pub struct Evidence {
     pub has_loras: bool,
     /// Whether a first block of unknown hash on another tier had no extra keys.
     pub has_unkeyed_root: bool,
-    /// Whether such a block had no LoRA adapter either.
+    /// Whether a first block of unknown hash on another tier had neither extra keys nor a LoRA adapter.
     pub has_bare_root: bool,
     /// Levels below the device on which the engine might hold blocks from before a clear that are unknown here, as bits.
     pub unknown_levels: u8,

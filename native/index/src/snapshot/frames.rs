@@ -7,7 +7,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 const MAGIC: [u8; 8] = *b"KVEINDEX";
 /// The version that is written, and the only one that is read.
 pub const VERSION: u32 = 7;
-/// Bytes of a frame.
+/// Number of bytes of a frame.
 const FRAME: usize = 1 << 20;
 const HEADER: usize = 12;
 

@@ -26,7 +26,7 @@ use super::{
 
 /// Number of bytes that are written under one lock of the shared part: some 4,000 blocks.
 const HOLD_BYTES: usize = 1 << 16;
-/// Blocks with a hash of the stream's own that are sorted at once; or a 32nd of all records if that is more.
+/// Number of blocks with a hash of the stream's own that are sorted at once; or a 32nd of all records if that is more.
 const LEAST_WINDOW: usize = 1 << 16;
 /// Numbers of a list that are written between two checks for a complete frame.
 const PIECE: usize = 1 << 14;

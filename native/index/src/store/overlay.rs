@@ -51,7 +51,7 @@ pub struct Overlay {
     pub displaced: u64,
 }
 
-/// Blocks of decisions that end in one call, after which other threads can lock the overlay: about 2 ms.
+/// Number of blocks of decisions that end in one call, after which other threads can lock the overlay: about 2 ms.
 const ENDED_PER_HOLD: usize = 1 << 12;
 
 /// Converts a time to an integer of the same order, since `f64` has no total order.

@@ -32,18 +32,18 @@ const _: () = assert!(MAX_CONTEXTS <= TWIN, "a flag would be part of the number 
 
 /// Set number of a free slot.
 const FREE: u32 = u32::MAX;
-/// Bits of the number of slots in a chunk; for the model checker, which keeps a history of each number, as few as possible.
+/// Number of bits of the number of slots in a chunk; for the model checker, which keeps a history of each number, as few as possible.
 const BITS: u32 = if cfg!(all(loom, test)) { 6 } else { 10 };
-/// Slots of a chunk.
+/// Number of slots of a chunk.
 pub const CHUNK: usize = 1 << BITS;
 const MASK: u32 = (CHUNK - 1) as u32;
-/// Slots of which the first one's key is stored.
+/// Number of slots in a group. Of each group the key of the first slot is stored.
 const GROUP: usize = 8;
 
 /// The slots of a chunk, as one array for each property.
 #[repr(C, align(64))]
 struct Slots {
-    /// The local hash of a linked block, the rolling key of a head.
+    /// The local hash if the block is linked, the rolling key if it is a head.
     words: [AtomicU64; CHUNK],
     /// The engine's hash; streams with another hash for the same block keep theirs themselves.
     hashes: [AtomicU64; CHUNK],
@@ -133,7 +133,7 @@ impl Memory {
         flags_in(self.slots[0].states[(number & MASK) as usize].load(Ordering::Relaxed))
     }
 
-    /// The rolling key of a head, the local hash of a linked block.
+    /// The rolling key if the block is a head, the local hash if it is linked.
     #[inline]
     pub fn word(&self, number: u32) -> u64 {
         self.slots[0].words[(number & MASK) as usize].load(Ordering::Relaxed)
@@ -453,7 +453,7 @@ impl Records {
         self.slots(number).map_or(0, load)
     }
 
-    /// The rolling key of a head, the local hash of a linked block.
+    /// The rolling key if the block is a head, the local hash if it is linked.
     #[inline]
     pub fn word(&self, number: u32) -> u64 {
         let load = |slots: &Slots| slots.words[(number & MASK) as usize].load(Ordering::Relaxed);

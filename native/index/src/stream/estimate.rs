@@ -103,8 +103,8 @@ impl Stream {
         there.map(|named| self.waiting.untied_on(named.placement)).sum()
     }
 
-    /// Whether pending blocks show that something was never announced. False if something is known to be missing, and if there are several
-    /// groups: vLLM hashes inside of blocks where their sizes differ, and then names parents that it never announces.
+    /// Whether pending blocks show that something was never announced. False if something is known to be missing. False for several
+    /// groups, too: if their block sizes differ, vLLM also hashes parts of blocks, and names such parts, which it never announces, as parents.
     fn are_pending_certain(&self) -> bool {
         !self.waiting.is_empty() && self.evidence.is_whole && self.groups.all().len() <= 1
     }

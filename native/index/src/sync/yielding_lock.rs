@@ -9,7 +9,7 @@ use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// Work of a writer before it checks whether other threads wait, in placed or removed blocks: about two microseconds.
 pub const WORK_PER_HOLD: usize = 32;
-/// Spins before a thread sleeps, which costs much more than a writer's turn.
+/// Number of spins before a thread sleeps, which costs much more than a writer's turn.
 const SPINS: usize = 2_000;
 
 /// A value with a part that its writer publishes for others.

@@ -12,7 +12,7 @@ use crate::store::members::Worker;
 use crate::testing::cases::text;
 use crate::wire::scan::{Limits as ScanLimits, Schema};
 
-/// Steps for each byte of a payload: some hundred milliseconds for a megabyte.
+/// Number of steps for each byte of a payload: some hundred milliseconds for a megabyte.
 const PER_BYTE: usize = 40;
 /// Maximum budget saved from earlier payloads, for partial clears and for blocks that share a hash.
 const SAVED: usize = 3 << 20;
@@ -22,7 +22,8 @@ const PER_BLOCK: usize = 20;
 /// Steps of a lookup for each token of the prompt, in one hybrid stream: each level is searched, with and without uncertain blocks.
 const PER_TOKEN: usize = 200;
 
-/// Steps for which other streams may have to wait, and lookups of the same blocks: at 5 to 20 nanoseconds each at most 5 milliseconds.
+/// Maximum number of steps for which other streams, and lookups of the same blocks, may have to wait. A step takes 5 to 20
+/// nanoseconds, so they wait for at most 5 milliseconds.
 const PER_HOLD: usize = 250_000;
 
 /// An event, and the number of times that it is repeated.

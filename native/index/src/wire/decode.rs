@@ -69,7 +69,7 @@ impl std::fmt::Display for Reason {
     }
 }
 
-/// Bytes of a rejected part that are kept for diagnosis.
+/// Number of bytes of a rejected part that are kept for diagnosis.
 const RAW_KEPT: usize = 256;
 
 /// The rejected parts of a batch.

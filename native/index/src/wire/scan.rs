@@ -213,7 +213,7 @@ impl Event {
 /// the wire, and eight and four here; an event takes at least 18 bytes there. Vectors double as they grow.
 pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
 
-/// Bytes that `Scratch::shrink` leaves: enough for most batches of a busy engine.
+/// Number of bytes that `Scratch::shrink` leaves: enough for most batches of a busy engine.
 pub const SCRATCH_BYTES_KEPT: usize = 1 << 20;
 
 /// The result of a scan; its buffers are reused.
@@ -270,7 +270,7 @@ impl Scratch {
 /// Largest timestamp in seconds: a larger one is in milliseconds, or wrong. `kvevents.wire.tolerant` has the same.
 pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
 
-/// Levels of containers in elements of a batch that are not known yet.
+/// Number of levels of containers in elements of a batch that are not known yet.
 const SKIPPED_NESTING: usize = 8;
 
 /// Reads `payload` into `scratch`. Returns None for a payload that this scanner does not read; the contents of the scratch are then
@@ -310,7 +310,7 @@ struct Scanner<'a> {
 
 /// First bytes of a list of one 64-bit hash.
 const SINGLE: [u8; 2] = [0x91, 0xCF];
-/// Bytes of that hash.
+/// Number of bytes of that hash.
 const HASH_BYTES: usize = 8;
 
 impl<'a> Scanner<'a> {

@@ -125,7 +125,7 @@ fn even_at_best(_: &[u8], _: &mut [MaybeUninit<u32>]) -> usize {
 unsafe fn even_avx2(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
     use std::arch::x86_64::*;
 
-    /// Bytes that are loaded for eight tokens: 16 for each half, of which 12 are used.
+    /// Number of bytes that are loaded for eight tokens: 16 for each half, of which 12 are used.
     const LOADED: usize = 28;
     /// Mask of the first bytes of tokens.
     const HEADS: i32 = 0x0249_0249;
@@ -189,16 +189,16 @@ fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengt
 /// Number of tokens that are read one by one if the tables do not help.
 const SLOWLY: usize = 16;
 
-/// Bytes for which the tables are computed at once.
+/// Number of bytes for which the tables are computed at once.
 const TILE: usize = 1024;
 
-/// Bytes that are classified in one step.
+/// Number of bytes that are classified in one step.
 const STEP: usize = 32;
 
 /// Maximum number of bytes by which four tokens that begin in a tile extend behind it.
 const AHEAD: usize = 16;
 
-/// Bytes of the longest token in the tables.
+/// Number of bytes of the longest token in the tables.
 const LONGEST: usize = 5;
 
 /// The length of tokens that are not in the tables: so large that it is visible in any sum.

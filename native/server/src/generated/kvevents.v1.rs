@@ -162,7 +162,7 @@ pub struct SelectRequest {
     /// Say which candidates were scored, and which were left out.
     #[prost(bool, tag = "17")]
     pub explain: bool,
-    /// Weight of the work that waits at a worker against computing as many tokens.
+    /// Weight of a token of waiting work beside that of a token to compute.
     #[prost(double, optional, tag = "18")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub wait_weight: ::core::option::Option<f64>,
@@ -370,7 +370,7 @@ pub struct Considered {
     /// Requests that counted as its load. Absent if they are unknown: then the mean of the others counted.
     #[prost(double, optional, tag = "10")]
     pub requests: ::core::option::Option<f64>,
-    /// Whether it has so many requests that its cache did not count.
+    /// Whether its cache did not count because it has too many requests.
     #[prost(bool, tag = "11")]
     pub hot: bool,
     /// Where it takes requests. Absent if that is not known.

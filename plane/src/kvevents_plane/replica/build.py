@@ -36,7 +36,7 @@ MAX_QUEUED_BYTES: Final = 128 << 20
 TAKE_SECONDS: Final = 60.0
 """Longest time for the follower's thread to write a snapshot to the disk."""
 MAX_LOADS: Final = 4
-"""Snapshots that are loaded at the same time."""
+"""Maximum number of snapshots that are loaded at the same time."""
 MISSING_PAGES_SECONDS: Final = 1.0
 """Pause between two searches for a snapshot of the missing pages of a partition."""
 FULL_SECONDS: Final = 10.0

@@ -28,7 +28,7 @@ from kvevents.settings import build_decoder_now
 log = logging.getLogger(__name__)
 
 PAGE_SIZE: Final = 500
-"""Objects in one answer to a list request, as kubectl requests them."""
+"""Number of objects in one answer to a list request, as kubectl requests them."""
 WATCH_SECONDS: Final = 300
 """Time after which the server ends a watch, so that connections move to other servers; client-go takes 5 to 10 minutes."""
 SILENCE_SECONDS: Final = 12.0

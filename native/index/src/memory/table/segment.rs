@@ -7,19 +7,19 @@ use crate::memory::page_pool::Piece;
 
 use super::{Hashes, skewed};
 
-/// Entries of a bucket.
+/// Number of entries of a bucket.
 const WAYS: usize = 10;
-/// Buckets of a segment that is not small.
+/// Number of buckets of a segment that is not small.
 pub const SEGMENT: usize = 32;
-/// Buckets of a segment of a dense table before it is split.
+/// Number of buckets of a segment of a dense table before it is split.
 pub const WIDE: usize = 48;
-/// Entries for each bucket above which a segment is split or grows.
+/// Number of entries for each bucket above which a segment is split or grows.
 const FULL: usize = 9;
-/// Entries for each bucket below which two segments are merged, or one shrinks.
+/// Number of entries for each bucket below which two segments are merged, or one shrinks.
 const SPARSE: usize = 6;
-/// Splits after which tags are computed again, since splits use up their bits.
+/// Number of splits after which tags are computed again, since splits use up their bits.
 const SPLITS_BY_TAG: u8 = 4;
-/// Bits of a hash that identify a bucket in its segment: the bits of a tag that splits have not used.
+/// Number of bits of a hash that identify a bucket in its segment: the bits of a tag that splits have not used.
 const HOME_BITS: u32 = 16 - SPLITS_BY_TAG as u32 - 1;
 /// Mask of those bits in a tag from which the bits of splits were shifted out.
 const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);

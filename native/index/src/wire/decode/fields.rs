@@ -106,9 +106,9 @@ fn token(raw: &[u8]) -> Result<Token, Reason> {
     }
 }
 
-/// Digits of the digest of a multimodal item.
+/// Number of digits of the digest of a multimodal item.
 const DIGEST_DIGITS: usize = 64;
-/// Digits of the largest 64-bit number.
+/// Number of digits of the largest 64-bit number.
 const MAX_DIGITS: usize = 20;
 
 fn token_of_text(text: &str) -> Token {

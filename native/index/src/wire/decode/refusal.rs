@@ -5,7 +5,7 @@ use std::borrow::Cow;
 
 use super::{RAW_KEPT, Reason, Rejected};
 
-/// Characters of a detail.
+/// Number of characters of a detail.
 const DETAIL_KEPT: usize = 256;
 /// Longest part of a detail that a peer chooses, in characters.
 const NAME_KEPT: usize = 64;

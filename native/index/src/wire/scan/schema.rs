@@ -36,7 +36,7 @@ impl Default for Limits {
     }
 }
 
-/// Levels that an event with multimodal pairs has: itself, `extra_keys`, a block, a pair.
+/// Number of levels that an event with multimodal pairs has: itself, `extra_keys`, a block, a pair.
 const NESTING_NEEDED: usize = 4;
 
 /// Maximum number of names of one kind of event: the bits of `Layout::needed`.
