@@ -370,7 +370,7 @@ fn by_fleet<T>((model, tenant, group, of): (String, String, String, T)) -> (Flee
     ((model, tenant, group), of)
 }
 
-/// None, and the value if it is present.
+/// Returns None, then the value if there is one.
 fn distinct<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
     let given = value.map(Some);
     std::iter::once(None).chain(given)

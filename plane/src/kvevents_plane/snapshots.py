@@ -378,7 +378,7 @@ class Snapshots:
     async def _sweep(self) -> None:
         """Purge subjects of objects that no entry has listed for longer than a process takes to list a new object.
 
-        Chunks without an object are among them, whose writer was killed before it was complete.
+        They include chunks of an object whose writer was killed before the object was complete.
         """
         listed: set[str] = set()
         for partition in range(self._layout.partitions):

@@ -337,7 +337,7 @@ def _split_stored(event: EventTuple, step: int) -> Iterator[EventTuple]:
 
 
 _STORED_FIELDS: Final = (
-    *(*ARRAY_STORED[:3], "pairs", *ARRAY_STORED[3:]),  # `pairs` is about `token_ids`
+    *(*ARRAY_STORED[:3], "pairs", *ARRAY_STORED[3:]),  # `pairs` belongs to `token_ids`
     *("locality", "ownership", "cache_salt", "block_keys"),
 )
 _REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx", "locality", "ownership")

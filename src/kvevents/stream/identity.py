@@ -98,7 +98,7 @@ class FingerprintChain:
             self.fingerprints.append(batch.fingerprint())
 
     def add_first_of_connection(self, first: Fingerprint | NewestBatch) -> None:
-        """Add the first batch of a connection, if one is wanted and this one is newer than the whole chain."""
+        """Add the first batch of a connection if it is newer than the whole chain."""
         if not self.fingerprints or first.seq > self.fingerprints[-1].seq:
             self.wants_first_of_connection = False
             self.add(first)
