@@ -72,7 +72,7 @@ impl NamedPlacement {
     }
 }
 
-/// A way in which an incarnation divides prompts.
+/// A way in which an incarnation divides prompts into blocks.
 #[derive(Clone, Copy, Debug)]
 struct UsedScheme {
     scheme: Scheme,

@@ -49,7 +49,7 @@ from kvevents.relay.journal_format import (
 from kvevents.relay.journal_recovery import Recovered, recover
 
 JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
-"""`new`: not begun. `disk`: everything sent is in the files. `memory`: the disk fails, so nothing is recorded. `closed`: ended."""
+"""`new` before `begin`; `disk` if everything sent is in the files; `memory` if nothing is recorded, since the disk fails."""
 
 MIB: Final = 1 << 20
 _RECOVERABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})

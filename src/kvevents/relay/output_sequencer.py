@@ -164,7 +164,7 @@ class IndexedStream:
         self._seq = 0
 
     def apply(self, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
-        """Apply the next payloads. Return the outcome of each that was not simply applied, by its position."""
+        """Apply the next payloads. Return the outcome of each payload that was not applied as usual, by its position."""
         first = self._seq
         self._seq += len(payloads)
         return self._index.apply_payloads(self._name, self._incarnation, first, payloads)
@@ -228,7 +228,7 @@ class OutputSequencer:
         """Whether consumers might not have seen the newest number."""
 
     def forward(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
-        """Send `payloads`, made from batches of one upstream. Return the outcome of each that was not simply applied.
+        """Send `payloads`, made from batches of one upstream. Return the outcome of each that was not applied as usual.
 
         Before a payload with events that cannot be decoded, a number is skipped. A payload that cannot be decoded at all is
         not sent.

@@ -291,7 +291,7 @@ class LoadReading(Struct, frozen=True):
     received: int
     """Loads so far."""
     rejected: int
-    """Messages that are not a load, and requests without one."""
+    """Messages without a load, and requests that were answered without one."""
     fault: str
     """Why the newest load is unknown; empty if it is known."""
     silence: str = ""

@@ -45,9 +45,9 @@ pub struct Overlay {
     limit: usize,
     /// Decisions whose prompt was stored, or was held when they ended.
     pub confirmed: u64,
-    /// Decisions that ended unconfirmed at their time.
+    /// Decisions that expired without a confirmation.
     pub expired: u64,
-    /// Decisions that ended unconfirmed before their time, at the limit.
+    /// Decisions that ended early, without a confirmation, because the limit was reached.
     pub displaced: u64,
 }
 
