@@ -114,7 +114,7 @@ ERRORS: Final[dict[str, tuple[int, str, tuple[str, str] | None, Callable[[Servic
         lambda service: exchange(service, two_hosts("localhost", "a.example")),
     ),
     "connect": (
-        501,
+        400,
         "not-a-proxy",
         None,
         lambda service: exchange(service, b"CONNECT 127.0.0.1:22 HTTP/1.1\r\nhost: 127.0.0.1:22\r\n\r\n"),

@@ -198,7 +198,7 @@ impl Problem {
             detail: "CONNECT is not supported".into(),
             reason: "not-a-proxy",
             hint: "send requests for this service itself",
-            status: StatusCode::NOT_IMPLEMENTED,
+            status: StatusCode::BAD_REQUEST,
         }
     }
 
