@@ -334,8 +334,11 @@ def test_a_router_calculates_the_same_scores(
 ) -> None:
     """The scores are bit-identical and the choice is the same if the router has the same settings."""
     fleet = [(float(round(load)), *rest) for load, *rest in fleet]  # type: ignore[misc]  # a router counts whole requests
-    found = choose_from_fleet(fleet, tiers=tiers, wait_weight=wait_weight, load_weight=0.0, tokens=list(range(length)))
-    settings: dict[str, Any] = {"load_weight": 0.0, "wait_weight": wait_weight, "guard": 1.25, "guard_requests": 8}
+    tokens = list(range(length))
+    found = choose_from_fleet(fleet, tiers=tiers, wait_weight=wait_weight, load_weight=0.0, tokens=tokens)
+    uncached = min(one.uncached for one in scores(choose_from_fleet(cool(fleet), tiers=tiers, tokens=tokens)).values())
+    guard = min(2.0, max(1.25, 1 + (0.125 / uncached) ** 2)) if uncached > 0 else 2.0
+    settings: dict[str, Any] = {"load_weight": 0.0, "wait_weight": wait_weight, "guard": guard, "guard_requests": 8}
     router = policy("prefix-aware", 1, **settings, tie="first", tiers=tiers)
     candidates = []
     for place, (load, state, (gpu, cpu, disk, other)) in enumerate(fleet):
@@ -565,13 +568,16 @@ def test_caches_do_not_count_for_a_request_that_reads_none() -> None:
     assert (score(found, 0).tokens, score(found, 0).uncached) == (100, 1.0)
 
 
-def test_a_worker_with_too_many_requests_gets_no_credit() -> None:
-    found = choose(make_candidates(8, 0), {0: make_match(gpu=100)}, wait_weight=0.0, load_weight=0.0)
+@pytest.mark.parametrize(("tokens", "most"), [(50, 39), (75, 39), (80, 41), (85, 45), (90, 47), (100, 47)])
+def test_a_worker_with_too_many_requests_gets_no_credit(tokens: int, most: int) -> None:
+    """The more a cache saves, the more requests may wait there: 1.25 to 2 times those of the others."""
+    held = {0: make_match(gpu=tokens)}
+    found = choose(make_candidates(8, 0), held, wait_weight=0.0, load_weight=0.0)
     assert (found.instance, score(found, 0).hot) == ("w0", False), "up to 8 requests a cache always counts"
-    found = choose(make_candidates(40, 38), {0: make_match(gpu=100)}, wait_weight=0.0, load_weight=0.0)
-    assert (found.instance, score(found, 0).hot) == ("w0", False)
-    found = choose(make_candidates(40, 20), {0: make_match(gpu=100)}, wait_weight=0.0, load_weight=0.0)
-    assert (score(found, 0).hot, score(found, 0).uncached) == (True, 1.0)
+    for requests in range(8, 60):
+        found = choose(make_candidates(requests, 70 - requests), held, wait_weight=0.0, load_weight=0.0)
+        assert score(found, 0).hot == (requests >= most), requests
+        assert score(found, 0).uncached == pytest.approx(1.0 if requests >= most else 1 - tokens / 100)
 
 
 def test_selections_since_a_report_count_as_requests() -> None:

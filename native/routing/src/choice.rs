@@ -94,9 +94,7 @@ const SESSION_BONUS: f64 = 0.1;
 /// Maximum load: larger ones count as this, so that no product is infinite.
 const MAX_REQUESTS: f64 = 1e12;
 
-/// Multiple of the others' mean requests above which a candidate's cache does not count, and the requests up to which it always counts.
-/// With 2 and 16, as in `kvevents.routing`, the busiest of 16 engines had 1.8 times the mean while one system prompt spread.
-const GUARD: f64 = 1.25;
+/// Requests up to which a candidate's cache always counts.
 const GUARD_REQUESTS: f64 = 8.0;
 
 /// Tokens by tier; none for a worker that the index did not find.
@@ -351,6 +349,15 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: 
     (weights.multiplied(factor, if has_other { uncertain_weight } else { believed })).saved(tokens, whole, reach)
 }
 
+/// Returns the multiple of the others' mean requests above which a candidate's cache does not count.
+///
+/// It is 1.25 while caches save up to three quarters of the prompt: with 2 the busiest of 16 engines had 1.8 times the mean while one
+/// system prompt spread. It is higher the less the best cache leaves to compute, since the prompt of an agent is slow anywhere else.
+fn guard(credits: &[f64]) -> f64 {
+    let uncached = 1.0 - credits.iter().copied().fold(0.0, f64::max);
+    (1.0 + (0.125 / uncached.max(0.0)).powi(2)).clamp(1.25, 2.0)
+}
+
 /// Returns the position of a session's own worker: the same one in each process, by rendezvous hashing.
 fn own_worker(session: &str, workers: &[&Contender<'_>]) -> Option<usize> {
     let hash = |at: &usize| keys::item_text(&format!("{session}\x1f{}\x1f{}", workers[*at].instance, workers[*at].rank));
@@ -388,7 +395,7 @@ pub fn choose<'a>(
         wait: terms.wait_weight,
         mean: terms.load_weight,
         base: REQUEST_TOKENS * BASE_REQUESTS,
-        guard: GUARD,
+        guard: guard(&credits),
         guard_requests: GUARD_REQUESTS,
     };
     let mut scores = score::weigh(&candidates, question.prompt_tokens as u64, &load_weights);
