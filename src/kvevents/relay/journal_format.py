@@ -326,11 +326,10 @@ def write_snapshot(
 
     `before` is the log that ends where the snapshot ends. It is synced and closed first.
     """
-    try:
-        if before is not None:
+    if before is not None:
+        try:
             disk.sync(before.fd)
-    finally:
-        if before is not None:
+        finally:
             before.close()
     snapshot = FileWriter(disk, folder, header.name + TEMPORARY, header)
     try:

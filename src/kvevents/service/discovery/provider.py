@@ -158,8 +158,7 @@ class BaseUrl(Struct, frozen=True):
             raise ConfigError(f"invalid base_url {text!r}: {error}") from error
         if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None or parts.query or parts.fragment:
             raise ConfigError(f"invalid base_url {text!r}: expected http://HOST:PORT or https://HOST:PORT")
-        url = cls._of(parts, port)
-        return replace(url, path=url.path.rstrip("/"))
+        return cls._of(parts._replace(path=parts.path.rstrip("/")), port)
 
     @classmethod
     def _of(cls, parts: SplitResult, port: int | None) -> Self:

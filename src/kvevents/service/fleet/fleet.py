@@ -236,8 +236,7 @@ class Fleet(Listener):
         return self.follower.submit(lambda: self._leave(member))
 
     def _find(self, key: Key) -> Member:
-        member = self.members.get(key)
-        if member is None:
+        if (member := self.members.get(key)) is None:
             name = f"{key[0].split(SEPARATOR)[-1]} rank {key[1]}"
             raise NotFoundError(f"{name} is not registered", "not-registered", LISTING_HINT)
         return member
