@@ -193,6 +193,8 @@ def test_bad_reservations_are_refused(service: Service) -> None:
     for wrong in (
         {"reserve": {"id": ""}},
         {"reserve": {"id": "a/b"}},
+        {"reserve": {"id": "."}},
+        {"reserve": {"id": ".."}},
         {"reserve": {"id": "a" * 129}},
         {"reserve": {"seconds": 0.5}},
         {"reserve": {"seconds": 86_401}},

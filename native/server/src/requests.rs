@@ -373,10 +373,10 @@ pub(crate) struct ReserveAs {
     seconds: Option<f64>,
 }
 
-/// Whether this can be the name of a reservation: it is part of a path.
+/// Whether this can be the name of a reservation. It is part of a path, so dots alone would mean another path.
 pub(crate) fn is_id(id: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~:".contains(&byte);
-    (1..=MAX_ID).contains(&id.len()) && id.bytes().all(is_plain)
+    (1..=MAX_ID).contains(&id.len()) && id.bytes().all(is_plain) && id.bytes().any(|byte| byte != b'.')
 }
 
 fn is_expiry(seconds: &f64) -> bool {

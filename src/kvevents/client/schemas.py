@@ -20,6 +20,8 @@ MAX_NAME_BYTES: Final = 512
 """Longest name of an instance, a model, a tenant, a LoRA or an endpoint."""
 MAX_RESERVATION_ID: Final = 128
 """Longest name of a reservation."""
+RESERVATION_ID: Final = "^[.]*[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*$"
+"""Pattern of such a name. Clients remove `.` and `..` from a path, so dots alone are no name."""
 MAX_RESERVATION_SECONDS: Final = 86_400
 """Longest time after which a reservation expires."""
 MAX_LABELS: Final = 32
@@ -29,7 +31,7 @@ MAX_LABEL_BYTES: Final = 2_048
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 RequestName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
-ReservationId: TypeAlias = Annotated[str, Meta(pattern=f"^[A-Za-z0-9._~:-]{{1,{MAX_RESERVATION_ID}}}$")]
+ReservationId: TypeAlias = Annotated[str, Meta(pattern=RESERVATION_ID, max_length=MAX_RESERVATION_ID)]
 """Name of a reservation, which is part of its path."""
 ExpirySeconds: TypeAlias = Annotated[float, Meta(ge=1, le=MAX_RESERVATION_SECONDS)]
 EngineId: TypeAlias = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]

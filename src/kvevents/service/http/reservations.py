@@ -7,14 +7,13 @@ from typing import Final
 
 import msgspec
 
-from kvevents.client.schemas import MAX_RESERVATION_ID, ReservationUpdate
+from kvevents.client.schemas import MAX_RESERVATION_ID, RESERVATION_ID, ReservationUpdate
 from kvevents.service.errors import NotFoundError, UnavailableError
 from kvevents.service.http.messages import HttpRequest, Response, answer_json
 from kvevents.service.http.pages import MAX_LISTED, read_number
 from kvevents.service.service import Service
 
 _UNCHANGED: Final = ReservationUpdate()
-NAME: Final = re.compile(rf"[A-Za-z0-9._~:-]{{1,{MAX_RESERVATION_ID}}}")
 
 
 def show(service: Service, request: HttpRequest) -> Response:
@@ -39,7 +38,7 @@ def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) 
 
 def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _UNCHANGED) -> bytes:
     """Return a reservation that was read, changed or ended, as JSON. Raises `NotFoundError` if it is not open."""
-    if not NAME.fullmatch(name):
+    if len(name) > MAX_RESERVATION_ID or not re.fullmatch(RESERVATION_ID, name):
         sentence = f"no reservation {name[:MAX_RESERVATION_ID]!r} is open"
         raise NotFoundError(sentence, "no-such-reservation", "use the `id` of the reservation")
     response = service.data_plane.answer(method, f"/v1/reservations/{name}", msgspec.structs.asdict(changes), ())

@@ -327,7 +327,7 @@ def openapi_document() -> dict[str, Any]:
     }
 
 
-_ID: Final = {"type": "string", "pattern": f"^{reservations.NAME.pattern}$"}
+_ID: Final = {"type": "string", "pattern": schemas.RESERVATION_ID, "maxLength": schemas.MAX_RESERVATION_ID}
 _ITEM_PARAMETER: Final = _parameter("id", "name of the reservation", "path", required=True, **_ID)
 
 
