@@ -197,6 +197,17 @@ def test_a_field_that_occurs_twice_is_refused(service: Service, path: str, body:
     assert "occurs twice" in answer.json["detail"]
 
 
+@pytest.mark.parametrize(
+    "field", ['"tiers": {"gpu": 1, "gpu": 0}', '"trust": {"EXACT": 1, "EXACT": 1}', '"labels": {"a": "b", "a": "c"}']
+)
+def test_a_name_that_occurs_twice_is_refused(service: Service, fresh: tuple[str, str, Engine], field: str) -> None:
+    """The data plane answers a request for a known model without such a name by itself."""
+    body = f'{{"model": "{fresh[1]}", "tokens": [1], {field}}}'
+    answer = service.ask("POST", "/v1/select", body.encode(), content_type=JSON)
+    assert (answer.status, answer.reason) == (400, "malformed-body"), answer
+    assert "occurs twice" in answer.json["detail"]
+
+
 @settings(max_examples=250)
 @given(st.data())
 def test_native_and_python_decoding_find_the_same_token_ids(natively_decoding: Service, data: st.DataObject) -> None:

@@ -44,7 +44,10 @@ impl<'de, K: Deserialize<'de> + Clone + PartialEq> Deserialize<'de> for Weights<
             fn visit_map<A: serde::de::MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
                 let mut found = Weights::default();
                 while let Some((name, weight)) = map.next_entry()? {
-                    found.set(&name, weight);
+                    if found.0.iter().any(|(known, _)| *known == name) {
+                        return Err(serde::de::Error::custom("a name occurs twice"));
+                    }
+                    found.0.push((name, weight));
                 }
                 Ok(found)
             }
