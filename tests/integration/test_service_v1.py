@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from cli_cases import refuse_connections
 from discovery_fetch_cases import Engine as Web
+from kvevents.client.schemas import MatchManyRequest
 from kvevents.service.access import Client
-from kvevents.service.errors import UnavailableError
+from kvevents.service.errors import ServiceError, UnavailableError
 from kvevents.service.fleet.event_bus import MAX_KEPT, EventBus, LossEvent
 from kvevents.service.http import v1
 from kvevents.service.http.messages import Decoders, Headers, HttpRequest
@@ -701,6 +702,26 @@ async def test_clients_of_events_that_connect_at_once_are_limited() -> None:
     first.release()
     v1.events(service, request).release()
     service.fleet.follower.subscriber.close()
+
+
+def test_a_body_with_an_error_is_decoded_once() -> None:
+    """Two million bytes of empty lists take Python 50 ms, and a second attempt would take as long."""
+
+    class Decoder:
+        type = MatchManyRequest
+        calls = 0
+
+        def decode(self, body: bytes) -> MatchManyRequest:
+            self.calls += 1
+            return msgspec.json.decode(body, type=MatchManyRequest)
+
+    decoder = Decoder()
+    headers = Headers([("content-type", b"application/json")])
+    body = json.dumps({"prompts": [[]] * 30_000}).encode()
+    request = HttpRequest("POST", "/v1/match_many", b"", headers, body, Decoders(decoder), Limits(), Client("", ""))
+    with pytest.raises(ServiceError, match="1024"):
+        request.read()
+    assert decoder.calls == 1
 
 
 def loss(number: int, instance: str = "e") -> LossEvent:
