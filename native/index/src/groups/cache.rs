@@ -1,6 +1,7 @@
 //! The blocks of an engine by its own hashes, for lookups of prompts that records of blocks cannot answer
 //! (`crate::groups::Method::Hashes`).
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -8,7 +9,7 @@ use parking_lot::RwLock;
 
 use crate::groups::Groups;
 use crate::groups::engine_hash::{EngineHash, Sample};
-use crate::groups::search::{self, CachedPrefix};
+use crate::groups::search::{self, CachedPrefix, Looks};
 use crate::holders::placements::LEVELS;
 use crate::memory::hasher::Secret;
 
@@ -126,15 +127,21 @@ impl GroupCache {
     }
 
     /// Returns the tokens of a prompt that the engine finds, at most `longest`; `hashes` cover the whole prompt.
-    pub fn find(&self, groups: &Groups, hashes: &[u64], longest: usize) -> Found {
-        let unit = groups.unit() as usize;
+    pub fn find(&self, groups: &Groups, hashes: &[u64], longest: usize, shared_looks: &Cell<usize>) -> Found {
+        let (unit, looks) = (groups.unit() as usize, Looks::new(hashes.len(), shared_looks));
         let held: Vec<_> = groups.known().map(|group| self.groups.get(&group.number)).collect();
         let find = |levels: Held| {
-            search::find(groups, hashes.len() * unit, longest, |group: usize, position: usize| {
-                let hash = hashes.get((position / unit).wrapping_sub(1));
-                let found = hash.zip(held[group]).and_then(|(hash, held)| held.get(hash));
-                found.is_some_and(|held| held & levels != 0)
-            })
+            search::find(
+                groups,
+                hashes.len() * unit,
+                longest,
+                &looks,
+                |group: usize, position: usize| {
+                    let hash = hashes.get((position / unit).wrapping_sub(1));
+                    let found = hash.zip(held[group]).and_then(|(hash, held)| held.get(hash));
+                    found.is_some_and(|held| held & levels != 0)
+                },
+            )
         };
         let (tokens, is_exact) = by_level(|level| find((1 << (level + 1)) - 1));
         let certain = match is_exact {

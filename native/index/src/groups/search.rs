@@ -36,20 +36,50 @@ impl<F: Fn(usize, usize) -> bool> Blocks for F {
 
 /// Returns the prefix that an engine finds cached, of at most `longest` tokens. `end` is the last position at which a block of the prompt
 /// can end.
-pub fn find(groups: &Groups, end: usize, longest: usize, blocks: impl Blocks) -> CachedPrefix {
-    let search = Search::new(groups, end, blocks);
+pub fn find(groups: &Groups, end: usize, longest: usize, looks: &Looks<'_>, blocks: impl Blocks) -> CachedPrefix {
+    let search = Search::new(groups, end, looks, blocks);
     let tokens = if search.specs.is_empty() { 0 } else { search.run(longest) };
     CachedPrefix {
         tokens,
-        is_exact: search.looks_left.take() > 0,
+        is_exact: looks.are_left(),
     }
 }
 
-/// Examined blocks of a search, counted for each group, per position at which a block can end. Engines need a few for each of their groups;
-/// a peer could cause thousands.
-const LOOKS_PER_POSITION: usize = 16;
-/// Maximum number of examined blocks for a long prompt; each position has four in any case.
-const MAX_LOOKS: usize = 1 << 17;
+/// Blocks that the searches for one stream may examine, counted for each group, per position at which a block can end: engines need a few
+/// for each of their groups, and a peer could cause thousands.
+const LOOKS_PER_POSITION: usize = 4;
+/// Further blocks that one lookup may examine, in all of its streams: a peer can have many.
+pub const SHARED_LOOKS: usize = 1 << 17;
+
+/// The number of blocks that the searches for one stream may still examine. After the last one a search ends.
+#[derive(Debug)]
+pub struct Looks<'a> {
+    own: Cell<usize>,
+    shared: &'a Cell<usize>,
+}
+
+impl<'a> Looks<'a> {
+    /// The looks of a stream of whose groups blocks end at this number of positions, and those that all streams of a lookup share.
+    pub fn new(positions: usize, shared: &'a Cell<usize>) -> Self {
+        Self {
+            own: Cell::new(LOOKS_PER_POSITION * (positions + 1)),
+            shared,
+        }
+    }
+
+    fn are_left(&self) -> bool {
+        self.own.get() > 0 || self.shared.get() > 0
+    }
+
+    /// Counts examined blocks. Returns whether any are left.
+    fn take(&self, count: usize) -> bool {
+        let own = self.own.get();
+        self.own.set(own.saturating_sub(count));
+        self.shared.set(self.shared.get().saturating_sub(count.saturating_sub(own)));
+        step_counter::count(count);
+        self.are_left()
+    }
+}
 
 /// Groups of one kind and block size, which are searched together.
 struct Spec {
@@ -62,11 +92,10 @@ struct Spec {
 }
 
 /// The state of one lookup.
-struct Search<F> {
+struct Search<'a, F> {
     specs: Vec<Spec>,
     blocks: F,
-    /// Number of blocks that the lookup may still examine. After the last one it ends.
-    looks_left: Cell<usize>,
+    looks: &'a Looks<'a>,
     end: usize,
     unit: usize,
     /// Hits are multiples of this many tokens.
@@ -77,10 +106,9 @@ struct Search<F> {
     is_single: bool,
 }
 
-impl<F: Blocks> Search<F> {
-    fn new(groups: &Groups, end: usize, blocks: F) -> Self {
+impl<'a, F: Blocks> Search<'a, F> {
+    fn new(groups: &Groups, end: usize, looks: &'a Looks<'a>, blocks: F) -> Self {
         let unit = groups.unit() as usize;
-        let positions = end / unit + 1;
         let mut specs: Vec<Spec> = Vec::new();
         for (at, group) in groups.known().enumerate() {
             let (size, drops) = (group.size as usize, groups.is_draft(group.number));
@@ -105,7 +133,7 @@ impl<F: Blocks> Search<F> {
             alignment: if is_fine { unit } else { multiple },
             specs,
             blocks,
-            looks_left: Cell::new((LOOKS_PER_POSITION * positions).min(MAX_LOOKS).max(4 * positions)),
+            looks,
             end,
             unit,
             is_fine,
@@ -133,7 +161,7 @@ impl<F: Blocks> Search<F> {
                 let margin = if drops { self.margin(spec) } else { 0 };
                 let most = if margin > 0 { (hit + margin).min(self.end) } else { hit };
                 let next = self.find(spec, most, drops);
-                if self.looks_left.get() == 0 {
+                if !self.looks.are_left() {
                     return hit;
                 }
                 if drops {
@@ -163,15 +191,7 @@ impl<F: Blocks> Search<F> {
     fn is_held(&self, spec: &Spec, position: usize) -> bool {
         spec.groups
             .iter()
-            .all(|&group| self.looks(1) && self.blocks.is_held(group, position))
-    }
-
-    /// Counts examined blocks. Returns whether any are left.
-    fn looks(&self, count: usize) -> bool {
-        let left = self.looks_left.get().saturating_sub(count);
-        self.looks_left.set(left);
-        step_counter::count(count);
-        left > 0
+            .all(|&group| self.looks.take(1) && self.blocks.is_held(group, position))
     }
 
     fn find(&self, spec: &Spec, most: usize, drops: bool) -> usize {
@@ -218,7 +238,7 @@ impl<F: Blocks> Search<F> {
             if run == 0 {
                 // A hit ends at the last of these blocks that can end one.
                 let last = (first..=at).rev().find(|last| last >= &dropped && is_aligned(last - dropped));
-                let Some(last) = last.filter(|last| self.looks(at - last + 1)) else {
+                let Some(last) = last.filter(|last| self.looks.take(at - last + 1)) else {
                     at = first - 1;
                     continue;
                 };
@@ -342,8 +362,11 @@ mod tests {
                 .collect();
             let (end, size) = (end * size as usize, size as usize);
             let rows = Rows { rows: &rows, size };
-            let each = find(&groups, end, longest, |group: usize, position: usize| rows.is_held(group, position));
-            let together = find(&groups, end, longest, rows);
+            let shared = Cell::new(SHARED_LOOKS);
+            let each = find(&groups, end, longest, &Looks::new(end, &shared), |group: usize, position: usize| {
+                rows.is_held(group, position)
+            });
+            let together = find(&groups, end, longest, &Looks::new(end, &shared), rows);
             prop_assert!(together.is_exact || !each.is_exact);
             prop_assert!(!each.is_exact || together.tokens == each.tokens, "{} and {}", together.tokens, each.tokens);
         }

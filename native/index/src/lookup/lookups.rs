@@ -1,7 +1,7 @@
 //! Lookups: how much of a prompt each worker holds, by its events, and by decisions of the overlay that no event has confirmed.
 
 use std::borrow::Cow;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::hint::spin_loop;
 use std::sync::Arc;
@@ -282,6 +282,7 @@ impl PrefixIndex {
                     hits: &mut hits,
                     certain: &mut certain,
                     unknown: &mut unknown,
+                    shared_looks: room.walk.shared_looks(),
                 };
                 if let Some(missing) = find_by_hashes(&view, &room.hashed, length.longest, scope, streams, answer) {
                     drop(view);
@@ -518,6 +519,7 @@ struct Answer<'a> {
     hits: &'a mut Vec<Hit>,
     certain: &'a mut Vec<Hit>,
     unknown: &'a mut Vec<u32>,
+    shared_looks: &'a Cell<usize>,
 }
 
 /// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be
@@ -530,7 +532,12 @@ fn find_by_hashes(
     streams: &[u64],
     answer: Answer<'_>,
 ) -> Option<HashedPrompt> {
-    let Answer { hits, certain, unknown } = answer;
+    let Answer {
+        hits,
+        certain,
+        unknown,
+        shared_looks,
+    } = answer;
     unknown.clear();
     if streams
         .iter()
@@ -570,7 +577,7 @@ fn find_by_hashes(
                             hashes: Vec::new(),
                         });
                     };
-                    Some(cache.find(&lookup.groups, &prompt.hashes, longest))
+                    Some(cache.find(&lookup.groups, &prompt.hashes, longest, shared_looks))
                 }
                 // The engine has announced no prompt with this salt, or none with a LoRA or an item. An engine without full attention need
                 // not announce the first blocks of a prompt.

@@ -3,10 +3,11 @@
 //! Records along a chain are read until one is missing; consecutive blocks with the same holders are one step. Streams with one group are
 //! then matched 64 at a time, by bitmaps; others by the rules of their groups, in one search for all that hold the same.
 
+use std::cell::Cell;
 use std::collections::BTreeSet;
 
 use crate::groups::cache::by_level;
-use crate::groups::search::{self, Blocks, CachedPrefix};
+use crate::groups::search::{self, Blocks, CachedPrefix, Looks, SHARED_LOOKS};
 use crate::groups::{Groups, Method};
 use crate::holders::holder_sets::{EMPTY, Word};
 use crate::holders::placements::LEVELS;
@@ -98,6 +99,8 @@ pub struct Walk {
     with_twins: Vec<u64>,
     /// Streams whose searches did not end: their hits are upper bounds.
     unfinished: Vec<u32>,
+    /// The looks that all streams of the lookup share.
+    shared_looks: Cell<usize>,
     seen: ReadVersions,
     alive: Vec<u64>,
     now: Vec<u64>,
@@ -132,9 +135,15 @@ impl ReadVersions {
 }
 
 impl Walk {
+    /// The looks that all streams of the lookup share.
+    pub fn shared_looks(&self) -> &Cell<usize> {
+        &self.shared_looks
+    }
+
     /// Drops all earlier readings. With `is_alone` no writer runs before the reads, which then see one state.
     pub fn begin(&mut self, is_alone: bool) {
         self.seen.chunks.clear();
+        self.shared_looks.set(SHARED_LOOKS);
         (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
     }
 
@@ -626,7 +635,8 @@ impl Walk {
             return ([0; LEVELS], true);
         }
         if groups.method() == Method::Records {
-            return by_level(|level| search::find(groups, end, prompt.longest, OnLevel { steps, size, level }));
+            let looks = Looks::new(end / size, &self.shared_looks);
+            return by_level(|level| search::find(groups, end, prompt.longest, &looks, OnLevel { steps, size, level }));
         }
         let needed: Vec<usize> = (groups.known().enumerate())
             .filter(|(_, group)| group.kind.is_full())
@@ -645,6 +655,11 @@ impl Walk {
     /// Replaces `found` by the steps of a stream, with the lowest level on which each of its groups holds the blocks of a step.
     fn read_groups(&self, view: &View, stream: u32, groups: &Groups, found: &mut GroupSteps) {
         let (at, bit, levels) = (stream as usize >> 6, stream & 63, view.placements.levels());
+        let mut group_of: Vec<Option<Option<usize>>> = vec![None; levels.len()];
+        let find_group = |placement: usize| {
+            let number = view.placements.get(placement as u16).group;
+            groups.known().position(|known| known.number == number)
+        };
         found.groups = groups.known().count();
         found.ends.clear();
         found.lowest.clear();
@@ -652,12 +667,12 @@ impl Walk {
             let start = found.lowest.len();
             found.lowest.resize(start + found.groups, u8::MAX);
             for word in Self::words(view, &self.together, step.holders) {
-                if word.word() == at && word.bits >> bit & 1 == 1 {
-                    let number = view.placements.get(word.placement() as u16).group;
-                    if let Some(group) = groups.known().position(|known| known.number == number) {
-                        let lowest = &mut found.lowest[start + group];
-                        *lowest = (*lowest).min(levels[word.placement()]);
-                    }
+                if word.word() == at
+                    && word.bits >> bit & 1 == 1
+                    && let Some(group) = *group_of[word.placement()].get_or_insert_with(|| find_group(word.placement()))
+                {
+                    let lowest = &mut found.lowest[start + group];
+                    *lowest = (*lowest).min(levels[word.placement()]);
                 }
             }
             found.add(step.end);

@@ -229,7 +229,11 @@ impl Overlay {
     /// Number of leading keys that a worker was expected to hold when `expire` was last called.
     pub fn depth(&self, worker: &Worker, keys: &[u64]) -> usize {
         let Some(expected) = self.expected.get(worker) else { return 0 };
-        keys.iter().take_while(|key| expected.contains_key(key)).count()
+        // A decision expects a prompt from its first block on, so with a block also those before it.
+        keys.partition_point(|key| {
+            step_counter::count(1);
+            expected.contains_key(key)
+        })
     }
 }
 

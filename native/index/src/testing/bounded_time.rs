@@ -3,6 +3,7 @@
 
 use proptest::prelude::*;
 
+use crate::groups::search::SHARED_LOOKS;
 use crate::keys::Item;
 use crate::limits::Limits;
 use crate::lookup::{Matches, Scope};
@@ -485,6 +486,26 @@ fn groups_that_disagree_at_every_block() {
     }
 }
 
+/// Many ranks of one engine whose groups disagree, each in its own way: what they may cost a lookup does not grow with each.
+#[test]
+fn groups_of_many_ranks_that_disagree() {
+    const TOKENS: u32 = 2_000;
+    const RANKS: u32 = 40;
+    let index = index();
+    for rank in 0..RANKS {
+        let mut events = vec![group(0, "full_attention", 0, 1, 0..TOKENS, TOKENS)];
+        events.extend((1..=20).map(|at| group(at, "sliding_window", 1_800 + rank + u32::from(at), 1, 0..TOKENS, 0)));
+        events.push(group(60, "mamba", 0, 1, (0..TOKENS).step_by(2), 0));
+        events.push(group(61, "mamba", 0, 2, (1..TOKENS).step_by(2).take(TOKENS as usize / 2), 0));
+        index.batch("bad", rank.into(), 0, 0, &batch_of(&events));
+    }
+    step_counter::taken();
+    index.match_prompt(&(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
+    let Steps { taken, .. } = step_counter::taken();
+    let most = SHARED_LOOKS + 8 * (RANKS * TOKENS) as usize;
+    assert!(taken <= most, "{taken} steps of {most}");
+}
+
 /// A hybrid stream of blocks of which some are known by the engine's hashes only.
 fn by_hashes(index: &PrefixIndex) {
     for part in 0..2 {
@@ -611,6 +632,27 @@ fn many_decisions_that_end_at_once() {
         index.speculated(1.0);
     }
     assert_eq!((index.speculated(1.0).blocks, index.speculated(1.0).expired), (0, 61));
+}
+
+/// A prompt that many workers are expected to hold.
+#[test]
+fn a_prompt_that_is_expected_on_many_workers() {
+    let index = index();
+    let tokens: Vec<u32> = (0..2_000).collect();
+    for at in 0..400 {
+        let source = format!("w{at}");
+        apply(&index, &source, 0, &payload_of(&[repeated(0, 1, 1, None)], 1 << 10));
+        let worker = Worker { source, rank: 0 };
+        index.speculate(&worker, &tokens, &Scope::default(), 0.0, 1.0);
+    }
+    let mut found = look_up(&index, &tokens, &Scope::default());
+    step_counter::taken();
+    index.extend_by_overlay(&tokens, &Scope::default(), 0.0, &mut found);
+    let Steps { taken, .. } = step_counter::taken();
+    assert!(
+        found.hits.len() == 400 && taken <= 400 * 16 + 4 * tokens.len(),
+        "{taken} steps"
+    );
 }
 
 /// Decisions that end because their worker clears its cache, or stores the last block of their prompt.
