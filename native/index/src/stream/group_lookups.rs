@@ -96,16 +96,25 @@ impl Stream {
 
     /// Publishes the copies that have changed to lookups by hashes.
     pub(super) fn publish_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
-        let changed = std::mem::take(&mut self.changed_copies);
+        let mut changed = std::mem::take(&mut self.changed_copies);
+        if changed.len() > WORK_PER_HOLD {
+            // A store can repeat a hash, and a hash can have many blocks.
+            writer.unlocked(|| {
+                changed.sort_unstable();
+                changed.dedup();
+            });
+        }
         for some in changed.chunks(WORK_PER_HOLD) {
+            let mut looks = 0;
             if let Some(cache) = &self.group_cache {
                 let mut cache = cache.write();
                 for &(hash, group, level) in some {
+                    looks += self.collisions.get(hash).map_or(1, <[u32]>::len);
                     let (is_held, is_certain) = self.holds(writer, hash, group, level.into());
                     cache.put(group, hash, level.into(), is_held, is_certain);
                 }
             }
-            self.spend(writer, some.len());
+            self.spend(writer, looks);
         }
     }
 

@@ -528,6 +528,24 @@ fn group_chain(part: u32) -> Vec<u8> {
     [b"\x9B\xABBlockStored".to_vec(), fields.concat(), text("full_attention")].concat()
 }
 
+/// Stores of a hybrid stream that repeat a hash with many blocks.
+#[test]
+fn a_hash_of_many_blocks_that_is_repeated() {
+    let index = index();
+    by_hashes(&index);
+    let blocks = |count: usize, tokens: Vec<u8>, size: u8| {
+        let fields = [
+            hashes(vec![7; count].into_iter()),
+            vec![0xC0],
+            tokens,
+            vec![size, 0xC0, 0xC0, 0xC0, 0xC0, 0],
+        ];
+        [b"\x9B\xABBlockStored".to_vec(), fields.concat(), text("full_attention")].concat()
+    };
+    apply(&index, "bad", 3, &batch_of(&[blocks(1_000, hashes(0..2_000), 2)]));
+    apply(&index, "bad", 4, &batch_of(&[blocks(60_000, vec![0x90], 0)]));
+}
+
 /// Clears of a tier that holds nothing, of a hybrid stream.
 #[test]
 fn clears_that_remove_nothing() {
