@@ -21,7 +21,6 @@ from kvevents.cli.settings_parser import Setting, SettingsParser, field_docstrin
 from kvevents.client.reasons import Reason
 from kvevents.export import TABLES
 from kvevents.export.residency import UNKEYED
-from kvevents.service.access import Role
 from kvevents.service.http.routes import ENDPOINTS, Route, openapi_document
 from kvevents.settings import Range, parts_of, types_in
 from kvevents.wire.dialects import Dialect, dialects
@@ -177,7 +176,7 @@ def http() -> str:
 
 def _operation(endpoint: Route, document: dict[str, Any]) -> str:
     operation = document["paths"][endpoint.path][endpoint.method.lower()]
-    role = "It needs no token." if endpoint.role is None else f"It needs the role `{Role(endpoint.role).name.lower()}`."
+    role = "It needs no token." if endpoint.role is None else f"It needs the role `{endpoint.role}`."
     body = operation.get("requestBody", {}).get("content", {})
     takes = [_type(body["application/json"]["schema"])] if body else []
     takes += ["token ids as unsigned 32-bit little-endian numbers"] if "application/octet-stream" in body else []

@@ -18,11 +18,9 @@ from kvevents.service.http.app import App
 from kvevents.service.process import data_plane_settings
 from kvevents.service.service import Service as ServiceInProcess
 from kvevents.service.settings import ServiceSettings
-from service_cases import BLOCK, DEADLINE, Answer, Service, engines, is_refused, prompt, serving, wait_for
+from service_cases import BLOCK, DEADLINE, Answer, Service, engines, escape, is_refused, prompt, serving, wait_for
 
 PROMPT: Final = prompt(1)
-FORWARDED: Final = {"sec_fetch_site": "none"}
-"""A header of browsers, which routes a request to the control plane."""
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
 
@@ -135,7 +133,7 @@ BODIES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 def send_to_both_planes(service: Service, path: str, body: bytes, kind: str, accept: str) -> tuple[Answer, Answer]:
     """Return the responses of both planes."""
     headers = {"content_type": kind, "accept": accept}
-    return service.ask("POST", path, body, **headers), service.ask("POST", path, body, **headers, **FORWARDED)
+    return service.ask("POST", path, body, **headers), service.ask("POST", escape(path), body, **headers)
 
 
 def remove_date(answer: Answer) -> tuple[int, dict[str, str], bytes]:

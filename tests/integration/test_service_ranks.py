@@ -10,10 +10,8 @@ from typing import Any
 import msgspec
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from service_cases import BLOCK, Engine, Service, engine, prompt, serving, wait_for
+from service_cases import BLOCK, Engine, Service, engine, escape, prompt, serving, wait_for
 
-FORWARDED = {"sec_fetch_site": "none"}
-"""A header of browsers, which routes a request to the control plane."""
 FIRST, SECOND = prompt(1), prompt(900)
 
 
@@ -28,7 +26,7 @@ def stored(tokens: list[int]) -> BlockStored:
 def answers(service: Service, tokens: list[int]) -> list[dict[str, int]]:
     """Return the tokens of each rank by the native server, by Python, and by `/v1/match`."""
     body = msgspec.json.encode({"model_name": "m", "token_ids": tokens, "whole_prompt": True})
-    bodies = [service.ask("POST", "/query", body, content_type="application/json", **more).json for more in ({}, FORWARDED)]
+    bodies = [service.ask("POST", path, body, content_type="application/json").json for path in ("/query", escape("/query"))]
     found = [each["instances"].get("pod", {"dp": {}})["dp"] for each in bodies]
     rows = service.post("/v1/match", model="m", tokens=tokens, whole_prompt=True).json["workers"]
     found.append({str(row["rank"]): row["tokens"] for row in rows})

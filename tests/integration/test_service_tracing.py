@@ -19,6 +19,7 @@ from kvevents.events import BlockStored, EventBatch
 from kvevents.index import block_keys
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.http.app import MAX_PATH, App, find_tracer
+from kvevents.service.http.routes import ROUTES
 from kvevents.service.process import data_plane_settings
 from kvevents.service.service import Service
 from kvevents.service.settings import ServiceSettings
@@ -42,11 +43,13 @@ class FakeRequest:
     """A fake of the native request: it has no connection, and keeps the response."""
 
     peer = "127.0.0.1:1"
-    announced: str | None = None
+    caller = "anonymous"
+    refusal: str | None = None
 
     def __init__(self, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
         self.method = method
         self.path = path
+        self.endpoint = (path, method if method in ROUTES[path] else "") if path in ROUTES else ("", "")
         self.query = b""
         self.headers = [(name.replace("_", "-"), value.encode()) for name, value in headers.items()]
         self.body = body
@@ -182,15 +185,11 @@ def test_span_names_are_bounded(
     assert span.status.status_code is trace.StatusCode.UNSET
 
 
-def test_a_request_with_a_body_has_one_span_whether_it_is_refused_or_not(
+def test_a_refused_request_has_a_span(
     service: Service, ask: Ask, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The data plane announces it first; the application sees it again only if it accepts the body."""
-    monkeypatch.setattr(FakeRequest, "announced", "2")
-    assert ask(App(service), "POST", "/query", {}).status == 204
-    assert spans.get_finished_spans() == ()
-    monkeypatch.setattr(FakeRequest, "announced", str(service.settings.limits.max_body_bytes + 1))
-    assert ask(App(service), "POST", "/query", {}).status == 413
+    monkeypatch.setattr(FakeRequest, "refusal", "too-large")
+    assert ask(App(service), "POST", "/query").status == 413
     assert read_only_span(spans)[1]["http.response.status_code"] == 413
 
 

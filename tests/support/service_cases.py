@@ -350,6 +350,11 @@ def write(path: Path, text: str) -> Path:
     return fresh.replace(path)
 
 
+def escape(path: str) -> str:
+    """Return a path with an escaped character: the data plane forwards its queries to the control plane."""
+    return f"/%{ord(path[1]):02x}{path[2:]}"
+
+
 class EventStream:
     """A client of `/v1/events`. When it is created, the service has accepted it and sends events to it."""
 

@@ -1,5 +1,6 @@
 //! The classes of `kvevents.service.data_plane`.
 
+use std::borrow::Cow;
 use std::net::TcpListener;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
@@ -38,10 +39,28 @@ impl ControlRequest {
         self.request.method()
     }
 
-    /// The path, percent-encoded.
+    /// The path, without percent-encoding.
     #[getter]
-    fn path(&self) -> &str {
+    fn path(&self) -> Cow<'_, str> {
         self.request.path()
+    }
+
+    /// Path and method of the endpoint in the table; empty if the path is unknown, or the endpoint has another method.
+    #[getter]
+    fn endpoint(&self) -> (&str, &str) {
+        self.request.endpoint()
+    }
+
+    /// Name of the caller, if the endpoint is known.
+    #[getter]
+    fn caller(&self) -> &str {
+        self.request.caller()
+    }
+
+    /// Why the request is refused; None if it is not.
+    #[getter]
+    fn refusal(&self) -> Option<&str> {
+        self.request.refusal()
     }
 
     /// The query string.
@@ -65,13 +84,7 @@ impl ControlRequest {
         self.request.peer()
     }
 
-    /// Length of a body that was not received yet, or `chunked`; None if the body is here.
-    #[getter]
-    fn announced(&self) -> Option<&str> {
-        self.request.announced()
-    }
-
-    /// The body.
+    /// The body; empty if the request is refused.
     #[getter]
     fn body(&self) -> &[u8] {
         self.request.body()

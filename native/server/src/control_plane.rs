@@ -2,9 +2,9 @@
 //!
 //! A byte in a socket wakes the control plane when the queue was empty, so no thread of the data plane waits for the interpreter.
 //!
-//! A request with a body is announced first, by its head alone: so a refused request is answered before its body is received, and the
-//! control plane gets only complete requests.
+//! Only the head of a refused request is sent, whose answer is an error: so it is answered before its body is received.
 
+use std::borrow::Cow;
 use std::collections::VecDeque;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -18,17 +18,10 @@ use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
 use crate::body::{Body, Pieces};
+use crate::settings::{Access, decoded_path};
 
 /// Maximum number of pieces of one answer that wait to be sent.
 const WAITING_PIECES: usize = 2;
-
-/// The part of a request that is sent.
-pub(crate) enum Sent {
-    /// Head of the request, with the length of the body, or `chunked`.
-    Announced(String),
-    /// All of it.
-    Whole(Bytes),
-}
 
 /// A message to the control plane.
 pub enum Event {
@@ -59,16 +52,18 @@ impl ControlPlane {
     }
 
     /// Returns the answer to a request. None if the control plane ends before it answers.
-    pub(crate) async fn ask(self: &Arc<Self>, head: &Parts, peer: &str, sent: Sent) -> Option<Response<Body>> {
-        let (announced, body) = match sent {
-            Sent::Announced(length) => (Some(length), Bytes::new()),
-            Sent::Whole(body) => (None, body),
-        };
+    pub(crate) async fn ask(
+        self: &Arc<Self>,
+        head: &Parts,
+        peer: &str,
+        access: &Access,
+        body: Bytes,
+    ) -> Option<Response<Body>> {
         let (answer, answered) = oneshot::channel();
         self.push(Event::Request(Box::new(Request {
             head: head.clone(),
             peer: peer.to_owned(),
-            announced,
+            access: access.clone(),
             body,
             answer: Mutex::new(Some(answer)),
             control_plane: self.clone(),
@@ -106,7 +101,7 @@ pub type Headers = Vec<(Vec<u8>, Vec<u8>)>;
 pub struct Request {
     head: Parts,
     peer: String,
-    announced: Option<String>,
+    access: Access,
     body: Bytes,
     answer: Mutex<Option<oneshot::Sender<Response<Body>>>>,
     control_plane: Arc<ControlPlane>,
@@ -118,9 +113,24 @@ impl Request {
         self.head.method.as_str()
     }
 
-    /// The path of the target, percent-encoded.
-    pub fn path(&self) -> &str {
-        self.head.uri.path()
+    /// The path of the target, without percent-encoding.
+    pub fn path(&self) -> Cow<'_, str> {
+        decoded_path(&self.head.uri)
+    }
+
+    /// Path and method of the endpoint in the table; empty if the path is unknown, or the endpoint has another method.
+    pub fn endpoint(&self) -> (&str, &str) {
+        (&self.access.path, &self.access.method)
+    }
+
+    /// Name of the caller, if the endpoint is known.
+    pub fn caller(&self) -> &str {
+        &self.access.caller
+    }
+
+    /// Why the request is refused. None if it is not.
+    pub fn refusal(&self) -> Option<&str> {
+        self.access.refusal
     }
 
     /// The query string of the target.
@@ -138,12 +148,7 @@ impl Request {
         &self.peer
     }
 
-    /// Length of a body that was not received yet, or `chunked`. None if the body is here.
-    pub fn announced(&self) -> Option<&str> {
-        self.announced.as_deref()
-    }
-
-    /// The body.
+    /// The body; empty if the request is refused.
     pub fn body(&self) -> &[u8] {
         &self.body
     }

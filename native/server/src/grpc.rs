@@ -34,8 +34,8 @@ use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
 use crate::body::{Body, InProgress};
 use crate::connections::count;
-use crate::control_plane::Sent;
 use crate::endpoints::{Endpoints, Question, RESERVATIONS, Verb};
+use crate::policy::TOO_LARGE;
 use crate::problems::{JSON, Problem};
 use crate::proto::query_server::{self, Query, QueryServer};
 use crate::proto::{FinishReservationRequest, MatchManyRequest, MatchManyResponse, MatchRequest, MatchResponse};
@@ -43,6 +43,7 @@ use crate::proto::{Reservation, SelectRequest, SelectResponse, UpdateReservation
 use crate::receive::{Unreceived, receive};
 use crate::requests::is_id;
 use crate::server_state::Shared;
+use crate::settings::Access;
 
 /// The reason code for programs, for example `unknown-model`.
 const REASON: &str = "kvevents-reason";
@@ -136,10 +137,6 @@ fn ending() -> Status {
     Status::from(&Problem::ending())
 }
 
-fn too_large() -> Status {
-    Status::resource_exhausted("the message is too large; see limits.max_body_bytes")
-}
-
 // --- calls
 
 /// Answers a call.
@@ -187,25 +184,27 @@ async fn answer(
     let path = head.uri.path();
     let method = METHODS.iter().find(|(known, _)| *known == path);
     let &(path, question) = method.ok_or_else(|| Status::unimplemented(format!("unknown method {path}")))?;
-    let limit = shared.settings.limits.max_body_bytes as u64;
+    let equivalent = equivalent(&head, question);
     let mut call = Call {
         shared: shared.clone(),
         peer: peer.to_owned(),
         path,
-        equivalent: equivalent(&head, question),
+        access: shared.settings.access(&equivalent),
+        equivalent,
         body: Bytes::new(),
-        is_admitted: path == CHECK || (body.size_hint().lower() <= limit && shared.policy.admits(&head.headers)),
         began,
     };
-    if !call.is_admitted {
-        call.ask(Sent::Announced("chunked".into())).await??;
+    if body.size_hint().lower() > shared.settings.limits.max_body_bytes as u64 {
+        call.access.refusal.get_or_insert(TOO_LARGE);
+    }
+    if path != CHECK && !call.access.is_granted() {
+        return Err(call.refused().await);
     }
     call.body = match receive(progress, body, &shared.settings.limits).await {
         Ok(body) => body,
         Err(Unreceived::TooLarge) => {
-            // The control plane reports what is too large.
-            call.ask(Sent::Announced((limit + 1).to_string())).await??;
-            return Err(too_large());
+            call.access.refusal.get_or_insert(TOO_LARGE);
+            return Err(call.refused().await);
         }
         Err(Unreceived::Gone) => return Err(Status::cancelled("the client has left")),
         Err(Unreceived::Refused(problem)) => {
@@ -249,12 +248,11 @@ struct Call {
     shared: Arc<Shared>,
     peer: String,
     path: &'static str,
-    /// Head of the equivalent query of `/v1`.
+    /// Head of the equivalent query of `/v1`, and whether the caller may send it.
     equivalent: Parts,
+    access: Access,
     /// The message, after its prefix.
     body: Bytes,
-    /// Whether the query needs no permission of the control plane.
-    is_admitted: bool,
     began: Instant,
 }
 
@@ -296,8 +294,7 @@ impl Call {
         A: DeserializeOwned,
     {
         let endpoints = &self.shared.endpoints;
-        if self.is_admitted
-            && self.shared.settings.answers_queries
+        if self.shared.settings.answers_queries
             && let Some(answered) = from_index(endpoints, request.into_inner())
         {
             let status = answered.as_ref().map_or_else(|problem| problem.status.as_u16(), |_| 200);
@@ -309,26 +306,28 @@ impl Call {
         let internal = |error: &dyn std::error::Error| Status::internal(error.to_string());
         let message = Q::decode(self.body.slice(PREFIX..)).map_err(|error| internal(&error))?;
         let json = serde_json::to_vec(&message).map_err(|error| internal(&error))?;
-        let answer = self.ask_as(equivalent, Sent::Whole(json.into())).await??;
+        let answer = self.ask(equivalent, json.into()).await?;
         let answer = serde_json::from_slice(&answer);
         let answer = answer.map_err(|_| Status::internal("the control plane's answer cannot be read"))?;
         Ok(tonic::Response::new(answer))
     }
 
-    /// Returns the control plane's answer to the equivalent query. The inner error is an error of the control plane.
-    async fn ask(&self, sent: Sent) -> Result<Result<Bytes, Status>, Status> {
-        self.ask_as(&self.equivalent, sent).await
+    /// Returns the control plane's error for a call that is refused.
+    async fn refused(&self) -> Status {
+        let answer = self.ask(&self.equivalent, Bytes::new()).await;
+        answer.err().unwrap_or_else(ending)
     }
 
-    async fn ask_as(&self, head: &Parts, sent: Sent) -> Result<Result<Bytes, Status>, Status> {
-        let answer = self.shared.ask(head, &self.peer, sent).await;
+    /// Returns the control plane's answer to a query.
+    async fn ask(&self, head: &Parts, body: Bytes) -> Result<Bytes, Status> {
+        let answer = self.shared.ask(head, &self.peer, &self.access, body).await;
         let answer = answer.ok_or_else(ending)?;
         let status = answer.status();
         let body = answer.into_body().collect().await.map_err(|_| ending())?.to_bytes();
         if status.is_success() {
-            return Ok(Ok(body));
+            return Ok(body);
         }
-        Ok(Err(problem(status, &body)))
+        Err(problem(status, &body))
     }
 }
 

@@ -5,10 +5,10 @@
 //! (Python) replaces as a whole whenever registration, trust or adapters change. Everything else goes to the control plane by a
 //! queue.
 //!
-//! The control plane alone has the rules for the contents of requests. The code here answers only requests that
-//! it understands completely; all others (malformed, refused, unknown model, not authorized) are forwarded as they came, so that
-//! each error is written in one place. A query that the control plane reads and permits comes back as fields, and is answered
-//! here too. Limits of connections are enforced only here: their number, their deadlines, and their memory.
+//! Callers, hosts and limits of connections are decided only here ([`policy`], [`connections`]). The control plane alone has the rules
+//! for the contents of requests. The code here answers only requests that it understands completely; all others (malformed, refused,
+//! unknown model) are forwarded, so that each error is written in one place. A query that the control plane reads comes back as
+//! fields, and is answered here too.
 #![deny(missing_docs)]
 
 mod answers;

@@ -1,181 +1,387 @@
-//! Access control for the simple cases. The control plane decides about all others (`kvevents.service.access`,
-//! `kvevents.service.http.app`): a request that is admitted here is admitted there too.
+//! Access control: who sends a request, and whether it is refused. The control plane reads the settings, and writes the errors and the
+//! audit log.
+//!
+//! A web page can make the browser of its visitor send requests to any address that the machine reaches, loopback included. The browser
+//! sends the page's origin in `Origin` and `Sec-Fetch-Site`, which scripts cannot change, so requests of other origins are refused. With
+//! DNS rebinding the host name of the page resolves to the service, and both headers say "same origin", but `Host` then has the name of
+//! the page. So `Host` must be an address or a configured name as long as callers without a token have any role. If every request needs
+//! a token, `Host` may be anything, because a browser does not add a bearer token by itself.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 
 use hyper::HeaderMap;
-use hyper::header::{AUTHORIZATION, HOST, ORIGIN};
+use hyper::header::{AUTHORIZATION, HOST, HeaderValue, ORIGIN};
 use ring::digest::{SHA256, SHA256_OUTPUT_LEN, digest};
-use subtle::{Choice, ConstantTimeEq};
+use serde::Deserialize;
+use subtle::ConstantTimeEq;
 
-use crate::settings::Settings;
+/// Permissions of a caller; each role includes those before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum Role {
+    None,
+    Read,
+    Register,
+}
 
-type Digest = [u8; SHA256_OUTPUT_LEN];
+/// A row of the table of endpoints, without its path and method.
+#[derive(Clone, Debug, Deserialize)]
+pub(crate) struct Endpoint {
+    /// Role that a caller needs. None if the endpoint is public.
+    pub(crate) role: Option<Role>,
+    /// Whether orchestrators send it: from any origin, and with any host name.
+    pub(crate) probe: bool,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Token {
+    /// The SHA-256 digest.
+    digest: [u8; SHA256_OUTPUT_LEN],
+    role: Role,
+    /// The caller's name in logs.
+    name: String,
+}
 
 /// The rules for callers and hosts.
+#[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Policy {
-    tokens: Vec<Digest>,
-    has_tokens: bool,
-    is_open: bool,
-    checks_host: bool,
+    tokens: Vec<Token>,
+    /// Role of callers without a token.
+    anonymous: Role,
+    /// The address at which the service listens, in lower case, and whether only this machine reaches it.
     host: String,
-    names: Vec<String>,
     is_loopback: bool,
+    hosts: Hosts,
 }
+
+/// Further hosts of the service, in lower case.
+#[derive(Clone, Debug, Deserialize)]
+struct Hosts {
+    names: Vec<String>,
+    /// Ends of names.
+    suffixes: Vec<String>,
+    /// First and last address of each network.
+    networks: Vec<(IpAddr, IpAddr)>,
+}
+
+/// The reason of a refusal, for which the control plane has a sentence (`kvevents.service.http.app`).
+pub(crate) type Refusal = &'static str;
+/// The reason for a body above the size limit.
+pub(crate) const TOO_LARGE: Refusal = "too-large";
 
 impl Policy {
-    /// Returns an error for a token that is not a SHA-256 digest.
-    pub(crate) fn new(settings: &Settings) -> Result<Self, &'static str> {
-        let host = settings.host.to_lowercase();
-        let tokens: Option<Vec<Digest>> = settings.tokens.iter().map(|digits| from_hex(digits)).collect();
-        Ok(Self {
-            tokens: tokens.ok_or("invalid digest of a token: expected 64 hexadecimal digits")?,
-            has_tokens: settings.has_tokens,
-            is_open: settings.is_open,
-            checks_host: settings.checks_host,
-            names: settings.names.iter().map(|name| name.to_lowercase()).collect(),
-            is_loopback: host
-                .parse::<IpAddr>()
-                .map_or(host == "localhost", |address| address.is_loopback()),
-            host,
-        })
+    /// Returns the name of the caller, and why its request to an endpoint is refused. A request that `reads` changes nothing, so a link
+    /// on another site may open it in a browser.
+    pub(crate) fn check(&self, headers: &HeaderMap, endpoint: &Endpoint, reads: bool) -> (&str, Option<Refusal>) {
+        let (role, name) = self.caller(headers.get(AUTHORIZATION));
+        let origin = || self.foreign_origin(headers, reads).filter(|_| !endpoint.probe);
+        let refusal = origin().or_else(|| {
+            endpoint.role.filter(|needed| role < *needed)?;
+            Some(match headers.get(AUTHORIZATION).filter(|value| !value.is_empty()) {
+                None => "token-missing",
+                Some(_) if role == Role::None => "token-unknown",
+                Some(_) => "forbidden",
+            })
+        });
+        (name, refusal)
     }
 
-    /// Whether a request with these headers is certainly allowed.
-    pub(crate) fn admits(&self, headers: &HeaderMap) -> bool {
-        let is_from_browser = headers.contains_key(ORIGIN) || headers.contains_key("sec-fetch-site");
-        !is_from_browser && self.is_own_host(headers) && self.is_known(headers)
-    }
-
-    fn is_known(&self, headers: &HeaderMap) -> bool {
-        let Some(value) = headers.get(AUTHORIZATION).filter(|_| self.has_tokens) else {
-            return self.is_open;
+    /// Returns role and name of the caller with a value of `Authorization`. An unknown token has no role even if anonymous callers have
+    /// one, so that its owner notices the mistake. All bytes of all digests are compared, so the time does not depend on the token.
+    fn caller(&self, authorization: Option<&HeaderValue>) -> (Role, &str) {
+        let Some(value) = authorization.filter(|_| !self.tokens.is_empty()) else {
+            return (self.anonymous, "anonymous");
         };
-        let value = value.as_bytes();
-        let Some(at) = value.iter().position(|byte| *byte == b' ') else {
-            return false;
-        };
-        let (scheme, token) = value.split_at(at);
-        let given = digest(&SHA256, trim_token(token));
-        // All bytes of all digests are compared, so the time does not depend on the token.
-        let is_same = |known: &Digest| known.as_slice().ct_eq(given.as_ref());
-        let is_known = self.tokens.iter().fold(Choice::from(0), |any, known| any | is_same(known));
-        scheme.eq_ignore_ascii_case(b"bearer") && is_known.into()
-    }
-
-    fn is_own_host(&self, headers: &HeaderMap) -> bool {
-        let Some(value) = headers.get(HOST).filter(|_| self.checks_host) else {
-            return true;
-        };
-        let Ok(place) = value.to_str() else { return false };
-        let place = place.trim().to_lowercase();
-        let host = match place.strip_prefix('[') {
-            Some(rest) => rest.split(']').next(),
-            None => place.split(':').next().map(|host| host.strip_suffix('.').unwrap_or(host)),
-        };
-        let host = host.unwrap_or_default();
-        if host == "localhost"
-            || host == self.host
-            || host.ends_with(".localhost")
-            || self.names.iter().any(|name| name == host)
-        {
-            return true;
+        let mut parts = value.as_bytes().splitn(2, |byte| *byte == b' ');
+        let (scheme, token) = (parts.next().unwrap_or_default(), parts.next().unwrap_or_default());
+        let given = digest(&SHA256, token.trim_ascii());
+        let is_bearer = scheme.eq_ignore_ascii_case(b"bearer");
+        let mut caller = (Role::None, "unknown token");
+        for token in &self.tokens {
+            if bool::from(token.digest.ct_eq(given.as_ref())) && is_bearer {
+                caller = (token.role, &token.name);
+            }
         }
-        let address = host.parse::<IpAddr>();
-        address.is_ok_and(|address| address.is_loopback() || !self.is_loopback)
+        caller
+    }
+
+    /// Returns why a request comes from a page of another site, or might.
+    fn foreign_origin(&self, headers: &HeaderMap, reads: bool) -> Option<Refusal> {
+        let host = headers.get(HOST).map(text);
+        if self.anonymous > Role::None && host.as_deref().is_some_and(|host| !self.is_own_host(host_of(host))) {
+            return Some("unknown-host");
+        }
+        if headers
+            .get(ORIGIN)
+            .is_some_and(|origin| !self.is_own_origin(&text(origin), host.as_deref()))
+        {
+            return Some("foreign-origin");
+        }
+        let site = headers.get("sec-fetch-site").map(HeaderValue::as_bytes);
+        let is_own_site = matches!(site, None | Some(b"same-origin" | b"none"));
+        let is_link = reads && headers.get("sec-fetch-mode").is_some_and(|mode| mode == "navigate");
+        (!is_own_site && !is_link).then_some("foreign-page")
+    }
+
+    /// Whether an origin is that of `Host`, with any scheme since a proxy can end TLS, or of a configured name. The origin of sandboxed
+    /// frames and files is `null`.
+    fn is_own_origin(&self, origin: &str, host: Option<&str>) -> bool {
+        let place = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"));
+        place.is_some_and(|place| host == Some(place) || self.hosts.contains(host_of(place)))
+    }
+
+    fn is_own_host(&self, host: &str) -> bool {
+        let is_name = host == self.host || host == "localhost" || host.ends_with(".localhost") || self.hosts.contains(host);
+        is_name || address_of(host).is_some_and(|address| address.is_loopback() || !self.is_loopback)
     }
 }
 
-/// Decodes a digest of hexadecimal digits. None if it has another length or other characters.
-fn from_hex(digits: &str) -> Option<Digest> {
-    let mut bytes = [0; SHA256_OUTPUT_LEN];
-    let (pairs, []) = digits.as_bytes().as_chunks::<2>() else {
-        return None;
-    };
-    if pairs.len() != bytes.len() || !digits.bytes().all(|digit| digit.is_ascii_hexdigit()) {
-        return None;
+impl Hosts {
+    fn contains(&self, host: &str) -> bool {
+        let covers = |address| self.networks.iter().any(|(first, last)| (*first..=*last).contains(&address));
+        self.names.iter().any(|name| name == host)
+            || self.suffixes.iter().any(|suffix| host.ends_with(suffix.as_str()))
+            || address_of(host).is_some_and(covers)
     }
-    for (byte, pair) in bytes.iter_mut().zip(pairs) {
-        *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
-    }
-    Some(bytes)
 }
 
-fn trim_token(token: &[u8]) -> &[u8] {
-    let is_blank = |byte: &u8| matches!(byte, b' ' | b'\t');
-    let start = token.iter().position(|byte| !is_blank(byte)).unwrap_or(token.len());
-    let end = token.iter().rposition(|byte| !is_blank(byte)).map_or(start, |last| last + 1);
-    &token[start..end]
+/// A header in lower case. Bytes above ASCII are Latin-1, so that each header is a text.
+fn text(value: &HeaderValue) -> String {
+    let characters: String = value.as_bytes().iter().map(|byte| char::from(*byte)).collect();
+    characters.trim_matches([' ', '\t']).to_lowercase()
+}
+
+/// HOST of `HOST`, `HOST:PORT`, `[HOST]` or `[HOST]:PORT`, without a final dot.
+fn host_of(place: &str) -> &str {
+    match place.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None => {
+            let host = place.split(':').next().unwrap_or_default();
+            host.strip_suffix('.').unwrap_or(host)
+        }
+    }
+}
+
+/// A host as an address; an IPv6 address may have a zone.
+fn address_of(host: &str) -> Option<IpAddr> {
+    let zoned = || host.split_once('%').and_then(|(address, _)| address.parse::<Ipv6Addr>().ok());
+    host.parse().ok().or_else(|| zoned().map(IpAddr::V6))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
-    fn policy(change: impl FnOnce(&mut Policy)) -> Policy {
-        let mut made = Policy {
-            tokens: vec![digest(&SHA256, b"0123456789abcdef").as_ref().try_into().unwrap()],
-            has_tokens: true,
-            is_open: false,
-            checks_host: false,
-            host: "127.0.0.1".into(),
-            names: vec!["indexer.example".into()],
-            is_loopback: true,
-        };
-        change(&mut made);
-        made
+    const READER: &str = "reader-0123456789";
+    const SECOND: &str = "second-0123456789";
+    const EVIL: &str = "https://evil.example";
+    const OWN: (&str, &str) = ("host", "127.0.0.1:8090");
+
+    fn token(text: &str, role: Role) -> Token {
+        let digest = digest(&SHA256, text.as_bytes()).as_ref().try_into().unwrap();
+        Token {
+            digest,
+            role,
+            name: text[..6].into(),
+        }
+    }
+
+    fn policy(host: &str, anonymous: Role) -> Policy {
+        Policy {
+            tokens: vec![
+                token(READER, Role::Read),
+                token("writer-0123456789", Role::Register),
+                token(SECOND, Role::Register),
+            ],
+            anonymous,
+            host: host.into(),
+            is_loopback: host == "127.0.0.1",
+            hosts: Hosts {
+                names: vec!["kv.example.com".into()],
+                suffixes: vec![".svc.cluster.local".into()],
+                networks: [("10.9.0.0", "10.9.255.255"), ("fd00:1::", "fd00:1::ffff")]
+                    .map(|(first, last)| (first.parse().unwrap(), last.parse().unwrap()))
+                    .into(),
+            },
+        }
     }
 
     fn headers(pairs: &[(&'static str, &str)]) -> HeaderMap {
+        let value = |text: &str| HeaderValue::from_bytes(text.as_bytes()).unwrap();
         pairs
             .iter()
-            .map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()))
+            .map(|(name, text)| (name.parse().unwrap(), value(text)))
             .collect()
     }
 
-    #[test]
-    fn tokens_are_distinguished() {
-        let strict = policy(|_| {});
-        assert!(!strict.admits(&headers(&[])));
-        assert!(strict.admits(&headers(&[("authorization", "bearer  0123456789abcdef")])));
-        for wrong in [
-            "Bearer 0123456789abcdeg",
-            "Basic 0123456789abcdef",
-            "0123456789abcdef",
-            "Bearer",
-        ] {
-            assert!(!strict.admits(&headers(&[("authorization", wrong)])), "{wrong}");
-        }
-        let open = policy(|policy| (policy.has_tokens, policy.is_open) = (false, true));
-        assert!(open.admits(&headers(&[("authorization", "whatever")])));
+    fn caller(policy: &Policy, value: &[u8]) -> (Role, String) {
+        let value = HeaderValue::from_bytes(value).unwrap();
+        let (role, name) = policy.caller(Some(&value));
+        (role, name.into())
+    }
+
+    /// The refusal of a request to an endpoint that needs no role.
+    fn origin(policy: &Policy, pairs: &[(&'static str, &str)], reads: bool) -> Option<Refusal> {
+        let endpoint = Endpoint {
+            role: None,
+            probe: false,
+        };
+        let headers = headers(pairs);
+        let refusal = policy.check(&headers, &endpoint, reads).1;
+        assert_eq!(policy.check(&headers, &Endpoint { probe: true, ..endpoint }, reads).1, None);
+        refusal
     }
 
     #[test]
-    fn only_whole_digests_are_configured() {
-        let digits = "09af".repeat(16);
-        assert_eq!(from_hex(&digits).unwrap()[..2], [0x09, 0xaf]);
-        for wrong in [
-            "",
-            "0",
-            "09",
-            &digits[..62],
-            &digits[..63],
-            &(digits.clone() + "00"),
-            &digits.replace("09", "+9"),
+    fn only_a_complete_bearer_token_has_a_role() {
+        let strict = policy("127.0.0.1", Role::None);
+        for (value, name) in [
+            (format!("Bearer {READER}"), "reader"),
+            (format!("bearer {SECOND}"), "second"),
+            (format!("BEARER   {SECOND} "), "second"),
+            (format!("Bearer \t{SECOND}\t"), "second"),
+            (String::new(), "unknown token"),
+            ("Bearer".into(), "unknown token"),
+            ("Bearer ".into(), "unknown token"),
+            (SECOND.into(), "unknown token"),
+            (format!("Basic {SECOND}"), "unknown token"),
+            (format!("Bearer {}", &SECOND[1..]), "unknown token"),
+            (format!("Bearer {SECOND}x"), "unknown token"),
+            (format!("Bearer {}", SECOND.to_uppercase()), "unknown token"),
+            (format!("Bearer {READER} {SECOND}"), "unknown token"),
+            (format!("Bearer\t{SECOND}"), "unknown token"),
         ] {
-            assert_eq!(from_hex(wrong), None, "{wrong}");
+            let role = match name {
+                "reader" => Role::Read,
+                "second" => Role::Register,
+                _ => Role::None,
+            };
+            assert_eq!(caller(&strict, value.as_bytes()), (role, name.into()), "{value}");
+        }
+        assert_eq!(strict.caller(None), (Role::None, "anonymous"));
+    }
+
+    proptest! {
+        #[test]
+        fn no_other_bytes_have_a_role(value in proptest::collection::vec(0x20_u8..=0xff, 0..200)) {
+            let value: Vec<u8> = value.into_iter().filter(|byte| *byte != 0x7f).collect();
+            let public = policy("127.0.0.1", Role::Read);
+            prop_assert_eq!(caller(&public, &value), (Role::None, "unknown token".into()));
         }
     }
 
     #[test]
-    fn only_plain_hosts_are_admitted() {
-        let open = policy(|policy| (policy.has_tokens, policy.is_open, policy.checks_host) = (false, true, true));
-        for own in ["localhost:1", "127.0.0.1", "[::1]:80", "a.localhost", "INDEXER.example.:9"] {
-            assert!(open.admits(&headers(&[("host", own)])), "{own}");
+    fn without_tokens_the_header_is_ignored() {
+        let mut open = policy("127.0.0.1", Role::Register);
+        open.tokens.clear();
+        for value in [&b""[..], b"Basic eDp5", b"Bearer whatever"] {
+            assert_eq!(caller(&open, value), (Role::Register, "anonymous".into()));
         }
-        for foreign in ["evil.example", "10.0.0.1", "127.0.0.1.evil.example"] {
-            assert!(!open.admits(&headers(&[("host", foreign)])), "{foreign}");
+    }
+
+    #[test]
+    fn a_caller_needs_the_role_of_the_endpoint() {
+        let reader = format!("Bearer {READER}");
+        let writer = format!("Bearer {SECOND}");
+        let (read, register) = (Some(Role::Read), Some(Role::Register));
+        for (anonymous, value, role, refusal) in [
+            (Role::None, None, None, None),
+            (Role::None, None, read, Some("token-missing")),
+            (Role::Read, None, read, None),
+            (Role::Read, None, register, Some("token-missing")),
+            (Role::Read, Some(""), read, Some("token-missing")),
+            (Role::Read, Some("Bearer x"), read, Some("token-unknown")),
+            (Role::None, Some("Bearer x"), None, None),
+            (Role::None, Some(reader.as_str()), read, None),
+            (Role::None, Some(reader.as_str()), register, Some("forbidden")),
+            (Role::None, Some(writer.as_str()), register, None),
+        ] {
+            let pairs: Vec<_> = value.map(|value| ("authorization", value)).into_iter().collect();
+            let endpoint = Endpoint { role, probe: false };
+            let found = policy("127.0.0.1", anonymous).check(&headers(&pairs), &endpoint, true).1;
+            assert_eq!(found, refusal, "{anonymous:?} {value:?} {role:?}");
         }
-        assert!(!open.admits(&headers(&[("host", "localhost"), ("origin", "http://localhost")])));
+    }
+
+    #[test]
+    fn a_host_name_of_another_site_is_refused() {
+        for (own, host, is_known) in [
+            ("127.0.0.1", "127.0.0.1:8090", true),
+            ("127.0.0.1", "localhost:8090", true),
+            ("127.0.0.1", "LOCALHOST", true),
+            ("127.0.0.1", "[::1]:8090", true),
+            ("127.0.0.1", "kv.localhost:8090", true),
+            ("127.0.0.1", "kv.example.com", true),
+            ("127.0.0.1", "KV.example.com.:80", true),
+            ("127.0.0.1", "a.svc.cluster.local:8090", true),
+            ("127.0.0.1", "10.9.3.4:1", true),
+            ("127.0.0.1", "[fd00:1::7]", true),
+            ("127.0.0.1", "10.0.0.5:8090", false),
+            ("127.0.0.1", "evil.example:8090", false),
+            ("127.0.0.1", "localhost.evil.example", false),
+            ("127.0.0.1", "127.0.0.1.evil.example", false),
+            ("127.0.0.1", "svc.cluster.local", false),
+            ("127.0.0.1", "other.example.com", false),
+            ("127.0.0.1", "\u{e9}vil", false),
+            ("127.0.0.1", "", false),
+            ("0.0.0.0", "10.0.0.5:8090", true),
+            ("0.0.0.0", "[fd00::5]:8090", true),
+            ("0.0.0.0", "[fe80::1%eth0]", true),
+            ("0.0.0.0", "1.2.3.4%x", false),
+            ("0.0.0.0", "evil.example", false),
+            ("indexer.lan", "Indexer.LAN:8090", true),
+        ] {
+            let refusal = (!is_known).then_some("unknown-host");
+            assert_eq!(
+                origin(&policy(own, Role::Read), &[("host", host)], false),
+                refusal,
+                "{own} {host}"
+            );
+            assert_eq!(origin(&policy(own, Role::None), &[("host", host)], false), None);
+        }
+        assert_eq!(origin(&policy("127.0.0.1", Role::Read), &[], false), None); // as in HTTP 1.0
+    }
+
+    #[test]
+    fn only_own_origins_are_accepted() {
+        for (text, is_own) in [
+            ("http://127.0.0.1:8090", true),
+            ("https://127.0.0.1:8090", true),
+            ("https://kv.example.com", true),
+            ("https://KV.example.com:8443", true),
+            (EVIL, false),
+            ("http://127.0.0.1:3000", false),
+            ("http://localhost:8090", false),
+            ("null", false),
+            ("", false),
+            ("file://127.0.0.1:8090", false),
+            ("http://kv.example.com.evil.example", false),
+        ] {
+            let refusal = (!is_own).then_some("foreign-origin");
+            for (role, reads) in [(Role::Read, true), (Role::Read, false), (Role::None, false)] {
+                let found = origin(&policy("127.0.0.1", role), &[OWN, ("origin", text)], reads);
+                assert_eq!(found, refusal, "{text}");
+            }
+        }
+    }
+
+    /// Images, scripts and frames of another page send no `Origin`. A link to the page works, and a form does not.
+    #[test]
+    fn requests_of_other_sites_without_an_origin_are_refused() {
+        let own = policy("127.0.0.1", Role::Read);
+        for (site, is_own) in [
+            ("cross-site", false),
+            ("same-site", false),
+            ("same-origin", true),
+            ("none", true),
+        ] {
+            let refusal = (!is_own).then_some("foreign-page");
+            let site = ("sec-fetch-site", site);
+            assert_eq!(origin(&own, &[site], true), refusal);
+            assert_eq!(origin(&own, &[site, ("sec-fetch-mode", "no-cors")], true), refusal);
+            assert_eq!(origin(&own, &[site, ("sec-fetch-mode", "navigate")], false), refusal);
+            assert_eq!(origin(&own, &[site, ("sec-fetch-mode", "navigate")], true), None);
+        }
     }
 }

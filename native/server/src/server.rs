@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use hyper::body::{Body as _, Incoming};
-use hyper::header::{ACCEPT, CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, HOST, HeaderValue};
+use hyper::header::{ACCEPT, CONNECTION, CONTENT_TYPE, HOST, HeaderValue};
 use hyper::http::request::Parts;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode, Version};
@@ -27,15 +27,15 @@ use tonic_health::pb::health_check_response::ServingStatus;
 
 use crate::body::{Body, InProgress, Sending};
 use crate::connections::{Admission, Connection, Connections, Order, SWEEP, count};
-use crate::control_plane::{ControlPlane, Event, Sent};
+use crate::control_plane::{ControlPlane, Event};
 use crate::endpoints::{Endpoints, Format, Head, Question, RESERVATIONS, Verb};
 use crate::grpc;
 use crate::metrics::Metrics;
-use crate::policy::Policy;
+use crate::policy::TOO_LARGE;
 use crate::problems::{CLOSE, Declined, JSON, Problem};
 use crate::receive::{Unreceived, receive};
 use crate::server_state::{MAX_SILENCE, Probes, Shared};
-use crate::settings::{Settings, seconds};
+use crate::settings::{Access, Settings, seconds};
 use crate::socket::{MAX_HEAD, Socket};
 use crate::tls;
 use kvevents_index::prefix_index::PrefixIndex;
@@ -92,7 +92,6 @@ impl Server {
                 Metrics::new(&settings.depths, &settings.seconds),
                 loads,
             ),
-            policy: Policy::new(&settings)?,
             control_plane: Arc::new(ControlPlane::new(waker)?),
             probes: RwLock::default(),
             silence: AtomicU32::new(0),
@@ -366,11 +365,10 @@ async fn handle(
     let mut response = if is_reserved && !is_probe {
         let problem = Problem::too_many_clients(shared.settings.limits.max_clients);
         count(&shared.connections.refusals, problem.reason);
-        if let Some(path) = shared.settings.endpoint(path) {
-            shared
-                .endpoints
-                .metrics
-                .request(path, problem.status.as_u16(), Duration::ZERO);
+        let endpoint = shared.settings.access(&head).path;
+        if !endpoint.is_empty() {
+            let status = problem.status.as_u16();
+            shared.endpoints.metrics.request(&endpoint, status, Duration::ZERO);
         }
         progress.connection.linger();
         if is_call { grpc::refuse(&problem) } else { problem.response() }
@@ -417,6 +415,7 @@ async fn respond(
     let connection = &progress.connection;
     let path = head.uri.path();
     let has_body = !body.is_end_stream();
+    let mut access = shared.settings.access(&head);
     if shared.settings.probes.iter().any(|probe| probe == path) {
         // The answer to a liveness probe never waits.
         progress.is_answering();
@@ -428,7 +427,7 @@ async fn respond(
                     .request(path, response.status().as_u16(), began.elapsed());
                 response
             }
-            None => forward(shared, &head, peer, Sent::Whole(Bytes::new())).await,
+            None => forward(shared, &head, peer, &access, Bytes::new()).await,
         };
         if has_body {
             connection.linger();
@@ -438,18 +437,12 @@ async fn respond(
     }
     let question = Question::of(&head.method, path).filter(|_| shared.settings.answers_queries);
     let query = question.and_then(|question| Some((question, parse_head(&head, question)?)));
-    let is_admitted = query.is_some()
-        && body.size_hint().lower() <= shared.settings.limits.max_body_bytes as u64
-        && shared.policy.admits(&head.headers);
-    if has_body && !is_admitted {
-        let announced = match head.headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()) {
-            Some(length) => length.to_owned(),
-            None => "chunked".into(),
-        };
-        let answer = forward(shared, &head, peer, Sent::Announced(announced)).await;
-        if answer.status() != StatusCode::NO_CONTENT {
-            return Ok(close_after(connection, answer));
-        }
+    if body.size_hint().lower() > shared.settings.limits.max_body_bytes as u64 {
+        access.refusal.get_or_insert(TOO_LARGE);
+    }
+    if has_body && !access.is_granted() {
+        let answer = forward(shared, &head, peer, &access, Bytes::new()).await;
+        return Ok(close_after(connection, answer));
     }
     let body = match receive(progress, body, &shared.settings.limits).await {
         Ok(body) => body,
@@ -459,12 +452,12 @@ async fn respond(
             return Ok(close_after(connection, problem.response()));
         }
         Err(Unreceived::TooLarge) => {
-            let length = shared.settings.limits.max_body_bytes as u64 + 1;
-            let response = forward(shared, &head, peer, Sent::Announced(length.to_string())).await;
+            access.refusal = Some(TOO_LARGE);
+            let response = forward(shared, &head, peer, &access, Bytes::new()).await;
             return Ok(close_after(connection, response));
         }
     };
-    if is_admitted
+    if access.is_granted()
         && let Some((question, parsed)) = query
         && let Some(answered) = answer_query(shared, question, &parsed, &body).await
     {
@@ -489,7 +482,7 @@ async fn respond(
         shared.endpoints.metrics.request(question.path(), status, began.elapsed());
         return Ok(response);
     }
-    Ok(forward(shared, &head, peer, Sent::Whole(body)).await)
+    Ok(forward(shared, &head, peer, &access, body).await)
 }
 
 /// An answer to a request whose body is not received: the connection ends after it.
@@ -560,7 +553,7 @@ async fn answer_query(shared: &Shared, question: Question, head: &Head, body: &B
 }
 
 /// Forwards a request to the control plane.
-async fn forward(shared: &Shared, head: &Parts, peer: &str, sent: Sent) -> Response<Body> {
-    let answer = shared.ask(head, peer, sent).await;
+async fn forward(shared: &Shared, head: &Parts, peer: &str, access: &Access, body: Bytes) -> Response<Body> {
+    let answer = shared.ask(head, peer, access, body).await;
     answer.unwrap_or_else(|| Problem::ending().response())
 }

@@ -14,10 +14,9 @@ use tonic_health::pb::health_check_response::ServingStatus;
 
 use crate::body::Body;
 use crate::connections::Connections;
-use crate::control_plane::{ControlPlane, Sent};
+use crate::control_plane::ControlPlane;
 use crate::endpoints::{Endpoints, Question};
-use crate::policy::Policy;
-use crate::settings::Settings;
+use crate::settings::{Access, Settings};
 
 /// Number of sweeps without a report after which the control plane counts as failed: 10 s.
 pub(crate) const MAX_SILENCE: u32 = 50;
@@ -37,7 +36,6 @@ pub(crate) struct Shared {
     pub(crate) settings: Settings,
     pub(crate) connections: Arc<Connections>,
     pub(crate) endpoints: Endpoints,
-    pub(crate) policy: Policy,
     pub(crate) control_plane: Arc<ControlPlane>,
     pub(crate) probes: RwLock<Option<Probes>>,
     /// Number of sweeps since the control plane has set `probes`.
@@ -72,13 +70,12 @@ impl Shared {
     }
 
     /// Returns the control plane's answer to a request, and counts it. None if the control plane ends before it answers.
-    pub(crate) async fn ask(&self, head: &Parts, peer: &str, sent: Sent) -> Option<Response<Body>> {
+    pub(crate) async fn ask(&self, head: &Parts, peer: &str, access: &Access, body: Bytes) -> Option<Response<Body>> {
         let began = Instant::now();
-        let answer = self.control_plane.ask(head, peer, sent).await?;
-        let path = self.settings.endpoint(head.uri.path());
-        if let Some(path) = path.filter(|_| answer.status() != StatusCode::NO_CONTENT) {
+        let answer = self.control_plane.ask(head, peer, access, body).await?;
+        if !access.path.is_empty() {
             let status = answer.status().as_u16();
-            self.endpoints.metrics.request(path, status, began.elapsed());
+            self.endpoints.metrics.request(&access.path, status, began.elapsed());
         }
         Some(answer)
     }

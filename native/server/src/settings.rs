@@ -1,10 +1,15 @@
 //! Settings that the control plane passes once, at the start.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::time::Duration;
 
+use hyper::http::request::Parts;
+use hyper::{Method, Uri};
+use percent_encoding::percent_decode_str;
 use serde::Deserialize;
 
+use crate::policy::{Endpoint, Policy, Refusal};
 use kvevents_routing::Terms;
 
 /// Limits of requests and connections: the fields of `kvevents.service.settings.Limits` that the data plane uses.
@@ -80,23 +85,14 @@ const ITEM: &str = "{id}";
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Settings {
     pub(crate) limits: Limits,
-    /// SHA-256 digests of bearer tokens with permission to query, as hexadecimal digits.
-    pub(crate) tokens: Vec<String>,
-    /// Whether any tokens are configured.
-    pub(crate) has_tokens: bool,
-    /// Whether callers without a token have permission to query.
-    pub(crate) is_open: bool,
-    /// Whether the `Host` of a request is checked.
-    pub(crate) checks_host: bool,
-    /// The address at which the service listens, and further names of the service.
-    pub(crate) host: String,
-    pub(crate) names: Vec<String>,
+    pub(crate) policy: Policy,
     /// Whether queries are answered here; if not, they are forwarded.
     pub(crate) answers_queries: bool,
     /// Default weights of `/v1/select`.
     pub(crate) select: Terms,
-    /// Methods by path, and paths of probes.
-    pub(crate) paths: HashMap<String, Vec<String>>,
+    /// The table of endpoints, by path and method.
+    pub(crate) endpoints: HashMap<String, HashMap<String, Endpoint>>,
+    /// Paths of probes, and of what else is answered when the service accepts no other clients.
     pub(crate) probes: Vec<String>,
     /// Bounds of the buckets of both histograms: durations, and shares of a prompt.
     pub(crate) seconds: Vec<f64>,
@@ -106,17 +102,58 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// Returns the path of the endpoint of a request. None for an unknown path.
-    pub(crate) fn endpoint<'a>(&'a self, path: &'a str) -> Option<&'a str> {
-        if self.paths.contains_key(path) {
-            return Some(path);
+    /// Returns the endpoint and the caller of a request.
+    pub(crate) fn access(&self, head: &Parts) -> Access {
+        let method = if head.method == Method::HEAD {
+            "GET"
+        } else {
+            head.method.as_str()
+        };
+        let mut access = Access::default();
+        if let Some((path, methods)) = self.endpoints_at(&decoded_path(&head.uri)) {
+            access.path.clone_from(path);
+            if let Some((method, endpoint)) = methods.get_key_value(method) {
+                access.method.clone_from(method);
+                let (caller, refusal) = self.policy.check(&head.headers, endpoint, method == "GET");
+                (access.caller, access.refusal) = (caller.into(), refusal);
+            }
         }
-        let is_endpoint = |known: &&String| {
+        access
+    }
+
+    /// Returns the endpoints at the path of a request by method, and their path in the table. None for an unknown path.
+    fn endpoints_at(&self, path: &str) -> Option<(&String, &HashMap<String, Endpoint>)> {
+        let is_endpoint = |(known, _): &(&String, _)| {
             let item = known
                 .split_once(ITEM)
                 .and_then(|(prefix, suffix)| path.strip_prefix(prefix)?.strip_suffix(suffix));
             item.is_some_and(|item| !item.is_empty() && !item.contains('/'))
         };
-        self.paths.keys().find(is_endpoint).map(String::as_str)
+        let with_item = || self.endpoints.iter().find(is_endpoint);
+        self.endpoints.get_key_value(path).or_else(with_item)
+    }
+}
+
+/// The path of a request's target, without percent-encoding.
+pub(crate) fn decoded_path(target: &Uri) -> Cow<'_, str> {
+    percent_decode_str(target.path()).decode_utf8_lossy()
+}
+
+/// The endpoint of a request, and whether its caller may use it.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Access {
+    /// Path of the endpoint in the table; empty for an unknown path.
+    pub(crate) path: String,
+    /// Method of the endpoint in the table; empty if it has not that of the request.
+    pub(crate) method: String,
+    /// Name of the caller, if the endpoint is known.
+    pub(crate) caller: String,
+    pub(crate) refusal: Option<Refusal>,
+}
+
+impl Access {
+    /// Whether the request may have a body, and be answered: if not, the control plane's answer is an error.
+    pub(crate) fn is_granted(&self) -> bool {
+        !self.method.is_empty() && self.refusal.is_none()
     }
 }

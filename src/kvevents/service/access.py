@@ -1,19 +1,16 @@
-"""Access control: bearer tokens with roles, host patterns, and the audit log of registrations and refused requests.
+"""Settings of access control: bearer tokens with roles, and host patterns; and the audit log of changes and refused requests.
 
-Each role includes the roles below it. The table of endpoints has the role that each endpoint requires. The audit log never
-contains a token.
+The data plane applies them (`native/server/src/policy.rs`). The audit log never contains a token.
 """
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import IntEnum
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
@@ -29,20 +26,8 @@ MAX_TOKEN_BYTES: Final = 4096
 _HINT: Final = "create one with `openssl rand -base64 32`"
 
 
-class Role(IntEnum):
-    """Permissions of a caller; each role includes those below it."""
-
-    NONE = 0
-    READ = 1
-    REGISTER = 2
-
-
-class Caller(NamedTuple):
-    """The sender of a request."""
-
-    role: Role
-    name: str
-    """Name of the token for logs; `anonymous` without one."""
+Role: TypeAlias = Literal["none", "read", "register"]
+"""Permissions of a caller; each role includes those before it."""
 
 
 class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,54 +70,40 @@ class AccessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     anonymous: Literal["none", "read"] | None = None
     """Role of callers without a token. Default: all permissions if no tokens are configured, none otherwise."""
 
+    @property
+    def anonymous_role(self) -> Role:
+        """Role of callers without a token."""
+        return self.anonymous or ("none" if self.tokens else "register")
 
-class Access:
-    """Maps tokens to callers. It reads the tokens once and keeps their digests, so a changed token needs a restart.
+
+class Token(Struct, frozen=True):
+    """A token as the data plane compares it."""
+
+    digest: tuple[int, ...]
+    """The bytes of the SHA-256 digest."""
+    role: Role
+    name: str
+    """Name of its user in logs."""
+
+
+def read_tokens(config: AccessSettings, environ: Mapping[str, str] = os.environ) -> tuple[Token, ...]:
+    """Read the tokens. The service does this once, so a changed token needs a restart.
 
     Raises `ConfigError` for a token that cannot be read, has an invalid length or character, or occurs twice.
     """
-
-    def __init__(self, config: AccessSettings, environ: Mapping[str, str] = os.environ) -> None:
-        self._callers: dict[bytes, Caller] = {}
-        for number, settings in enumerate(config.tokens, 1):
-            label = settings.name or f"token {number}"
-            token = _read_token(settings, label, environ)
-            if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
-                raise ConfigError(f"{label} has {len(token)} bytes: expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}; {_HINT}")
-            if not all(0x21 <= byte <= 0x7E for byte in token):
-                raise ConfigError(f"{label} has invalid characters: expected printable ASCII without spaces; {_HINT}")
-            digest = sha256(token).digest()
-            if digest in self._callers:
-                raise ConfigError(f"{self._callers[digest].name} and {label} are the same token; {_HINT}")
-            self._callers[digest] = Caller(Role[settings.role.upper()], label)
-        role_name = config.anonymous or ("none" if config.tokens else "register")
-        self.anonymous = Caller(Role[role_name.upper()], "anonymous")
-
-    def caller(self, authorization: bytes | None) -> Caller:
-        """Return the caller for a value of the `Authorization` header, or for a request without this header (None).
-
-        An unknown token has no role even if anonymous callers have one, so that its owner notices the mistake. The comparison
-        takes the same time for every token.
-        """
-        if authorization is None or not self._callers:
-            return self.anonymous
-        scheme, _, token = authorization.partition(b" ")
-        digest = sha256(token.strip(b" \t")).digest()
-        callers = [caller for candidate, caller in self._callers.items() if hmac.compare_digest(candidate, digest)]
-        return callers[0] if callers and scheme.lower() == b"bearer" else _UNKNOWN
-
-    @property
-    def digests(self) -> list[bytes]:
-        """The SHA-256 digests of all tokens, each of which may query."""
-        return list(self._callers)
-
-    @property
-    def has_anonymous(self) -> bool:
-        """Whether callers without a token have any role, so that the `Host` of requests is checked."""
-        return self.anonymous.role is not Role.NONE
-
-
-_UNKNOWN: Final = Caller(Role.NONE, "unknown token")
+    tokens: dict[tuple[int, ...], Token] = {}
+    for number, settings in enumerate(config.tokens, 1):
+        label = settings.name or f"token {number}"
+        token = _read_token(settings, label, environ)
+        if not MIN_TOKEN_BYTES <= len(token) <= MAX_TOKEN_BYTES:
+            raise ConfigError(f"{label} has {len(token)} bytes: expected {MIN_TOKEN_BYTES} to {MAX_TOKEN_BYTES}; {_HINT}")
+        if not all(0x21 <= byte <= 0x7E for byte in token):
+            raise ConfigError(f"{label} has invalid characters: expected printable ASCII without spaces; {_HINT}")
+        digest = tuple(sha256(token).digest())
+        if digest in tokens:
+            raise ConfigError(f"{tokens[digest].name} and {label} are the same token; {_HINT}")
+        tokens[digest] = Token(digest, settings.role, label)
+    return tuple(tokens.values())
 
 
 def _read_token(token: TokenSettings, label: str, environ: Mapping[str, str]) -> bytes:
@@ -171,36 +142,34 @@ def is_loopback(host: str) -> bool:
     return host == "localhost" if address is None else address.is_loopback
 
 
-def host_of(place: str) -> str:
-    """Return HOST of `HOST`, `HOST:PORT`, `[HOST]` or `[HOST]:PORT`, in lower case and without a final dot."""
-    if place.startswith("["):
-        return place[1:].partition("]")[0].lower()
-    return place.partition(":")[0].lower().removesuffix(".")
+class Hosts(Struct, frozen=True):
+    """A set of hosts, in lower case."""
+
+    names: list[str]
+    suffixes: list[str]
+    """Ends of names."""
+    networks: list[tuple[str, str]]
+    """First and last address of each network."""
 
 
-class HostPatterns:
-    """A set of hosts: names, addresses, networks such as `10.0.0.0/8`, and `*.SUFFIX` for all names with it. Ignores case.
+def parse_hosts(patterns: Sequence[str]) -> Hosts:
+    """Return hosts by `allowed_hosts`: names, addresses, networks such as `10.0.0.0/8`, and `*.SUFFIX` for all names with it.
 
-    Raises `ConfigError`, which names the `setting`, for anything else.
+    Raises `ConfigError` for anything else.
     """
-
-    def __init__(self, patterns: Sequence[str], setting: str) -> None:
-        self._networks: Final[list[Network]] = []
-        for pattern in patterns:
-            try:
-                self._networks.append(ipaddress.ip_network(pattern))
-            except ValueError as error:
-                if _HOST_PATTERN.fullmatch(pattern) is None:
-                    forms = "HOST, NETWORK/BITS or *.SUFFIX, without a port"
-                    raise ConfigError(f"invalid {setting} entry {pattern!r}: expected {forms}") from error
-        self._names: Final = {name.lower() for name in patterns if not name.startswith("*.")}
-        self._suffixes: Final = tuple(name[1:].lower() for name in patterns if name.startswith("*."))
-
-    def __contains__(self, host: str) -> bool:
-        if host in self._names or (bool(self._suffixes) and host.endswith(self._suffixes)):
-            return True
-        address = address_of(host) if self._networks else None
-        return address is not None and any(address in network for network in self._networks)
+    hosts = Hosts([], [], [])
+    for pattern in patterns:
+        try:
+            network = ipaddress.ip_network(pattern)
+        except ValueError as error:
+            if _HOST_PATTERN.fullmatch(pattern) is None:
+                forms = "HOST, NETWORK/BITS or *.SUFFIX, without a port"
+                raise ConfigError(f"invalid allowed_hosts entry {pattern!r}: expected {forms}") from error
+            name = pattern.lower()
+            (hosts.suffixes if name.startswith("*.") else hosts.names).append(name.removeprefix("*"))
+        else:
+            hosts.networks.append((str(network[0]), str(network[-1])))
+    return hosts
 
 
 # --- the audit log

@@ -7,7 +7,6 @@
     ├── NotFoundError             404
     ├── ConflictError             409: the request conflicts with what is registered
     ├── TooMuchError              413: the request exceeds a limit
-    ├── UnauthorizedError         401, 403
     └── UnavailableError          503: the client can retry later
 """
 
@@ -51,12 +50,6 @@ class TooMuchError(ServiceError):
     """The request exceeds a limit."""
 
     status = 413
-
-
-class UnauthorizedError(ServiceError):
-    """The request has no token, or one without the required role."""
-
-    status = 401
 
 
 class UnavailableError(ServiceError):

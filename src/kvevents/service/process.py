@@ -20,14 +20,14 @@ import msgspec
 from kvevents.client.schemas import SelectRequest
 from kvevents.errors import ConfigError
 from kvevents.prometheus import require as require_prometheus
-from kvevents.service.access import Access, Role
+from kvevents.service.access import parse_hosts, read_tokens
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.certificates import check_tls
 from kvevents.service.data_plane import DURATION_BOUNDS, MATCH_RATIO_BOUNDS
 from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.discovery.runner import check_engines
 from kvevents.service.http.app import App
-from kvevents.service.http.routes import ENDPOINTS
+from kvevents.service.http.routes import ENDPOINTS, ROUTES
 from kvevents.service.index_source import OpenIndexSource
 from kvevents.service.service import Service
 from kvevents.service.settings import Limits, ServiceSettings
@@ -100,7 +100,7 @@ def check(config: ServiceSettings, sources_file: Path | None) -> None:
 def check_settings(config: ServiceSettings, sources_file: Path | None) -> None:
     """Raise `ConfigError` for settings that `kvevents serve` cannot start with, and `MissingDependencyError`."""
     require_prometheus()
-    Access(config.access)
+    read_tokens(config.access)
     EndpointAllowList(config.allow)
     if config.tls is not None:
         check_tls(config.tls)
@@ -182,23 +182,25 @@ class _Server:
 
 def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[str, Any]:
     """Return the settings of the data plane, as `native/server/src/settings.rs` reads them."""
-    config, access = service.settings, service.access
-    paths: dict[str, list[str]] = {}
-    for endpoint in ENDPOINTS:
-        paths.setdefault(endpoint.path, []).append(endpoint.method)
+    config = service.settings
+    policy = {
+        "tokens": service.tokens,
+        "anonymous": config.access.anonymous_role,
+        "host": config.host.lower(),
+        "is_loopback": config.is_loopback,
+        "hosts": parse_hosts(config.allowed_hosts),
+    }
     defaults = SelectRequest(model="any", tokens=[])
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "limits": config.limits,
-        "tokens": [digest.hex() for digest in access.digests],
-        "has_tokens": bool(config.access.tokens),
-        "is_open": access.anonymous.role >= Role.READ,
-        "checks_host": access.has_anonymous,
-        "host": config.host,
-        "names": [name for name in config.allowed_hosts if "*" not in name and "/" not in name],
+        "policy": policy,
         "answers_queries": answers_queries,
         "select": {name: getattr(defaults, name) for name in ("tiers", "trust", "wait_weight", "load_weight")},
-        "paths": paths,
+        "endpoints": {
+            path: {name: {"role": route.role, "probe": route.probe} for name, route in methods.items()}
+            for path, methods in ROUTES.items()
+        },
         "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe or endpoint.pool == "metrics"],
         "seconds": DURATION_BOUNDS,
         "depths": MATCH_RATIO_BOUNDS,

@@ -15,7 +15,7 @@ from kvevents.client.schemas import HealthAnswer, ReadyAnswer, StatsAnswer
 from kvevents.errors import SnapshotError
 from kvevents.index import Block, PrefixIndex
 from kvevents.package_metadata import VERSION
-from kvevents.service.access import Access, AuditLog
+from kvevents.service.access import AuditLog, read_tokens
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.block_listings import BlockListings
 from kvevents.service.certificates import CertificateFiles
@@ -62,7 +62,7 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings = config
-        self.access = Access(config.access)
+        self.tokens = read_tokens(config.access)
         self.audit = AuditLog()
         self.allow_list = EndpointAllowList(config.allow)
         self.state_store = StateStore(Path(config.state_dir)) if config.state_dir is not None else None

@@ -9,7 +9,7 @@ from msgspec import Struct, field
 from kvevents.client.schemas import MAX_RESERVATION_SECONDS
 from kvevents.errors import ConfigError
 from kvevents.routing import LoadSettings
-from kvevents.service.access import AccessSettings, HostPatterns, is_loopback
+from kvevents.service.access import AccessSettings, is_loopback, parse_hosts
 from kvevents.service.discovery.provider import SourceTable, Template, check_endpoint
 from kvevents.service.fleet.registration import GroupFields, Registration
 from kvevents.settings import (
@@ -254,7 +254,7 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
-        HostPatterns(self.allowed_hosts, "allowed_hosts")
+        parse_hosts(self.allowed_hosts)
         if self.is_open and not self.insecure:
             raise ConfigError(
                 f"host {self.host} is reachable from other machines and requests need no token: set access.tokens, "

@@ -1,13 +1,7 @@
 """The control plane's part of the HTTP server: it handles each request that the data plane forwards by the table of endpoints.
 
-It uses no framework: dispatch is a dictionary lookup, and roles, limits and errors are a few lines here for all endpoints.
-
-`OriginPolicy` refuses cross-site requests and DNS rebinding. A web page can make the browser of its visitor send requests to
-any address that the machine reaches, loopback included. The browser sends the page's origin in `Origin` and `Sec-Fetch-Site`,
-which scripts cannot change, so the service refuses requests of other origins. With DNS rebinding the host name of the page
-resolves to the service, and both headers say "same origin", but `Host` then has the name of the page. So `Host` must be an
-address or a configured name as long as callers without a token have any role. If every request needs a token, `Host` may be
-anything, because a browser does not add a bearer token by itself.
+It uses no framework: dispatch is a dictionary lookup, and errors are a few lines here for all endpoints. The data plane has
+found the endpoint and the caller of a request, and says whether it is refused (`native/server/src/policy.rs`).
 
 Requests have OpenTelemetry spans if an SDK is configured. The service depends on OpenTelemetry's API alone, and uses it only if
 it is installed. It looks for an SDK once, when the application is built, so the SDK must be configured before, as
@@ -19,16 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping
 from contextlib import AbstractContextManager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
-from urllib.parse import unquote
 
-from kvevents.service.access import Caller, Client, HostPatterns, Role, address_of, host_of, is_loopback
-from kvevents.service.errors import NotFoundError, ServiceError, TooMuchError, UnauthorizedError, UnavailableError
+from kvevents.service.access import Client
+from kvevents.service.errors import NotFoundError, ServiceError, UnavailableError
 from kvevents.service.http.messages import RAW, AnyResponse, Headers, HttpRequest, Response, StreamingResponse, problem
-from kvevents.service.http.routes import ROUTES, Route, item_of, match_path
+from kvevents.service.http.routes import ROUTES, Route, item_of
 from kvevents.service.scope_fields import scope_parameters
 from kvevents.service.service import Service
 from kvevents_native import _native
@@ -37,8 +30,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 log = logging.getLogger(__name__)
-ADMITTED: Final = Response(status=204)
-"""Response to the headers of a request whose body the data plane may receive now."""
 
 
 class _Sending(NamedTuple):
@@ -50,16 +41,10 @@ class _Sending(NamedTuple):
 
 
 class App:
-    """Handles the requests that the data plane forwards, one task each. Only the event loop may use it.
-
-    A request with a body arrives twice. The first time its body is only announced. The application responds with `ADMITTED`
-    if it accepts the body, and otherwise with the error for the client.
-    """
+    """Handles the requests that the data plane forwards, one task each. Only the event loop may use it."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        host, names = service.settings.host, service.settings.allowed_hosts
-        self._origins = OriginPolicy(host, names, checks_host=service.access.has_anonymous)
         self._tracer = find_tracer()
         self._tasks: set[asyncio.Task[None]] = set()
         self._open_streams: dict[int, _Sending] = {}
@@ -132,31 +117,27 @@ class App:
             await response.pieces.aclose()  # type: ignore[attr-defined]  # it is a generator
 
     async def _respond_with_span(self, native: _native.Request) -> AnyResponse:
-        path = unquote(native.path)
-        if self._tracer is None or path in _UNTRACED:
-            return await self._respond(native, path)
-        response = None
-        if native.announced is not None:
-            response = await self._respond(native, path)
-            if response is ADMITTED:  # the whole request follows, and has the span
-                return response
-        with start_span(self._tracer, native.method, path, native.headers) as span:
-            response = response or await self._respond(native, path, span)
+        if self._tracer is None or native.endpoint[0] in _UNTRACED:
+            return await self._respond(native)
+        with start_span(self._tracer, native) as span:
+            response = await self._respond(native, span)
             finish_span(span, response)
             return response
 
-    async def _respond(self, native: _native.Request, path: str, span: Span | None = None) -> AnyResponse:
-        methods = ROUTES.get(match_path(path) or "")
+    async def _respond(self, native: _native.Request, span: Span | None = None) -> AnyResponse:
+        path, method = native.endpoint
+        methods = ROUTES.get(path)
         if methods is None:
-            return problem(NotFoundError(f"no endpoint {path}", "no-such-path", "see /openapi.json for all endpoints"))
-        endpoint = methods.get("GET" if native.method == "HEAD" else native.method)
+            hint = "see /openapi.json for all endpoints"
+            return problem(NotFoundError(f"no endpoint {native.path}", "no-such-path", hint))
+        endpoint = methods.get(method)
         if endpoint is None:
             hint = f"use {' or '.join(sorted(methods))}"
-            error = ServiceError(f"{path} does not support {native.method}", "method-not-allowed", hint, status=405)
+            error = ServiceError(f"{native.path} does not support {native.method}", "method-not-allowed", hint, status=405)
             allowed_methods = sorted(methods) + (["HEAD"] if "GET" in methods else [])
             return problem(error, ((b"allow", ", ".join(allowed_methods).encode()),))
         try:
-            return await self._admit(endpoint, native, path, span)
+            return await self._handle(endpoint, native, span)
         except ServiceError as error:
             return problem(error, ((b"www-authenticate", b"Bearer"),) if error.code == HTTPStatus.UNAUTHORIZED else ())
         except Exception:
@@ -164,18 +145,12 @@ class App:
             hint = "see the log of the service, and report the error"
             return problem(ServiceError("internal error", "internal", hint, status=500))
 
-    async def _admit(self, endpoint: Route, native: _native.Request, path: str, span: Span | None) -> AnyResponse:
-        """Check the caller, handle the request if its body is here, and log it if it is refused and would change something."""
-        headers = Headers(native.headers)
-        caller = self.service.access.caller(headers.authorization)
+    async def _handle(self, endpoint: Route, native: _native.Request, span: Span | None) -> AnyResponse:
+        """Handle a request, and log it if its caller is refused, or if it fails and would change something."""
+        headers, path, limits = Headers(native.headers), native.path, self.service.settings.limits
         try:
-            self._authorize(endpoint, headers, caller)
-            if native.announced is not None:
-                limit = self.service.settings.limits.max_body_bytes
-                if native.announced.isdigit() and int(native.announced) > limit:
-                    hint = "send less, or raise limits.max_body_bytes"
-                    raise TooMuchError(f"the body has more than {limit} bytes", "too-large", hint)
-                return ADMITTED
+            if native.refusal is not None:
+                raise _refusal(native.refusal, endpoint, headers, limits.max_body_bytes)
             request = HttpRequest(
                 method=native.method,
                 path=path,
@@ -183,33 +158,22 @@ class App:
                 headers=headers,
                 body=native.body,
                 decoders=endpoint.decoders,
-                limits=self.service.settings.limits,
-                client=Client(caller.name, native.peer),
+                limits=limits,
+                client=Client(native.caller, native.peer),
                 item=item_of(endpoint.path, path),
             )
             _read_parameters(endpoint, request)
-            response = await self._handle(endpoint, request)
+            response = await self._run(endpoint, request)
         except ServiceError as error:
-            if endpoint.role is Role.REGISTER or isinstance(error, UnauthorizedError):
+            if endpoint.role == "register" or native.refusal not in {None, "too-large"}:
                 name = f"{endpoint.method} {endpoint.path}"
-                self.service.audit.log_refusal(name, caller=caller.name, peer=native.peer, reason=error.sentence)
+                self.service.audit.log_refusal(name, caller=native.caller, peer=native.peer, reason=error.sentence)
             raise
         if span is not None:
             span.set_attributes(request.span_attributes)
         return response
 
-    def _authorize(self, endpoint: Route, headers: Headers, caller: Caller) -> None:
-        if not endpoint.probe:
-            self._origins.check(headers, is_read=endpoint.method == "GET")
-        if endpoint.role is None or caller.role >= endpoint.role:
-            return
-        if caller.role is Role.NONE or not headers.authorization:
-            problem = "unknown token" if headers.authorization else "a token is required"
-            raise UnauthorizedError(problem, "unauthorized", "send `Authorization: Bearer TOKEN`")
-        hint = f"use a token with role {endpoint.role.name.lower()}"
-        raise UnauthorizedError("this token does not have the required role", "forbidden", hint, status=403)
-
-    async def _handle(self, endpoint: Route, request: HttpRequest) -> AnyResponse:
+    async def _run(self, endpoint: Route, request: HttpRequest) -> AnyResponse:
         try:
             if not endpoint.pool:
                 response = endpoint.handler(self.service, request)
@@ -230,56 +194,38 @@ def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
     request.arguments = scope_parameters(request.parameters, names, beside=" beside a body of this type" if has_body else "")
 
 
-# --- the origins of requests
+# --- refused requests
 
 MAX_SHOWN: Final = 80
 """Maximum number of characters of a header that an error quotes."""
-_OWN_SITE: Final = frozenset({None, b"same-origin", b"none"})
-"""Values of `Sec-Fetch-Site` in requests of the service's page, of the user, and of other programs than browsers."""
+_BROWSER_HINT: Final = "a browser may send requests only from the service's own page"
+_TOKEN_HINT: Final = "send `Authorization: Bearer TOKEN`"  # noqa: S105 - it has none
+_REFUSALS: Final[Mapping[str, tuple[int, str, str, str]]] = {
+    # Status, reason, sentence and hint by the reasons of `native/server/src/policy.rs`.
+    "unknown-host": (
+        421,
+        "unknown-host",
+        "unknown host {host!r}",
+        "use an address of this service, or add the name to allowed_hosts",
+    ),
+    "foreign-origin": (403, "foreign-origin", "foreign origin {origin!r}", f"{_BROWSER_HINT}; see allowed_hosts"),
+    "foreign-page": (403, "foreign-origin", "a page of another origin sent this request", _BROWSER_HINT),
+    "token-missing": (401, "unauthorized", "a token is required", _TOKEN_HINT),
+    "token-unknown": (401, "unauthorized", "unknown token", _TOKEN_HINT),
+    "forbidden": (403, "forbidden", "this token does not have the required role", "use a token with role {role}"),
+    "too-large": (413, "too-large", "the body has more than {limit} bytes", "send less, or raise limits.max_body_bytes"),
+}
 
 
-class OriginPolicy:
-    """Refuses requests that a web page of another origin makes a browser send.
-
-    The service listens at `host`, and clients reach it by `names`. `checks_host` says whether `Host` is checked.
-    """
-
-    def __init__(self, host: str, names: Sequence[str], *, checks_host: bool) -> None:
-        self._names: Final = HostPatterns(names, "allowed_hosts")
-        self._host: Final = host.lower()
-        self._checks_host: Final = checks_host
-        self._is_loopback: Final = is_loopback(host)
-
-    def check(self, headers: Headers, *, is_read: bool) -> None:
-        """Raise `UnauthorizedError` for a request of another origin, or with an unknown host name.
-
-        `is_read` says that the request changes nothing, so a link on another site may open it in a browser.
-        """
-        if self._checks_host and headers.host is not None and not self._is_own_host(host_of(_text(headers.host))):
-            hint = "use an address of this service, or add the name to allowed_hosts"
-            raise UnauthorizedError(f"unknown host {_text(headers.host)[:MAX_SHOWN]!r}", "unknown-host", hint, status=421)
-        if headers.origin is not None and not self._is_own_origin(headers.origin, headers.host):
-            hint = "a browser may send requests only from the service's own page; see allowed_hosts"
-            raise UnauthorizedError(f"foreign origin {_text(headers.origin)[:MAX_SHOWN]!r}", "foreign-origin", hint, status=403)
-        if headers.fetch_site not in _OWN_SITE and not (is_read and headers.fetch_mode == b"navigate"):
-            hint = "a browser may send requests only from the service's own page"
-            raise UnauthorizedError("a page of another origin sent this request", "foreign-origin", hint, status=403)
-
-    def _is_own_origin(self, origin: bytes, host: bytes | None) -> bool:
-        scheme, separator, place = _text(origin).lower().partition("://")
-        if not separator or scheme not in {"http", "https"}:
-            return False  # also `null`, the origin of sandboxed frames and files
-        return (host is not None and place == _text(host).lower()) or host_of(place) in self._names
-
-    def _is_own_host(self, host: str) -> bool:
-        if host in (self._host, "localhost") or host.endswith(".localhost") or host in self._names:
-            return True
-        address = address_of(host)
-        return address is not None and (address.is_loopback or not self._is_loopback)
+def _refusal(why: str, endpoint: Route, headers: Headers, limit: int) -> ServiceError:
+    """Return the error of a request that the data plane refuses."""
+    status, reason, sentence, hint = _REFUSALS[why]
+    fields = {"host": _quotable(headers.host), "origin": _quotable(headers.origin), "role": endpoint.role, "limit": limit}
+    return ServiceError(sentence.format(**fields), reason, hint.format(**fields), status=status)
 
 
-def _text(value: bytes) -> str:
-    return value.decode("latin-1").strip(" \t")
+def _quotable(value: bytes) -> str:
+    return value.decode("latin-1").strip(" \t")[:MAX_SHOWN]
 
 
 # --- spans
@@ -305,17 +251,17 @@ def find_tracer() -> Tracer | None:
     return provider.get_tracer("kvevents.service")
 
 
-def start_span(tracer: Tracer, method: str, path: str, headers: Sequence[tuple[str, bytes]]) -> AbstractContextManager[Span]:
+def start_span(tracer: Tracer, request: _native.Request) -> AbstractContextManager[Span]:
     """Return the span of a request, a child of the span that its headers name, by the conventions for HTTP servers."""
     from opentelemetry.propagate import extract  # noqa: PLC0415 - it might not be installed
     from opentelemetry.trace import SpanKind  # noqa: PLC0415
 
-    known_method, route = method if method in _KNOWN_METHODS else _OTHER_METHOD, match_path(path)
-    attributes = {"http.request.method": known_method, "url.path": path[:MAX_PATH]}
+    known_method, route = request.method if request.method in _KNOWN_METHODS else _OTHER_METHOD, request.endpoint[0]
+    attributes = {"http.request.method": known_method, "url.path": request.path[:MAX_PATH]}
     name = "HTTP" if known_method == _OTHER_METHOD else known_method
-    if route is not None:
+    if route:
         name, attributes["http.route"] = f"{known_method} {route}", route
-    context = extract({name: value.decode("latin-1") for name, value in headers})
+    context = extract({name: value.decode("latin-1") for name, value in request.headers})
     return tracer.start_as_current_span(name, context, kind=SpanKind.SERVER, attributes=attributes)
 
 

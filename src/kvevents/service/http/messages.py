@@ -43,18 +43,15 @@ class Headers:
 
     def __init__(self, headers: Sequence[tuple[str, bytes]]) -> None:
         fields = dict(reversed(headers))
-        self.authorization: Final = fields.get("authorization")
         self.wants_msgpack: Final = prefers_msgpack(b",".join(value for name, value in headers if name == "accept"))
         """Whether the answer should be msgpack, and not JSON."""
         self.kind: Final = fields.get("content-type", b"").partition(b";")[0].strip().lower()
         """Media type of the body in lower case, without parameters; empty if not given."""
-        self.host: Final = fields.get("host")
+        self.host: Final = fields.get("host", b"")
         self.if_none_match: Final = fields.get("if-none-match", b"")
         last_event_id = fields.get("last-event-id")
         self.last_event_id: Final = None if last_event_id is None else last_event_id.decode("latin-1")
-        self.origin: Final = fields.get("origin")
-        self.fetch_site: Final = fields.get("sec-fetch-site")
-        self.fetch_mode: Final = fields.get("sec-fetch-mode")
+        self.origin: Final = fields.get("origin", b"")
 
 
 def prefers_msgpack(accept: bytes) -> bool:

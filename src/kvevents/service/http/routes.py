@@ -185,14 +185,14 @@ def _encoded_openapi() -> bytes:
 
 
 _Object: TypeAlias = dict[str, Any]
-_indexer: Final = partial(Route, role=Role.READ, tag="indexer")
+_indexer: Final = partial(Route, role="read", tag="indexer")
 _matching: Final = partial(_indexer, "POST", gives=dict[str, _Object | list[int]], pool="queries")
 _listing: Final = partial(_indexer, "GET", pool="fleet")
-_registering: Final = partial(Route, "POST", role=Role.REGISTER, tag="indexer")
+_registering: Final = partial(Route, "POST", role="register", tag="indexer")
 _changing: Final = partial(_registering, gives=schemas.RegistrationAnswer)
-_selection: Final = partial(Route, role=Role.READ, tag="selection")
+_selection: Final = partial(Route, role="read", tag="selection")
 _selecting: Final = partial(_selection, "POST", pool="queries")
-_v1: Final = partial(Route, role=Role.READ, tag="v1")
+_v1: Final = partial(Route, role="read", tag="v1")
 _querying: Final = partial(_v1, "POST", pool="queries")
 _public: Final = partial(Route, "GET", role=None, tag="probes")
 _probe: Final = partial(_public, probe=True)
@@ -247,7 +247,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _probe("/health", health, gives=schemas.HealthAnswer, also=_FAILED),
     _probe("/livez", health, gives=schemas.HealthAnswer, also=_FAILED),
     _probe("/readyz", ready, gives=schemas.ReadyAnswer, also={503: "the service is not ready"}),
-    _public("/metrics", metrics, gives=str, role=Role.READ, media="text/plain", pool="metrics"),
+    _public("/metrics", metrics, gives=str, role="read", media="text/plain", pool="metrics"),
     _public("/openapi.json", openapi, gives=_Object),
     _public("/", page, gives=str, media="text/html"),
 )
@@ -259,21 +259,12 @@ for _endpoint in ENDPOINTS:
 
 ITEM: Final = "{id}"
 """Stands for a name in the path of a route."""
-_WITH_ITEM: Final = tuple(path for path in ROUTES if ITEM in path)
 
 
 def item_of(path: str, path_of_request: str) -> str:
-    """Return the part of a requested path at the place of `{id}` in a route's path; empty for another path."""
+    """Return the part of a requested path at the place of `{id}` in its route's path; empty if that has none."""
     prefix, _, suffix = path.partition(ITEM)
-    item = path_of_request.removeprefix(prefix).removesuffix(suffix)
-    return item if "/" not in item and path_of_request == prefix + item + suffix else ""
-
-
-def match_path(path_of_request: str) -> str | None:
-    """Return the path of the routes of a request."""
-    if path_of_request in ROUTES:
-        return path_of_request
-    return next((path for path in _WITH_ITEM if item_of(path, path_of_request)), None)
+    return path_of_request.removeprefix(prefix).removesuffix(suffix)
 
 
 # --- OpenAPI -----------------------------------------------------------------------------------------------------------------
