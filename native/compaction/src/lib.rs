@@ -22,7 +22,7 @@ use kvevents_index::apply::Read;
 use kvevents_index::limits::RANKS;
 use kvevents_index::memory::prefetch;
 use kvevents_index::wire::decode::{ReadPayload, Rejected, read};
-use kvevents_index::wire::scan::{Event, Kind, Schema, Scratch, scan};
+use kvevents_index::wire::scan::{Event, Kind, Schema, Scratch};
 
 use encode::PayloadWriter;
 use state::{Reason, State};
@@ -31,18 +31,6 @@ pub use announcements::MAX_ANNOUNCEMENTS;
 pub use event::{ExportedEvent, Location, Namespace, Store};
 pub use group_rules::MAX_GROUPS;
 pub use state::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_UNKEPT, MAX_WAITING, MAX_WIDTHS};
-
-/// Number of blocks that are cleared or examined in negligible time.
-const FEW: usize = 1_024;
-
-/// Number of payloads that are prefetched ahead of the payload that is applied.
-fn ahead<'a>(payloads: &'a [&'a [u8]]) -> impl Iterator<Item = &'a [u8]> {
-    let mut next = payloads.iter().skip(1);
-    payloads.iter().map(move |payload| {
-        next.next().into_iter().for_each(|next| prefetch::beginning(next));
-        *payload
-    })
-}
 
 /// The events of one rank; None if payloads have not stated a rank.
 pub type RankEvents = (Option<i64>, Vec<ExportedEvent>);
@@ -76,26 +64,19 @@ impl Compactor {
         self.is_restoring = false;
     }
 
-    /// Applies one payload in a time that is bounded by its length. Returns false and changes nothing if it clears more than a few blocks,
-    /// or if the scanner does not read it.
-    pub fn apply_quick(&mut self, payload: &[u8], schema: &Schema) -> bool {
-        let is_clear = |event: &Event| event.kind == Kind::Cleared;
-        let is_quick = scan(payload, schema, &mut self.scratch).is_some()
-            && !(self.nodes() + self.unkept() > FEW && self.scratch.events.iter().any(is_clear));
-        if is_quick {
-            self.apply_events(payload);
-        }
-        self.scratch.shrink();
-        is_quick
-    }
-
     /// Applies what was read into the scratch, as an index does.
     fn apply_read(&mut self, batch: &ReadPayload<'_>) {
-        self.apply_events(&batch.bytes);
         if self.scratch.digests {
-            return;
+            // Exported as numbers, the hashes would differ for consumers that store digests.
+            return self.invalidate("digests");
         }
         let stated = self.scratch.stated_rank();
+        if self.others.is_empty() && (stated.is_none() || self.rank.is_none_or(|rank| stated == Some(rank))) {
+            self.rank = self.rank.or(stated);
+            apply_to(&mut self.state, &batch.bytes, &self.scratch, !self.is_restoring, |_| true);
+        } else {
+            self.apply_by_rank(&batch.bytes, stated);
+        }
         let is_attested = batch.heartbeat.as_ref().is_some_and(|beat| beat.attestation.is_some());
         let is_single = self.others.is_empty();
         // As in the index, each rank attests its own blocks.
@@ -107,21 +88,6 @@ impl Compactor {
         }
         if batch.rejected.iter().any(Rejected::loses_events) {
             self.invalidate("payloads");
-        }
-    }
-
-    /// Applies the events in the scratch, whose spans are positions in `bytes`.
-    fn apply_events(&mut self, bytes: &[u8]) {
-        if self.scratch.digests {
-            // Exported as numbers, the hashes would differ for consumers that store digests.
-            return self.invalidate("digests");
-        }
-        let stated = self.scratch.stated_rank();
-        if self.others.is_empty() && (stated.is_none() || self.rank.is_none_or(|rank| stated == Some(rank))) {
-            self.rank = self.rank.or(stated);
-            apply_to(&mut self.state, bytes, &self.scratch, !self.is_restoring, |_| true);
-        } else {
-            self.apply_by_rank(bytes, stated);
         }
     }
 
@@ -166,15 +132,13 @@ impl Compactor {
         std::iter::once((self.rank, &mut self.state)).chain(others)
     }
 
-    /// Applies payloads.
+    /// Applies payloads. The beginning of the next payload is prefetched.
     pub fn apply_many(&mut self, payloads: &[&[u8]], schema: &Schema) {
-        ahead(payloads).for_each(|payload| self.apply(payload, schema));
-    }
-
-    /// Applies payloads up to the first one that `apply_quick` does not apply. Returns the number of applied ones.
-    pub fn apply_many_quick(&mut self, payloads: &[&[u8]], schema: &Schema) -> usize {
-        let left_alone = ahead(payloads).position(|payload| !self.apply_quick(payload, schema));
-        left_alone.unwrap_or(payloads.len())
+        let mut next = payloads.iter().skip(1);
+        for payload in payloads {
+            next.next().into_iter().for_each(|next| prefetch::beginning(next));
+            self.apply(payload, schema);
+        }
     }
 
     /// The events that rebuild the state of each rank after a clear of everything. None if it is invalid, or events cannot rebuild it.
@@ -235,10 +199,6 @@ impl Compactor {
     pub fn nodes(&self) -> usize {
         let nodes = |state: &State| state.blocks.live() + state.blocks.dead() + state.waiting.len();
         self.states().map(|(_, state)| nodes(state)).sum()
-    }
-
-    fn unkept(&self) -> usize {
-        self.states().map(|(_, state)| state.unkept.len()).sum()
     }
 
     /// Approximate heap bytes, without those of the last payload.

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use super::*;
 use kvevents_index::limits::BLOCKS_PER_HASH;
 use kvevents_index::prefix_index::PrefixIndex;
-use kvevents_index::wire::scan::Limits;
+use kvevents_index::wire::scan::{Limits, scan};
 
 static GPU: Location<'static> = at(b"GPU");
 static CPU: Location<'static> = at(b"CPU");
@@ -326,7 +326,7 @@ fn a_payload_that_is_decoded_is_applied() {
     let schema = Schema::new(Limits::default()).expect("the limits are high enough");
     let mut compactor = Compactor::default();
     let stored = b"\x92\xA1x\x91\x95\xABBlockStored\x91\x07\xC0\x92\x01\x02\x02";
-    assert!(!compactor.apply_quick(stored, &schema));
+    assert!(scan(stored, &schema, &mut Scratch::default()).is_none());
     compactor.apply(stored, &schema);
     assert_eq!((compactor.live(), compactor.invalid_reason()), (1, None));
 }
@@ -394,32 +394,6 @@ fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
     assert_eq!(state.clear(None, None), Ok(()));
     put(&mut state, 1, &CPU);
     assert_eq!(state.clear(Some(b"CPU"), None), Ok(()));
-}
-
-/// A few bytes can clear any number of blocks: a call with bounded work leaves such a clear undone.
-#[test]
-fn a_clear_of_many_blocks_is_not_quick() {
-    let (few, many) = (FEW as u64, FEW as u64 + 1);
-    let stored = |count: u64| {
-        let all = Store {
-            hashes: Cow::Owned((1..=count).collect()),
-            tokens: Cow::Owned(vec![7; 2 * count as usize]),
-            ..store(&[], None, &[7], &GPU)
-        };
-        refolded(&[ExportedEvent::Stored(all)], usize::MAX)
-    };
-    let (schema, cleared) = (read_all(), &PayloadWriter::new(usize::MAX, 1.5, None).finish()[0][..]);
-    let (mut compactor, other) = (stored(many), b"\x92\x01\x90");
-    assert_eq!(compactor.apply_many_quick(&[other, cleared, other], &schema), 1);
-    assert_eq!(
-        (compactor.live() as u64, compactor.apply_quick(cleared, &schema)),
-        (many, false)
-    );
-    compactor.apply_many(&[cleared, other], &schema);
-    assert_eq!(compactor.live(), 0);
-    let mut compactor = stored(few);
-    assert_eq!(compactor.apply_many_quick(&[other, cleared, b"", other], &schema), 2);
-    assert_eq!(compactor.live(), 0);
 }
 
 /// Every field that a store can have, numbers of every width, and a chain that is cut into several payloads.

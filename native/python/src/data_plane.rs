@@ -162,7 +162,7 @@ impl DataPlane {
     /// Takes requests to answer, and the numbers of answers in pieces that have room or whose clients have left.
     fn take<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let items = PyList::empty(py);
-        for event in self.server.take_events() {
+        for event in py.detach(|| self.server.take_events()) {
             match event {
                 Event::Request(request) => items.append(Bound::new(py, ControlRequest { request })?)?,
                 Event::Changed(number) => items.append(number)?,
@@ -203,8 +203,8 @@ impl DataPlane {
     }
 
     /// Answers `/livez` and `/readyz` with these statuses and bodies from now on.
-    fn replace_probes(&self, live: (u16, Vec<u8>), ready: (u16, Vec<u8>)) {
-        self.server.replace_probes(live, ready);
+    fn replace_probes(&self, py: Python<'_>, live: (u16, Vec<u8>), ready: (u16, Vec<u8>)) {
+        py.detach(|| self.server.replace_probes(live, ready));
     }
 
     /// Reads the TLS files again, for new connections. Raises `ValueError` if they cannot be used.

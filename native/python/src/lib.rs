@@ -86,9 +86,13 @@ fn listed<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> 
 /// Returns the keys of the stored blocks of a payload with one event, the part of the seed that its salt contributes, and why keys are
 /// missing.
 #[pyfunction]
-fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> PyResult<(Vec<u64>, Option<u64>, Option<&'static str>)> {
-    let found =
-        apply::stored_keys(payload, parent).ok_or_else(|| PyValueError::new_err("the payload is not one stored event"))?;
+fn stored_keys(
+    py: Python<'_>,
+    payload: &[u8],
+    parent: Option<(u64, u64)>,
+) -> PyResult<(Vec<u64>, Option<u64>, Option<&'static str>)> {
+    let found = py.detach(|| apply::stored_keys(payload, parent));
+    let found = found.ok_or_else(|| PyValueError::new_err("the payload is not one stored event"))?;
     Ok((found.keys, found.salt, found.unkeyed))
 }
 

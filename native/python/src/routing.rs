@@ -139,7 +139,7 @@ pub(super) fn nearest(distances: Vec<u8>) -> Vec<usize> {
     score::nearest(&distances)
 }
 
-/// Chooses among equally good workers in rotation. Any thread can call it.
+/// Chooses among equally good workers in rotation. Any thread can call it. No thread waits for its lock, which is taken with the GIL alone.
 #[pyclass(frozen, module = "kvevents.routing")]
 pub(super) struct Ties {
     pub(super) ties: kvevents_routing::Ties,
@@ -192,7 +192,8 @@ fn key(worker: &Bound<'_, PyAny>) -> PyResult<u64> {
     Ok(worker.hash()? as u64)
 }
 
-/// The work of workers: the load that their engines report, reservations and selections. Any thread can call it.
+/// The work of workers: the load that their engines report, reservations and selections. Any thread can call it. Each method releases the
+/// GIL, since native threads hold its lock too.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Loads {
     pub(super) loads: Arc<kvevents_routing::Loads>,
@@ -210,24 +211,25 @@ impl Loads {
 
     /// Stores the requests of a worker, which its engine has reported `age` seconds ago.
     #[pyo3(signature = (source, rank, requests, age=0.0))]
-    fn report(&self, source: &str, rank: i64, requests: f64, age: f64) -> PyResult<()> {
-        self.loads.report(source, rank, requests, seconds(age)?);
+    fn report(&self, py: Python<'_>, source: &str, rank: i64, requests: f64, age: f64) -> PyResult<()> {
+        let age = seconds(age)?;
+        py.detach(|| self.loads.report(source, rank, requests, age));
         Ok(())
     }
 
     /// Adds a worker, which begins with the mean reservations of its peers.
-    fn join(&self, source: &str, rank: i64, peers: Vec<(String, i64)>) {
-        self.loads.join(source, rank, &peers);
+    fn join(&self, py: Python<'_>, source: &str, rank: i64, peers: Vec<(String, i64)>) {
+        py.detach(|| self.loads.join(source, rank, &peers));
     }
 
     /// Forgets a worker.
-    fn remove(&self, source: &str, rank: i64) {
-        self.loads.remove(source, rank);
+    fn remove(&self, py: Python<'_>, source: &str, rank: i64) {
+        py.detach(|| self.loads.remove(source, rank));
     }
 
     /// The requests of a worker: the reported number, corrected by requests that have begun and ended since; None without a recent report.
-    fn requests(&self, source: &str, rank: i64) -> Option<f64> {
-        self.loads.requests(source, rank)
+    fn requests(&self, py: Python<'_>, source: &str, rank: i64) -> Option<f64> {
+        py.detach(|| self.loads.requests(source, rank))
     }
 }
 

@@ -44,7 +44,7 @@ impl SmgSubscription {
     }
 
     /// Ends the call and begins another one, which brings everything again.
-    fn restart(&self) {
-        self.subscription.restart();
+    fn restart(&self, py: Python<'_>) {
+        py.detach(|| self.subscription.restart());
     }
 }
