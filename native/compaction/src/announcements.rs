@@ -59,6 +59,11 @@ impl Announcements {
         &self.all[usize::from(number)]
     }
 
+    /// All of them, by number.
+    pub fn iter(&self) -> impl Iterator<Item = &Announcement> {
+        self.all.iter()
+    }
+
     /// The level of a store's placement.
     pub fn level_of(&self, store: &Store<'_>) -> usize {
         let is_last = self.all.get(self.last).filter(|last| last.location == store.location);

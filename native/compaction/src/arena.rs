@@ -1,5 +1,7 @@
 //! Blocks by number: a record of fixed size for each, and its tokens. Blocks with equally many tokens share chunks of memory.
 
+use super::examined_blocks;
+
 /// Number of bits of a number that select the slot in a chunk.
 const SLOT_BITS: u32 = 8;
 /// Maximum number of blocks in a chunk.
@@ -116,6 +118,7 @@ impl Arena {
     /// The record of a block.
     #[inline]
     pub fn get(&self, number: u32) -> &Record {
+        examined_blocks::count(1);
         let (chunk, slot) = split(number);
         &self.chunks[chunk].records[slot]
     }

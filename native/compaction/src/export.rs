@@ -13,7 +13,8 @@
 mod order;
 
 use std::borrow::Cow;
-use std::collections::{BTreeSet, HashMap};
+use std::cell::OnceCell;
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use kvevents_index::apply::has_extra_keys;
 use kvevents_index::holders::contexts::Context;
@@ -76,6 +77,8 @@ struct Exporter<'a> {
     needs_unkeyed_root: bool,
     has_unkeyed_root: bool,
     has_bare_root: bool,
+    /// The smallest hashes above 0 that no block has, and for which none waits.
+    unused_hashes: OnceCell<[u64; 2]>,
 }
 
 impl<'a> Exporter<'a> {
@@ -92,6 +95,7 @@ impl<'a> Exporter<'a> {
             needs_unkeyed_root: state.evidence.has_unkeyed_root || misses_lower,
             has_unkeyed_root: false,
             has_bare_root: false,
+            unused_hashes: OnceCell::new(),
         }
     }
 
@@ -188,7 +192,7 @@ impl<'a> Exporter<'a> {
 
     /// Announces a first block on `medium`, and removes it again.
     fn export_evidence(&mut self, store: Store<'static>) {
-        let hash = self.unused_hash(0);
+        let [hash, _] = self.unused_hashes();
         let location = store.location.clone();
         let hashes = vec![hash].into();
         self.export_store(Store { hashes, ..store });
@@ -197,8 +201,7 @@ impl<'a> Exporter<'a> {
 
     /// Announces a first block of the LoRA of another block under two hashes, and removes it again.
     fn export_lora_change(&mut self, example: u32) {
-        let first = self.unused_hash(0);
-        let hashes = vec![first, self.unused_hash(first)];
+        let hashes = self.unused_hashes().to_vec();
         let Namespace { lora_id, lora_name, .. } = self.state.blocks.attributes(example).namespace.to_static();
         let mut store = self.first_block("GPU");
         (store.namespace.lora_id, store.namespace.lora_name) = (lora_id, lora_name);
@@ -414,7 +417,7 @@ impl<'a> Exporter<'a> {
                 continue;
             }
             // Only a store can announce a rule, so a block is stored and removed again.
-            let hash = self.unused_hash(0);
+            let [hash, _] = self.unused_hashes();
             store.hashes = vec![hash].into();
             if let Some(keys) = &mut store.keys {
                 *keys = vec![0].into();
@@ -427,12 +430,15 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// A hash above `after` that no block has, and for which none waits.
-    fn unused_hash(&self, after: u64) -> u64 {
-        let blocks = &self.state.blocks;
-        let is_dead = |hash: u64| blocks.iter_dead().any(|number| blocks.get(number).hash == hash);
-        let is_unused = |&hash: &u64| blocks.find(hash).is_none() && !self.state.waiting.names(hash) && !is_dead(hash);
-        (after + 1..).find(is_unused).unwrap_or(0)
+    fn unused_hashes(&self) -> [u64; 2] {
+        *self.unused_hashes.get_or_init(|| {
+            let blocks = &self.state.blocks;
+            let dead: HashSet<u64> = blocks.iter_dead().map(|number| blocks.get(number).hash).collect();
+            let is_unused =
+                |&hash: &u64| blocks.find(hash).is_none() && !self.state.waiting.names(hash) && !dead.contains(&hash);
+            let mut unused = (1..).filter(is_unused);
+            std::array::from_fn(|_| unused.next().unwrap_or(0))
+        })
     }
 }
 
@@ -448,12 +454,13 @@ fn is_unkeyed_root(store: &Store<'_>) -> bool {
 
 /// Whether the pending blocks can be exported in one event.
 fn is_continued(one: &Waiting<Content<'_>>, other: &Waiting<Content<'_>>) -> bool {
-    let namespace = |content: &Content<'_>| -> Namespace<'static> { content.namespace.without_extra_keys().to_static() };
     one.placement == other.placement
         && match (&one.content, &other.content) {
             (None, None) => true,
             (Some(before), Some(after)) => {
-                other.awaited == one.hash && before.scheme == after.scheme && namespace(before) == namespace(after)
+                other.awaited == one.hash
+                    && before.scheme == after.scheme
+                    && before.namespace.without_extra_keys() == after.namespace.without_extra_keys()
             }
             _ => false,
         }
@@ -502,17 +509,13 @@ pub(super) type Copy = (u64, u64, Context, u64, i64);
 /// Copies by the properties that a consumer distinguishes.
 pub(super) fn copies_of(state: &State) -> HashMap<Copy, u32> {
     let mut found = HashMap::new();
+    let placements = state.announcements.iter().map(|known| &known.placement);
+    let placements: Vec<(u64, i64)> = placements.map(|placement| (placement.digest(), placement.group)).collect();
     for number in state.blocks.numbers() {
         let (record, attributes) = (*state.blocks.get(number), state.blocks.attributes(number));
         for announcement in bits(attributes.copies) {
-            let placement = &state.announcements.get(announcement).placement;
-            let copy = (
-                record.hash,
-                record.key,
-                attributes.context,
-                placement.digest(),
-                placement.group,
-            );
+            let (placement, group) = placements[usize::from(announcement)];
+            let copy = (record.hash, record.key, attributes.context, placement, group);
             *found.entry(copy).or_default() += state.blocks.count(number, announcement);
         }
     }

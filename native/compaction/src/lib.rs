@@ -4,8 +4,11 @@ mod announcements;
 mod arena;
 mod attributes;
 mod blocks;
+#[cfg(test)]
+mod bounded_exports;
 mod encode;
 mod event;
+mod examined_blocks;
 mod export;
 mod group_rules;
 mod hash_table;

@@ -372,7 +372,7 @@ fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
     let hashes = vec![7; 1_000];
     state.store(&store(&hashes, None, &[], &CPU)).expect("within limits");
     assert_eq!(state.remove(&hashes, &CPU), Err("blocks that share a hash"));
-    state.blocks.grant(1 << 20);
+    state.blocks.collisions.grant(1 << 20);
     assert_eq!(state.remove(&hashes[..100], &CPU), Ok(()));
 }
 

@@ -118,8 +118,9 @@ pub struct Runs<'a> {
     blockers: HashMap<u32, usize>,
     /// Twins that wait for each block.
     blocked: HashMap<u32, Vec<u32>>,
-    /// Twins that still wait although their parents are exported.
-    held: Vec<u32>,
+    /// Twins that wait although their parents are exported; and these with others that waited before, in their order.
+    held: HashSet<u32>,
+    held_order: Vec<u32>,
     /// Blocks that runs can begin with, the next one last.
     ready: Vec<u32>,
 }
@@ -134,7 +135,8 @@ impl<'a> Runs<'a> {
             next_sibling: vec![ROOT; blocks.bound()],
             blockers: HashMap::new(),
             blocked: HashMap::new(),
-            held: Vec::new(),
+            held: HashSet::new(),
+            held_order: Vec::new(),
             ready: Vec::new(),
         };
         // Sorted by hash, so that the order does not depend on the history.
@@ -182,7 +184,8 @@ impl<'a> Runs<'a> {
     fn add_heads(&mut self, heads: Vec<u32>) {
         for head in heads.into_iter().rev() {
             if self.blockers.get(&head).is_some_and(|&left| left > 0) {
-                self.held.push(head);
+                self.held.insert(head);
+                self.held_order.push(head);
             } else {
                 self.ready.push(head);
             }
@@ -194,10 +197,7 @@ impl<'a> Runs<'a> {
         for later in self.blocked.remove(&head).unwrap_or_default() {
             let Some(left) = self.blockers.get_mut(&later) else { continue };
             *left -= 1;
-            if *left == 0
-                && let Some(at) = self.held.iter().rposition(|&held| held == later)
-            {
-                self.held.remove(at);
+            if *left == 0 && self.held.remove(&later) {
                 self.ready.push(later);
             }
         }
@@ -250,7 +250,8 @@ impl Iterator for Runs<'_> {
 
     fn next(&mut self) -> Option<Vec<u32>> {
         // If all remaining blocks wait for each other, no order is right: any order is taken, and verified later.
-        let head = self.ready.pop().or_else(|| self.held.pop())?;
+        let mut held = std::iter::from_fn(|| self.held_order.pop());
+        let head = self.ready.pop().or_else(|| held.find(|head| self.held.remove(head)))?;
         let run = self.run_from(head);
         let next_in_run = run.iter().skip(1).map(Some).chain([None]);
         let heads: Vec<u32> = (run.iter().zip(next_in_run))

@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use super::PrefixIndex;
 use crate::holders::copies::Copies;
 use crate::holders::placements::Placement;
+use crate::step_counter;
 use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
 use crate::stream::{Counters, Estimate, Stream};
@@ -132,7 +133,9 @@ impl PrefixIndex {
         let foreign: Vec<(u32, u64)> = stream.foreign().collect();
         let mut found = Vec::with_capacity(stream.blocks);
         let mut list = |shared: &SharedState, number: u32, hash: u64| {
-            for placement in shared.sets.placements(shared.records.set(number), stream.number) {
+            let set = shared.records.set(number);
+            step_counter::count(1 + shared.sets.words(set).len());
+            for placement in shared.sets.placements(set, stream.number) {
                 found.push(Held {
                     key: shared.records.key(number),
                     hash,
@@ -144,13 +147,17 @@ impl PrefixIndex {
         // The stream is locked, so what it holds does not change while others write.
         for numbers in own.chunks(BLOCKS_AT_ONCE) {
             let shared = self.shared_lock.read();
+            step_counter::begin_hold();
             numbers
                 .iter()
                 .for_each(|&number| list(&shared, number, shared.records.hash(number)));
+            step_counter::end_hold();
         }
         for some in foreign.chunks(BLOCKS_AT_ONCE) {
             let shared = self.shared_lock.read();
+            step_counter::begin_hold();
             some.iter().for_each(|&(number, hash)| list(&shared, number, hash));
+            step_counter::end_hold();
         }
         let placements = self.shared_lock.read().view.placements.all();
         (found, placements)

@@ -14,6 +14,7 @@ use crate::holders::copies::Copies;
 use crate::holders::placements::Placement;
 use crate::prefix_index::PrefixIndex;
 use crate::rules::pending::Waiting;
+use crate::step_counter;
 use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
 use crate::stream::{StatedRanks, Stream};
@@ -204,6 +205,7 @@ impl<W: Write> Saving<'_, W> {
         let shared = self.index.shared_lock.read();
         for (number, _) in stream.held() {
             let placement = shared.view.placements.get(number);
+            step_counter::count(1 + self.written.len());
             let known = self.written.iter().position(|known| known == placement);
             let at = known.unwrap_or_else(|| {
                 let Placement {
@@ -231,6 +233,7 @@ impl<W: Write> Saving<'_, W> {
         let mut records = std::mem::take(&mut self.records);
         records.clear();
         records.resize(bound.div_ceil(64), 0);
+        step_counter::count(records.len());
         for number in stream.numbers() {
             records[number as usize >> 6] |= 1 << (number & 63);
         }
@@ -243,6 +246,7 @@ impl<W: Write> Saving<'_, W> {
         for start in (0..bound).step_by(window.max(1)) {
             let end = bound.min(start + window);
             foreign.clear();
+            step_counter::count(stream.foreign().len());
             foreign.extend(
                 stream
                     .foreign()
@@ -264,6 +268,7 @@ impl<W: Write> Saving<'_, W> {
     ) -> io::Result<()> {
         loop {
             let shared = self.index.shared_lock.read();
+            step_counter::begin_hold();
             let enough = self.out.buffer.len() + HOLD_BYTES;
             let mut ended = false;
             while self.out.buffer.len() < enough {
@@ -276,6 +281,7 @@ impl<W: Write> Saving<'_, W> {
             }
             // Sets may have other numbers when the lock is taken again.
             self.end_run();
+            step_counter::end_hold();
             drop(shared);
             self.out.drain()?;
             if ended {
@@ -297,7 +303,9 @@ impl<W: Write> Saving<'_, W> {
         let is_outdated = stream.is_outdated(shared, number);
         let is_alike = self.run.context == context && self.run.is_outdated == is_outdated;
         let continues = fits && self.run.blocks > 0 && self.run.blocks < u16::MAX && is_alike;
+        step_counter::count(1);
         if !(continues && self.run.set == set && stream.is_single()) {
+            step_counter::count(shared.sets.words(set).len());
             let held = shared
                 .sets
                 .placements(set, stream.number)
@@ -377,6 +385,8 @@ impl<W: Write> Saving<'_, W> {
         for (hash, numbers) in stream.ordered() {
             for piece in numbers.chunks(HOLD_BYTES / 16) {
                 let shared = self.index.shared_lock.read();
+                step_counter::begin_hold();
+                step_counter::count(piece.len());
                 for &number in piece {
                     let context = self.context(&shared, shared.records.context(number));
                     self.out.byte(SEVERAL);
@@ -384,6 +394,7 @@ impl<W: Write> Saving<'_, W> {
                     self.out.fixed(shared.records.key(number));
                     self.out.count(context);
                 }
+                step_counter::end_hold();
                 drop(shared);
                 self.out.drain()?;
             }
@@ -392,6 +403,7 @@ impl<W: Write> Saving<'_, W> {
     }
 
     fn waiting(&mut self, waiting: &Waiting) -> io::Result<()> {
+        step_counter::count(1 + waiting.content.as_ref().map_or(0, |content| content.tokens.len() / 64));
         self.out.byte(WAITING);
         self.out.fixed(waiting.hash);
         self.out.count(self.placements[&waiting.placement]);

@@ -23,6 +23,10 @@ const PER_BLOCK: usize = 20;
 /// Steps of a lookup for each token of the prompt, in one hybrid stream: each level is searched, with and without uncertain blocks.
 const PER_TOKEN: usize = 200;
 
+/// Number of steps of an export for each block, each placement of a block, each waiting block, and each 64 records of the index: blocks
+/// with hashes of the stream's own are examined for each of 32 parts of the index.
+const PER_EXPORTED: usize = 40;
+
 /// Maximum number of steps for which other streams, and lookups of the same blocks, may have to wait. A step takes 5 to 20
 /// nanoseconds, so they wait for at most 5 milliseconds.
 const PER_HOLD: usize = 250_000;
@@ -209,11 +213,33 @@ fn attest(index: &PrefixIndex) {
     }
 }
 
+/// Lists a stream's blocks, and writes a snapshot, within the bounds.
+fn export(index: &PrefixIndex) {
+    let Some(stream) = index.stream("bad", 0) else { return };
+    let locked = stream.lock();
+    let copies: usize = locked.held().map(|(_, blocks)| 1 + blocks).sum();
+    let most = PER_EXPORTED
+        * (copies + locked.blocks + locked.waiting.len() + index.shared_lock.read().records.bound() as usize / 64 + 10);
+    drop(locked);
+    let list = || _ = index.blocks("bad", 0);
+    let save = || _ = index.save(std::io::sink(), None).unwrap();
+    for export in [&list as &dyn Fn(), &save] {
+        step_counter::taken();
+        export();
+        let Steps { taken, longest, .. } = step_counter::taken();
+        assert!(
+            taken <= most && longest <= PER_HOLD,
+            "{taken} steps of {most}, others wait for {longest}"
+        );
+    }
+}
+
 fn check(payloads: &[Vec<RepeatedEvent>], most: usize) {
     let index = index();
     for (seq, events) in payloads.iter().enumerate() {
         apply(&index, "bad", seq as i64, &payload_of(events, most));
         attest(&index);
+        export(&index);
         for event in events {
             look_up(
                 &index,
@@ -342,6 +368,7 @@ fn copies_of_many_blocks() {
             &batch_of(&[copies(part * MANY, b"\xC0")]),
         );
     }
+    export(&index);
     assert_eq!(index.info("bad", 0).unwrap().copies, 4 * MANY as usize);
 }
 
@@ -353,6 +380,7 @@ fn many_blocks_under_hashes_of_their_own() {
         apply(&index, "good", part.into(), &batch_of(&[chain(part, part * MANY)]));
         apply(&index, "bad", part.into(), &batch_of(&[chain(part, (10 + part) * MANY)]));
     }
+    export(&index);
     for part in 0..4_u32 {
         let gone = hashes((10 + part) * MANY..(11 + part) * MANY);
         apply(
@@ -378,6 +406,7 @@ fn many_hashes_of_two_blocks() {
             &batch_of(&[chain(10 + part, part * MANY)]),
         );
     }
+    export(&index);
 }
 
 /// Each block in a namespace of its own.
@@ -397,6 +426,7 @@ fn many_namespaces() {
             &batch_of(&(0..30_000).map(event).collect::<Vec<_>>()),
         );
     }
+    export(&index);
     assert_eq!(index.info("bad", 0).unwrap().blocks, 600_000);
 }
 
@@ -417,6 +447,7 @@ fn many_sets_of_placements() {
         let event = [b"\x97\xABBlockStored".to_vec(), fields.concat()].concat();
         apply(&index, "bad", i64::from(2 + bit), &batch_of(&[event]));
     }
+    export(&index);
 }
 
 /// The maximum number of waiting blocks, each of which waits for another one.
@@ -443,6 +474,7 @@ fn many_orphans() {
             &batch_of(&(0..35_000).map(event).collect::<Vec<_>>()),
         );
     }
+    export(&index);
 }
 
 // --- lookups

@@ -1,0 +1,19 @@
+//! Counts the blocks that are examined. Tests bound their number, since time depends on the machine.
+
+#[cfg(test)]
+thread_local! {
+    static TAKEN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
+}
+
+/// Counts steps.
+#[inline(always)]
+pub fn count(_steps: usize) {
+    #[cfg(test)]
+    TAKEN.set(TAKEN.get() + _steps);
+}
+
+/// Steps that this thread has taken since the last call.
+#[cfg(test)]
+pub fn taken() -> usize {
+    TAKEN.take()
+}
