@@ -43,6 +43,15 @@ pub struct Announcements {
     last: usize,
 }
 
+/// Positions of the bits that are set.
+pub fn bits(mut mask: u64) -> impl Iterator<Item = u8> {
+    std::iter::from_fn(move || {
+        let bit = mask.trailing_zeros();
+        mask &= mask.wrapping_sub(1);
+        (bit < 64).then_some(bit as u8)
+    })
+}
+
 impl Announcement {
     #[inline]
     fn is_of(&self, store: &Store<'_>, tokenless_size: Option<u64>) -> bool {
@@ -144,19 +153,10 @@ impl Announcements {
         self.get(number).placement.level() == 0
     }
 
-    /// Levels of all placements, as bits.
-    pub fn levels(&self) -> u8 {
-        self.levels_of(u64::MAX)
-    }
-
     /// Levels of some announcements, as bits.
     pub fn levels_of(&self, announcements: u64) -> u8 {
-        let meant = self
-            .all
-            .iter()
-            .enumerate()
-            .filter(|(number, _)| announcements >> number & 1 != 0);
-        meant.fold(0, |levels, (_, known)| levels | 1 << known.placement.level())
+        let meant = bits(announcements).map_while(|number| self.all.get(usize::from(number)));
+        meant.fold(0, |levels, known| levels | 1 << known.placement.level())
     }
 
     /// The announcements on some levels, as bits.

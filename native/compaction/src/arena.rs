@@ -138,9 +138,9 @@ impl Arena {
         &chunk.tokens[slot * chunk.width..][..chunk.width]
     }
 
-    /// Adds a block. Returns its number, or None if all numbers are in use.
+    /// Adds a block. Returns its number.
     #[inline]
-    pub fn insert(&mut self, record: Record, tokens: &[u32]) -> Option<u32> {
+    pub fn insert(&mut self, record: Record, tokens: &[u32]) -> u32 {
         let width = tokens.len();
         let open = match self.open.iter().position(|open| open.width == width) {
             Some(found) => found,
@@ -154,10 +154,11 @@ impl Arena {
         };
         let at = match self.open[open].chunks.last() {
             Some(&at) => at as usize,
-            None => self.add_chunk(open)?,
+            None => self.add_chunk(open),
         };
         let chunk = &mut self.chunks[at];
-        let word = chunk.free.iter().position(|&bits| bits != 0)?;
+        let word = chunk.free.iter().position(|&bits| bits != 0);
+        let word = word.expect("open chunks have free slots");
         let slot = word * WORD + chunk.free[word].trailing_zeros() as usize;
         chunk.free[word] &= chunk.free[word] - 1;
         chunk.records[slot] = record;
@@ -167,15 +168,14 @@ impl Arena {
         if chunk.is_full() {
             self.open[open].chunks.pop();
         }
-        Some((at << SLOT_BITS | slot) as u32)
+        (at << SLOT_BITS | slot) as u32
     }
 
     #[cold]
-    fn add_chunk(&mut self, open: usize) -> Option<usize> {
+    fn add_chunk(&mut self, open: usize) -> usize {
         let at = match self.vacant.pop() {
             Some(at) => at as usize,
-            // The highest numbers are not used: one of them is `ROOT`.
-            None if self.chunks.len() + 1 >= 1 << (u32::BITS - SLOT_BITS) => return None,
+            // The limits of a state leave numbers free, `ROOT` among them: so many chunks of one block take 500 GB.
             None => {
                 self.chunks.push(Chunk::default());
                 self.chunks.len() - 1
@@ -185,7 +185,7 @@ impl Arena {
         self.chunks[at] = Chunk::new(*width);
         self.chunk_bytes += self.chunks[at].bytes();
         chunks.push(at as u32);
-        Some(at)
+        at
     }
 
     /// Removes a block, and frees the memory of empty chunks.
@@ -232,7 +232,7 @@ mod tests {
                     hash: value.into(),
                     ..Record::default()
                 };
-                let number = arena.insert(record, &vec![value; width]).expect("there are numbers");
+                let number = arena.insert(record, &vec![value; width]);
                 live.push((number, value, width));
             } else if !live.is_empty() {
                 let (number, value, width) = live.swap_remove((random >> 20) % live.len());
@@ -264,13 +264,13 @@ mod tests {
     fn empty_chunks_have_no_memory() {
         let mut arena = Arena::default();
         let numbers: Vec<u32> = (0..40 * SLOTS as u32)
-            .filter_map(|value| arena.insert(Record::default(), &[value; 16]))
+            .map(|value| arena.insert(Record::default(), &[value; 16]))
             .collect();
         let whole = arena.bytes();
         numbers[1..].iter().for_each(|&number| arena.remove(number));
         assert!(arena.bytes() < whole / 10, "{} of {whole} bytes", arena.bytes());
         let again: Vec<u32> = (1..numbers.len() as u32)
-            .filter_map(|value| arena.insert(Record::default(), &[value; 16]))
+            .map(|value| arena.insert(Record::default(), &[value; 16]))
             .collect();
         assert_eq!(again.len(), numbers.len() - 1);
         assert!(arena.bytes() < whole + 1024, "{} of {whole} bytes", arena.bytes());

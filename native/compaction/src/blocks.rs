@@ -11,7 +11,7 @@ use kvevents_index::memory::hasher::Secret;
 use kvevents_index::rules::collisions::Collisions;
 use kvevents_index::rules::replaced_loras::{ReplacedLoras, StoredBlock};
 
-use super::announcements::{Announcements, Removable};
+use super::announcements::{Announcements, Removable, bits};
 use super::arena::{Arena, Record};
 use super::attributes::{AttributeTable, Attributes};
 use super::event::Namespace;
@@ -46,8 +46,6 @@ pub enum Stored {
     Known(u32),
     /// Too many blocks have the same hash.
     Refused,
-    /// All block numbers are in use.
-    Full,
 }
 
 /// See the module.
@@ -74,22 +72,20 @@ pub struct Blocks {
     secret: Secret,
 }
 
-/// Positions of the bits that are set.
-pub fn bits(mut mask: u64) -> impl Iterator<Item = u8> {
-    std::iter::from_fn(move || {
-        let bit = mask.trailing_zeros();
-        mask &= mask.wrapping_sub(1);
-        (bit < 64).then_some(bit as u8)
-    })
+fn live_place(arena: &Arena, secret: Secret) -> impl Fn(&u32) -> u64 {
+    move |&number| secret.place(arena.get(number).hash)
 }
 
-fn live_place(arena: &Arena, secret: Secret, number: u32) -> u64 {
-    secret.place(arena.get(number).hash)
+fn dead_place(arena: &Arena, secret: Secret) -> impl Fn(&u32) -> u64 {
+    move |&number| {
+        let Record { hash, key, .. } = *arena.get(number);
+        secret.place(hash ^ key.rotate_left(32))
+    }
 }
 
-fn dead_place(arena: &Arena, secret: Secret, number: u32) -> u64 {
-    let Record { hash, key, .. } = *arena.get(number);
-    secret.place(hash ^ key.rotate_left(32))
+/// The place of a block of a LoRA.
+fn lora_place(arena: &Arena, secret: Secret) -> impl Fn(&u32) -> u64 {
+    move |&number| secret.place(arena.get(number).key)
 }
 
 /// The LoRA's part of the seed; None without a LoRA.
@@ -244,11 +240,6 @@ impl Blocks {
         found.copied()
     }
 
-    /// Adds the examinations that one payload allows.
-    pub fn grant(&mut self, payload: usize) {
-        self.collisions.grant(payload);
-    }
-
     // --- stores
 
     /// Adds one copy of a block.
@@ -276,13 +267,11 @@ impl Blocks {
         if has_hash.is_some() && alike.is_some_and(|list| list.len() >= BLOCKS_PER_HASH) {
             return Stored::Refused;
         }
-        let Some(number) = self.revive(block).or_else(|| self.insert(block)) else {
-            return Stored::Full;
+        let number = match self.revive(block) {
+            Some(number) => number,
+            None => self.insert(block),
         };
-        let (arena, secret) = (&self.arena, self.secret);
-        hash_table::reserve(&mut self.live, 1, |&other| live_place(arena, secret, other));
-        self.live
-            .insert_unique(place, number, |&other| live_place(arena, secret, other));
+        hash_table::insert(&mut self.live, number, live_place(&self.arena, self.secret));
         let Some(other) = has_hash else {
             return Stored::New(number);
         };
@@ -299,7 +288,7 @@ impl Blocks {
         })
     }
 
-    fn insert(&mut self, block: &NewBlock<'_>) -> Option<u32> {
+    fn insert(&mut self, block: &NewBlock<'_>) -> u32 {
         let record = Record {
             hash: block.hash,
             key: block.key,
@@ -307,14 +296,10 @@ impl Blocks {
             children: 0,
             attributes: self.retain(block),
         };
-        let Some(number) = self.arena.insert(record, block.tokens) else {
-            self.attributes.release(record.attributes);
-            return None;
-        };
         if block.parent != ROOT {
             self.arena.get_mut(block.parent).children += 1;
         }
-        Some(number)
+        self.arena.insert(record, block.tokens)
     }
 
     /// Gives a copy to the ancestor without copies that equals this block.
@@ -401,21 +386,13 @@ impl Blocks {
         self.collisions.spend(looks);
         outdated.into_iter().for_each(|other| self.unlist_of_lora(other));
         if !is_listed {
-            let (arena, secret) = (&self.arena, self.secret);
-            let place = |&other: &u32| secret.place(arena.get(other).key);
-            hash_table::reserve(&mut self.of_loras, 1, place);
-            self.of_loras.insert_unique(place(&number), number, place);
+            hash_table::insert(&mut self.of_loras, number, lora_place(&self.arena, self.secret));
         }
         has_twin
     }
 
     fn unlist_of_lora(&mut self, number: u32) {
-        let (arena, secret) = (&self.arena, self.secret);
-        let place = |&other: &u32| secret.place(arena.get(other).key);
-        if let Ok(found) = self.of_loras.find_entry(place(&number), |&other| other == number) {
-            found.remove();
-            hash_table::shrink(&mut self.of_loras, place);
-        }
+        hash_table::remove(&mut self.of_loras, number, lora_place(&self.arena, self.secret));
     }
 
     /// Whether a block might have been computed with former weights of a LoRA.
@@ -509,11 +486,7 @@ impl Blocks {
             return self.set_copies(number, copies);
         }
         let Record { hash, children, .. } = *self.get(number);
-        let (arena, secret) = (&self.arena, self.secret);
-        if let Ok(found) = self.live.find_entry(secret.place(hash), |&other| other == number) {
-            found.remove();
-            hash_table::shrink(&mut self.live, |&other| live_place(arena, secret, other));
-        }
+        hash_table::remove(&mut self.live, number, live_place(&self.arena, self.secret));
         if let Some(lora) = lora_of(self.attributes(number).context) {
             self.unlist_of_lora(number);
             self.loras.remove(lora, number);
@@ -526,10 +499,7 @@ impl Blocks {
             return self.free(number);
         }
         self.set_copies(number, 0);
-        let (arena, place) = (&self.arena, dead_place(&self.arena, secret, number));
-        hash_table::reserve(&mut self.dead, 1, |&other| dead_place(arena, secret, other));
-        self.dead
-            .insert_unique(place, number, |&other| dead_place(arena, secret, other));
+        hash_table::insert(&mut self.dead, number, dead_place(&self.arena, self.secret));
     }
 
     /// Removes a block, and the ancestors without copies that only it needed.
@@ -552,11 +522,6 @@ impl Blocks {
     }
 
     fn remove_dead(&mut self, number: u32) {
-        let (arena, secret) = (&self.arena, self.secret);
-        let place = dead_place(arena, secret, number);
-        if let Ok(found) = self.dead.find_entry(place, |&other| other == number) {
-            found.remove();
-            hash_table::shrink(&mut self.dead, |&other| dead_place(arena, secret, other));
-        }
+        hash_table::remove(&mut self.dead, number, dead_place(&self.arena, self.secret));
     }
 }

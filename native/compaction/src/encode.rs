@@ -5,7 +5,7 @@
 
 use kvevents_index::apply::EVERY_TIER;
 
-use super::event::{ExportedEvent, Location, Store, encode_extra_keys, split_extra_keys};
+use super::event::{ExportedEvent, Location, Store, array, encode_extra_keys, split_extra_keys};
 
 /// Number of bytes of `[ts, [`, and maximum bytes of a number or of the length of an array.
 const HEAD: usize = 1 + 9 + ARRAY;
@@ -255,7 +255,9 @@ struct Fields<'a> {
 impl<'a> Fields<'a> {
     fn open(out: &'a mut Vec<u8>, tag: &str) -> Self {
         let start = out.len();
-        map(out, 0, tag);
+        out.extend_from_slice(&[0xDE, 0, 0]);
+        text(out, b"type");
+        text(out, tag.as_bytes());
         Self { out, start, count: 1 }
     }
 
@@ -304,13 +306,6 @@ fn head(ts: f64, rank: Option<i64>) -> Vec<u8> {
     out
 }
 
-/// Writes the head of a map event with this many fields, including its tag.
-fn map(out: &mut Vec<u8>, fields: u8, tag: &str) {
-    out.extend_from_slice(&[0xDE, 0, fields]);
-    text(out, b"type");
-    text(out, tag.as_bytes());
-}
-
 fn text(out: &mut Vec<u8>, value: &[u8]) {
     match value.len() {
         length @ 0..=31 => out.push(0xA0 | length as u8),
@@ -320,20 +315,6 @@ fn text(out: &mut Vec<u8>, value: &[u8]) {
         }
     }
     out.extend_from_slice(value);
-}
-
-fn array(out: &mut Vec<u8>, length: usize) {
-    match length {
-        0..=15 => out.push(0x90 | length as u8),
-        16..=0xFFFF => {
-            out.push(0xDC);
-            out.extend_from_slice(&(length as u16).to_be_bytes());
-        }
-        _ => {
-            out.push(0xDD);
-            out.extend_from_slice(&(length as u32).to_be_bytes());
-        }
-    }
 }
 
 fn signed(out: &mut Vec<u8>, value: i64) {

@@ -161,13 +161,25 @@ pub fn join_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]
 
 /// Extra keys of blocks as an event states them, nil for a block without any.
 pub fn encode_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]>>) -> Vec<u8> {
-    let count = blocks.len() as u32;
-    let mut raw = match count {
-        0..=15 => vec![0x90 | count as u8],
-        _ => [&[0xDD][..], &count.to_be_bytes()].concat(),
-    };
+    let mut raw = Vec::new();
+    array(&mut raw, blocks.len());
     for block in blocks {
         raw.extend_from_slice(block.unwrap_or(&[0xC0]));
     }
     raw
+}
+
+/// Writes the head of an array.
+pub fn array(out: &mut Vec<u8>, length: usize) {
+    match length {
+        0..=15 => out.push(0x90 | length as u8),
+        16..=0xFFFF => {
+            out.push(0xDC);
+            out.extend_from_slice(&(length as u16).to_be_bytes());
+        }
+        _ => {
+            out.push(0xDD);
+            out.extend_from_slice(&(length as u32).to_be_bytes());
+        }
+    }
 }

@@ -20,7 +20,8 @@ use kvevents_index::apply::has_extra_keys;
 use kvevents_index::holders::contexts::Context;
 use kvevents_index::rules::pending::Waiting;
 
-use super::blocks::{Blocks, ROOT, bits};
+use super::announcements::bits;
+use super::blocks::{Blocks, ROOT};
 use super::event::{ExportedEvent, Namespace, Store, encode_extra_keys, join_extra_keys};
 use super::group_rules::{GroupRule, GroupRules};
 use super::state::{Content, State};
@@ -39,12 +40,12 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
     };
     let loras = state.blocks.replaced_loras();
     if twins.is_empty() && loras.is_empty() && !state.waiting.iter().any(is_known) {
-        Exporter::new(state, &mut emit).run(&twins, &Phases::default());
+        Exporter::new(state, &twins, &mut emit).run(&Phases::default());
         return Some(());
     }
     let events = |phases: &Phases| {
         let mut events = Vec::new();
-        Exporter::new(state, &mut |event| events.push(event)).run(&twins, phases);
+        Exporter::new(state, &twins, &mut |event| events.push(event)).run(phases);
         let rebuilt = rebuilt(&events, state)?;
         (phases.later.is_empty() || outdated(&rebuilt) == outdated(state)).then_some(events)
     };
@@ -62,6 +63,7 @@ const LOWER_MEDIUM: &str = "CPU";
 
 struct Exporter<'a> {
     state: &'a State,
+    twins: &'a Twins,
     emit: &'a mut dyn FnMut(ExportedEvent),
     /// Announcements in the order in which copies are exported. A rebuilt state is exported as equal events.
     ranked: Vec<u8>,
@@ -82,10 +84,11 @@ struct Exporter<'a> {
 }
 
 impl<'a> Exporter<'a> {
-    fn new(state: &'a State, emit: &'a mut dyn FnMut(ExportedEvent)) -> Self {
-        let misses_lower = state.evidence.unknown_levels & state.announcements.levels() != 0;
+    fn new(state: &'a State, twins: &'a Twins, emit: &'a mut dyn FnMut(ExportedEvent)) -> Self {
+        let misses_lower = state.evidence.unknown_levels & state.announcements.levels_of(u64::MAX) != 0;
         Self {
             state,
+            twins,
             emit,
             ranked: state.announcements.ranked(),
             exported_rules: GroupRules::default(),
@@ -99,20 +102,16 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    fn run(mut self, twins: &Twins, phases: &Phases) {
-        self.export_doubtful(twins);
+    fn run(mut self, phases: &Phases) {
+        self.export_doubtful();
         self.export_unkept();
         let mut later = Vec::new();
-        for run in Runs::new(&self.state.blocks, twins) {
+        for run in Runs::new(&self.state.blocks, self.twins) {
             for part in run.chunk_by(|one, other| phases.later.contains(one) == phases.later.contains(other)) {
                 if phases.later.contains(&part[0]) {
                     later.push(part.to_vec());
                 } else {
-                    self.export_run(
-                        part,
-                        twins.contain(self.state.blocks.get(part[0]).hash),
-                        !self.doubtful(part[0]),
-                    );
+                    self.export_run(part, !self.doubtful(part[0]));
                 }
             }
         }
@@ -122,11 +121,7 @@ impl<'a> Exporter<'a> {
         // A store after an outdated block is a sign too, and must not come after other blocks of the present weights.
         later.sort_by_key(|part| !phases.is_after_outdated(&self.state.blocks, part[0]));
         for part in later {
-            self.export_run(
-                &part,
-                twins.contain(self.state.blocks.get(part[0]).hash),
-                !self.doubtful(part[0]),
-            );
+            self.export_run(&part, !self.doubtful(part[0]));
         }
         self.remove_surplus();
         self.export_waiting();
@@ -135,24 +130,24 @@ impl<'a> Exporter<'a> {
         let extra_keys = join_extra_keys([Some(&b"\x91\xA1-"[..])].into_iter()).map(Cow::Owned);
         if self.needs_extra_keys {
             let store = self.first_block("GPU");
-            self.export_evidence(Store { extra_keys, ..store });
+            self.export_removed(&Store { extra_keys, ..store }, 1);
         }
         if self.needs_loras {
             let mut store = self.first_block("GPU");
             store.namespace.lora_name = Some(Cow::Borrowed(b"-"));
-            self.export_evidence(store);
+            self.export_removed(&store, 1);
         }
         let needs_bare_root = self.state.evidence.has_bare_root && !self.has_bare_root;
         if needs_bare_root || (self.needs_unkeyed_root && !self.has_unkeyed_root) {
             let mut store = self.first_block(LOWER_MEDIUM);
             store.namespace.lora_name = (!needs_bare_root).then_some(Cow::Borrowed(b"-"));
-            self.export_evidence(store);
+            self.export_removed(&store, 1);
         }
     }
 
     /// Exports the copies that might be gone since a clear without a tier, and such a clear. Each of them, and what it needs, is among the
     /// blocks that the following events announce.
-    fn export_doubtful(&mut self, twins: &Twins) {
+    fn export_doubtful(&mut self) {
         let blocks = &self.state.blocks;
         let mut is_needed = vec![false; blocks.bound()];
         for number in blocks.numbers().filter(|&number| self.doubtful(number) != 0) {
@@ -166,9 +161,9 @@ impl<'a> Exporter<'a> {
         if !is_needed.contains(&true) {
             return;
         }
-        for run in Runs::new(blocks, twins) {
+        for run in Runs::new(blocks, self.twins) {
             if run.iter().any(|&number| is_needed[number as usize]) {
-                self.export_run(&run, twins.contain(blocks.get(run[0]).hash), self.doubtful(run[0]));
+                self.export_run(&run, self.doubtful(run[0]));
             }
         }
         self.remove_surplus();
@@ -190,26 +185,22 @@ impl<'a> Exporter<'a> {
             .fold(0, |all, announcement| all | 1 << announcement)
     }
 
-    /// Announces a first block on `medium`, and removes it again.
-    fn export_evidence(&mut self, store: Store<'static>) {
-        let [hash, _] = self.unused_hashes();
-        let location = store.location.clone();
-        let hashes = vec![hash].into();
-        self.export_store(Store { hashes, ..store });
-        (self.emit)(ExportedEvent::Removed(vec![hash], location));
+    /// Announces a block under this number of hashes, and removes it again.
+    fn export_removed(&mut self, store: &Store<'static>, count: usize) {
+        let hashes = &self.unused_hashes()[..count];
+        for &hash in hashes {
+            let hashes = vec![hash].into();
+            self.export_store(Store { hashes, ..store.clone() });
+        }
+        (self.emit)(ExportedEvent::Removed(hashes.to_vec(), store.location.clone()));
     }
 
     /// Announces a first block of the LoRA of another block under two hashes, and removes it again.
     fn export_lora_change(&mut self, example: u32) {
-        let hashes = self.unused_hashes().to_vec();
         let Namespace { lora_id, lora_name, .. } = self.state.blocks.attributes(example).namespace.to_static();
         let mut store = self.first_block("GPU");
         (store.namespace.lora_id, store.namespace.lora_name) = (lora_id, lora_name);
-        for &hash in &hashes {
-            let hashes = vec![hash].into();
-            self.export_store(Store { hashes, ..store.clone() });
-        }
-        (self.emit)(ExportedEvent::Removed(hashes, store.location));
+        self.export_removed(&store, 2);
     }
 
     /// A first block without a hash, of a group with full attention.
@@ -239,8 +230,9 @@ impl<'a> Exporter<'a> {
 
     /// Exports the copies of a run in these announcements. Without any, its blocks are only stored as parents, unless doubtful copies of
     /// them have been exported before.
-    fn export_run(&mut self, run: &[u32], is_twin: bool, announcements: u64) {
+    fn export_run(&mut self, run: &[u32], announcements: u64) {
         let blocks = &self.state.blocks;
+        let is_twin = self.twins.contain(blocks.get(run[0]).hash);
         let attributes = blocks.attributes(run[0]);
         let exported = attributes.copies & announcements;
         let doubtful = self.doubtful(run[0]);
@@ -349,8 +341,8 @@ impl<'a> Exporter<'a> {
 
     /// Exports blocks of groups of unknown kinds. Call it first, since the last store of a group determines its rule.
     fn export_unkept(&mut self) {
-        for placement in self.state.unkept.export() {
-            let mut stored = placement.stored;
+        for placement in self.state.unkept.sorted() {
+            let mut stored = placement.hashes(1);
             if stored.is_empty() {
                 stored.push(Vec::new()); // it names the kind of the group
             }
@@ -360,7 +352,7 @@ impl<'a> Exporter<'a> {
                     ..placement.example.clone()
                 });
             }
-            for hashes in placement.removed {
+            for hashes in placement.hashes(-1) {
                 (self.emit)(ExportedEvent::Removed(hashes, placement.example.location.clone()));
             }
         }
@@ -408,7 +400,11 @@ impl<'a> Exporter<'a> {
     /// Announces the matching rules of groups that no exported store has announced.
     fn export_rules(&mut self) {
         for known in self.state.group_rules.iter() {
-            if self.exported_rules.get(known.group) == Some(known.rule) {
+            if self
+                .exported_rules
+                .get(known.group)
+                .is_some_and(|exported| exported.rule == known.rule)
+            {
                 continue;
             }
             let mut store = known.example.clone();
@@ -417,16 +413,12 @@ impl<'a> Exporter<'a> {
                 continue;
             }
             // Only a store can announce a rule, so a block is stored and removed again.
-            let [hash, _] = self.unused_hashes();
-            store.hashes = vec![hash].into();
             if let Some(keys) = &mut store.keys {
                 *keys = vec![0].into();
             } else {
                 store.tokens = vec![0; store.block_size as usize * (1 + usize::from(store.pairs))].into();
             }
-            let location = store.location.clone();
-            self.export_store(store);
-            (self.emit)(ExportedEvent::Removed(vec![hash], location));
+            self.export_removed(&store, 1);
         }
     }
 

@@ -54,9 +54,8 @@ fn rule_of(store: &Store<'_>) -> Option<Rule> {
 impl GroupRules {
     /// The rule of a group.
     #[inline]
-    pub fn get(&self, group: i64) -> Option<Rule> {
-        let known = self.0.iter().find(|known| known.group == group);
-        known.map(|known| known.rule)
+    pub fn get(&self, group: i64) -> Option<&GroupRule> {
+        self.0.iter().find(|known| known.group == group)
     }
 
     /// Number of groups that have a rule.
@@ -66,10 +65,7 @@ impl GroupRules {
 
     /// The kind of a group whose rule is not known; None for any other group.
     pub fn unknown_kind(&self, group: i64) -> Option<&Text<'static>> {
-        let known = self
-            .0
-            .iter()
-            .find(|known| known.group == group && known.rule.kind == GroupKind::Unknown);
+        let known = self.get(group).filter(|known| known.rule.kind == GroupKind::Unknown);
         known.map(|known| &known.example.kind)
     }
 

@@ -7,9 +7,25 @@ const STAYS: usize = 448;
 /// Capacity per entry above which a table is shrunk.
 const LOOSE: usize = 8;
 
+/// Inserts the number of a block that is not in the table.
+#[inline]
+pub fn insert(table: &mut HashTable<u32>, number: u32, place_of: impl Fn(&u32) -> u64) {
+    reserve(table, 1, &place_of);
+    table.insert_unique(place_of(&number), number, &place_of);
+}
+
+/// Removes the number of a block, if it is in the table.
+#[inline]
+pub fn remove(table: &mut HashTable<u32>, number: u32, place_of: impl Fn(&u32) -> u64) {
+    if let Ok(found) = table.find_entry(place_of(&number), |&other| other == number) {
+        found.remove();
+        shrink(table, place_of);
+    }
+}
+
 /// Reserves capacity for `count` more entries.
 #[inline]
-pub fn reserve<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64) {
+fn reserve<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64) {
     if table.capacity() - table.len() < count {
         renew(table, count, place_of);
     }
@@ -34,7 +50,7 @@ fn renew<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64
 
 /// Releases memory that is not needed any more.
 #[inline]
-pub fn shrink<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
+fn shrink<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     let (length, whole) = (table.len(), table.num_buckets() / 8 * 7);
     if length == 0 || (whole > STAYS && length * LOOSE < whole) {
         shrink_to(table, length, place_of);

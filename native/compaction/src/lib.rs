@@ -213,7 +213,7 @@ impl Compactor {
 /// Applies the events that are meant. `has_reports` is as for `State::end_payload`.
 #[inline]
 fn apply_to(state: &mut State, bytes: &[u8], scratch: &Scratch, has_reports: bool, is_meant: impl Fn(&Event) -> bool) {
-    state.blocks.grant(scratch.payload_bytes);
+    state.blocks.collisions.grant(scratch.payload_bytes);
     let read = Read { bytes, scratch };
     let meant = scratch.events.iter().filter(|event| is_meant(event));
     meant.for_each(|event| state.apply(&read, event));

@@ -259,15 +259,25 @@ impl State {
                 announcement,
                 single,
             });
-            self.check_examinations()?;
-            match stored {
-                Stored::New(number) => self.link(hash, number)?,
-                Stored::Known(number) => self.note_repeated(hash, number, announcement),
-                Stored::Refused => break,
-                Stored::Full => return Err("blocks"),
+            if self.number_of(stored, hash, announcement)?.is_none() {
+                break;
             }
         }
         Ok(())
+    }
+
+    /// Ends the store of a block, and returns the number of the block. None if it was refused.
+    fn number_of(&mut self, stored: Stored, hash: u64, announcement: u8) -> Result<Option<u32>, Reason> {
+        self.check_examinations()?;
+        let (Stored::New(number) | Stored::Known(number)) = stored else {
+            return Ok(None);
+        };
+        if matches!(stored, Stored::New(_)) {
+            self.link(hash, number)?;
+        } else {
+            self.note_repeated(hash, number, announcement);
+        }
+        Ok(Some(number))
     }
 
     /// Applies a store of tokens: its first `count` blocks.
@@ -323,19 +333,10 @@ impl State {
                 continue;
             };
             let stored = self.store_behind(above, hash, announcement, &mut content);
-            self.check_examinations()?;
-            parent = match stored {
-                Stored::Known(number) => {
-                    self.note_repeated(hash, number, announcement);
-                    Some(number)
-                }
-                Stored::New(number) => {
-                    self.link(hash, number)?;
-                    Some(number)
-                }
-                Stored::Refused => break,
-                Stored::Full => return Err("blocks"),
-            };
+            parent = self.number_of(stored, hash, announcement)?;
+            if parent.is_none() {
+                break;
+            }
         }
         self.extras = extras;
         Ok(())
@@ -404,7 +405,6 @@ impl State {
                     Stored::New(number) => linked.push_back((item.hash, number)),
                     Stored::Known(number) => self.note_repeated(item.hash, number, announcement),
                     Stored::Refused => {}
-                    Stored::Full => return Err("blocks"),
                 }
             }
         }

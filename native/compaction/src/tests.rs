@@ -594,7 +594,7 @@ fn step(state: &mut State, (what, hash, count, variant): Step) {
 fn doubtful_hashes(state: &State) -> BTreeSet<(u64, u64, u64)> {
     let blocks = &state.blocks;
     let doubtful = blocks.numbers().flat_map(|number| {
-        let copies = super::blocks::bits(blocks.attributes(number).copies);
+        let copies = super::announcements::bits(blocks.attributes(number).copies);
         copies
             .filter(move |&announcement| blocks.is_uncertain(number, announcement))
             .map(move |announcement| (number, announcement))

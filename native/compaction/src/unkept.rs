@@ -15,10 +15,10 @@ const MAX_HASHES: usize = 4096;
 
 /// Copies on one placement.
 #[derive(Debug)]
-struct Group {
+pub struct Group {
     placement: Placement,
     /// A store without blocks that names the placement and the kind of its group.
-    example: Store<'static>,
+    pub example: Store<'static>,
     /// Number of stored minus removed copies, by hash; never 0. An index subtracts a removal of a block that was not stored too.
     copies: HashMap<u64, i32>,
     /// Sum of the absolute values of `copies`.
@@ -29,17 +29,6 @@ struct Group {
 #[derive(Debug, Default)]
 pub struct Unkept {
     groups: Vec<Group>,
-}
-
-/// The blocks of one placement, as exported.
-#[derive(Debug)]
-pub struct Exported<'a> {
-    /// A store without blocks.
-    pub example: &'a Store<'static>,
-    /// Hashes that are stored, in parts, each hash once for each copy.
-    pub stored: Vec<Vec<u64>>,
-    /// Hashes that are removed though they were not stored.
-    pub removed: Vec<Vec<u64>>,
 }
 
 impl Unkept {
@@ -116,31 +105,24 @@ impl Unkept {
     }
 
     /// The copies by placement, in an order that depends only on the state, not on its history.
-    pub fn export(&self) -> Vec<Exported<'_>> {
+    pub fn sorted(&self) -> Vec<&Group> {
         let mut groups: Vec<&Group> = self.groups.iter().collect();
         groups.sort_by(|one, other| {
             let rank = |group: &Group| (group.placement.level(), group.placement.group);
             (rank(one), &one.example.location).cmp(&(rank(other), &other.example.location))
         });
-        groups.into_iter().map(Group::export).collect()
+        groups
     }
 }
 
 impl Group {
-    fn export(&self) -> Exported<'_> {
+    /// Returns the hashes that are stored, in parts, each hash once for each copy; with `sign` -1 those that are removed though they were
+    /// not stored.
+    pub fn hashes(&self, sign: i32) -> Vec<Vec<u64>> {
         let mut copies: Vec<(u64, i32)> = self.copies.iter().map(|(&hash, &count)| (hash, count)).collect();
         copies.sort_unstable();
-        let parts = |sign: i32| {
-            let hashes = copies
-                .iter()
-                .flat_map(|&(hash, count)| std::iter::repeat_n(hash, (count.saturating_mul(sign)).max(0) as usize));
-            let hashes: Vec<u64> = hashes.collect();
-            hashes.chunks(MAX_HASHES).map(<[u64]>::to_vec).collect()
-        };
-        Exported {
-            example: &self.example,
-            stored: parts(1),
-            removed: parts(-1),
-        }
+        let repeated = |(hash, count): (u64, i32)| std::iter::repeat_n(hash, count.saturating_mul(sign).max(0) as usize);
+        let hashes: Vec<u64> = copies.into_iter().flat_map(repeated).collect();
+        hashes.chunks(MAX_HASHES).map(<[u64]>::to_vec).collect()
     }
 }

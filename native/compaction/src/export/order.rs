@@ -2,7 +2,8 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
-use crate::blocks::{Blocks, ROOT, bits};
+use crate::announcements::bits;
+use crate::blocks::{Blocks, ROOT};
 
 /// Maximum number of blocks without tokens that one event stores.
 const MAX_KEYED: usize = 4096;
