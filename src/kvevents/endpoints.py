@@ -56,6 +56,11 @@ def split_url(url: str, schemes: Collection[str]) -> SplitResult | None:
     return parts if is_server else None
 
 
+def complete_replay(endpoint: str, replay: str) -> str:
+    """Return a replay endpoint. A port alone is at the host of `endpoint`."""
+    return f"{endpoint.rpartition(':')[0]}:{replay}" if replay.isdecimal() else replay
+
+
 def validate_endpoint(endpoint: str, name: str = "endpoint") -> None:
     """Raise `ConfigError`, with the name of the setting, for an endpoint that no ZeroMQ socket can connect or bind to."""
     transport, separator, address = endpoint.partition("://")

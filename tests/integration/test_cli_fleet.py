@@ -47,6 +47,16 @@ def test_an_engine_is_registered_listed_and_unregistered(service: RunningService
     assert ask(service, "sources", "--model", "llama").out == "no engine is registered\n"
 
 
+def test_an_engine_is_registered_with_the_port_of_its_replay_endpoint(service: RunningService) -> None:
+    with engine(blocks(2)) as publisher:
+        live, port = publisher.endpoint.removeprefix("tcp://"), (publisher.replay_endpoint or "").rpartition(":")[2]
+        registered = ask(service, "register", "e-4", f"{live},{port}", "--model", "llama")
+        assert registered.code == 0, registered.err
+        wide = ask(service, "sources", "e-4", "-o", "wide").out.splitlines()[1]
+        assert {publisher.endpoint, publisher.replay_endpoint} <= set(wide.split())
+        assert ask(service, "unregister", "e-4", "--model", "llama").code == 0
+
+
 def test_an_engine_that_is_asked_for_by_a_wrong_name_is_an_error_with_a_suggestion(service: RunningService) -> None:
     with engine(blocks(1)) as publisher:
         service.register("decode-1", publisher, model_name="llama")

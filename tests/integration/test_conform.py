@@ -131,7 +131,8 @@ def test_the_replay_of_a_running_publisher_is_compared_with_its_live_batches() -
     """Scenarios that need batches chosen by `kvevents conform` are not applicable to it."""
     with TapePlayer([(b"", seq, encode_batch(EventBatch(float(seq), [], 0))) for seq in range(1_000)]) as tape:
         playing = tape.start_playing(rate=100)
-        driver = publisher_driver(f"{tape.endpoint},{tape.replay_endpoint}")
+        port = (tape.replay_endpoint or "").rpartition(":")[2]
+        driver = publisher_driver(f"{tape.endpoint},{port}")
         watched = msgspec.structs.replace(PUBLISHING["publisher-watched"], steps=[CheckWatched(0.5)])
         result = driver.play(watched)
         assert driver.play(PUBLISHING["publisher-live"]).verdict is Verdict.NOT_APPLICABLE

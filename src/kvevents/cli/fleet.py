@@ -11,10 +11,11 @@ import msgspec
 
 from kvevents.cli.command import OK
 from kvevents.cli.console import Console, Line, Span, table
+from kvevents.cli.options import add_engine
 from kvevents.cli.output import add_output, write_record
 from kvevents.cli.service_options import add_scope, add_service, make_client, scope_of
 from kvevents.cli.top_view import COLUMNS, WIDE_COLUMNS, fault_lines, source_table
-from kvevents.cli.values import endpoint, endpoint_or_url, positive_int, whole_number
+from kvevents.cli.values import endpoint, positive_int, whole_number
 from kvevents.client import Client
 from kvevents.client.polling import PolledSource, sort_sources
 from kvevents.client.schemas import (
@@ -76,7 +77,7 @@ def _add_instance(parser: ArgumentParser, ranks: str, **model: Any) -> None:
 
 def _add_register(parser: ArgumentParser) -> None:
     _add_instance(parser, "0; of a URL all ranks")
-    parser.add_argument("endpoint", metavar="ENDPOINT|URL", type=endpoint_or_url, help="endpoint of its events, or its URL")
+    add_engine(parser)
     parser.add_argument("--replay", type=endpoint, help="its replay endpoint (default: none)")
     parser.add_argument("--block-size", type=positive_int, help="tokens per block (default: as received)")
     parser.add_argument("--lease", type=positive_int, metavar="S", help="unregister it after S seconds unless it is renewed")
@@ -85,12 +86,13 @@ def _add_register(parser: ArgumentParser) -> None:
 
 def _register(client: Client, args: Namespace) -> Any:
     is_url = args.endpoint.startswith("http")
+    live, _, replay = args.endpoint.partition(",")
     return client.register(
         RegisterRequest(
             instance_id=args.instance,
-            endpoint="" if is_url else args.endpoint,
+            endpoint="" if is_url else live,
             url=args.endpoint if is_url else None,
-            replay_endpoint=args.replay,
+            replay_endpoint=replay or args.replay,
             dp_rank=args.rank,
             block_size=args.block_size,
             lease_seconds=args.lease,
@@ -129,7 +131,7 @@ def _show_fields(answer: dict[str, Any], _wide: bool) -> list[Line]:
 REGISTER: Final = FleetCommand(
     "Register an engine at a service, which follows its events from then on. Repeat it to renew a lease.",
     """\
-  kvevents register engine-0 tcp://10.0.0.7:5557 --replay tcp://10.0.0.7:5558 --model llama
+  kvevents register engine-0 10.0.0.7:5557,5558 --model llama
   kvevents register engine-0 http://10.0.0.7:8000 --model llama --lease 60      the engine names its endpoints
   kvevents register engine-1 10.0.0.8:5557 --model llama --label zone=a --context prod
 """,

@@ -13,7 +13,7 @@ from typing import Final
 
 from kvevents.cli.command import CommandLineError, Group
 from kvevents.cli.console import Console, Span
-from kvevents.cli.values import URL_SCHEMES, endpoint, endpoint_or_url, positive_int, positive_seconds, ranks
+from kvevents.cli.values import URL_SCHEMES, endpoint, endpoints, endpoints_or_url, positive_int, positive_seconds, ranks
 from kvevents.errors import ConfigError, ExternalError, UsageError
 from kvevents.stream import Source
 from kvevents.zeromq.keys import Curve
@@ -38,25 +38,21 @@ def check_directory(file: Path) -> None:
 
 def engine(text: str) -> Source:
     """Return the source that `[NAME[:RANK]=]ENDPOINT[,REPLAY_ENDPOINT]` describes. The default name is the address."""
-    head, separator, endpoints = text.rpartition("=")
+    head, separator, address = text.rpartition("=")
     name, colon, rank = head.rpartition(":")
-    first, _, replay = endpoints.partition(",")
     if not colon:
         name, rank = head, "0"
     if (separator and not name) or not rank.isdecimal():
         raise ConfigError(f"invalid engine {text!r}: expected NAME=tcp://HOST:PORT or NAME:RANK=tcp://HOST:PORT,REPLAY_PORT")
-    name = name or first.removeprefix("tcp://")
-    live = endpoint(first)
-    if replay.isdecimal():  # at the same host
-        replay = f"{live.rpartition(':')[0]}:{replay}"
-    return Source(live, endpoint(replay) if replay else None, name=name, rank=int(rank))
+    live, _, replay = endpoints(address).partition(",")
+    return Source(live, replay or None, name=name or address.partition(",")[0].removeprefix("tcp://"), rank=int(rank))
 
 
 def add_engine(parser: ArgumentParser, default: str | None = None) -> None:
     """Declare the endpoint of an engine, which is not required if its `default` is described."""
     more, count = ("", None) if default is None else (f" (default: {default})", "?")
-    text = f"endpoint of the engine's events, tcp://HOST:PORT, or the URL of its HTTP server, which knows it{more}"
-    parser.add_argument("endpoint", metavar="ENDPOINT|URL", nargs=count, type=endpoint_or_url, help=text)
+    text = f"endpoint of the engine's events, tcp://HOST:PORT[,REPLAY_PORT], or the URL of its HTTP server{more}"
+    parser.add_argument("endpoint", metavar="ENDPOINT|URL", nargs=count, type=endpoints_or_url, help=text)
 
 
 def add_engine_details(parser: ArgumentParser | Group) -> None:
@@ -113,6 +109,8 @@ def read_sources(args: Namespace) -> list[Source]:
     engine that is named by its URL is asked for the endpoints of all ranks; those of the first one replace `args.endpoint` and
     `args.replay`. Raises `ExternalError` if it does not answer or publishes no events.
     """
+    args.endpoint, _, replay = args.endpoint.partition(",")
+    args.replay = None if args.no_replay else replay or args.replay
     name, curve = args.source_name or args.endpoint.partition("://")[2], read_curve(args)
     if not args.endpoint.startswith(URL_SCHEMES):
         source = Source(args.endpoint, args.replay, topic=args.topic_prefix, name=name, bind=args.bind, curve=curve)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from kvevents.endpoints import HTTP_SCHEMES, MAX_PORT, split_tcp, split_url, tcp_of, validate_source
+from kvevents.endpoints import HTTP_SCHEMES, MAX_PORT, complete_replay, split_tcp, split_url, tcp_of, validate_source
 from kvevents.errors import ConfigError
 
 URL_SCHEMES: Final = ("http://", "https://")
@@ -29,12 +29,19 @@ def endpoint(text: str) -> str:
     return text
 
 
-def endpoint_or_url(text: str) -> str:
-    """Return a ZeroMQ endpoint, or the URL of an engine's HTTP server."""
+def endpoints(text: str) -> str:
+    """Return the ZeroMQ endpoints of `ENDPOINT[,REPLAY]`. A port is enough for `REPLAY`."""
+    live, comma, replay = text.partition(",")
+    live = endpoint(live)
+    return f"{live},{endpoint(complete_replay(live, replay))}" if comma else live
+
+
+def endpoints_or_url(text: str) -> str:
+    """Return ZeroMQ endpoints as `endpoints` does, or the URL of an engine's HTTP server."""
     if text.startswith(URL_SCHEMES):
         return engine_url(text)
     try:
-        return endpoint(text)
+        return endpoints(text)
     except ConfigError as error:
         raise ConfigError(f"{error}, or the engine's URL http://HOST:PORT") from None
 

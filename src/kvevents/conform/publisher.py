@@ -25,6 +25,7 @@ from kvevents.conform.scenario import Forms, Macros, PublisherScenario, Scenario
 from kvevents.conform.target import Program, TargetError, is_open
 from kvevents.conform.verdict import Result, ScenarioOutcome, Verdict, worst
 from kvevents.diagnosis.replay_sample import Patience, ReplaySample, send_request
+from kvevents.endpoints import complete_replay
 from kvevents.errors import ConfigError
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvevents.package_metadata import VERSION
@@ -325,7 +326,7 @@ def publisher_driver(target: str) -> PublisherDriver:
         endpoint, _, replay_endpoint = target.partition(",")
         if not replay_endpoint:
             raise ConfigError(f"invalid publisher {target!r}: expected tcp://HOST:PORT,tcp://HOST:REPLAY_PORT or a command")
-        return PublisherDriver(target, Publisher(endpoint, replay_endpoint))
+        return PublisherDriver(target, Publisher(endpoint, complete_replay(endpoint, replay_endpoint)))
     try:
         words = shlex.split(target)
         title = Path(words[0]).name
