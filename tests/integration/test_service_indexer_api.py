@@ -629,6 +629,21 @@ def test_an_unknown_field_is_reported_beside_the_missing_one_that_it_resembles(
     assert "missing field 'token_ids'" in service.post("/query", model_name=fresh[1], other=[1]).json["detail"]
 
 
+@pytest.mark.parametrize("name", ["modle", "modelName", "mode"])
+def test_a_misspelled_model_is_400_without_another(service: Service, fresh: tuple[int, str, Engine], name: str) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/query": {"token_ids": [1]},
+        "/query_by_hash": {"block_hashes": [1]},
+        "/register": {"instance_id": 1, "endpoint": "tcp://127.0.0.1:1", "block_size": 16},
+        "/unregister": {"instance_id": fresh[0]},
+    }
+    for path, body in bodies.items():
+        answer = service.post(path, {**body, name: fresh[1]})
+        assert (answer.status, answer.reason) == (400, "unknown-field"), path
+        assert f"unknown field {name!r}; did you mean 'model" in answer.json["detail"]
+    assert service.post("/query", {"token_ids": [1], "model": fresh[1], name: "m"}).status == 200
+
+
 def test_errors_and_warnings_repeat_no_long_names(service: Service, fresh: tuple[int, str, Engine]) -> None:
     long = "x" * 100_000
     tolerant = service.post("/query", {"model_name": fresh[1], "token_ids": [1], long: 0})

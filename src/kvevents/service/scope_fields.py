@@ -62,7 +62,7 @@ _CANONICAL: Final = {alias: name for name, aliases in SCOPE_NAMES.items() for al
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
 """Words without another meaning here: a field whose name contains one of them must not be ignored."""
 _ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
-"""Names of scope fields by their letters."""
+"""Names of scope fields by their letters, except the model's."""
 MAX_UNKNOWN: Final = 64
 """Maximum number of unknown fields of one request, because each one is compared with the known ones."""
 MAX_COMPARED: Final = 40
@@ -106,17 +106,19 @@ def pick(request: Any, names: tuple[str, ...]) -> str | None:
     return result
 
 
-def check_unknown(names: Collection[str]) -> None:
-    """Raise `RefusedError` for too many unknown names, and for one that is similar to a scope field."""
+def check_unknown(names: Collection[str], given: Collection[str]) -> None:
+    """Raise `RefusedError` for too many unknown names, and for one like a scope field, or like the model if none is `given`."""
     if len(names) > MAX_UNKNOWN:
         sentence = f"{len(names)} fields are unknown, more than {MAX_UNKNOWN}"
         raise RefusedError(sentence, "too-many-fields", "leave them out; see /openapi.json")
+    aliases = _ALIASES if any(name in given for name in MODEL) else {name.replace("_", ""): name for name in MODEL} | _ALIASES
     for name in names:
-        if (field := _meant_by(name)) is not None:
-            raise RefusedError(f"unknown field {name[:MAX_COMPARED]!r}", "unknown-field", f"write {field}, or leave it out")
+        if (field := _meant_by(name, aliases)) is not None:
+            sentence = f"unknown field {name[:MAX_COMPARED]!r}; did you mean {field!r}?"
+            raise RefusedError(sentence, "unknown-field", f"write {field}, or leave it out")
 
 
-def _meant_by(name: str) -> str | None:
+def _meant_by(name: str, aliases: Mapping[str, str]) -> str | None:
     """Return the scope field that an unknown name is similar to; None if none is similar."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
     for word, field in _WORDS.items():
@@ -124,9 +126,9 @@ def _meant_by(name: str) -> str | None:
             return field
     if len(name) > MAX_COMPARED:
         return None
-    anagrams = [known for known in _ALIASES if sorted(known) == sorted(letters)]
-    similar = anagrams or get_close_matches(letters, _ALIASES, 1, cutoff=0.8)
-    return _ALIASES[similar[0]] if similar else None
+    anagrams = [known for known in aliases if sorted(known) == sorted(letters)]
+    similar = anagrams or get_close_matches(letters, aliases, 1, cutoff=0.8)
+    return aliases[similar[0]] if similar else None
 
 
 def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], *, beside: str = "") -> dict[str, str]:

@@ -161,7 +161,7 @@ class HttpRequest(Struct, eq=False):
         except (ValueError, RecursionError):
             return body
         self.ignored_fields = tuple(name for name in fields if name not in (known or ()))
-        check_unknown(self.ignored_fields)
+        check_unknown(self.ignored_fields, fields)
         known_fields = {name: value for name, value in fields.items() if name not in self.ignored_fields}
         return codec.encode(known_fields) if self.ignored_fields else body
 
