@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvevents import KVEventsError, RawBatch, Source, Subscriber
-from kvevents.errors import ClosedError
+from kvevents.errors import ClosedError, TrustTimeoutError
 from kvevents.index import PrefixIndex
 from kvevents.routing import Router, policy
 
@@ -27,6 +27,8 @@ def route_prompts(engines: Sequence[str]) -> None:
     sources = [Source(live, replay or None, name=f"engine-{at}") for at, (live, _, replay) in enumerate(pairs)]
     index = PrefixIndex()
     with Subscriber(sources, decode=False, sink=index) as subscriber:
+        with suppress(TrustTimeoutError):
+            subscriber.wait_for(timeout=10)  # engines that connect later count from then on
         threading.Thread(target=follow, args=(subscriber,), daemon=True).start()
         router = Router(policy("prefix-aware"), index, trust=lambda worker: subscriber.trust(*worker))
         for source in sources:
