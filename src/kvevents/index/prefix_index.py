@@ -267,7 +267,7 @@ class PrefixIndex(_native.NativeIndex):
     def apply_payloads(self, stream: Worker, incarnation: int, first: int, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
         """Apply payloads as raw batches numbered from `first` on, without the interpreter lock.
 
-        Returns the outcome of each payload that was not simply applied, by its position.
+        Returns the outcome of each payload that was not applied or has a report, by the position of the payload.
         """
         return self._apply_run(*_parts(stream), incarnation, first, payloads)
 

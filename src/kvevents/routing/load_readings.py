@@ -291,7 +291,7 @@ class LoadReading(Struct, frozen=True):
     received: int
     """Loads so far."""
     rejected: int
-    """Messages without a load, and requests that were answered without one."""
+    """Number of messages and of answers to requests in which no load was found."""
     fault: str
     """Why the newest load is unknown; empty if it is known."""
     silence: str = ""
@@ -329,7 +329,7 @@ class Readings:
                     _logger.exception("on_load has failed for a load of %s rank %d", *self.source.worker)
 
     def reject(self, fault: str = "") -> None:
-        """Count a message that is not a load, or a request without one."""
+        """Count a message, or the answer to a request, in which no load was found."""
         self.rejected += 1
         self.fault = fault
 

@@ -270,11 +270,11 @@ class PrefixAwareSettings:
     """Factor for what a worker holds, by the state of its stream, 0 to 1. Missing states keep that of `TRUST_WEIGHTS`.
     Tokens that might be gone (`Candidate.uncertain`) have the factor of DEGRADED, or that of the stream if it is lower."""
     guard: float = 2.0
-    """A worker gets no credit for its cache if it has more than this many times the mean requests in flight of the others; at
-    least 1. Infinity disables this."""
+    """A worker gets no credit for its cache if its requests in flight are more than `guard` times the mean of the others, and
+    more than `guard_requests`; at least 1. Infinity disables this."""
     guard_requests: int = 16
-    """A worker with at most this many requests gets credit for its cache whatever the mean is. A GPU of 80 GB holds about 16
-    prompts of 12,000 tokens at once."""
+    """Number of requests in flight up to which a worker gets credit for its cache, however few the others have. A GPU of 80 GB
+    holds about 16 prompts of 12,000 tokens at once."""
     tie: str = "rotate"
     """How to choose between equal candidates: `rotate`, `random` or `first`."""
     sample: int = 0

@@ -1,9 +1,9 @@
 """Generated workloads: chats, agents that call tools, and users that share long system prompts.
 
 Theory of operation. An arrival process gives the times of requests, so the rate is as configured from the first second on. At
-each arrival the session that has been due for longest sends its next turn; if none is due, a new session begins. A session is
-due again after an assumed answer time and a think time. The loop is open: a slower fleet receives requests at the same rate. So
-sessions begin as fast as the rate requires, and think times are the drawn ones or a little longer.
+each arrival the session that has been due for longest sends its next turn; if none is due, a new session begins. After a turn
+the session is due when an assumed answer time and then a think time have passed. The loop is open: a slower fleet receives
+requests at the same rate. So sessions begin as fast as the rate requires, and think times are as drawn or slightly longer.
 """
 
 from __future__ import annotations
