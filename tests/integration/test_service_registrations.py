@@ -146,6 +146,17 @@ def test_who_registers_what_discovery_names_learns_who_owns_it(tmp_path: Path) -
             assert service.source("e")["origin"] == "discovery"
 
 
+def test_an_engine_under_two_names_is_a_warning() -> None:
+    """Ranks of one instance, and other scopes and topics, are no second name."""
+    with refuse_connections() as nowhere, serving() as service:
+        assert service.register("e", nowhere).json == {"status": "ok"}
+        assert "warnings" not in service.register("f", nowhere, topic="t").json
+        assert "warnings" not in service.register("g", nowhere, model_name="other").json
+        assert "warnings" not in service.register("e", nowhere, rank=1).json
+        warning = "e rank 0 has the same endpoint and topic: one engine counts as two, and is chosen twice as often"
+        assert service.register("h", nowhere).json["warnings"] == [warning]
+
+
 def test_discovery_takes_over_an_equal_registration_of_a_client(tmp_path: Path) -> None:
     """The stream and its blocks stay, the lease has no effect any more, and it ends when the provider does not name it."""
     state = tmp_path / "state"

@@ -127,7 +127,15 @@ class Registrations:
         await self.save()
         change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
         self.audit.log_change(change, client)
-        return RegistrationOutcome(is_new=True)
+        return RegistrationOutcome(is_new=True, warning=self._describe_twin(registration))
+
+    def _describe_twin(self, new: Registration) -> str:
+        """Return a warning if the engine of a registration has another name too; empty otherwise."""
+        for other in [member.registration for member in list(self.fleet.members.values())]:
+            is_equal = other.endpoint == new.endpoint and other.topic == new.topic and other.scope == new.scope
+            if is_equal and other.instance != new.instance:
+                return f"{other.label} has the same endpoint and topic: one engine counts as two, and is chosen twice as often"
+        return ""
 
     def _find_owned(self, current: Registration, registration: Registration) -> RegistrationOutcome:
         """Return the outcome for a rank that discovery names. Raises `ConflictError` if the client names it differently."""
