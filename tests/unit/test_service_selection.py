@@ -185,13 +185,14 @@ def test_load_counts_in_proportion() -> None:
 @pytest.mark.parametrize("share", [0.12, 0.25, 0.5, 0.75])
 @pytest.mark.parametrize("length", [512, 8192])
 @pytest.mark.parametrize("source", ["request", "engines", "selections"])
-def test_a_shared_system_prompt_spreads(engines: int, share: float, length: int, source: str) -> None:
-    """All prompts begin with the same tokens. 10 requests for each engine are in flight; each engine holds what it was sent."""
+@pytest.mark.parametrize("running_each", [1, 2, 4, 10])
+def test_a_shared_system_prompt_spreads(engines: int, share: float, length: int, source: str, running_each: int) -> None:
+    """All prompts begin with the same tokens, `running_each` for each engine at a time; each engine holds what it was sent."""
     shared, loads, ties, tokens = int(length * share), Loads(60.0), Ties(Random(1)), list(range(length))
     holders, counts, hits = set[int](), [0] * engines, 0
     in_flight: deque[int] = deque()
     for _ in range(40 * engines):
-        if len(in_flight) == 10 * engines:
+        if len(in_flight) == running_each * engines:
             in_flight.popleft()
         running = Counter(in_flight)
         if source == "engines":

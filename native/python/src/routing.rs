@@ -96,6 +96,7 @@ impl Scorer {
                 credit,
                 work: work[at],
                 requests: requests[at],
+                chosen: 0.0,
             });
         }
         let scores = score::weigh(&candidates, length, &self.loads);

@@ -94,7 +94,7 @@ const SESSION_BONUS: f64 = 0.1;
 /// Maximum load: larger ones count as this, so that no product is infinite.
 const MAX_REQUESTS: f64 = 1e12;
 
-/// Requests up to which a candidate's cache always counts.
+/// Requests up to which a candidate's cache counts, unless it was chosen too often in the last minute.
 const GUARD_REQUESTS: f64 = 8.0;
 
 /// Tokens by tier; none for a worker that the index did not find.
@@ -389,6 +389,10 @@ pub fn choose<'a>(
         credit: *credit,
         work: known.work(one, requests, &state),
         requests,
+        chosen: one
+            .source
+            .and_then(|source| state.of(source, one.rank))
+            .map_or(0.0, |work| work.chosen(now)),
     };
     let candidates: Vec<score::Candidate> = (reachable.iter().zip(known.counted()).zip(&credits)).map(candidate).collect();
     let load_weights = LoadWeights {

@@ -69,7 +69,7 @@ impl Loads {
         let now = Instant::now();
         let Some(arrived) = now.checked_sub(age) else { return };
         let mut state = self.state.lock();
-        let number = state.number(source, rank, now, 0.0);
+        let number = state.number(source, rank, now, (0.0, 0.0));
         let Some(work) = state.work.get_mut(&number) else { return };
         if work.reading.is_none_or(|known| known.arrived < arrived) {
             work.reading = Some(Reading {
@@ -81,15 +81,14 @@ impl Loads {
         }
     }
 
-    /// Adds a worker, which begins with the mean reservations of its `peers`. Does nothing for a known worker.
+    /// Adds a worker, which begins with the mean reservations and choices of its `peers`. Does nothing for a known worker.
     pub fn join(&self, source: &str, rank: i64, peers: &[(String, i64)]) {
         let now = Instant::now();
         let mut state = self.lock(now);
-        let reserved: Vec<u64> = (peers.iter())
-            .filter_map(|(source, rank)| Some(state.of(source, *rank)?.reserved()))
-            .collect();
-        let mean = reserved.iter().sum::<u64>() as f64 / reserved.len().max(1) as f64;
-        state.number(source, rank, now, mean);
+        let known: Vec<&Work> = (peers.iter()).filter_map(|(source, rank)| state.of(source, *rank)).collect();
+        let mean = |of: &dyn Fn(&Work) -> f64| known.iter().map(|work| of(work)).sum::<f64>() / known.len().max(1) as f64;
+        let begin = (mean(&|work| work.reserved() as f64), mean(&|work| work.chosen(now)));
+        state.number(source, rank, now, begin);
     }
 
     /// Forgets a worker. Its reservations stay, and count for no other worker.
@@ -125,8 +124,8 @@ impl State {
         (&mut self.reservations, &mut self.work)
     }
 
-    /// Returns the number of a worker. A new one begins with `requests` requests, which decay.
-    fn number(&mut self, source: &str, rank: i64, now: Instant, requests: f64) -> WorkNumber {
+    /// Returns the number of a worker. A new one begins with the given requests and choices, which decay.
+    fn number(&mut self, source: &str, rank: i64, now: Instant, (requests, chosen): (f64, f64)) -> WorkNumber {
         if let Some(number) = self.numbers.get(source).and_then(|ranks| ranks.get(&rank)) {
             return *number;
         }
@@ -135,7 +134,7 @@ impl State {
         }
         let number = self.next;
         self.next += 1;
-        self.work.insert(number, Work::new(now, requests));
+        self.work.insert(number, Work::new(now, requests, chosen));
         self.numbers.entry(source.to_owned()).or_default().insert(rank, number);
         number
     }
@@ -160,8 +159,9 @@ impl State {
 
     /// Counts a request that was sent to a worker, with or without a reservation. Returns the number of its work.
     pub(crate) fn begin(&mut self, (source, rank): (&str, i64), now: Instant, is_reserved: bool) -> WorkNumber {
-        let number = self.number(source, rank, now, 0.0);
+        let number = self.number(source, rank, now, (0.0, 0.0));
         if let Some(work) = self.work.get_mut(&number) {
+            work.choose(now);
             if let Some(reading) = &mut work.reading {
                 reading.begun += 1;
             }
@@ -349,6 +349,8 @@ mod tests {
         assert_eq!(sent("a", later), 3.0);
         assert_eq!(sent("c", later), 2.0);
         assert_eq!(sent("c", later + HALF_LIFE), 1.0);
+        let chosen = loads.lock(later).of("c", 0).unwrap().chosen(later);
+        assert!((1.99..=2.0).contains(&chosen), "{chosen}");
     }
 
     // --- reservations

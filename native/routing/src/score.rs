@@ -86,7 +86,8 @@ pub struct LoadWeights {
     pub base: f64,
     /// A worker with more than this many times the mean requests of the others gets no credit for its cache; infinity for no limit.
     pub guard: f64,
-    /// Requests up to which a worker always gets credit.
+    /// Requests up to which a worker always gets credit, unless it was chosen more often than this and than the others by the same
+    /// multiple, and would have more than the multiple with one more.
     pub guard_requests: f64,
 }
 
@@ -99,6 +100,8 @@ pub struct Candidate {
     pub work: f64,
     /// Number of the candidate's requests.
     pub requests: f64,
+    /// Number of recent choices of the candidate; 0 if they do not matter.
+    pub chosen: f64,
 }
 
 /// The score of a candidate and its parts.
@@ -116,10 +119,12 @@ pub struct Score {
 
 /// Scores of candidates for a prompt of `whole` tokens.
 pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec<Score> {
-    let bound = bound(candidates, weights);
+    let most_requests = bound(candidates.iter().map(|one| one.requests), weights);
+    let most_chosen = bound(candidates.iter().map(|one| one.chosen), weights).max(weights.guard_requests);
     let wait = weights.wait / whole.max(1) as f64;
     let score = |(one, relative): (&Candidate, f64)| {
-        let is_hot = one.requests > bound;
+        let has_many = one.requests > most_requests && one.requests > weights.guard_requests;
+        let is_hot = has_many || one.requests + 1.0 > most_requests && one.chosen > most_chosen;
         let uncached = if is_hot { 1.0 } else { 1.0 - one.credit };
         let load = wait * one.work + weights.mean * relative;
         Score {
@@ -136,16 +141,15 @@ pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec
         .collect()
 }
 
-/// Requests above which a worker is hot: r > guard * (all - r) / (n - 1), solved for r.
-fn bound(candidates: &[Candidate], weights: &LoadWeights) -> f64 {
-    let all: f64 = candidates.iter().map(|one| one.requests).sum();
-    let others = candidates.len().saturating_sub(1) as f64;
-    let relative = if others > 0.0 && weights.guard.is_finite() {
+/// The count above which a worker has more than its share of all: r > guard * (all - r) / (n - 1), solved for r.
+fn bound(counts: impl ExactSizeIterator<Item = f64>, weights: &LoadWeights) -> f64 {
+    let others = counts.len().saturating_sub(1) as f64;
+    let all: f64 = counts.sum();
+    if others > 0.0 && weights.guard.is_finite() {
         weights.guard * all / (others + weights.guard)
     } else {
         all
-    };
-    relative.max(weights.guard_requests)
+    }
 }
 
 /// Returns the positions of the candidates that compute least, of those with the smallest score. At least one for at least one candidate.

@@ -20,6 +20,9 @@ pub(crate) type WorkNumber = u64;
 /// Time after which half of a selection counts, for workers whose engine does not report.
 pub(crate) const HALF_LIFE: Duration = Duration::from_secs(10);
 
+/// Time after which half of a choice counts in the comparison of workers by choices: many requests of one prefix, not a burst of them.
+const CHOICE_HALF_LIFE: Duration = Duration::from_secs(60);
+
 /// Number of decayed requests below which none counts.
 const NEGLIGIBLE: f64 = 0.01;
 
@@ -33,7 +36,11 @@ pub(crate) struct Decaying {
 
 impl Decaying {
     pub(crate) fn at(self, now: Instant) -> f64 {
-        let halvings = now.saturating_duration_since(self.at).as_secs_f64() / HALF_LIFE.as_secs_f64();
+        self.halved(now, HALF_LIFE)
+    }
+
+    fn halved(self, now: Instant, half_life: Duration) -> f64 {
+        let halvings = now.saturating_duration_since(self.at).as_secs_f64() / half_life.as_secs_f64();
         let count = self.count * (-halvings).exp2();
         if count > NEGLIGIBLE { count } else { 0.0 }
     }
@@ -54,6 +61,8 @@ pub(crate) struct Work {
     pub(crate) reading: Option<Reading>,
     /// Selections without a reservation.
     pub(crate) unreserved: Decaying,
+    /// All selections and reservations.
+    chosen: Decaying,
     /// Requests with which the worker began, and the time at which it began.
     initial: (f64, Instant),
     /// Reservations before their first token, and the tokens that the worker must compute for them.
@@ -64,10 +73,12 @@ pub(crate) struct Work {
 }
 
 impl Work {
-    pub(crate) fn new(now: Instant, requests: f64) -> Self {
+    /// The work of a worker that begins with `requests` requests and `chosen` choices.
+    pub(crate) fn new(now: Instant, requests: f64, chosen: f64) -> Self {
         Self {
             reading: None,
             unreserved: Decaying { count: 0.0, at: now },
+            chosen: Decaying { count: chosen, at: now },
             initial: (requests, now),
             waiting: 0,
             waiting_tokens: 0,
@@ -81,6 +92,19 @@ impl Work {
             && self.reported(now, max_age).is_none()
             && self.unreserved.at(now) == 0.0
             && self.begun_with(now) == 0.0
+    }
+
+    /// Counts a choice of the worker.
+    pub(crate) fn choose(&mut self, now: Instant) {
+        self.chosen = Decaying {
+            count: self.chosen(now) + 1.0,
+            at: now,
+        };
+    }
+
+    /// The recent choices of the worker.
+    pub(crate) fn chosen(&self, now: Instant) -> f64 {
+        self.chosen.halved(now, CHOICE_HALF_LIFE)
     }
 
     /// Open reservations.
