@@ -1,17 +1,18 @@
 //! The blocks of an engine by its own hashes, for lookups of prompts that records of blocks cannot answer
 //! (`crate::groups::Method::Hashes`).
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use parking_lot::RwLock;
+use parking_lot::{RwLock, RwLockReadGuard};
 
 use crate::groups::Groups;
 use crate::groups::engine_hash::{EngineHash, Sample};
 use crate::groups::search::{self, CachedPrefix, Looks};
 use crate::holders::placements::LEVELS;
 use crate::memory::hasher::Secret;
+use crate::step_counter;
 
 /// Levels on which a block is held: one bit each in the lower half, and again in the upper half if it certainly is.
 type Held = u8;
@@ -21,7 +22,10 @@ const _: () = assert!(2 * LEVELS <= Held::BITS as usize);
 /// The blocks that the groups of an engine hold.
 #[derive(Debug, Default)]
 pub struct GroupCache {
-    groups: HashMap<i64, HashMap<u64, Held, Secret>, Secret>,
+    /// By number. Groups keep their places, so that a search can let a writer in.
+    groups: Vec<(i64, HashMap<u64, Held, Secret>)>,
+    /// Number of changes.
+    changes: u64,
     /// Blocks that might be gone.
     uncertain: usize,
     /// Salts by the part of a seed that each contributes.
@@ -41,6 +45,8 @@ pub struct GroupLookup {
 
 /// Maximum number of salts that are stored for a stream.
 pub const MAX_SALTS: usize = 1 << 16;
+/// Number of blocks that a search examines before it lets a writer in.
+const LOOKS_PER_HOLD: usize = 1 << 12;
 /// Approximate bytes of an entry of a map.
 const ENTRY_BYTES: usize = 18;
 
@@ -60,7 +66,12 @@ fn is_uncertain(held: Held) -> bool {
 impl GroupCache {
     /// Records on which level a block of a group is held.
     pub fn put(&mut self, group: i64, hash: u64, level: usize, is_held: bool, is_certain: bool) {
-        let group = self.groups.entry(group).or_default();
+        self.changes += 1;
+        let at = self.place(group).unwrap_or_else(|| {
+            self.groups.push((group, HashMap::default()));
+            self.groups.len() - 1
+        });
+        let group = &mut self.groups[at].1;
         let before = group.get(&hash).copied().unwrap_or_default();
         let (low, high) = (1 << level, 1 << (level + LEVELS));
         let held = before & !(low | high);
@@ -76,9 +87,14 @@ impl GroupCache {
         }
     }
 
+    fn place(&self, number: i64) -> Option<usize> {
+        self.groups.iter().position(|(group, _)| *group == number)
+    }
+
     /// Forgets all blocks.
     pub fn clear(&mut self) {
-        self.groups.clear();
+        self.groups.iter_mut().for_each(|(_, held)| *held = HashMap::default());
+        self.changes += 1;
         self.uncertain = 0;
     }
 
@@ -122,14 +138,18 @@ impl GroupCache {
 
     /// Approximate heap bytes.
     pub fn bytes(&self) -> usize {
-        let held: usize = self.groups.values().map(|group| group.capacity() * ENTRY_BYTES).sum();
+        let held: usize = self.groups.iter().map(|(_, group)| group.capacity() * ENTRY_BYTES).sum();
         held + self.salts.values().map(|salt| salt.len() + 64).sum::<usize>()
     }
 
-    /// Returns the tokens of a prompt that the engine finds, at most `longest`; `hashes` cover the whole prompt.
-    pub fn find(&self, groups: &Groups, hashes: &[u64], longest: usize, shared_looks: &Cell<usize>) -> Found {
+    /// Returns the tokens of a prompt that the engine finds, at most `longest`; `hashes` cover the whole prompt. A long search lets writers
+    /// in; if they have changed anything, no token is certain.
+    pub fn find(cache: &RwLock<Self>, groups: &Groups, hashes: &[u64], longest: usize, shared_looks: &Cell<usize>) -> Found {
         let (unit, looks) = (groups.unit() as usize, Looks::new(hashes.len(), shared_looks));
-        let held: Vec<_> = groups.known().map(|group| self.groups.get(&group.number)).collect();
+        step_counter::begin_hold();
+        let (cache, looks_left) = (RefCell::new(cache.read()), Cell::new(LOOKS_PER_HOLD));
+        let changes = cache.borrow().changes;
+        let places: Vec<_> = groups.known().map(|group| cache.borrow().place(group.number)).collect();
         let find = |levels: Held| {
             search::find(
                 groups,
@@ -137,20 +157,28 @@ impl GroupCache {
                 longest,
                 &looks,
                 |group: usize, position: usize| {
-                    let hash = hashes.get((position / unit).wrapping_sub(1));
-                    let found = hash.zip(held[group]).and_then(|(hash, held)| held.get(hash));
+                    looks_left.set(looks_left.get() - 1);
+                    if looks_left.get() == 0 {
+                        looks_left.set(LOOKS_PER_HOLD);
+                        step_counter::end_hold();
+                        RwLockReadGuard::bump(&mut cache.borrow_mut());
+                    }
+                    let (cache, hash) = (cache.borrow(), hashes.get((position / unit).wrapping_sub(1)));
+                    let found = hash.zip(places[group]).and_then(|(hash, at)| cache.groups[at].1.get(hash));
                     found.is_some_and(|held| held & levels != 0)
                 },
             )
         };
         let (tokens, is_exact) = by_level(|level| find((1 << (level + 1)) - 1));
         let certain = match is_exact {
-            true if self.uncertain == 0 => Some(tokens),
+            true if cache.borrow().uncertain == 0 => Some(tokens),
             true => Some(by_level(|level| find(((1 << (level + 1)) - 1) << LEVELS)))
                 .filter(|found| found.1)
                 .map(|found| found.0),
             false => None,
         };
+        step_counter::end_hold();
+        let certain = certain.filter(|_| cache.borrow().changes == changes);
         Found {
             tokens,
             certain: certain.unwrap_or_default(),

@@ -48,6 +48,8 @@ pub fn find(groups: &Groups, end: usize, longest: usize, looks: &Looks<'_>, bloc
 /// Blocks that the searches for one stream may examine, counted for each group, per position at which a block can end: engines need a few
 /// for each of their groups, and a peer could cause thousands.
 const LOOKS_PER_POSITION: usize = 4;
+/// Maximum number of the former: one engine can have 64 streams.
+const MAX_OWN_LOOKS: usize = 1 << 15;
 /// Further blocks that one lookup may examine, in all of its streams: a peer can have many.
 pub const SHARED_LOOKS: usize = 1 << 17;
 
@@ -62,7 +64,7 @@ impl<'a> Looks<'a> {
     /// The looks of a stream of whose groups blocks end at this number of positions, and those that all streams of a lookup share.
     pub fn new(positions: usize, shared: &'a Cell<usize>) -> Self {
         Self {
-            own: Cell::new(LOOKS_PER_POSITION * (positions + 1)),
+            own: Cell::new(MAX_OWN_LOOKS.min(LOOKS_PER_POSITION * (positions + 1))),
             shared,
         }
     }
@@ -72,7 +74,7 @@ impl<'a> Looks<'a> {
     }
 
     /// Counts examined blocks. Returns whether any are left.
-    fn take(&self, count: usize) -> bool {
+    pub fn take(&self, count: usize) -> bool {
         let own = self.own.get();
         self.own.set(own.saturating_sub(count));
         self.shared.set(self.shared.get().saturating_sub(count.saturating_sub(own)));

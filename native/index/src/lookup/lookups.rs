@@ -6,15 +6,15 @@ use std::collections::HashMap;
 use std::hint::spin_loop;
 use std::sync::Arc;
 
-use parking_lot::MutexGuard;
+use parking_lot::{MutexGuard, RwLock};
 
 use crate::groups::Method;
-use crate::groups::cache::{Found, GroupLookup};
+use crate::groups::cache::{Found, GroupCache, GroupLookup};
 use crate::groups::engine_hash::EngineHash;
 use crate::holders::contexts::Context;
 use crate::holders::placements::LEVELS;
 use crate::keys::{self, Items, Scheme};
-use crate::lookup::matching::{Hit, PromptLength, Walk, merge};
+use crate::lookup::matching::{Hit, PromptLength, Walk, for_each, merge};
 use crate::prefix_index::PrefixIndex;
 use crate::step_counter;
 use crate::store::members::{Member, Model, Names, Worker};
@@ -158,16 +158,6 @@ struct Room {
     /// By scheme. The next prompt probably has the same schemes.
     cuts: Vec<Cut>,
     schemes: Vec<(Scheme, usize, Option<u32>, Option<u32>)>,
-    /// Hashes of the prompt as engines compute them.
-    hashed: Vec<HashedPrompt>,
-}
-
-/// A prompt as engines hash it: replicas of one engine have the same hashes.
-#[derive(Debug)]
-struct HashedPrompt {
-    hashing: EngineHash,
-    salt: Option<String>,
-    hashes: Vec<u64>,
 }
 
 thread_local! {
@@ -233,14 +223,14 @@ impl PrefixIndex {
         ROOM.with_borrow_mut(|room| {
             room.cuts.retain(|cut| cut.variant < variants.len());
             room.cuts.iter_mut().for_each(|cut| cut.begin(cut.scheme, cut.variant));
-            room.hashed.clear();
-            let (mut hits, mut certain, mut unknown, mut tries) = (Vec::new(), Vec::new(), Vec::new(), 0);
+            let (mut hits, mut certain, mut tries) = (Vec::new(), Vec::new(), 0);
             loop {
                 for cut in &mut room.cuts {
                     scope.extend(&variants[cut.variant], cut.scheme, cut.wanted, &mut cut.locals);
                 }
                 let alone = (tries >= TRIES).then(|| self.shared_lock.read());
                 let view = self.view.read();
+                step_counter::begin_hold();
                 let model = view.models.get(&scope.model);
                 if !room.is_cut(&view, scope, model) {
                     continue;
@@ -260,10 +250,7 @@ impl PrefixIndex {
                         goes_on = true;
                     }
                     if !goes_on {
-                        let before = hits.len();
                         room.walk.hits(&view, cut.scheme, length, streams, &mut hits);
-                        room.walk
-                            .certain_hits(&view, cut.scheme, length, &hits[before..], &mut certain);
                     }
                 }
                 if !room.walk.is_sound(&view) {
@@ -275,24 +262,24 @@ impl PrefixIndex {
                 if goes_on {
                     continue;
                 }
+                let (names, hashed) = (view.names.clone(), streams_by_hashes(&view, streams));
+                step_counter::end_hold();
+                drop((view, alone));
+                room.walk.search(&mut hits, &mut certain);
                 if room.cuts.len() > 1 {
                     merge(&mut hits);
                 }
-                let answer = Answer {
-                    hits: &mut hits,
-                    certain: &mut certain,
-                    unknown: &mut unknown,
-                    shared_looks: room.walk.shared_looks(),
+                let unknown = if hashed.is_empty() {
+                    Vec::new()
+                } else {
+                    let prompt = HashedPrompts {
+                        tokens,
+                        longest: length.longest,
+                        scope,
+                        known: Vec::new(),
+                    };
+                    prompt.find(&hashed, &mut hits, &mut certain, room.walk.shared_looks())
                 };
-                if let Some(missing) = find_by_hashes(&view, &room.hashed, length.longest, scope, streams, answer) {
-                    drop(view);
-                    let mut hashes = Vec::new();
-                    missing.hashing.hash(tokens, missing.salt.as_deref(), &mut hashes);
-                    room.hashed.push(HashedPrompt { hashes, ..missing });
-                    continue;
-                }
-                let names = view.names.clone();
-                drop(view);
                 for cut in &mut room.cuts {
                     cut.locals.clear();
                     cut.locals.shrink_to(HASHES_KEPT);
@@ -334,11 +321,9 @@ impl PrefixIndex {
                     let meant = |number| view.contexts.get(number).is_some_and(|context| context.scheme == scheme);
                     room.walk.read_keys(&view, keys, meant, view.contexts.keyed(scheme));
                     if room.walk.is_sound(&view) {
-                        let before = hits.len();
                         let tokens = keys.len() * scheme.size as usize;
                         let length = PromptLength { tokens, longest: tokens };
                         room.walk.hits(&view, scheme, length, streams, &mut hits);
-                        room.walk.certain_hits(&view, scheme, length, &hits[before..], &mut certain);
                     }
                 }
                 if !room.walk.is_sound(&view) {
@@ -347,19 +332,21 @@ impl PrefixIndex {
                     spin_loop();
                     continue;
                 }
+                let (names, hashed) = (view.names.clone(), streams_by_hashes(&view, streams));
+                drop((view, alone));
+                room.walk.search(&mut hits, &mut certain);
                 if schemes.len() > 1 {
                     merge(&mut hits);
                 }
                 // Some engines find blocks by hashes that differ from keys.
-                let is_estimate = |hit: &&Hit| lookup_by_hashes(&view, hit.stream).is_some();
-                let estimates: Vec<Hit> = hits.iter().filter(is_estimate).map(Hit::without_certainty).collect();
-                certain.retain(|hit| lookup_by_hashes(&view, hit.stream).is_none());
-                certain.extend(estimates);
+                let is_estimate = |hit: &Hit| hashed.binary_search_by_key(&hit.stream, |(stream, _)| *stream).is_ok();
+                certain.retain(|hit| !is_estimate(hit));
+                certain.extend(hits.iter().filter(|hit| is_estimate(hit)).map(Hit::without_certainty));
                 let mut matches = Matches {
                     hits,
                     uncertain: Vec::new(),
                     unknown: Vec::new(),
-                    names: view.names.clone(),
+                    names,
                 };
                 matches.compare(certain);
                 return Some(matches);
@@ -508,105 +495,109 @@ impl PrefixIndex {
     }
 }
 
-/// How a stream is searched, if that is by the hashes of its engine.
-fn lookup_by_hashes(view: &View, stream: u32) -> Option<&GroupLookup> {
-    let lookup = view.members[stream as usize].as_ref()?.lookup.as_deref()?;
-    (lookup.groups.method() == Method::Hashes).then_some(lookup)
-}
-
-/// The result of a lookup.
-struct Answer<'a> {
-    hits: &'a mut Vec<Hit>,
-    certain: &'a mut Vec<Hit>,
-    unknown: &'a mut Vec<u32>,
-    shared_looks: &'a Cell<usize>,
-}
-
-/// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be
-/// computed, the hit is an upper bound, and none of it is certain. If the prompt must be hashed first, returns the scheme for that.
-fn find_by_hashes(
-    view: &View,
-    hashed: &[HashedPrompt],
-    longest: usize,
-    scope: &Scope,
-    streams: &[u64],
-    answer: Answer<'_>,
-) -> Option<HashedPrompt> {
-    let Answer {
-        hits,
-        certain,
-        unknown,
-        shared_looks,
-    } = answer;
-    unknown.clear();
-    if streams
-        .iter()
-        .zip(&view.hybrid)
-        .all(|(streams, hybrid)| streams & hybrid == 0)
-    {
-        return None;
-    }
-    let is_hashed = |hit: &Hit| lookup_by_hashes(view, hit.stream).is_some_and(|lookup| lookup.cache.is_some());
-    certain.retain(|hit| !is_hashed(hit));
-    let estimates = hits.extract_if(.., |hit| is_hashed(hit));
-    let estimates: HashMap<u32, [u32; LEVELS]> = estimates.map(|hit| (hit.stream, hit.tokens)).collect();
+/// The streams of a model that are searched by the hashes of their engines, in the order of their numbers.
+fn streams_by_hashes(view: &View, streams: &[u64]) -> Vec<(u32, Arc<GroupLookup>)> {
+    let mut found = Vec::new();
     for (at, ((&streams, &hybrid), &visible)) in streams.iter().zip(&view.hybrid).zip(&view.visible).enumerate() {
-        let mut bits = streams & hybrid & visible;
-        while bits != 0 {
-            let stream = (at << 6) as u32 + bits.trailing_zeros();
-            bits &= bits - 1;
-            let Some(lookup) = lookup_by_hashes(view, stream) else {
-                continue;
-            };
+        for_each(&[streams & hybrid & visible], |bit| {
+            let member = view.members[at << 6 | bit].as_ref();
+            let lookup = member.and_then(|member| member.lookup.as_ref());
+            if let Some(lookup) = lookup.filter(|lookup| lookup.groups.method() == Method::Hashes) {
+                found.push(((at << 6 | bit) as u32, lookup.clone()));
+            }
+        });
+    }
+    found
+}
+
+/// A prompt as engines hash it: replicas of one engine have the same hashes.
+struct HashedPrompts<'a> {
+    tokens: &'a [u32],
+    longest: usize,
+    scope: &'a Scope,
+    /// Hashes by scheme and salt.
+    known: Vec<(EngineHash, Option<String>, Vec<u64>)>,
+}
+
+impl HashedPrompts<'_> {
+    fn hashes(&mut self, hashing: &EngineHash, salt: Option<String>) -> &[u64] {
+        let same = |(known, other, _): &(EngineHash, Option<String>, Vec<u64>)| known == hashing && *other == salt;
+        let at = self.known.iter().position(same).unwrap_or_else(|| {
+            let mut hashes = Vec::new();
+            hashing.hash(self.tokens, salt.as_deref(), &mut hashes);
+            self.known.push((hashing.clone(), salt, hashes));
+            self.known.len() - 1
+        });
+        &self.known[at].2
+    }
+
+    /// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be
+    /// computed, the hit is an upper bound, and none of it is certain. Returns the streams without even an upper bound.
+    fn find(
+        mut self,
+        streams: &[(u32, Arc<GroupLookup>)],
+        hits: &mut Vec<Hit>,
+        certain: &mut Vec<Hit>,
+        shared_looks: &Cell<usize>,
+    ) -> Vec<u32> {
+        let is_hashed = |hit: &Hit| {
+            let found = streams.binary_search_by_key(&hit.stream, |(stream, _)| *stream);
+            found.is_ok_and(|at| streams[at].1.cache.is_some())
+        };
+        certain.retain(|hit| !is_hashed(hit));
+        let estimates = hits.extract_if(.., |hit| is_hashed(hit));
+        let estimates: HashMap<u32, [u32; LEVELS]> = estimates.map(|hit| (hit.stream, hit.tokens)).collect();
+        let mut unknown = Vec::new();
+        for (stream, lookup) in streams {
             let Some(cache) = &lookup.cache else { continue };
-            // A writer has it for some blocks at a time, without the interpreter lock.
-            let cache = cache.read();
-            let salt = match scope.salt {
-                0 => Some(None),
-                part => cache.salt(part).map(Some),
-            };
-            let has_full = lookup.groups.has_full();
-            let is_plain = scope.lora == 0 && scope.items.is_empty();
-            let found = match (lookup.groups.hashing.as_ref().filter(|_| is_plain), salt) {
-                (Some(hashing), Some(salt)) => {
-                    let same = |known: &&HashedPrompt| known.hashing == *hashing && known.salt.as_deref() == salt;
-                    let Some(prompt) = hashed.iter().find(same) else {
-                        return Some(HashedPrompt {
-                            hashing: hashing.clone(),
-                            salt: salt.map(str::to_owned),
-                            hashes: Vec::new(),
-                        });
-                    };
-                    Some(cache.find(&lookup.groups, &prompt.hashes, longest, shared_looks))
-                }
-                // The engine has announced no prompt with this salt, or none with a LoRA or an item. An engine without full attention need
-                // not announce the first blocks of a prompt.
-                (Some(_), None) if has_full && !cache.misses_salts() => Some(Found::default()),
-                _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
-                _ => None,
-            };
-            let (known, is_known) = (estimates.get(&stream).copied(), found.is_some());
+            let (known, found) = (estimates.get(stream).copied(), self.find_one(lookup, cache, shared_looks));
+            let is_known = found.is_some();
             let found = found.unwrap_or_else(|| {
                 let partial = lookup
                     .groups
                     .full_size()
                     .map_or(0, |_| lookup.groups.partial_tokens() as usize);
-                let most = |tokens: u32| (tokens as usize + partial).min(longest) as u32;
+                let most = |tokens: u32| (tokens as usize + partial).min(self.longest) as u32;
                 Found {
                     tokens: known.unwrap_or_default().map(most),
                     certain: [0; LEVELS],
                 }
             });
             if !is_known && lookup.groups.full_size().is_none() && lookup.groups.hashing.is_some() {
-                unknown.push(stream);
+                unknown.push(*stream);
             }
-            if found.tokens[LEVELS - 1] > 0 || unknown.last() == Some(&stream) {
-                let tokens = found.tokens;
+            if found.tokens[LEVELS - 1] > 0 || unknown.last() == Some(stream) {
+                let (stream, Found { tokens, certain: sure }) = (*stream, found);
                 hits.push(Hit { stream, tokens });
-                let tokens = found.certain;
-                certain.push(Hit { stream, tokens });
+                certain.push(Hit { stream, tokens: sure });
             }
         }
+        unknown
     }
-    None
+
+    /// Returns what one stream holds; None if that is not known.
+    fn find_one(&mut self, lookup: &GroupLookup, cache: &RwLock<GroupCache>, shared_looks: &Cell<usize>) -> Option<Found> {
+        let (has_full, is_plain) = (lookup.groups.has_full(), self.scope.lora == 0 && self.scope.items.is_empty());
+        let salt = match self.scope.salt {
+            0 => Some(None),
+            part => cache.read().salt(part).map(|salt| Some(salt.to_owned())),
+        };
+        match (lookup.groups.hashing.as_ref().filter(|_| is_plain), salt) {
+            (Some(hashing), Some(salt)) => {
+                let longest = self.longest;
+                Some(GroupCache::find(
+                    cache,
+                    &lookup.groups,
+                    self.hashes(hashing, salt),
+                    longest,
+                    shared_looks,
+                ))
+            }
+            // The engine has announced no prompt with this salt, or none with a LoRA or an item. An engine without full attention need
+            // not announce the first blocks of a prompt.
+            (Some(_), None) if has_full && !cache.read().misses_salts() => Some(Found::default()),
+            _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
+            _ => None,
+        }
+    }
 }

@@ -1,12 +1,14 @@
 //! How long a prefix each worker holds.
 //!
 //! Records along a chain are read until one is missing; consecutive blocks with the same holders are one step. Streams with one group are
-//! then matched 64 at a time, by bitmaps; others by the rules of their groups, in one search for all that hold the same.
+//! then matched 64 at a time, by bitmaps. What others hold is read too, and searched by the rules of their groups after the lock of the view
+//! is released, in one search for all that hold the same.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
-use crate::groups::cache::by_level;
+use crate::groups::cache::{GroupLookup, by_level};
 use crate::groups::search::{self, Blocks, CachedPrefix, Looks, SHARED_LOOKS};
 use crate::groups::{Groups, Method};
 use crate::holders::holder_sets::{EMPTY, Word};
@@ -16,7 +18,6 @@ use crate::step_counter;
 use crate::store::members::Member;
 use crate::store::read_view::View;
 use crate::store::records::{Memory, Records, chunk_of};
-use crate::store::shared_state::set_bit;
 
 /// One worker's answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,8 +98,10 @@ pub struct Walk {
     /// Positions at which a stream holds several blocks on one placement, under different hashes, and these streams as bits.
     twins: Vec<usize>,
     with_twins: Vec<u64>,
-    /// Streams whose searches did not end: their hits are upper bounds.
-    unfinished: Vec<u32>,
+    /// What was read for searches, by scheme.
+    readings: Vec<Reading>,
+    /// Words of holders that may still be read.
+    reads: Cell<usize>,
     /// The looks that all streams of the lookup share.
     shared_looks: Cell<usize>,
     seen: ReadVersions,
@@ -143,6 +146,8 @@ impl Walk {
     /// Drops all earlier readings. With `is_alone` no writer runs before the reads, which then see one state.
     pub fn begin(&mut self, is_alone: bool) {
         self.seen.chunks.clear();
+        self.readings.clear();
+        self.reads.set(MAX_READS);
         self.shared_looks.set(SHARED_LOOKS);
         (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
     }
@@ -259,7 +264,6 @@ impl Walk {
         self.rows.clear();
         self.twins.clear();
         self.with_twins.clear();
-        self.unfinished.clear();
     }
 
     /// Notes the records of the block before `end`, of which `found` has them.
@@ -301,6 +305,7 @@ impl Walk {
                         }
                     }
                 }
+                words.sort_unstable_by_key(|word| word.at);
                 self.together.push(words);
                 Holders::Together(self.together.len() - 1)
             }
@@ -324,106 +329,132 @@ impl Walk {
         }
     }
 
-    /// Appends the matches of the last lookup, for the streams of a model.
+    /// Appends the matches of the last lookup, for the streams of a model with one group, and reads what `search` needs for the others.
     pub fn hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, streams: &[u64], out: &mut Vec<Hit>) {
-        if self.steps.is_empty() {
-            return;
-        }
+        let Some(&Step { end, .. }) = self.steps.last() else { return };
         let (words, before) = (streams.len().min(view.visible.len()), out.len());
         self.match_single_groups(view, &streams[..words], scheme.size, out);
         if prompt.longest < prompt.tokens {
             shorten(out, before, tokens_of(scheme.blocks(prompt.longest) as u64, scheme.size));
         }
-        // Replicas often hold the same blocks, and one search answers for all of them.
-        let mut searched: Vec<(&Groups, GroupSteps, SearchedLevels)> = Vec::new();
-        let mut steps = GroupSteps::default();
-        for (at, &streams) in streams[..words].iter().enumerate() {
-            let mut bits = view.hybrid[at] & streams & view.visible[at];
-            let are_alike = bits != 0 && self.are_alike(view, at, bits);
-            let mut first: Option<(&Groups, SearchedLevels)> = None;
-            while bits != 0 {
-                let stream = (at << 6) as u32 + bits.trailing_zeros();
-                bits &= bits - 1;
-                let member = view.members[stream as usize].as_ref();
-                let Some(lookup) = member.and_then(|member| member.lookup.as_deref()) else {
-                    continue;
-                };
-                let groups = &lookup.groups;
-                let (tokens, is_exact) = match first.filter(|(others, _)| are_alike && groups == *others) {
-                    Some((_, found)) => found,
-                    None => {
-                        self.read_groups(view, stream, groups, &mut steps);
-                        let known = searched
-                            .iter()
-                            .find(|(others, known, _)| steps == *known && groups == *others);
-                        let found = match known {
-                            Some((_, _, found)) => *found,
-                            None => self.search_groups(groups, &steps, scheme, prompt),
-                        };
-                        if known.is_none() && searched.len() < MAX_SEARCHED {
-                            searched.push((groups, std::mem::take(&mut steps), found));
-                        }
-                        first = first.or(Some((groups, found)));
-                        found
-                    }
-                };
-                if !is_exact {
-                    self.unfinished.push(stream);
-                }
-                if tokens[LEVELS - 1] > 0 {
-                    out.push(Hit { stream, tokens });
-                }
+        let has_doubts = view.has_uncertain_copies || !self.twins.is_empty();
+        let bits = |streams: &[u64], at: usize| streams.get(at).copied().unwrap_or_default();
+        let doubtful = |at: usize| {
+            if has_doubts {
+                bits(&view.uncertain, at) | bits(&self.with_twins, at)
+            } else {
+                0
             }
-        }
-    }
-
-    /// Returns the certain part of each of these hits whose stream has blocks that might be gone, or might not belong to the prompt.
-    pub fn certain_hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hits: &[Hit], out: &mut Vec<Hit>) {
-        if !view.has_uncertain_copies && self.twins.is_empty() && self.unfinished.is_empty() {
+        };
+        let searched = |(at, streams): (usize, &u64)| streams & view.visible[at] & (view.hybrid[at] | doubtful(at));
+        let streams: Vec<u64> = streams[..words].iter().enumerate().map(searched).collect();
+        if streams.iter().all(|&streams| streams == 0) {
             return;
         }
-        for hit in hits {
-            if self.unfinished.contains(&hit.stream) {
-                out.push(hit.without_certainty());
-                continue;
-            }
-            let has = |streams: &[u64]| {
-                let (word, bit) = (hit.stream as usize >> 6, hit.stream & 63);
-                streams.get(word).is_some_and(|bits| bits >> bit & 1 == 1)
-            };
-            if has(&view.uncertain) || has(&self.with_twins) {
-                let tokens = self.certain_tokens(view, scheme, prompt, hit);
-                out.push(Hit { tokens, ..*hit });
-            }
+        let (changes, read) = self.read_changes(view, &streams);
+        let mut searches = Vec::new();
+        for (at, &streams) in streams.iter().enumerate() {
+            list_searches(view, at, streams & view.hybrid[at], &changes, &mut searches);
+            for_each(&[streams & doubtful(at)], |bit| {
+                let stream = at << 6 | bit;
+                let Some(member) = view.members[stream].as_ref() else { return };
+                let hit = out[before..].binary_search_by_key(&stream, |hit| hit.stream as usize);
+                let blocks = match (&member.lookup, hit) {
+                    (Some(_), _) => end,
+                    (None, Ok(at)) => (out[before + at].tokens[LEVELS - 1] / scheme.size) as usize,
+                    (None, Err(_)) => return,
+                };
+                searches.push(Search {
+                    at,
+                    streams: 1 << bit,
+                    lookup: member.lookup.clone(),
+                    doubts: Some(self.doubts(view, stream as u32, member, blocks)),
+                });
+            });
         }
+        self.readings.push(Reading {
+            scheme,
+            prompt,
+            end,
+            read,
+            changes,
+            searches,
+        });
     }
 
-    /// Returns the certain part of one hit: the same lookup without the copies that might be gone, or of another block.
-    #[cold]
-    fn certain_tokens(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, hit: &Hit) -> [u32; LEVELS] {
-        let Some(member) = view.members[hit.stream as usize].as_ref() else {
-            return hit.tokens;
-        };
-        let blocks = match member.lookup {
-            None => (hit.tokens[LEVELS - 1] / scheme.size) as usize,
-            Some(_) => self.steps.last().map_or(0, |step| step.end),
-        };
-        let places = self.doubtful_places(view, member, blocks);
-        if places.is_empty() {
-            return hit.tokens;
+    /// Counts read words. Returns whether they may be read.
+    fn may_read(&self, words: usize) -> bool {
+        step_counter::count(words.div_ceil(WORDS_PER_STEP));
+        let left = self.reads.get().checked_sub(words);
+        self.reads.set(left.unwrap_or_default());
+        left.is_some()
+    }
+
+    /// Reads how the holders of each step differ from those of the step before, for these streams. Returns the changes, and the position
+    /// after the last block whose holders were read.
+    fn read_changes(&self, view: &View, streams: &[u64]) -> (Vec<Change>, usize) {
+        let (mut changes, mut before, mut place): (Vec<Change>, &[Word], usize) = Default::default();
+        for step in &self.steps {
+            let (words, known) = (Self::words(view, &self.together, step.holders), changes.len());
+            let (mut old, mut new) = (before.iter().peekable(), words.iter().peekable());
+            if !self.may_read(1 + before.len() + words.len()) {
+                return (changes, place);
+            }
+            while let Some(at) = old.peek().into_iter().chain(new.peek()).map(|word| word.at).min() {
+                let [was, is] =
+                    [&mut old, &mut new].map(|words| words.next_if(|word| word.at == at).map_or(0, |word| word.bits));
+                let word = Word { at, bits: 0 };
+                let meant = streams.get(word.word()).copied().unwrap_or_default();
+                for (bits, is_held) in [(is & !was & meant, true), (was & !is & meant, false)] {
+                    if bits != 0 {
+                        changes.push(Change {
+                            place,
+                            word: Word { at, bits },
+                            of: GroupLevel::of(view, word),
+                            is_held,
+                        });
+                    }
+                }
+            }
+            (before, place) = (words, step.end);
+            if !self.may_read(WORDS_PER_CHANGE * (changes.len() - known)) {
+                break;
+            }
         }
-        let known = (std::mem::take(&mut self.steps), self.together.len());
-        self.steps = self.certain_steps(view, hit.stream, &known.0, &places);
-        let mut only = vec![0; view.visible.len()];
-        set_bit(&mut only, hit.stream, true);
-        let (mut found, unfinished) = (Vec::new(), self.unfinished.len());
-        self.hits(view, scheme, prompt, &only, &mut found);
-        self.steps = known.0;
-        self.together.truncate(known.1);
-        if self.unfinished.len() > unfinished {
-            found.clear();
+        (changes, place)
+    }
+
+    /// The blocks, among the first ones, that a stream might not hold.
+    fn doubts(&self, view: &View, stream: u32, member: &Member, blocks: usize) -> Doubts {
+        let mut doubts = Doubts {
+            blocks: Vec::new(),
+            end: usize::MAX,
+        };
+        let outdated = if member.loras.is_empty() { 0 } else { blocks };
+        if !self.may_read(self.rows.len() + self.twins.len() + outdated) {
+            doubts.end = 0;
+            return doubts;
         }
-        found.first().map_or([0; LEVELS], |found| found.tokens)
+        for place in self.doubtful_places(view, member, blocks) {
+            let Some(words) = self.certain_holders(view, stream, place) else {
+                continue;
+            };
+            if doubts.blocks.len() == MAX_UNCERTAIN || self.reads.get() == 0 {
+                doubts.end = place;
+                break;
+            }
+            let held = words.into_iter().map(|word| GroupLevel::of(view, word)).collect();
+            doubts.blocks.push((place, held));
+        }
+        doubts
+    }
+
+    /// Searches what was read, without the view. Appends the hits of streams with several groups, and the certain part of each hit whose
+    /// stream has blocks that might be gone, or might not belong to the prompt.
+    pub fn search(&mut self, hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) {
+        for reading in &self.readings {
+            reading.search(&self.shared_looks, hits, certain);
+        }
     }
 
     /// Positions, among the first blocks, of blocks that a stream might not hold.
@@ -443,35 +474,6 @@ impl Walk {
         places
     }
 
-    /// Steps in which a stream holds only the certain copies of the blocks at these positions.
-    fn certain_steps(&mut self, view: &View, stream: u32, steps: &[Step], places: &BTreeSet<usize>) -> Vec<Step> {
-        let (mut certain, mut start) = (Vec::with_capacity(steps.len() + 2 * places.len().min(MAX_UNCERTAIN)), 0);
-        let mut doubtful = 0;
-        for &Step { end, holders } in steps {
-            for &place in places.range(start..end) {
-                let Some(words) = self.certain_holders(view, stream, place) else {
-                    continue;
-                };
-                if doubtful == MAX_UNCERTAIN {
-                    return certain;
-                }
-                doubtful += 1;
-                if start < place {
-                    certain.push(Step { end: place, holders });
-                }
-                self.together.push(words);
-                let holders = Holders::Together(self.together.len() - 1);
-                certain.push(Step { end: place + 1, holders });
-                start = place + 1;
-            }
-            if start < end {
-                certain.push(Step { end, holders });
-                start = end;
-            }
-        }
-        certain
-    }
-
     /// The placements on which a stream certainly holds the block at a position; None if these are all on which it might hold it.
     fn certain_holders(&self, view: &View, stream: u32, place: usize) -> Option<Vec<Word>> {
         let member = view.members[stream as usize].as_ref()?;
@@ -485,7 +487,9 @@ impl Walk {
             let Some(chunk) = view.chunk(number) else { continue };
             let lora = replaced_lora(view, member, number);
             let is_outdated = lora.is_some_and(|lora| member.loras.is_outdated(lora, number));
-            for word in view.words(chunk.set(number)) {
+            let words = view.words(chunk.set(number));
+            self.may_read(words.len());
+            for word in words {
                 if word.word() != at || word.bits & bit == 0 {
                     continue;
                 }
@@ -615,69 +619,214 @@ impl Walk {
             out.push(Hit { stream, tokens });
         });
     }
+}
 
-    /// Whether these streams, of one word of bits, hold the same blocks on the same placements.
-    fn are_alike(&self, view: &View, at: usize, streams: u64) -> bool {
-        step_counter::count(self.steps.len());
-        let is_shared = |word: &Word| word.word() != at || word.bits & streams == 0 || word.bits & streams == streams;
-        self.steps
-            .iter()
-            .all(|step| Self::words(view, &self.together, step.holders).iter().all(is_shared))
+/// Maximum number of words of holders that one lookup reads for its searches, while writers wait: about two milliseconds.
+const MAX_READS: usize = 1 << 20;
+/// Words that are read in the time of a step.
+const WORDS_PER_STEP: usize = 8;
+/// Words whose memory one change takes.
+const WORDS_PER_CHANGE: usize = 4;
+
+/// The group and the level of a placement.
+#[derive(Clone, Copy, Debug)]
+struct GroupLevel {
+    group: i64,
+    level: u8,
+}
+
+impl GroupLevel {
+    fn of(view: &View, word: Word) -> Self {
+        Self {
+            group: view.placements.get(word.placement() as u16).group,
+            level: view.placements.levels()[word.placement()],
+        }
+    }
+}
+
+/// Streams that begin or cease to hold blocks at a position, on one placement.
+#[derive(Clone, Copy, Debug)]
+struct Change {
+    place: usize,
+    word: Word,
+    of: GroupLevel,
+    is_held: bool,
+}
+
+/// The blocks that a stream might not hold, by position, each with the placements on which it certainly does. No block from `end` on is
+/// certain.
+#[derive(Debug)]
+struct Doubts {
+    blocks: Vec<(usize, Vec<GroupLevel>)>,
+    end: usize,
+}
+
+/// One search for streams that hold the same, of one word of bits.
+#[derive(Debug)]
+struct Search {
+    at: usize,
+    streams: u64,
+    lookup: Option<Arc<GroupLookup>>,
+    /// Set for a search without the copies that might be gone, or of another block.
+    doubts: Option<Doubts>,
+}
+
+/// What the streams of a lookup hold in one scheme, as read from the view.
+#[derive(Debug)]
+struct Reading {
+    scheme: Scheme,
+    prompt: PromptLength,
+    /// Position after the last block, and after the last one whose holders were read.
+    end: usize,
+    read: usize,
+    changes: Vec<Change>,
+    searches: Vec<Search>,
+}
+
+/// Lists the searches for hybrid streams of one word of bits.
+fn list_searches(view: &View, at: usize, streams: u64, changes: &[Change], out: &mut Vec<Search>) {
+    step_counter::count(changes.len() / WORDS_PER_STEP);
+    let is_shared = |bits: u64| bits == 0 || bits == streams;
+    let mut changes = changes.iter().map(|change| change.word);
+    let are_alike = streams != 0 && changes.all(|word| word.word() != at || is_shared(word.bits & streams));
+    let first = out.len();
+    for_each(&[streams], |bit| {
+        let member = view.members[at << 6 | bit].as_ref();
+        let Some(lookup) = member.and_then(|member| member.lookup.as_ref()) else {
+            return;
+        };
+        let known = out.get_mut(first).filter(|_| are_alike);
+        match known.filter(|known| known.lookup.as_ref().is_some_and(|known| known.groups == lookup.groups)) {
+            Some(known) => known.streams |= 1 << bit,
+            None => out.push(Search {
+                at,
+                streams: 1 << bit,
+                lookup: Some(lookup.clone()),
+                doubts: None,
+            }),
+        }
+    });
+}
+
+impl Reading {
+    fn search(&self, shared_looks: &Cell<usize>, hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) {
+        // Replicas often hold the same blocks, and one search answers for all of them.
+        let mut searched: Vec<(Option<&Groups>, GroupSteps, SearchedLevels)> = Vec::new();
+        let (mut steps, mut unfinished) = (
+            GroupSteps::default(),
+            vec![0; self.searches.last().map_or(0, |last| last.at + 1)],
+        );
+        for search in &self.searches {
+            if search.doubts.is_some() && unfinished[search.at] & search.streams != 0 {
+                continue;
+            }
+            let groups = search.lookup.as_ref().map(|lookup| &lookup.groups);
+            let looks = Looks::new(self.end, shared_looks);
+            looks.take(self.changes.len() / WORDS_PER_STEP);
+            self.read_groups(search, groups, &mut steps);
+            let known = searched
+                .iter()
+                .find(|(others, known, _)| steps == *known && groups == *others);
+            let (tokens, mut is_exact) = match known {
+                Some((_, _, found)) => *found,
+                None => self.search_groups(groups, &steps, &looks),
+            };
+            if known.is_none() && searched.len() < MAX_SEARCHED {
+                searched.push((groups, std::mem::take(&mut steps), (tokens, is_exact)));
+            }
+            is_exact &= self.read == self.end;
+            for_each(&[search.streams], |bit| {
+                let hit = Hit {
+                    stream: (search.at << 6 | bit) as u32,
+                    tokens,
+                };
+                match &search.doubts {
+                    None if tokens[LEVELS - 1] > 0 => hits.push(hit),
+                    None => {}
+                    Some(_) if is_exact => certain.push(hit),
+                    Some(_) => certain.push(hit.without_certainty()),
+                }
+                if search.doubts.is_none() && !is_exact {
+                    unfinished[search.at] |= 1 << bit;
+                    certain.push(hit.without_certainty());
+                }
+            });
+        }
     }
 
-    /// Tokens of a stream whose groups are searched. For a stream that is looked up by hashes they are an estimate: the blocks of its
-    /// groups with full attention.
-    fn search_groups(&self, groups: &Groups, steps: &GroupSteps, scheme: Scheme, prompt: PromptLength) -> SearchedLevels {
-        let size = scheme.size as usize;
+    /// Tokens of a stream. For one that is looked up by hashes they are an estimate: the blocks of its groups with full attention.
+    fn search_groups(&self, groups: Option<&Groups>, steps: &GroupSteps, looks: &Looks<'_>) -> SearchedLevels {
+        let (size, longest) = (self.scheme.size as usize, self.prompt.longest);
         // No group holds a block after the last step.
-        let end = scheme.blocks(prompt.tokens).min(self.steps.last().map_or(0, |step| step.end)) * size;
-        if groups.full_size() != Some(scheme.size) {
+        let end = self.scheme.blocks(self.prompt.tokens).min(steps.end()) * size;
+        if groups.is_some_and(|groups| groups.full_size() != Some(self.scheme.size)) {
             return ([0; LEVELS], true);
         }
-        if groups.method() == Method::Records {
-            let looks = Looks::new(end / size, &self.shared_looks);
-            return by_level(|level| search::find(groups, end, prompt.longest, &looks, OnLevel { steps, size, level }));
+        if let Some(groups) = groups.filter(|groups| groups.method() == Method::Records) {
+            return by_level(|level| {
+                search::find(
+                    groups,
+                    end,
+                    longest,
+                    looks,
+                    OnLevel {
+                        steps,
+                        size,
+                        level,
+                        last: Cell::new(0),
+                    },
+                )
+            });
         }
-        let needed: Vec<usize> = (groups.known().enumerate())
-            .filter(|(_, group)| group.kind.is_full())
-            .map(|(at, _)| at)
-            .collect();
-        by_level(|level| {
-            let blocks = OnLevel { steps, size, level };
-            let is_whole = |block: &usize| needed.iter().all(|&group| blocks.is_held(group, block * size));
-            CachedPrefix {
-                tokens: (1..=scheme.blocks(prompt.longest)).take_while(is_whole).count() * size,
-                is_exact: true,
-            }
+        let needed: Vec<usize> = match groups {
+            Some(groups) => (0..)
+                .zip(groups.known())
+                .filter(|(_, group)| group.kind.is_full())
+                .map(|(at, _)| at)
+                .collect(),
+            None => vec![0],
+        };
+        by_level(|level| CachedPrefix {
+            tokens: steps.prefix(&needed, level).min(self.scheme.blocks(longest)) * size,
+            is_exact: true,
         })
     }
 
-    /// Replaces `found` by the steps of a stream, with the lowest level on which each of its groups holds the blocks of a step.
-    fn read_groups(&self, view: &View, stream: u32, groups: &Groups, found: &mut GroupSteps) {
-        let (at, bit, levels) = (stream as usize >> 6, stream & 63, view.placements.levels());
-        let mut group_of: Vec<Option<Option<usize>>> = vec![None; levels.len()];
-        let find_group = |placement: usize| {
-            let number = view.placements.get(placement as u16).group;
-            groups.known().position(|known| known.number == number)
+    /// Replaces `found` by the steps of the streams of a search, with the lowest level on which each group holds the blocks of a step.
+    /// Without groups, all placements are of one. What was not read might be held.
+    fn read_groups(&self, search: &Search, groups: Option<&Groups>, found: &mut GroupSteps) {
+        let numbers: Vec<i64> = groups.map_or(vec![0], |groups| groups.known().map(|group| group.number).collect());
+        let group_of = |of: GroupLevel| match groups {
+            Some(_) => numbers.binary_search(&of.group).ok(),
+            None => Some(0),
         };
-        found.groups = groups.known().count();
-        found.ends.clear();
-        found.lowest.clear();
-        for step in &self.steps {
-            let start = found.lowest.len();
-            found.lowest.resize(start + found.groups, u8::MAX);
-            for word in Self::words(view, &self.together, step.holders) {
-                if word.word() == at
-                    && word.bits >> bit & 1 == 1
-                    && let Some(group) = *group_of[word.placement()].get_or_insert_with(|| find_group(word.placement()))
-                {
-                    let lowest = &mut found.lowest[start + group];
-                    *lowest = (*lowest).min(levels[word.placement()]);
-                }
+        let (doubts, end) = search
+            .doubts
+            .as_ref()
+            .map_or((&[][..], usize::MAX), |doubts| (&doubts.blocks[..], doubts.end));
+        let (mut doubts, end) = (doubts.iter().peekable(), end.min(self.end));
+        found.begin(numbers.len());
+        let mut held = vec![[0_u32; LEVELS]; numbers.len()];
+        let stream = search.streams & search.streams.wrapping_neg();
+        let mut advance = |place: usize, held: &[[u32; LEVELS]]| {
+            while let Some((doubtful, certain)) = doubts.next_if(|(doubtful, _)| *doubtful < place) {
+                found.add((*doubtful).min(end), held);
+                let mut alone = vec![[0; LEVELS]; numbers.len()];
+                let known = certain.iter().filter_map(|&of| Some((group_of(of)?, of.level)));
+                known.for_each(|(group, level)| alone[group][usize::from(level)] = 1);
+                found.add((doubtful + 1).min(end), &alone);
             }
-            found.add(step.end);
-            step_counter::count(1);
+            found.add(place.min(end), held);
+        };
+        let meant = |change: &&Change| change.word.word() == search.at && change.word.bits & stream != 0;
+        for change in self.changes.iter().take_while(|change| change.place < end).filter(meant) {
+            let Some(group) = group_of(change.of) else { continue };
+            advance(change.place, &held);
+            let count = &mut held[group][usize::from(change.of.level)];
+            *count = count.wrapping_add(if change.is_held { 1 } else { u32::MAX });
         }
+        advance(self.read, &held);
+        advance(self.end, &vec![[1; LEVELS]; numbers.len()]);
     }
 }
 
@@ -698,21 +847,48 @@ struct GroupSteps {
 }
 
 impl GroupSteps {
-    /// Ends a step whose levels have been added. If the streams are equal to those of the step before, both steps become one.
-    fn add(&mut self, end: usize) {
-        let last = self.lowest.len() - self.groups;
+    fn begin(&mut self, groups: usize) {
+        self.groups = groups;
+        self.ends.clear();
+        self.lowest.clear();
+    }
+
+    /// Adds the blocks up to a position, with the number of placements on which each group holds them, by level. If the levels are equal
+    /// to those of the step before, both steps become one.
+    fn add(&mut self, end: usize, held: &[[u32; LEVELS]]) {
+        if end <= self.end() {
+            return;
+        }
+        let start = self.lowest.len();
+        let lowest = |levels: &[u32; LEVELS]| {
+            levels
+                .iter()
+                .position(|&count| count > 0)
+                .map_or(u8::MAX, |level| level as u8)
+        };
+        self.lowest.extend(held.iter().map(lowest));
         match self.ends.last_mut() {
-            Some(before) if self.lowest[last - self.groups..last] == self.lowest[last..] => {
+            Some(before) if self.lowest[start - self.groups..start] == self.lowest[start..] => {
                 *before = end;
-                self.lowest.truncate(last);
+                self.lowest.truncate(start);
             }
             _ => self.ends.push(end),
         }
     }
 
-    /// The step of the block at a place.
-    fn step(&self, place: usize) -> usize {
-        self.ends.partition_point(|&end| end <= place)
+    /// Position after the last block.
+    fn end(&self) -> usize {
+        self.ends.last().copied().unwrap_or(0)
+    }
+
+    /// Number of the first blocks that these groups hold on a level and the levels before it.
+    fn prefix(&self, groups: &[usize], level: usize) -> usize {
+        let is_held = |lowest: &[u8]| groups.iter().all(|&group| usize::from(lowest[group]) <= level);
+        let steps = self.ends.iter().zip(self.lowest.chunks(self.groups.max(1)));
+        steps
+            .take_while(|(_, lowest)| is_held(lowest))
+            .last()
+            .map_or(0, |(&end, _)| end)
     }
 }
 
@@ -722,18 +898,32 @@ struct OnLevel<'a> {
     /// Tokens of a block.
     size: usize,
     level: usize,
+    /// The step that was found last: searches mostly go from one step to the next.
+    last: Cell<usize>,
+}
+
+impl OnLevel<'_> {
+    /// The step of the block at a place.
+    fn step(&self, place: usize) -> usize {
+        let (ends, last) = (&self.steps.ends, self.last.get());
+        let is_in = |at: &usize| ends.get(*at).is_some_and(|&end| place < end) && (*at == 0 || ends[at - 1] <= place);
+        let near = [last, last + 1, last.wrapping_sub(1)].into_iter().find(is_in);
+        let found = near.unwrap_or_else(|| ends.partition_point(|&end| end <= place));
+        self.last.set(found);
+        found
+    }
 }
 
 impl Blocks for OnLevel<'_> {
     fn is_held(&self, group: usize, position: usize) -> bool {
         let place = (position / self.size).wrapping_sub(1);
-        let lowest = self.steps.lowest.get(self.steps.step(place) * self.steps.groups + group);
+        let lowest = self.steps.lowest.get(self.step(place) * self.steps.groups + group);
         position.is_multiple_of(self.size) && lowest.is_some_and(|&lowest| usize::from(lowest) <= self.level)
     }
 
     fn alike(&self, position: usize) -> (usize, usize) {
         let place = (position / self.size).wrapping_sub(1);
-        let step = self.steps.step(place);
+        let step = self.step(place);
         match self.steps.ends.get(step) {
             Some(end) if position.is_multiple_of(self.size) => {
                 let start = step.checked_sub(1).map_or(0, |before| self.steps.ends[before]);
@@ -767,7 +957,8 @@ fn tokens_of(blocks: u64, size: u32) -> u32 {
     u32::try_from(blocks.saturating_mul(size.into())).unwrap_or(u32::MAX)
 }
 
-fn for_each(words: &[u64], mut visit: impl FnMut(usize)) {
+/// Visits the positions of all set bits.
+pub fn for_each(words: &[u64], mut visit: impl FnMut(usize)) {
     for (at, &word) in words.iter().enumerate() {
         let mut bits = word;
         while bits != 0 {

@@ -518,12 +518,18 @@ fn groups_that_disagree_at_every_block() {
     }
 }
 
-/// Many ranks of one engine whose groups disagree, each in its own way: what they may cost a lookup does not grow with each.
+/// Many ranks of one engine whose groups disagree, each in its own way: what they may cost a lookup does not grow with each, others do not
+/// wait for their searches, and another stream that holds the same prompt is searched to its end.
 #[test]
 fn groups_of_many_ranks_that_disagree() {
     const TOKENS: u32 = 2_000;
     const RANKS: u32 = 40;
     let index = index();
+    let events = [
+        group(0, "full_attention", 0, 1, 0..TOKENS, TOKENS),
+        group(1, "sliding_window", 9, 1, 0..TOKENS, 0),
+    ];
+    index.batch("good", 0, 0, 0, &batch_of(&events));
     for rank in 0..RANKS {
         let mut events = vec![group(0, "full_attention", 0, 1, 0..TOKENS, TOKENS)];
         events.extend((1..=20).map(|at| group(at, "sliding_window", 1_800 + rank + u32::from(at), 1, 0..TOKENS, 0)));
@@ -532,10 +538,62 @@ fn groups_of_many_ranks_that_disagree() {
         index.batch("bad", rank.into(), 0, 0, &batch_of(&events));
     }
     step_counter::taken();
-    index.match_prompt(&(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
-    let Steps { taken, .. } = step_counter::taken();
+    let found = index.match_prompt(&(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
+    let Steps { taken, longest, .. } = step_counter::taken();
     let most = SHARED_LOOKS + 8 * (RANKS * TOKENS) as usize;
     assert!(taken <= most, "{taken} steps of {most}");
+    assert!(longest <= PER_HOLD / 8, "others wait for {longest} steps");
+    let good = found.hits.iter().find(|hit| found.worker(hit).source == "good").unwrap();
+    assert!(good.tokens == [TOKENS; 4] && found.is_certain(good));
+}
+
+/// Many ranks that hold a long prompt on as many placements as they may name, and not all of them for each block.
+#[test]
+fn many_placements_of_many_ranks() {
+    const TOKENS: u32 = 32_000;
+    let index = index();
+    for rank in 0..8 {
+        let mut events = vec![group(0, "full_attention", 0, 1, 0..TOKENS, TOKENS)];
+        events.extend((1..=40).map(|at| group(at, "sliding_window", 9, 1, (u32::from(at) % 2..TOKENS).step_by(2), 0)));
+        for (seq, event) in events.iter().enumerate() {
+            index.batch("bad", rank, 0, seq as i64, &batch_of(std::slice::from_ref(event)));
+        }
+    }
+    step_counter::taken();
+    let found = index.match_prompt(&(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
+    let Steps { taken, longest, .. } = step_counter::taken();
+    assert!(longest <= PER_HOLD, "others wait for {longest} steps");
+    assert!(taken <= 8 << 20, "{taken} steps");
+    assert!(
+        found
+            .hits
+            .iter()
+            .all(|hit| hit.tokens[0] == TOKENS || found.certain(hit) == hit.tokens)
+    );
+}
+
+/// Many ranks of which each has blocks that might be gone, among blocks of other chains.
+#[test]
+fn uncertain_blocks_of_many_ranks() {
+    const TOKENS: u32 = 8_000;
+    for is_hybrid in [false, true] {
+        let index = index();
+        for rank in 0..64 {
+            let stored = group(0, "full_attention", 0, 1, 0..TOKENS, TOKENS);
+            let mut events = vec![stored.clone(), stored];
+            if is_hybrid {
+                events.push(group(1, "sliding_window", 9, 1, 0..TOKENS, 0));
+            }
+            let gone = [hashes((0..TOKENS).step_by(2)), vec![0xC0, 0]].concat();
+            events.push([b"\x94\xACBlockRemoved".to_vec(), gone].concat());
+            index.batch("bad", rank, 0, 0, &batch_of(&events));
+        }
+        step_counter::taken();
+        index.match_prompt(&(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
+        let Steps { taken, longest, .. } = step_counter::taken();
+        assert!(longest <= PER_HOLD, "others wait for {longest} steps");
+        assert!(taken <= 4 << 20, "{taken} steps");
+    }
 }
 
 /// A hybrid stream of blocks of which some are known by the engine's hashes only.

@@ -146,6 +146,7 @@ fn run_lookup_beside(
                 longest: prompt.len(),
             };
             walk.hits(&view, SCHEME, length, &view.models[&None].streams, &mut hits);
+            walk.search(&mut hits, &mut Vec::new());
             let found = hits.iter().map(|hit| (hit.stream, hit.tokens[0])).collect();
             seen.0.lock().unwrap().insert(found);
         } else {
