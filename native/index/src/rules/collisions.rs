@@ -23,6 +23,8 @@ pub struct Collisions {
     blocks: usize,
     /// Remaining examinations.
     examinations: usize,
+    /// Remaining examinations for what a batch publishes.
+    published: usize,
     /// Whether a removal was skipped because none remained.
     has_skipped: bool,
 }
@@ -33,6 +35,7 @@ impl Default for Collisions {
             lists: HashMap::new(),
             blocks: 0,
             examinations: MOST_EXAMINATIONS,
+            published: MOST_EXAMINATIONS,
             has_skipped: false,
         }
     }
@@ -115,10 +118,17 @@ impl Collisions {
 
     /// Adds the examinations that one payload allows.
     pub fn grant(&mut self, payload: usize) {
-        self.examinations = self
-            .examinations
-            .min(MOST_EXAMINATIONS)
-            .saturating_add(EXAMINATIONS_PER_BYTE.saturating_mul(payload));
+        for left in [&mut self.examinations, &mut self.published] {
+            let granted = EXAMINATIONS_PER_BYTE.saturating_mul(payload);
+            *left = (*left).min(MOST_EXAMINATIONS).saturating_add(granted);
+        }
+    }
+
+    /// Counts examinations for what a batch publishes. Returns whether so many remained.
+    pub fn may_publish(&mut self, examinations: usize) -> bool {
+        let left = self.published.checked_sub(examinations);
+        self.published = left.unwrap_or_default();
+        left.is_some()
     }
 
     /// Counts examinations.

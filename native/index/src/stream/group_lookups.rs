@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use parking_lot::RwLock;
 
-use super::{NamedPlacement, Stream};
+use super::Stream;
 use crate::groups::Method;
 use crate::groups::cache::{GroupCache, GroupLookup};
 use crate::keys;
@@ -96,30 +96,61 @@ impl Stream {
 
     /// Publishes the copies that have changed to lookups by hashes.
     pub(super) fn publish_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
-        let mut changed = std::mem::take(&mut self.changed_copies);
-        if changed.len() > WORK_PER_HOLD {
-            // A store can repeat a hash, and a hash can have many blocks.
-            writer.unlocked(|| {
-                changed.sort_unstable();
-                changed.dedup();
-            });
-        }
-        for some in changed.chunks(WORK_PER_HOLD) {
-            let mut looks = 0;
+        self.sort_changed_copies(writer);
+        let (changed, mut held) = (std::mem::take(&mut self.changed_copies), Vec::new());
+        let mut left = &changed[..];
+        while !left.is_empty() {
+            let (mut looks, mut done) = (0, 0);
             if let Some(cache) = &self.group_cache {
                 let mut cache = cache.write();
-                for &(hash, group, level) in some {
-                    looks += self.collisions.get(hash).map_or(1, <[u32]>::len);
-                    let (is_held, is_certain) = self.holds(writer, hash, group, level.into());
-                    cache.put(group, hash, level.into(), is_held, is_certain);
+                for alike in left.chunk_by(|one, other| one.0 == other.0) {
+                    if done > 0 && looks + alike.len() > WORK_PER_HOLD {
+                        break;
+                    }
+                    looks += alike.len() + self.collisions.get(alike[0].0).map_or(0, <[u32]>::len);
+                    done += alike.len();
+                    self.find_held(writer, alike, &mut held);
+                    for (&(hash, group, level), &(is_held, is_certain)) in alike.iter().zip(&held) {
+                        cache.put(group, hash, level.into(), is_held, is_certain);
+                    }
                 }
+            } else {
+                done = left.len();
             }
+            left = &left[done..];
             self.spend(writer, looks);
+        }
+    }
+
+    /// A store can repeat a hash, and each block of a hash is examined once for all of its copies.
+    fn sort_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
+        let (many, changed) = (self.changed_copies.len() > WORK_PER_HOLD, &mut self.changed_copies);
+        let mut sort = || {
+            changed.sort_unstable();
+            changed.dedup();
+        };
+        if many { writer.unlocked(sort) } else { sort() }
+    }
+
+    /// Removes every block if a batch has changed copies of hashes that mean too many blocks for its length.
+    fn limit_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
+        if self.collisions.is_empty() || self.group_cache.is_none() {
+            return;
+        }
+        self.sort_changed_copies(writer);
+        let changed = self.changed_copies.chunk_by(|one, other| one.0 == other.0);
+        let alike = changed
+            .map(|alike| self.collisions.get(alike[0].0).map_or(0, <[u32]>::len))
+            .sum();
+        if !self.collisions.may_publish(alike) {
+            self.remove_all(writer);
+            self.set_aside("too-many-alike");
         }
     }
 
     /// Ends a batch: lookups search what it has changed.
     pub fn publish_groups(&mut self, writer: &mut Writer<'_, SharedState>) {
+        self.limit_changed_copies(writer);
         self.publish_changed_copies(writer);
         if self.has_new_groups {
             self.use_groups(writer);
@@ -147,26 +178,30 @@ impl Stream {
         }
     }
 
-    /// Whether a group holds a copy of a hash on a level, also one that waits; and whether it certainly does.
-    fn holds(&self, shared: &SharedState, hash: u64, group: i64, level: usize) -> (bool, bool) {
-        let is_meant = |number: u16| {
-            let placement = shared.view.placements.get(number);
-            placement.group == group && placement.level() == level
+    /// Replaces `held` by whether each of these groups holds a copy of their hash on its level, also one that waits; and whether it
+    /// certainly does.
+    fn find_held(&self, shared: &SharedState, changed: &[(u64, i64, u8)], held: &mut Vec<(bool, bool)>) {
+        let (hash, placements) = (changed[0].0, &shared.view.placements);
+        held.clear();
+        held.resize(changed.len(), (false, false));
+        let mut hold = |number: u16, is_certain: bool| {
+            let (group, level) = (placements.get(number).group, placements.levels()[usize::from(number)]);
+            if let Ok(at) = changed.binary_search(&(hash, group, level)) {
+                held[at] = (true, held[at].1 || is_certain);
+            }
         };
-        let (mut is_held, mut is_certain) = (false, false);
         let mut look = |number: u32| {
-            let placements = shared.sets.placements(shared.records.set(number), self.number);
-            for placement in placements.filter(|&placement| is_meant(placement)) {
-                is_held = true;
-                is_certain |= !self.copies.get(number, placement).is_uncertain();
+            for placement in shared.sets.placements(shared.records.set(number), self.number) {
+                hold(placement, !self.copies.get(number, placement).is_uncertain());
             }
         };
         match self.collisions.get(hash) {
             Some(list) => list.iter().for_each(|&number| look(number)),
             None => self.newest(shared, hash).into_iter().for_each(look),
         }
-        let waits = |named: &NamedPlacement| self.waiting.has(hash, named.placement) && is_meant(named.placement);
-        let is_waiting = !self.waiting.is_empty() && self.named.iter().any(waits);
-        (is_held || is_waiting, is_certain || is_waiting)
+        if !self.waiting.is_empty() {
+            let waiting = self.named.iter().filter(|named| self.waiting.has(hash, named.placement));
+            waiting.for_each(|named| hold(named.placement, true));
+        }
     }
 }

@@ -294,6 +294,7 @@ impl Stream {
             self.note_copies_of(writer, hash.unwrap_or(writer.records.hash(number)), number);
             self.spend(writer, 1);
         }
+        self.publish_changed_copies(writer);
         true
     }
 
@@ -309,11 +310,11 @@ impl Stream {
             return;
         }
         writer.show(number, false);
-        step_counter::count(self.blocks + self.waiting.len());
         writer.mark_all_certain(number);
         self.lora_bytes = 0;
         let bound = writer.records.bound();
         let numbers = writer.unlocked(|| {
+            step_counter::count(self.blocks + self.waiting.len());
             let numbers = in_removal_order(self.numbers(), self.blocks, bound);
             (self.table, self.foreign) = (Table::dense(), HashTable::new());
             (self.copies, self.waiting) = (CopyTable::default(), Queue::default());

@@ -636,6 +636,42 @@ fn a_hash_of_many_blocks_that_is_repeated() {
     apply(&index, "bad", 4, &batch_of(&[blocks(60_000, vec![0x90], 0)]));
 }
 
+/// Copies of many hashes with many blocks each, in many groups: each block is examined once for all groups, and many short batches must
+/// not cause many examinations.
+#[test]
+fn copies_of_many_hashes_of_many_blocks() {
+    let index = index();
+    by_hashes(&index);
+    let mut seq = 3;
+    for part in 0..250 {
+        let fields = [
+            hashes((0..600).map(|at| 1_000_000 + at)),
+            vec![0xC0],
+            hashes(part * 1_200..(part + 1) * 1_200),
+            vec![2, 0xC0, 0xC0, 0xC0, 0xC0, 0],
+        ];
+        let event = [b"\x9B\xABBlockStored".to_vec(), fields.concat(), text("full_attention")].concat();
+        apply(&index, "bad", seq, &batch_of(&[event]));
+        seq += 1;
+    }
+    let copies = |number| group(number, "sliding_window", 9, 2, (0..600).map(|at| 1_000_000 + at), 0);
+    let blocks = index.info("bad", 0).unwrap().blocks;
+    let batches = [(10..30).map(copies).collect(), vec![copies(10)]];
+    for (times, events) in [1, 100].into_iter().zip(batches) {
+        let payload = batch_of(&events);
+        step_counter::taken();
+        for _ in 0..times {
+            index.batch("bad", 0, 0, seq, &payload);
+            seq += 1;
+        }
+        let Steps { taken, longest, .. } = step_counter::taken();
+        let most = PER_BYTE / 2 * times * payload.len() + 2 * blocks;
+        assert!(taken <= most, "{taken} steps of {most}");
+        assert!(longest <= PER_HOLD, "others wait for {longest} steps");
+    }
+    assert!(index.stream("bad", 0).unwrap().lock().estimate().is_some());
+}
+
 /// Clears of a tier that holds nothing, of a hybrid stream.
 #[test]
 fn clears_that_remove_nothing() {
