@@ -35,8 +35,7 @@ pub struct GroupRules(Vec<GroupRule>);
 
 /// The kind of a store's group.
 pub fn kind_of(store: &Store<'_>) -> GroupKind {
-    let kind = store.kind.as_deref().map(|kind| std::str::from_utf8(kind).unwrap_or(""));
-    GroupKind::from_spec(kind, store.window).unwrap_or(GroupKind::Unknown)
+    GroupKind::from_spec(store.kind.as_deref(), store.window).unwrap_or(GroupKind::Unknown)
 }
 
 /// Returns the rule that a store announces, if it announces one. Its blocks can be refused nevertheless.

@@ -47,6 +47,11 @@ impl Read<'_> {
         }
     }
 
+    /// The extra keys of an event; None if no block has any.
+    fn extra_keys(&self, event: &Event) -> Option<&[u8]> {
+        self.bytes(event.extra_keys.filter(|_| event.has_extra_keys))
+    }
+
     /// The bytes of a span.
     pub fn bytes(&self, span: Option<Span>) -> Option<&[u8]> {
         span.map(|span| span.bytes(self.bytes))
@@ -156,16 +161,21 @@ impl Stream {
 
     /// Returns the placement that an event names.
     fn placement(&mut self, shared: &mut SharedState, read: &Read<'_>, event: &Event) -> Option<u16> {
-        let location = Location {
-            group: Some(event.group.unwrap_or(0)), // a block without a group is in group 0
-            ..read.location(event)
+        let group = Some(event.group.unwrap_or(0)); // a block without a group is in group 0
+        let texts = [event.medium, event.locality, event.ownership].map(|text| read.bytes(text));
+        let is_meant = |known: &Location<'_>| {
+            known.group == group && [&known.medium, &known.locality, &known.ownership].map(Option::as_deref) == texts
         };
-        if let Some((_, placement)) = self.places.iter().find(|(known, _)| *known == location) {
+        if let Some((_, placement)) = self.places.iter().find(|(known, _)| is_meant(known)) {
             return Some(*placement);
         }
         if self.places.len() >= shared.limits.places {
             return None;
         }
+        let location = Location {
+            group,
+            ..read.location(event)
+        };
         let number = self.use_placement(shared, location.placement())?;
         self.places.push((location.to_static(), number));
         Some(number)

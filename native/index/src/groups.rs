@@ -26,16 +26,16 @@ pub const FULL_KINDS: u8 = 3;
 
 impl GroupKind {
     /// The kind in a store (`kv_cache_spec_kind`), with its window. None if the kind needs a window and the store has no valid one.
-    pub fn from_spec(kind: Option<&str>, window: Option<i64>) -> Option<Self> {
+    pub fn from_spec(kind: Option<&[u8]>, window: Option<i64>) -> Option<Self> {
         Some(match kind {
-            None | Some("full_attention") => Self::Full(0),
-            Some("mla_attention") => Self::Full(1),
-            Some("sink_full_attention") => Self::Full(2),
-            Some("sliding_window" | "sliding_window_mla") => {
+            None | Some(b"full_attention") => Self::Full(0),
+            Some(b"mla_attention") => Self::Full(1),
+            Some(b"sink_full_attention") => Self::Full(2),
+            Some(b"sliding_window" | b"sliding_window_mla") => {
                 let window = window.and_then(|window| u32::try_from(window).ok());
                 Self::Window(window.filter(|&window| window > 0)?)
             }
-            Some("mamba") => Self::State,
+            Some(b"mamba") => Self::State,
             Some(_) => Self::Unknown,
         })
     }
@@ -191,6 +191,13 @@ impl Groups {
         self.known().any(|group| group.kind == GroupKind::State)
     }
 
+    /// Whether the one group is full attention, and nothing else is known.
+    #[inline]
+    fn has_plain_full(&self) -> bool {
+        let is_full = |group: &Group| group.kind.is_full();
+        self.groups.len() == 1 && self.groups.iter().all(is_full) && !self.has_lookahead && self.drafts.is_none()
+    }
+
     /// Returns the method by which the engine's prompts are looked up.
     pub fn method(&self) -> Method {
         let mut known = self.known();
@@ -218,7 +225,9 @@ impl Groups {
 
     /// Why answers for the engine's prompts are estimates; None if they are not. `sizes` are the block sizes of stores with tokens.
     pub fn estimate(&self, sizes: usize) -> Option<&'static str> {
-        if self.groups.iter().any(|group| group.kind == GroupKind::Unknown) {
+        if self.has_plain_full() {
+            (sizes > 1).then_some("several-block-sizes")
+        } else if self.groups.iter().any(|group| group.kind == GroupKind::Unknown) {
             Some("unknown-kind")
         } else if self.needs_hashing() {
             Some("unknown-hashing")

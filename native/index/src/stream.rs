@@ -152,7 +152,8 @@ pub struct Stream {
     clear_budget: ClearBudget,
     /// Value of `Counters::evicted` when the stream was last known to be complete.
     evicted_when_whole: u64,
-    added: Move,
+    /// The last change of a set by a store.
+    pub added: Move,
     removed: Move,
 }
 
@@ -485,6 +486,12 @@ impl Stream {
         if change != Change::Same {
             shared.set_uncertain(self.number, number, placement, change == Change::BecameUncertain);
         }
+    }
+
+    /// Records that the engine names groups on the level of a placement: each store there is another copy.
+    #[inline]
+    pub fn note_copies_there(&mut self, placement: u16) {
+        self.groups.copied_levels |= 1 << self.named(placement).level;
     }
 
     /// Whether a placement that the stream has named is on the device.

@@ -128,7 +128,7 @@ fn keys_after(
     parent: Option<(u64, u64)>,
     work: &mut Work,
 ) -> Result<(), &'static str> {
-    if !GroupKind::from_spec(read.text(event.spec_kind), None).is_some_and(GroupKind::is_full) {
+    if !GroupKind::from_spec(read.bytes(event.spec_kind), None).is_some_and(GroupKind::is_full) {
         return Err("other-group");
     }
     if event.keyed {
@@ -149,7 +149,7 @@ fn keys_after(
 /// Returns the part of the seed for the salt of an event; 0 for a root without a salt. Leaves the event's other extra keys in `extras`.
 pub(super) fn salt_of(read: &Read<'_>, event: &Event, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
     let is_root = event.parent_hash().is_none();
-    let bare = extras_of(read.bytes(event.extra_keys), read.bytes(event.lora_name), is_root, extras);
+    let bare = extras_of(read.extra_keys(event), read.bytes(event.lora_name), is_root, extras);
     let own = read.bytes(event.cache_salt).map(keys::salt);
     if is_root { Some(own.or(bare).unwrap_or(0)) } else { own }
 }

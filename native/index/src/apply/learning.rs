@@ -22,14 +22,6 @@ impl Stream {
         Ok(())
     }
 
-    /// Learns that the engine names groups on the level of a store: each store there is another copy.
-    #[inline]
-    pub(super) fn learn_copies(&mut self, shared: &mut SharedState, read: &Read<'_>, event: &Event) {
-        if let Some(placement) = self.placement(shared, read, event) {
-            self.groups.copied_levels |= 1 << shared.view.placements.get(placement).level();
-        }
-    }
-
     /// Learns from the first blocks of a prompt how the engine hashes prompts, and which salts they have.
     #[inline]
     pub(super) fn learn_hashing(&mut self, read: &Read<'_>, event: &Event) {
@@ -68,7 +60,7 @@ impl Stream {
     #[cold]
     fn learn_from_root(&mut self, read: &Read<'_>, event: &Event) {
         let (mut salt, mut is_plain) = (None, true);
-        if let Some(raw) = read.bytes(event.extra_keys) {
+        if let Some(raw) = read.extra_keys(event) {
             extra_keys(raw, |block, extra| match extra {
                 Extra::Text(text) if block == 0 && salt.is_none() => salt = Some(text),
                 _ => is_plain &= block > 0,
@@ -129,7 +121,7 @@ fn tuple_hash(items: &[u32]) -> u64 {
 /// Whether the hashes of a store cover a LoRA or multimodal items.
 fn has_unknown_inputs(read: &Read<'_>, event: &Event) -> bool {
     let mut others = event.lora_name.is_some() || event.lora_id.is_some();
-    if let Some(raw) = read.bytes(event.extra_keys) {
+    if let Some(raw) = read.extra_keys(event) {
         extra_keys(raw, |block, extra| {
             others |= block > 0 || event.parent_hash().is_some() || !matches!(extra, Extra::Text(_));
         });

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use super::block_keys::{TokenStore, extras_at, hash_all, salt_of};
 use super::prefetching::{Ahead, Ring};
-use super::{Read, Work, has_extra_keys};
+use super::{Read, Work};
 use crate::groups::GroupKind;
 use crate::holders::contexts::Context;
 use crate::keys::{self, Scheme};
@@ -68,11 +68,16 @@ impl Stream {
         work: &mut Work,
     ) {
         writer.spend(1);
-        if event.may_be_copy() {
-            self.learn_copies(writer, read, event);
+        let placement = if event.may_be_copy() {
+            self.placement(writer, read, event)
+        } else {
+            None
+        };
+        if let Some(placement) = placement {
+            self.note_copies_there(placement);
         }
-        let kind = read.text(event.spec_kind).unwrap_or("none");
-        if let Err(reason) = self.store(writer, read, event, work) {
+        if let Err(reason) = self.store(writer, read, event, placement, work) {
+            let kind = read.text(event.spec_kind).unwrap_or("none");
             self.counters.reject(kind, reason);
             // Answers are complete without groups of unknown kinds, which have an estimate of their own.
             self.evidence.set_aside += u64::from(reason != UNKNOWN_KIND && event.hashes.length > 0);
@@ -84,9 +89,10 @@ impl Stream {
         writer: &mut Writer<'_, SharedState>,
         read: &Read<'_>,
         event: &Event,
+        placement: Option<u16>,
         work: &mut Work,
     ) -> Result<(), &'static str> {
-        let (kind, group) = (read.text(event.spec_kind), event.group.unwrap_or(0));
+        let (kind, group) = (read.bytes(event.spec_kind), event.group.unwrap_or(0));
         let known = GroupKind::from_spec(kind, event.window).unwrap_or(GroupKind::Unknown);
         self.evidence.has_host_clears |= read.bytes(event.medium) == Some(HOST_OF_SGLANG);
         if known == GroupKind::Unknown {
@@ -106,7 +112,9 @@ impl Stream {
                 self.learn(writer, group, known, size)?;
                 self.learn_hashing(read, event);
             }
-            let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
+            let placement = placement
+                .or_else(|| self.placement(writer, read, event))
+                .ok_or("too-many-placements")?;
             for &hash in hashes {
                 self.store_without_tokens(writer, hash, placement);
                 self.spend(writer, 1);
@@ -124,10 +132,12 @@ impl Stream {
                 self.learn_hashing(read, event);
             }
             self.learn_page_hashes(&store, event.parent);
-            self.evidence.has_extra_keys |= event.extra_keys.is_some() && has_extra_keys(read.bytes(event.extra_keys));
+            self.evidence.has_extra_keys |= event.has_extra_keys;
             self.evidence.has_loras |= store.lora != 0;
         }
-        let placement = self.placement(writer, read, event).ok_or("too-many-placements")?;
+        let placement = placement
+            .or_else(|| self.placement(writer, read, event))
+            .ok_or("too-many-placements")?;
         let salt = salt_of(read, event, &mut work.extras);
         let store = TokenStore {
             salt,
@@ -147,7 +157,7 @@ impl Stream {
         work: &mut Work,
     ) -> Result<(), &'static str> {
         let size = event.size_of_keyed().ok_or("length-mismatch")?;
-        let kind = GroupKind::from_spec(read.text(event.spec_kind), None).unwrap_or(GroupKind::Full(0));
+        let kind = GroupKind::from_spec(read.bytes(event.spec_kind), None).unwrap_or(GroupKind::Full(0));
         if read.location(event).is_on_device() {
             self.learn(writer, event.group.unwrap_or(0), kind, size)?;
         }
@@ -403,12 +413,16 @@ impl Stream {
         parent: &mut Option<u32>,
     ) -> Pause {
         let (chain, mut open) = (blocks.chain, OpenRow::default());
-        // Whether the preceding block is new: then no stream holds a block after it, except across a hole.
+        // Whether the preceding block is new. If no block is linked to it, a record of the next one that `place` would find is a head.
         let mut is_new = false;
         for at in start..end {
             let block = blocks.next(self, shared, at);
             let is_awaited = !self.waiting.is_empty() && self.waiting.awaits(block.hash);
-            if let Some(before) = parent.filter(|_| is_new && !is_awaited && !self.has_replaced_loras()) {
+            let may_be_new = |&before: &u32| is_new || shared.records.linked_next(before).is_none();
+            if let Some(before) = parent
+                .filter(|_| !is_awaited && !self.has_replaced_loras())
+                .filter(may_be_new)
+            {
                 let position = self.position_of(block.mixed_hash);
                 if !self.knows(shared, block.hash, position) && !shared.is_listed(&block) {
                     if open.used == open.stretch.length {
@@ -427,7 +441,7 @@ impl Stream {
                     }
                     self.enter_own(shared, block.mixed_hash, position, number);
                     open.used += 1;
-                    *parent = Some(number);
+                    (*parent, is_new) = (Some(number), true);
                     continue;
                 }
             }
@@ -463,7 +477,9 @@ impl Stream {
         let Some(stretch) = shared.records.take(Some(parent), count) else {
             return false;
         };
-        let set = shared.sets.single(chain.placement, self.number, stretch.length);
+        let set = shared
+            .sets
+            .single(chain.placement, self.number, stretch.length, &mut self.added);
         *open = OpenRow {
             stretch,
             used: 0,
@@ -481,6 +497,9 @@ impl Stream {
             set,
             first,
         } = std::mem::take(open);
+        if stretch.length == 0 {
+            return;
+        }
         let left = stretch.length - used;
         if left > 0 {
             shared.records.give(stretch.first + used, left);

@@ -238,14 +238,10 @@ impl Sets {
         self.give(from, count);
     }
 
-    /// Returns the set of one holder, and counts `count` more blocks of it.
-    pub fn single(&mut self, placement: u16, stream: u32, count: u32) -> u32 {
-        let word = Word {
-            at: u32::from(placement) << 16 | stream >> 6,
-            bits: 1 << (stream & 63),
-        };
-        let set = self.intern(&[word]);
-        self.entries[set as usize].refs += count;
+    /// Returns the set of one holder, and counts some more blocks of it; `last` as for `moved`.
+    pub fn single(&mut self, placement: u16, stream: u32, count: u32, last: &mut Move) -> u32 {
+        let set = self.moved(EMPTY, placement, stream, last);
+        self.entries[set as usize].refs += count - 1;
         set
     }
 

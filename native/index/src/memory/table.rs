@@ -40,7 +40,7 @@ impl<F: Fn(u32) -> u64> Hashes for F {
 fn skewed(hash: u64) -> u64 {
     let high = |a: u64, b: u64| ((u128::from(a) * u128::from(b)) >> 64) as u64;
     const THIRD: u64 = u64::MAX / 3;
-    high(hash, 2 * THIRD) + high(high(hash, hash), THIRD)
+    high(hash, 2 * THIRD + high(hash, THIRD))
 }
 
 /// A hash in the form in which a table looks it up.

@@ -17,6 +17,11 @@ pub struct HitReports<B, P> {
 }
 
 impl<B: Copy + Default + Ord, P: Copy + Default> HitReports<B, P> {
+    /// Whether the batch has announced no such copies.
+    pub fn is_empty(&self) -> bool {
+        self.fresh.is_empty() && self.repeated.is_empty()
+    }
+
     /// Ends the batch. Returns its copies that might not exist.
     pub fn take_uncertain(&mut self) -> Vec<(B, P)> {
         self.repeated.sort_unstable();

@@ -584,8 +584,8 @@ impl Records {
                 let chunk = self.room()?;
                 let found = &mut self.chunks[chunk];
                 let at = match (count, after) {
-                    // The run may grow by one block at a time, in turn with other runs.
-                    (1, Some(_)) => found.find_group(),
+                    // The run may grow by a few blocks at a time, in turn with other runs.
+                    (..GROUP, Some(_)) => found.find_group(),
                     (count, _) => found.find(count.min(GROUP)),
                 };
                 (chunk, at)

@@ -160,6 +160,9 @@ impl Stream {
 
     /// Stores the salts of the batch, if lookups need them.
     fn learn_salts(&mut self) {
+        if self.salted.is_empty() && !self.misses_salts {
+            return;
+        }
         let salted = std::mem::take(&mut self.salted);
         match (&self.group_cache, &self.groups.hashing) {
             _ if salted.is_empty() => {}

@@ -135,6 +135,9 @@ impl Stream {
 
     /// Ends a batch. See `HitReports`.
     pub fn mark_fresh_uncertain(&mut self, writer: &mut Writer<'_, SharedState>) {
+        if self.hit_reports.is_empty() {
+            return;
+        }
         let uncertain = if self.hit_reports.fresh.len() > WORK_PER_HOLD {
             writer.unlocked(|| self.hit_reports.take_uncertain())
         } else {

@@ -101,6 +101,7 @@ fn described(event: &Event, bytes: &[u8], scratch: &Scratch) -> Described {
         extra_keys: event.extra_keys.map(|span| {
             let mut found = Vec::new();
             let _ = extra_keys(span.bytes(bytes), |block, extra| found.push((block, extra.into())));
+            assert_eq!(event.has_extra_keys, !found.is_empty());
             found
         }),
     }

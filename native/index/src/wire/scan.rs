@@ -139,6 +139,8 @@ pub struct Event {
     pub cache_salt: Option<Span>,
     /// Msgpack, which `extra_keys` reads.
     pub extra_keys: Option<Span>,
+    /// Whether any block has an extra key.
+    pub has_extra_keys: bool,
     /// Msgpack, which `first_ints` reads: for each block the number of tokens after it that its hash also covers.
     pub lookahead: Option<Span>,
 }
@@ -204,6 +206,7 @@ impl Event {
             spec_kind: None,
             cache_salt: None,
             extra_keys: None,
+            has_extra_keys: false,
             lookahead: None,
         }
     }
@@ -466,7 +469,7 @@ impl<'a> Scanner<'a> {
             Field::SpecKind => event.spec_kind = self.text()?,
             Field::CacheSalt => event.cache_salt = self.text()?,
             Field::BlockKeys => self.keys(event)?,
-            Field::ExtraKeys => event.extra_keys = self.extra_keys()?,
+            Field::ExtraKeys => self.extra_keys(event)?,
             Field::IgnoredText => drop(self.text()?),
             Field::Lookahead => event.lookahead = self.int_lists()?,
             Field::IgnoredNil => self.reader.nil().then_some(())?,
@@ -593,14 +596,18 @@ impl<'a> Scanner<'a> {
         Some(Some(Span::new(self.reader.at - length, self.reader.at)?))
     }
 
-    fn extra_keys(&mut self) -> Option<Option<Span>> {
+    fn extra_keys(&mut self, event: &mut Event) -> Option<()> {
+        (event.extra_keys, event.has_extra_keys) = (None, false);
         if self.reader.nil() {
-            return Some(None);
+            return Some(());
         }
         let start = self.reader.at;
-        extra::walk(&mut self.reader, self.schema.limits.max_hashes, |_, _| ())?;
+        extra::walk(&mut self.reader, self.schema.limits.max_hashes, |_, _| {
+            event.has_extra_keys = true
+        })?;
         self.free(self.reader.at - start)?;
-        Some(Some(Span::new(start, self.reader.at)?))
+        event.extra_keys = Some(Span::new(start, self.reader.at)?);
+        Some(())
     }
 
     fn int_lists(&mut self) -> Option<Option<Span>> {

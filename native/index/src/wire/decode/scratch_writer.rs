@@ -82,6 +82,9 @@ impl<'a> ScratchWriter<'a> {
             lookahead: self.lookahead(stored),
             ..scan::Event::new(Kind::Stored)
         };
+        if let Some(written) = event.extra_keys {
+            scan::extra_keys(written.bytes(&self.bytes), |_, _| event.has_extra_keys = true);
+        }
         self.tokens(&stored.token_ids, &items, &mut event);
         event
     }

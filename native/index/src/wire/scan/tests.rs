@@ -2,7 +2,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::testing::cases::{batch, map, text};
-use crate::testing::{Described, OwnedExtra, OwnedId, describe};
+use crate::testing::{Described, OwnedExtra, OwnedId, describe, describe_decoded};
 
 fn schema_within(limits: Limits) -> Schema {
     Schema::new(limits).unwrap()
@@ -157,6 +157,13 @@ fn extra_keys_of_every_shape() {
     ] {
         assert_eq!(accepted(&stored(&[("extra_keys", shape)])), None, "{shape:?}");
     }
+}
+
+/// Both forms of an event say whether it has extra keys, as `describe` compares.
+#[test]
+fn extra_keys_that_are_decoded_are_announced() {
+    let found = describe_decoded(&golden("0.24.0", "stored_extra_keys_mm_salt_embeds"), &Limits::default());
+    assert!(!found[0].extra_keys.as_deref().unwrap().is_empty());
 }
 
 #[test]
