@@ -87,7 +87,7 @@ pub struct LoadWeights {
     /// A worker with more than this many times the mean requests of the others gets no credit for its cache; infinity for no limit.
     pub guard: f64,
     /// Requests up to which a worker always gets credit, unless it was chosen more often than this and than the others by the same
-    /// multiple, and would have more than the multiple with one more.
+    /// multiple, has more requests than another, and would have more than the multiple with one more.
     pub guard_requests: f64,
 }
 
@@ -120,11 +120,13 @@ pub struct Score {
 /// Scores of candidates for a prompt of `whole` tokens.
 pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec<Score> {
     let most_requests = bound(candidates.iter().map(|one| one.requests), weights);
+    let least_requests = candidates.iter().map(|one| one.requests).fold(f64::INFINITY, f64::min);
     let most_chosen = bound(candidates.iter().map(|one| one.chosen), weights).max(weights.guard_requests);
     let wait = weights.wait / whole.max(1) as f64;
     let score = |(one, relative): (&Candidate, f64)| {
         let has_many = one.requests > most_requests && one.requests > weights.guard_requests;
-        let is_hot = has_many || one.requests + 1.0 > most_requests && one.chosen > most_chosen;
+        let has_more = one.requests > least_requests && one.requests + 1.0 > most_requests;
+        let is_hot = has_many || has_more && one.chosen > most_chosen;
         let uncached = if is_hot { 1.0 } else { 1.0 - one.credit };
         let load = wait * one.work + weights.mean * relative;
         Score {
