@@ -131,11 +131,18 @@ def act_as_xpub(line: PeerConnection) -> None:
 
 def test_a_replay_request_that_cannot_be_sent_takes_a_new_connection(peer: Callable[..., Peer]) -> None:
     """A DEALER accepts no more messages when libzmq has given up its connection, so the transport opens a new one."""
-    replay_peer = peer(act_as_xpub, PeerConnection.stay_open)
+    violated = threading.Event()
+
+    def violate(line: PeerConnection) -> None:
+        act_as_xpub(line)
+        violated.set()
+
+    replay_peer = peer(violate, PeerConnection.stay_open)
     zmq_transport = ZmqTransport(options=OPTIONS)
     connection = zmq_transport.open(Source("tcp://127.0.0.1:1", replay_peer.endpoint))
     try:
         connection.request_replay(FetchRequest(0, new_connection=True))
+        assert violated.wait(DEADLINE)  # requests that wait for the handshake would open a new connection too
         end = time.monotonic() + DEADLINE
         while len(replay_peer.times) < 2:
             assert time.monotonic() < end
