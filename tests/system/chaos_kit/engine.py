@@ -316,7 +316,7 @@ class ReleasedPublisher(EnginePublisher):
         self._next = upto
 
     def drain(self) -> None:
-        sent_buffer = self._publisher._replay_buffer
+        sent_buffer = self._publisher._buffer
         _wait_until_sent(lambda: not self._next or (bool(sent_buffer) and sent_buffer[-1][0] >= self._next - 1))
 
     def close(self) -> None:
