@@ -576,7 +576,7 @@ fn why(
         (_, None) => " (unknown, so the mean of the others)".to_owned(),
     };
     let hot = if chosen.hot {
-        " (its cache does not count, since it has too many requests)"
+        " (its cache does not count, since it has more than its share of requests)"
     } else {
         ""
     };

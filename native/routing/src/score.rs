@@ -86,8 +86,9 @@ pub struct LoadWeights {
     pub base: f64,
     /// A worker with more than this many times the mean requests of the others gets no credit for its cache; infinity for no limit.
     pub guard: f64,
-    /// Requests up to which a worker always gets credit, unless it was chosen more often than this and than the others by the same
-    /// multiple, has more requests than another, and would have more than the multiple with one more.
+    /// Requests up to which a worker gets credit whatever the others have. The exception is a worker that takes more than its share again
+    /// and again: it was chosen more often than this number and the multiple of the others' choices, it has more requests than another
+    /// candidate, and one more request would exceed the multiple of the others' requests.
     pub guard_requests: f64,
 }
 

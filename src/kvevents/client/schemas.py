@@ -304,7 +304,7 @@ class ScoredCandidate(Worker, frozen=True, kw_only=True):
     load: float
     """What its requests add to the score."""
     hot: bool
-    """Whether its cache did not count because it has too many requests."""
+    """Whether its cache did not count because it has more than its share of requests."""
     session: bool
     """Whether it is the session's own, which lowers its score by 0.1."""
     tokens: int

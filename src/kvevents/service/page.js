@@ -1001,7 +1001,7 @@ function showChoices({decisions}) {
 function scoreOf({score, uncached, load, requests, hot, session}) {
   const words = [`computes ${Math.round(100 * uncached)} %`, `load ${load.toFixed(2)}`];
   if (requests !== null) words.push(several(Math.round(requests), "request"));
-  if (hot) words.push("too many requests");
+  if (hot) words.push("more than its share of requests");
   if (session) words.push("of the session");
   return `score ${score.toFixed(3)}: ${words.join(", ")}`;
 }
