@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Awaitable, Mapping
 from contextlib import AbstractContextManager, suppress
 from http import HTTPStatus
@@ -27,7 +28,7 @@ from kvevents.service.service import Service
 from kvevents_native import _native
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span, Tracer
+    from opentelemetry.trace import Span, Tracer, TracerProvider
 
 log = logging.getLogger(__name__)
 
@@ -241,11 +242,9 @@ _UNTRACED: Final = frozenset(path for path, routes in ROUTES.items() if any(rout
 
 def find_tracer() -> Tracer | None:
     """Return the tracer of the configured SDK; None without an SDK."""
-    try:
-        from opentelemetry import trace  # noqa: PLC0415 - it might not be installed
-    except ImportError:
+    if (trace := sys.modules.get("opentelemetry.trace")) is None:  # what configures an SDK imports it
         return None
-    provider = trace.get_tracer_provider()
+    provider: TracerProvider = trace.get_tracer_provider()
     if isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider)):
         return None
     return provider.get_tracer("kvevents.service")
