@@ -100,12 +100,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_error = FAILED
     try:
         with handling_signals():
-            parser = make_parser()
             words = list(sys.argv[1:] if argv is None else argv)
             if words[:1] == ["help"]:
                 words = [*words[1:], "--help"]
             elif words in [[], *([each.name] for each in COMMANDS if isinstance(each, CommandGroup))]:  # it chooses no command
                 words = [*words, "--help"]
+            parser = make_parser([each for each in COMMANDS if each.name == words[0]] or COMMANDS)
             if "_ARGCOMPLETE" in os.environ:  # print how the shell can complete its command line, and exit
                 from argcomplete import autocomplete  # noqa: PLC0415 - an extra
 
@@ -136,11 +136,11 @@ def _names_file(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.filename is not None
 
 
-def make_parser() -> CommandParser:
-    """Return the parser of the program."""
+def make_parser(commands: Sequence[Command | CommandGroup] = COMMANDS) -> CommandParser:
+    """Return the parser of the program, with all commands or with the one that is chosen."""
     parser = CommandParser("kvevents", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("-V", "--version", action="version", version=f"kvevents {VERSION}", help="print the version and exit")
-    parser.add_commands(COMMANDS)
+    parser.add_commands(commands)
     return parser
 
 
