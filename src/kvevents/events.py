@@ -11,8 +11,7 @@ date with what enters and leaves the cache.
 what its connector stored, and a block counts as stored when every worker has it.
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -308,7 +307,7 @@ class KVConnectorKVEvents(ABC):
         """Add the events of one worker."""
 
     @abstractmethod
-    def aggregate(self) -> KVConnectorKVEvents:
+    def aggregate(self) -> "KVConnectorKVEvents":
         """Keep only the events that all workers announced."""
 
     def increment_workers(self, count: int = 1) -> None:
@@ -327,7 +326,7 @@ class KVConnectorKVEvents(ABC):
     def clear_events(self) -> None:
         """Drop all events."""
 
-    def merge(self, other: KVConnectorKVEvents) -> Self:
+    def merge(self, other: "KVConnectorKVEvents") -> Self:
         """Add the events of `other`; return self."""
         self.add_events(other.get_all_events())
         return self

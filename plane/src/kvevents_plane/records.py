@@ -5,8 +5,7 @@ partition, those of one stream in order. Every record names its stream, its inca
 the records before it to decide whether it is the next one.
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 from hashlib import blake2b
 from typing import Annotated, Final, NamedTuple, TypeAlias
 

@@ -1,7 +1,6 @@
 """Settings of planes and bridges: NATS servers and logins, the streams of a plane, limits and timers."""
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 import re
 import socket
 import stat

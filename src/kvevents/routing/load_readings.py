@@ -10,8 +10,7 @@ without `--enable-server-load-tracking`. SGLang's server has `/metrics` with `--
 (`sglang/srt/observability/metrics_collector.py`).
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 import logging
 import math
 import re
@@ -106,7 +105,7 @@ class ReportedLoad:
         self._server_load: Final = server_load
 
     @classmethod
-    def read(cls, body: bytes) -> ReportedLoad:
+    def read(cls, body: bytes) -> "ReportedLoad":
         """Read the body of `/metrics` or `/load`.
 
         Raises `LoadError`, and `MissingDependencyError` without prometheus_client.

@@ -1,7 +1,6 @@
 """The limits and timers of a stream, each with its default and reason."""
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 from typing import Annotated, Final
 
 from kvevents.settings import Bytes, Pause, Positive, Range, Seconds, Settings

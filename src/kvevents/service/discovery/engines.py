@@ -18,8 +18,7 @@ call the path `/get_server_info`::
                    "dp_size": 2, "replay_endpoint_port_base": 6557, "load_endpoint_port_base": 5559, "load_topic": "load"}}
 """
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 import asyncio
 import functools
 import socket
@@ -256,7 +255,7 @@ class EngineHttpClient(Struct, frozen=True):
     server_name: str | None = None
     """Name that the certificate must have; by default the URL's host."""
 
-    async def get(self, url: BaseUrl, *, other_hosts: bool = False) -> Answer:
+    async def get(self, url: BaseUrl, *, other_hosts: bool = False) -> "Answer":
         """Return the answer after redirects on the same host and port, or also to others. Raises `EngineQueryError`."""
         for _ in range(1 + MAX_REDIRECTS):
             answer = await self._get(url)
@@ -265,7 +264,7 @@ class EngineHttpClient(Struct, frozen=True):
             url = url.redirected(answer.location, other_hosts=other_hosts)
         raise EngineQueryError(f"{url} redirects more than {MAX_REDIRECTS} times")
 
-    async def _get(self, url: BaseUrl) -> Answer:
+    async def _get(self, url: BaseUrl) -> "Answer":
         # aiohttp is a third of what a service imports; one whose engines are registered needs it never.
         from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits  # noqa: PLC0415
 

@@ -1,7 +1,6 @@
 """Registrations: one rank of one engine, and the scope of its prompts."""
 
-from __future__ import annotations
-
+# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 import time
 from collections.abc import Mapping
 from hashlib import sha256
@@ -154,7 +153,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
         """Name for people: `engine-0 rank 1`."""
         return f"{self.instance} rank {self.rank}"
 
-    def differences(self, other: Registration) -> list[str]:
+    def differences(self, other: "Registration") -> list[str]:
         """Return the names of the fields in which another registration of this rank differs.
 
         Whether the engine itself named the endpoints makes no difference.
@@ -194,7 +193,7 @@ class Lease(NamedTuple):
     """Unix time, for answers."""
 
     @classmethod
-    def of(cls, seconds: int | None) -> Lease | None:
+    def of(cls, seconds: int | None) -> "Lease | None":
         """Return a lease that begins now; None for a registration that never ends by itself."""
         return None if seconds is None else cls(seconds, time.monotonic() + seconds, time.time() + seconds)
 
@@ -211,7 +210,7 @@ def _check_labels(labels: Mapping[str, str]) -> None:
             raise ConfigError(f"invalid label {text[:MAX_SHOWN]!r}: expected 1 to {MAX_NAME_BYTES} printable bytes")
 
 
-def check_same_engine(registration: Registration, other: Registration) -> None:
+def check_same_engine(registration: Registration, other: "Registration") -> None:
     """Raise `ConflictError` if two ranks of one instance cannot belong to one engine."""
     label = registration.label
     if other.scope != registration.scope:
