@@ -1,6 +1,6 @@
 """Delays between attempts: they grow while attempts fail, and are randomised so that many clients do not retry at once.
 
-Nothing here sleeps or reads a clock by itself: `Clock` carries both, so that a test controls the time.
+Nothing here sleeps or reads a clock except through the functions of `Clock`, so that a test controls the time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKOFF_JITTER: Final = 0.5
 
 
 async def sleep(seconds: float) -> None:
-    """Call `asyncio.sleep`, which is imported then: users of `Backoff` in threads do not need it."""
+    """Call `asyncio.sleep`. asyncio is imported here only, since users of `Backoff` in threads do not need it."""
     from asyncio import sleep as wait  # noqa: PLC0415
 
     await wait(seconds)

@@ -1,4 +1,4 @@
-"""The end of a `with` block, for everything that has a method `close`."""
+"""Context managers that call their method `close` at the end of a `with` block."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Self
 
 
 class Closeable:
-    """A context manager that calls its `close` at the end."""
+    """A context manager that calls its own method `close` at the end of the `with` block."""
 
     def close(self) -> None:
         """Release what is open."""
@@ -20,7 +20,7 @@ class Closeable:
 
 
 class AsyncCloseable:
-    """An asynchronous context manager that calls its `close` at the end."""
+    """A context manager that calls its own method `close` at the end of the `async with` block."""
 
     async def close(self) -> None:
         """Release what is open."""

@@ -1,7 +1,7 @@
 """The settings of a publisher: one frozen definition for code, JSON and the command lines of both engines.
 
-Fields, names and defaults are those of vLLM 0.33 (`vllm/config/kv_events.py`) and SGLang 0.5.23
-(`sglang/srt/disaggregation/kv_events.py`); the fields after `topic` are our own. This module imports no zmq.
+The names and defaults of fields are those of vLLM 0.33 (`vllm/config/kv_events.py`) and SGLang 0.5.23
+(`sglang/srt/disaggregation/kv_events.py`); the fields after `topic` are additions of kvevents. This module imports no zmq.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
-    """Name in `EventPublisherFactory`; left out, it becomes `zmq` when events are enabled and `null` when not."""
+    """Name in `EventPublisherFactory`; the default is `zmq` if events are enabled, else `null`."""
     endpoint: str = "tcp://*:5557"
     """Where live batches are published. With port 0 the OS chooses the port; the rank is added to other ports."""
     replay_endpoint: str | None = None
@@ -45,7 +45,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     buffer_steps: int = 10_000
     """Number of batches that are kept for replay."""
     hwm: int = 100_000
-    """Maximum number of batches that wait for one slow subscriber, which loses further ones; 0 for no limit."""
+    """Maximum number of batches that wait for one slow subscriber; further ones are dropped for it; 0 for no limit."""
     max_queue_size: int = 100_000
     """Maximum number of batches that wait for the publisher thread. Further ones are dropped, and subscribers see a gap; 0 for
     no limit."""

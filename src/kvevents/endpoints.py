@@ -95,7 +95,7 @@ def validate_remote(endpoint: str, name: str = "endpoint") -> None:
 
 
 def validate_port(endpoint: str) -> None:
-    """Raise `ConfigError` for a port that libzmq takes for another one: it uses the 16 lowest bits of the leading digits."""
+    """Raise `ConfigError` for a port that libzmq would misread: it uses the lowest 16 bits of the leading number."""
     port = endpoint.rpartition(":")[2]
     if endpoint.startswith("tcp://") and port != "*" and not (port.isascii() and port.isdecimal() and int(port) <= MAX_PORT):
         raise ConfigError(f"invalid endpoint {endpoint!r}: port {port!r} is not a number up to {MAX_PORT}")
@@ -104,8 +104,8 @@ def validate_port(endpoint: str) -> None:
 def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str | None:
     """Return the endpoint of a rank: its port plus the rank; `inproc://` and `ipc://` names get the suffix `_dp<rank>`.
 
-    None, rank 0 and a port left to the OS (0 or `*`) are returned unchanged. The rule is that of vLLM 0.33
-    (`vllm/distributed/kv_events.py`), except for `ipc://`, which the engines reject.
+    `endpoint` is returned unchanged if it is None, if the rank is 0, or if the OS chooses the port (0 or `*`). The rule is that
+    of vLLM 0.33 (`vllm/distributed/kv_events.py`), except for `ipc://`, which the engines reject.
 
     Raises `ConfigError`, a ValueError, for another transport or a port above 65535.
     """
@@ -154,7 +154,7 @@ def connectable(endpoint: str) -> str:
 
 
 def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_rank: int) -> str | None:
-    """Return a message if a port of this rank is also a port of a lower rank or of itself, on the same host; otherwise None.
+    """Return a message if one port of this rank is the other port of this or a lower rank on the same host, else None.
 
     Both endpoints are the configured ones, before the rank is added, and both are bound.
     """
@@ -177,7 +177,7 @@ def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_ran
 
 
 def with_bound_port(endpoint: str | None, bound_endpoint: str | None) -> str | None:
-    """Return `endpoint`; if it is a TCP endpoint with port 0, with the port of `bound_endpoint`."""
+    """Return `endpoint`; port 0 of a TCP endpoint is replaced by the port of `bound_endpoint`."""
     target, bound_target = split_tcp(endpoint or ""), split_tcp(bound_endpoint or "")
     if target is None or bound_target is None or target[1] != 0:
         return endpoint

@@ -75,12 +75,12 @@ class MissingDependencyError(UsageError, ImportError):
 
 
 def install_hint(extra: str) -> str:
-    """Return what to do about a missing extra. It names no command: packages of our names in a registry may be others'."""
+    """Return what to do about a missing extra. It names no command: a registry may have foreign packages of these names."""
     return f"install kvevents[{extra}], see Install in the documentation"
 
 
 def reason_of(error: BaseException) -> str:
-    """Return what an exception says, without the error number and the file name of an OSError; its type if it says nothing."""
+    """Return the message of an exception, without the error number and file name of an OSError, or else its type."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
@@ -124,7 +124,7 @@ class PlaneError(ExternalError, OSError):
 
 
 class TrustTimeoutError(ExternalError, TimeoutError):
-    """`wait_for` has waited for long enough. `deliveries` are the deliveries that it took while it waited."""
+    """`wait_for` has reached its time limit. `deliveries` are the deliveries that it received while it waited."""
 
     def __init__(self, message: str, deliveries: Sequence[Any] = ()) -> None:
         super().__init__(message)

@@ -69,8 +69,8 @@ if TYPE_CHECKING:
     ExtraKey: TypeAlias = Any
     UnknownFields: TypeAlias = dict[str, Any]
 else:
-    # What the fast decoder may build from a peer's input: no nested maps, no depth. `kvevents.wire.tolerant` decodes anything
-    # else in these fields, within limits. Encoding does not use annotations.
+    # The values that the fast decoder may build from a peer's input: no nested maps, and no nesting of any depth.
+    # `kvevents.wire.tolerant` decodes other values of these fields, within limits. Encoding does not use annotations.
     TokenId = int | tuple[int, int]
     # `kvevents.wire.decode` replaces byte hashes by integers.
     BlockHash = int | bytes
@@ -85,7 +85,7 @@ def _always_sent() -> None:
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The events of one scheduler step: on the wire the array `[ts, events, data_parallel_rank]`.
 
-    `ts` is in seconds since the epoch. `events` may hold any type that msgspec can encode, so users' own events publish too.
+    `ts` is in seconds since the epoch. `events` may hold any type that msgspec can encode, also users' own events.
     """
 
     ts: float
@@ -94,7 +94,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 def _hashable(value: Any) -> Any:
-    """Return something hashable that is equal for equal values; of a map, whose content may be anything, its length."""
+    """Return a hashable value that is equal for equal values; for a map, which may contain anything, return its length."""
     if isinstance(value, dict):
         return len(value)
     value = value if isinstance(value, Hashable) else tuple(value)
@@ -109,7 +109,7 @@ class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True, forbi
     """Base class of all KV cache events."""
 
     def __repr__(self) -> str:
-        """Return the required fields, and the others that have a value: events have up to 21."""
+        """Return a text without the optional fields that are None, since events have up to 21 fields."""
         required = len(self.__struct_fields__) - len(self.__struct_defaults__)
         values = [(name, getattr(self, name)) for name in self.__struct_fields__]
         fields = [f"{name}={value!r}" for at, (name, value) in enumerate(values) if at < required or value is not None]
@@ -132,7 +132,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")] | None
     """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat. None if the sender cannot compute it."""
     interval: Annotated[float, msgspec.Meta(gt=0, le=MAX_HEARTBEAT)] = msgspec.field(name="every")
-    """Seconds until the next heartbeat at most; on the wire `every`."""
+    """Maximum number of seconds until the next heartbeat; on the wire `every`."""
     trust: Annotated[str, msgspec.Meta(max_length=32)] = "EXACT"
     """How far the sender trusts its own stream: the name of a `Trust` state."""
     reason: Annotated[str, msgspec.Meta(max_length=1_000)] = ""
@@ -142,8 +142,8 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Digest of the engine's own prefix cache on the GPU tier, 64 bits, after all batches with smaller numbers: the sum modulo
     2**64, over every cached copy of a block, of `hash XOR (group * 0x9E3779B97F4A7C15 mod 2**64)`. `hash` is the low 64 bits of
     an integer, or the last 8 bytes of a byte hash, big-endian; a block without a group is in group 0. None if the sender does
-    not know the engine's cache. A sender with attestations announces each copy of a block exactly once, so it never announces a
-    resident block again, nor a block that no copy exists of."""
+    not know the engine's cache. A sender with attestations announces each copy of a block exactly once, so it announces neither
+    a resident copy again nor a block without a copy."""
 
 
 class BlockStored(KVCacheEvent):
@@ -177,12 +177,12 @@ class BlockStored(KVCacheEvent):
     session_id: str | None = None
     """Session whose request caused the event; other sessions may share the blocks."""
     lookahead_token_ids: list[list[int]] | None = None
-    """vLLM 0.33: per block, the tokens beyond it that its hash covers."""
+    """For each block, the tokens after it that its hash also covers (vLLM 0.33)."""
     cache_salt: str | None = None
     """SGLang from 0.5.20; vLLM sends its salt in `extra_keys`."""
     block_keys: list[int] | None = None
-    """One per block if a relay of kvevents has removed the tokens: keys that `kvevents.index` computes from tokens and
-    namespace, or numbers without a meaning."""
+    """One key per block if a relay of kvevents has removed the tokens: the key that `kvevents.index` computes from tokens and
+    namespace, or a number without a meaning."""
     block_digests: list[bytes] | None = None
     """Full digests if a peer sent byte hashes; `block_hashes` then has their last 8 bytes, big-endian."""
     parent_block_digest: bytes | None = None
@@ -206,8 +206,8 @@ class BlockRemoved(KVCacheEvent):
 class AllBlocksCleared(KVCacheEvent):
     """The prefix cache of the stream was reset.
 
-    What is on tiers below the GPU might be left, since engines do not say whether those were emptied. A clear is limited by its
-    unknown fields `medium` and `group_idx`.
+    Blocks on tiers below the GPU might remain, since engines do not say whether they emptied these tiers. `medium` and
+    `group_idx` among the unknown fields limit the clear to a medium and a group.
     """
 
     unknown_fields: UnknownFields | None = None
@@ -226,18 +226,18 @@ class KVEventBatch(EventBatch):
 
 ATTESTATION_MASK: Final = 2**64 - 1
 _GROUP_FACTOR: Final = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: the multiples of it for small groups differ in many bits."""
+"""2**64 divided by the golden ratio: its products with small group numbers differ in many bits."""
 
 
 def attestation_group_term(group: int | None) -> int:
-    """Return what the hashes of a KV cache group are combined with; a block without a group is in group 0."""
+    """Return the number with which hashes of a KV cache group are combined by XOR; a block without a group is in group 0."""
     return (group or 0) * _GROUP_FACTOR & ATTESTATION_MASK
 
 
 def attestation_term(block_hash: int | bytes, group: int | None = None) -> int:
     """Return the number that one copy of a block adds to the digest.
 
-    Of a block hash as announced, 64 bits count: the low ones of an integer, or the last 8 bytes, big-endian.
+    Only 64 bits of the announced hash count: the low bits of an integer, or the last 8 bytes of a byte hash, big-endian.
     """
     number = block_hash & ATTESTATION_MASK if isinstance(block_hash, int) else int.from_bytes(block_hash[-8:], "big")
     return number ^ attestation_group_term(group)
@@ -299,7 +299,7 @@ class KVEventAggregator:
 class KVConnectorKVEvents(ABC):
     """Collects the events of a vLLM KV connector. Connectors implement it, usually with a `KVEventAggregator`.
 
-    The two methods about workers, which came later than the others, raise NotImplementedError unless they are implemented.
+    The two methods about workers were added after the others, so they are optional: by default they raise NotImplementedError.
     """
 
     @abstractmethod

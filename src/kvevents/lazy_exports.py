@@ -12,14 +12,14 @@ from importlib import import_module
 
 
 def lazy_exports(package: str, table: Mapping[str, str]) -> Callable[[str], object]:
-    """Return the `__getattr__` of a package. `table` has its names, separated by spaces, by the module to import them from."""
+    """Return the `__getattr__` of a package. `table` maps modules to the names to import from them, separated by spaces."""
     origin = {name: module for module, names in table.items() for name in names.split()}
 
     def get(name: str) -> object:
         if name not in origin:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value: object = getattr(import_module(origin[name]), name)
-        setattr(sys.modules[package], name, value)  # this function is not called again for it
+        setattr(sys.modules[package], name, value)  # so this function is not called again for this name
         return value
 
     return get

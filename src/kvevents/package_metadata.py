@@ -1,4 +1,4 @@
-"""The version of the package, and the address of its documentation, which its metadata has."""
+"""The version of the package, and the address of its documentation as its metadata has it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import functools
 from typing import Final
 
 VERSION: Final = "0.1.0"
-"""That of `native/Cargo.toml`. Every command needs it at its start, and `importlib.metadata` takes 15 ms to import."""
+"""The version in `native/Cargo.toml`, as a constant: every command needs it, and importing `importlib.metadata` takes 15 ms."""
 
 
 @functools.cache
 def documentation() -> str | None:
-    """Return the address of the site in the metadata of the package; None if it was not built by a release."""
+    """Return the address of the documentation in the metadata of the package; None if it was not built for a release."""
     import importlib.metadata  # noqa: PLC0415 - it imports the parser of mail messages, and much else
 
     try:

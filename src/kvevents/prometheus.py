@@ -16,7 +16,8 @@ T = TypeVar("T")
 Samples: TypeAlias = "float | Iterable[tuple[dict[str, str], float | None]] | None"
 """One value, or values with their labels. None is an unknown value, which is left out."""
 Table: TypeAlias = Mapping[str, tuple[str, Callable[[T], Samples]]]
-"""Help texts of metrics, and what reads their samples from a status, by name. Counters end with `_total`; others are gauges."""
+"""By name, the help text of a metric and the function that reads its samples from a status. A counter's name ends with
+`_total`."""
 
 
 def families(prefix: str, table: Table[T], status: T) -> Iterable[Metric]:
@@ -37,12 +38,12 @@ def family(name: str, text: str, samples: Samples) -> Metric:
 
 
 def labelled(samples: Samples) -> Iterable[tuple[dict[str, str], float | None]]:
-    """Return samples with their labels, of which a single value has none."""
+    """Return samples with their labels; a single value has no labels."""
     return samples if isinstance(samples, Iterable) else [({}, samples)]
 
 
 def by_label(label: str, values: Mapping[str, float | None]) -> Samples:
-    """Return samples that differ in one label, from the values by label value."""
+    """Return one sample for each item of `values`, with the key of the item as value of the label."""
     return [({label: name}, value) for name, value in values.items()]
 
 
@@ -60,7 +61,7 @@ def require(subject: str = "metrics need") -> None:
 def registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
     """Return a registry of the metrics of a program and of its process. Raises `MissingDependencyError`.
 
-    `collect` returns all metric families. It is called at each scrape, from a thread of its own.
+    `collect` returns all metric families. Each scrape calls it in a separate thread.
     """
     require()
     from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
@@ -80,9 +81,9 @@ class Probes(NamedTuple):
     """Functions for the probes of Kubernetes. Each function returns why a probe fails; an empty text if it succeeds."""
 
     live: Callable[[], str]
-    """Why a restart of the process helps: `/livez`."""
+    """Returns why the process must be restarted, for `/livez`."""
     ready: Callable[[], str]
-    """Why the process cannot do its work: `/readyz`."""
+    """Returns why the process cannot do its work, for `/readyz`."""
 
 
 def check(port: int, host: str) -> None:
@@ -91,7 +92,7 @@ def check(port: int, host: str) -> None:
 
 
 def serve(collect: Callable[[], Iterable[Metric]], port: int, host: str, probes: Probes) -> Callable[[], None]:
-    """Serve metrics, as `registry` has them, and probes, until the returned function is called. Raises `EndpointError`."""
+    """Serve the metrics of `registry` and the probes until the returned function is called. Raises `EndpointError`."""
     metrics = registry(collect)
     from prometheus_client import start_http_server  # noqa: PLC0415 - an extra
 

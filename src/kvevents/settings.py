@@ -108,7 +108,7 @@ class _RangedField(NamedTuple):
     name: str
     limits: Range
     types: frozenset[type]
-    """Types of its values. An integer is a valid float."""
+    """Types of the field's values. An integer is a valid value of a float field."""
 
 
 @cache
@@ -156,7 +156,7 @@ def convert(data: Any, kind: type[T], origin: str) -> T:
 
 
 def with_path(fault: SettingFault, kind: type[Struct]) -> str:
-    """Return the sentence with the path of the table. A field at its beginning gets its whole path."""
+    """Return the sentence with the path of the table. If the sentence begins with a field, the path is joined to its name."""
     if not fault.place:
         return fault.sentence
     table = _table_at(fault.place, kind)

@@ -46,11 +46,11 @@ DEFAULT_WIRE_LIMITS: Final = WireLimits()
 _BASE_STEPS: Final = 4_000
 _BYTES_PER_STEP: Final = 12
 """A payload may take `_BASE_STEPS`, and one step more for each 12 bytes. A step takes about a microsecond, so a payload of 1 MB
-takes at most 90 ms. What engines send takes a tenth of that."""
+takes at most 90 ms. Payloads of engines take a tenth of that."""
 
 MAX_FAST_BYTES: Final = 1024 * 1024
-"""Larger payloads skip the fast decoder. One native call does not check lengths before it allocates: it makes 70 MiB of 1 MiB
-of empty lists. The tolerant decoder checks every length."""
+"""Larger payloads skip the fast decoder. That is one native call, which allocates without checking lengths: 1 MiB of empty
+lists becomes 70 MiB. The tolerant decoder checks every length."""
 MAX_FAST_LIST_BYTES: Final = 256 * 1024
 """Larger payloads with lists of lists skip the fast decoder, which takes 70 ms for 256 KiB of them."""
 MAX_NONRECURSIVE_BYTES: Final = 1024 * 1024
@@ -83,7 +83,7 @@ class Rejected(msgspec.Struct, frozen=True):
 
     @property
     def loses_events(self) -> bool:
-        """Whether events are missing because of it. A batch with an invalid timestamp or rank keeps all its events."""
+        """Whether this rejection loses events. A batch with an invalid timestamp or rank keeps all its events."""
         return self.index is not None or self.reason not in {"bad-timestamp", "bad-rank"}
 
 
@@ -192,7 +192,7 @@ def length_bytes(head: int) -> int:
 
 
 def declared_length(raw: memoryview) -> int:
-    """Return how many elements an array or how many pairs a map declares to hold; 0 for any other value."""
+    """Return the number of elements that an array declares, or of pairs that a map declares; 0 for any other value."""
     head = raw[0] if raw else _NIL_BYTE
     if head & 0xE0 == 0x80:
         return head & 0x0F
@@ -244,7 +244,7 @@ def _name(raw: msgspec.Raw, subject: str) -> str:
 def to_python(raw: msgspec.Raw, subject: str, depth: int, take_steps: Callable[[int], None]) -> Any:
     """Decode a value of free form with at most `depth` levels of containers. Raise `DecodeRejectedError`.
 
-    `take_steps` is called for each value that takes some.
+    `take_steps` is called for each value whose decoding takes steps.
     """
     view = memoryview(raw)
     take_steps(2)
@@ -286,7 +286,7 @@ _LAYOUT: Final = _layout_by_first_byte()
 def skip_value(data: bytes, position: int) -> int:
     """Return where the value that starts at `position` ends.
 
-    Raise `IndexError` if it ends behind `data`, unless only its last string is truncated.
+    Raise `IndexError` if the value continues after the end of `data`, unless only its last string is truncated.
     """
     values_left = 1
     while values_left:

@@ -45,9 +45,9 @@ from kvevents.wire.tolerant import (
 )
 
 _HEAD_BYTES: Final = 512
-"""Enough for a clear, which without unknown fields takes less than 100 bytes in every dialect."""
+"""Number of bytes in which a clear is searched: without unknown fields it takes less than 100 bytes in every dialect."""
 _TAIL_BYTES: Final = 512
-"""Enough for the heartbeat of a part of a snapshot, which is the last event and takes less than 200 bytes."""
+"""Number of bytes in which a digest is searched: the heartbeat, last in a part of a snapshot, takes less than 200 bytes."""
 _TAG: Final = b"AllBlocksCleared"
 _EVENTS: Final = b"\xa6events"
 _DIGEST: Final = re.compile(rb"\xd9\x20[0-9a-f]{32}")
@@ -69,7 +69,7 @@ def begins_with_clear(payload: bytes) -> bool:
     if end > len(head):
         return False
     event = head[first:end]
-    # Decode a batch of this event alone, because the decoder knows how each dialect writes it.
+    # Decode a batch of this event alone: the decoder knows how each dialect writes a clear.
     batch_events = decode_batch(b"\x92\xcb" + bytes(8) + b"\x91" + event).batch.events
     return len(batch_events) == 1 and type(batch_events[0]) is AllBlocksCleared and batch_events[0].unknown_fields is None
 
@@ -108,7 +108,7 @@ def rank_of(payload: bytes) -> int | None:
 def _events_at(head: bytes) -> int | None:
     """Return where the events of a batch begin; None if it is neither an array nor a map.
 
-    Raise `IndexError` past the end of `head`.
+    Raise `IndexError` if they begin after the end of `head`.
     """
     if is_array(head[0]):
         return skip_value(head, 1 + length_bytes(head[0]))
@@ -160,7 +160,7 @@ def decode_batch(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> De
     try:
         batch, rejected = decode_tolerant(payload, limits, _decode_event)
     except DecodeRejectedError as error:
-        # Without the payload: it has no dialect, and an oversized payload must not be read again.
+        # The result has no payload: no dialect can be detected from it, and an oversized payload must not be read again.
         return Decoded(KVEventBatch(0.0, []), b"", (error.to_record(payload),))
     return Decoded(batch, payload, rejected)
 
@@ -279,7 +279,7 @@ def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) ->
     if "event_type" in unknown or not _normalize(event, limits):
         return None
     if type(event) is BlockStored and (event.extra_keys is not None or event.lookahead_token_ids is not None):
-        return None  # their size is limited
+        return None  # the tolerant decoder limits the size of these fields
     if unknown:
         event.unknown_fields = unknown_values(unknown, limits, budget)
     result: KVEvent = event

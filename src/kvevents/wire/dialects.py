@@ -50,7 +50,7 @@ class Dialect(Struct, frozen=True, eq=False):
     has_replay_topic: bool = False
     """Whether replay replies repeat the topic."""
     is_lossless: bool = False
-    """Whether an event with a field that the release does not have is sent as `kvevents.events` declares it."""
+    """Whether an event is sent as `kvevents.events` declares it if it has a field that the release lacks."""
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ _TABLE: Final = [_V0_9_0]
 
 
 def _next(row: Dialect, since: str, *stored: str, removed: str | None = None, **changes: Any) -> Dialect:
-    """Add the row of a later release, with these fields added to stores, and `removed` to removals. Return the row.
+    """Add the row of a later release, in which stores have the fields `stored` too, and removals `removed`. Return the row.
 
     Added fields are left out of map events when they are nil.
     """
@@ -122,12 +122,12 @@ ARRAY_STORED: Final = _V0_22.stored_fields
 ARRAY_REMOVED: Final = (*_V0_22.removed_fields, "heartbeat")
 """The longest array form of BlockRemoved, followed by the field that only kvevents sends."""
 ARRAY_CLEARED: Final = ("medium", "group_idx")
-"""The scope of a limited clear, which only kvevents sends in an array."""
+"""The fields with the scope of a limited clear. Only kvevents sends them in array events."""
 
 # No release yet; https://github.com/vllm-project/vllm/pull/50732.
 NEUTRAL_KINDS: Final = frozenset({"BlockInactive"})
-"""Kinds of events that do not change which blocks are resident. Decoders skip them, and they cost no trust. An event of any
-other unknown kind might change the blocks, so it is rejected, and the stream is DEGRADED."""
+"""Kinds of events that do not change which blocks are resident. Decoders skip them, and the stream stays trusted. An event of
+another unknown kind might change blocks, so it is rejected, and the stream becomes DEGRADED."""
 
 # A single letter after a hyphen begins the suffix of an image, as in `v0.5.20-b200`, and does not mark a pre-release.
 # The pattern has no possessive quantifier: after one, Python 3.11.2 (Debian 12) ends a group at the wrong place.
@@ -279,7 +279,7 @@ def _hash_signs(raws: list[msgspec.Raw]) -> tuple[bool, bool]:
 def _matches(row: Dialect, event: _EventShape) -> bool:
     """Return whether `row` could have sent this event, by its form, its fields and the sign of its hashes."""
     if event.tag in NEUTRAL_KINDS:
-        return row.event_form == event.form  # no release is known to send these first
+        return row.event_form == event.form  # the first release that sends them is unknown
     names = {"BlockStored": row.stored_fields, "BlockRemoved": row.removed_fields, "AllBlocksCleared": ()}.get(event.tag)
     if (
         names is None

@@ -42,8 +42,8 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
 
     With a dialect, KV cache events (those of kvevents and of `kvevents.compat`) are encoded as that release encodes them,
     without the fields that it does not have. Users' own event types are encoded as they are declared.
-    Without a dialect they are arrays, which almost all subscribers read (`DEFAULT_DIALECT`). An event with a field that the
-    array has no place for is a map then, as the newest vLLM sends it, so nothing is left out.
+    Without a dialect they are arrays, which almost all subscribers read (`DEFAULT_DIALECT`). Then an event with a field for
+    which the array has no place is sent as a map, as by the newest vLLM, so nothing is left out.
 
     Raise `EncodeError` if a value in the batch cannot be encoded.
     """
@@ -55,7 +55,7 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
     layout = dialect or DEFAULT_DIALECT
     # All engines declare their batches in this form today.
     is_common = layout.batch_form == "array" and layout.has_rank
-    # Stores and removals of a block must have one hash, and most stores are sent as they are.
+    # Stores and removals of a block must have the same hash. Hashes are kept since most stores are sent as they are.
     keeps_hashes = layout.is_lossless and not layout.has_signed_hashes
     converters: dict[Any, _Converter] = {}
 
@@ -73,7 +73,7 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
                 wire_batch = _rare_batch(batch, events, layout)
             elif batch.__class__ is KVEventBatch:
                 wire_batch = (batch.ts, events, batch.data_parallel_rank)
-            elif events != batch.events:  # a converted event is never equal; a list compares others by identity
+            elif events != batch.events:  # a converted event never equals its original; others are identical
                 wire_batch = (batch.ts, events, batch_rank(batch))
             return _ENCODER.encode(wire_batch)
         except _ENCODING_ERRORS as error:
@@ -98,7 +98,7 @@ def batch_rank(batch: EventBatch) -> int | None:
 
 @cache
 def _converter(kind: Any, dialect: Dialect, keeps_hashes: bool) -> _Converter:
-    """Return the function that converts events of type `kind` to the layout of `dialect`, or all but their hashes."""
+    """Return the function that converts events of type `kind` to the layout of `dialect`; with `keeps_hashes`, hashes stay."""
     # An event of kvevents or of `kvevents.compat`; users' own kinds of events may derive from these.
     is_event = isinstance(kind, type) and issubclass(kind, KVCacheEvent)
     tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
@@ -130,10 +130,7 @@ def _as_declared(value: Any) -> Any:
 
 
 def _stored_converter(convert: _Converter) -> _Converter:
-    """Return a function that converts stores as `convert` does, and those of engines, almost all events, ten times as fast.
-
-    It is for a publisher's default, where this costs about as much as to encode the result.
-    """
+    """Return a function that converts stores as `convert` does; those of engines, which are almost all, ten times as fast."""
 
     def convert_stored(event: BlockStored) -> Any:
         if (
@@ -187,7 +184,7 @@ def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) 
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.event_form == "array":
         if isinstance(event, AllBlocksCleared) and (scope := scope_of(event)):
-            # The event ends with what the clear is limited to. Decoders that ignore that clear everything.
+            # The event ends with the scope of the clear. Decoders that ignore the scope clear everything.
             return [*msgspec.to_builtins(wire_event), *(scope.get(name) for name in ARRAY_CLEARED)]
         return _extend_array(wire_event, extra, dialect) if extra else wire_event
     extra |= getattr(event, "unknown_fields", None) or {}
@@ -198,7 +195,7 @@ def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) 
 
 
 def _extend_array(wire_event: msgspec.Struct, extra: dict[str, Any], dialect: Dialect) -> list[Any]:
-    """Return an array event with a heartbeat behind its longest form. Raise `ValueError` if there are other extra fields."""
+    """Return an array event in its longest form, with a heartbeat at the end. Raise `ValueError` for other extra fields."""
     heartbeat = extra.pop("heartbeat", None)
     if extra:
         raise ValueError(f"the dialect {dialect} has no field for {' and '.join(extra)}; choose a dialect with events as maps")
@@ -227,7 +224,7 @@ def _field(name: str, dialect: Dialect) -> tuple[str, Any] | tuple[str, Any, Any
 
 
 def encode_events(events: Iterable[KVEvent], rank: int | None = None) -> bytes:
-    """Encode what an index needs of the events of a rank, as a payload of the newest form.
+    """Encode the parts of the events of a rank that an index needs, as a payload of the newest form.
 
     Raise `TypeError`, `ValueError` or `OverflowError` for events that are not as `kvevents.events` declares them.
     """

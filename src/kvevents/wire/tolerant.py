@@ -43,7 +43,7 @@ MAX_SECONDS: Final = 1e11
 _MAX_DIGITS: Final = 20
 """Maximum number of digits of a token id. Converting a long string of digits takes quadratic time, or raises."""
 _MIN_EVENT_BYTES: Final = 14
-"""One byte less than the shortest event, which is a removal without blocks as an array."""
+"""One byte less than the shortest event, which is the array form of a removal without blocks."""
 _MAX_FAST_EVENT_BYTES: Final = 4_096
 """Size up to which an event is given to the fast decoder, which does not check lengths before it allocates."""
 _FAST_STEPS: Final = 2
@@ -162,7 +162,7 @@ def _rank(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw],
 def _event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEvent | None:
     """Return the event; None if its kind is neutral."""
     is_wrapped = is_bin(first_byte(raw))
-    if is_wrapped:  # by llm-d's storage connector
+    if is_wrapped:  # llm-d's storage connector wraps events
         try:
             raw = msgspec.Raw(_decode_bin(raw))
         except MSGPACK_ERRORS as error:
@@ -400,7 +400,7 @@ class FieldReader:
             raise rejection_of(error, name) from error
 
     def _optional(self, name: str) -> msgspec.Raw | None:
-        """Return the raw field; remove it and return None if it is missing or nil."""
+        """Return the raw field; if it is missing or nil, remove it and return None."""
         raw = self._fields.get(name, NIL)
         if not is_nil(raw):
             return raw
@@ -415,7 +415,7 @@ class FieldReader:
 
 
 def unknown_values(fields: dict[str, msgspec.Raw], limits: WireLimits, budget: DecodeBudget) -> dict[str, Any]:
-    """Return the values of unknown fields within the limits of free form. Raise `DecodeRejectedError`."""
+    """Return the values of unknown fields, within the limits of fields of free form. Raise `DecodeRejectedError`."""
     for name, raw in fields.items():
         budget.take_bytes(name[:64], len(memoryview(raw)))
     return {name: to_python(raw, name[:64], limits.max_nesting - 1, budget.take_steps) for name, raw in fields.items()}
@@ -460,7 +460,7 @@ def read_tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
 
 
 def _token(value: float | str | tuple[int, int] | None) -> TokenId:
-    """Return a token id. Any other value becomes -1, which no prompt has: it costs its own block and those behind it."""
+    """Return a token id. Any other value becomes -1, which no prompt has: its block and those after it match no prompt."""
     if not isinstance(value, str):
         return value if type(value) is int or isinstance(value, tuple) else -1
     if _IS_DIGEST(value):
