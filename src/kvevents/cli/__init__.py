@@ -11,7 +11,7 @@ __all__ = ["main", "run_program"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code; by default that of this process."""
+    """Run the command line `argv`, by default that of this process, and return its exit code."""
     from kvevents.cli.program import main as run  # noqa: PLC0415 - as below
 
     return run(argv)
@@ -20,19 +20,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_program() -> int:
     """Run the command line of this process, which is the program `kvevents`, and return its exit code.
 
-    It raises its soft limit of open files, because a fleet needs several for each engine.
-    Importing the commands takes some tenths of a second. Until they can handle signals themselves, Ctrl-C ends the process as
-    it ends programs in C: at once, and without a traceback.
+    The process raises its soft limit of open files, because a fleet needs several of them for each engine.
+    Importing the commands takes some tenths of a second. Until the commands handle signals themselves, Ctrl-C ends the process
+    as it ends programs in C: at once, and without a traceback.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as under `nohup`
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    gc.disable()  # until the command runs: what modules create stays, so that collections would only take time
+    gc.disable()  # until the command runs: imports create no garbage, so collections would only take time
     from kvevents.zeromq.sockets import raise_descriptor_limit  # noqa: PLC0415 - as above
 
     raise_descriptor_limit()
     code = main(sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            # The work is done, and the interpreter takes a while to end.
+            # The command has ended: a signal must not interrupt the interpreter's shutdown, which takes a while.
             signal.signal(number, lambda *_: os._exit(code))
     return code

@@ -25,7 +25,7 @@ Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_g
 OK: Final = 0
 FAILED: Final = 1
 WRONG_USAGE: Final = 2
-"""The exit code of argparse, and that of options that exclude each other."""
+"""Exit code for arguments that argparse rejects, and for options that exclude each other."""
 NOTHING_ARRIVED: Final = 3
 """No batch arrived before `--idle-timeout` ended the command."""
 CHECK_NOT_POSSIBLE: Final = 4
@@ -41,8 +41,8 @@ class CommandLineError(UsageError):
 class Command(Struct, frozen=True):
     """One command of the program.
 
-    Its module is imported when the command is chosen, so that a command costs nothing, and needs no optional package, while
-    another one runs. The module has `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(args) -> exit code`.
+    Its module is imported only if the command is chosen, so that other commands need neither the time nor the optional packages
+    of this import. The module has `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(args) -> exit code`.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Command(Struct, frozen=True):
     on_error: int = FAILED
     """Exit code if an error ends the command."""
     extra: str = ""
-    """Extra of the distribution that has the packages which the module imports."""
+    """Extra of our distribution, such as `service`, that installs the packages that the module imports."""
 
     def load(self, program: str) -> Any:
         """Import the module. Raises `MissingDependencyError`, which names the `program`, such as `kvevents plane status`."""
@@ -62,7 +62,7 @@ class Command(Struct, frozen=True):
             loaded = import_module(module if "." in module else f"kvevents.cli.{module}")
             return getattr(loaded, name) if name else loaded
         except MissingDependencyError as error:
-            # The modules would name one extra after the other. That of the command brings all that they need.
+            # Each imported module names only its own extra. The extra of the command installs the packages of all of them.
             raise (MissingDependencyError(error.text, self.extra) if self.extra else error) from error
         except ImportError as error:
             if not self.extra or str(error.name).partition(".")[0] == "kvevents":
@@ -83,8 +83,8 @@ class CommandGroup(Struct, frozen=True):
 class HelpFormatter(RawDescriptionHelpFormatter):
     """Wraps descriptions at the width of the terminal. Indented lines, such as examples, stay as they are.
 
-    Options have the placeholder of their reader and their default, unless the text says what happens without them. Commands are
-    listed without a line for their placeholder.
+    The help of an option has a placeholder by the type of its value, and the default unless the text mentions it already. The
+    list of commands has no line for their placeholder.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -134,7 +134,7 @@ class CommandParser(ArgumentParser):
                 parser._command = command
 
     def declare_options(self, words: Sequence[str]) -> None:
-        """Declare the options of the command that these words choose, which its own parser does otherwise."""
+        """Declare the options of the command that these words choose, without parsing the words."""
         if self._commands is not None:
             for word in words:
                 if word in self._commands.choices:
@@ -145,8 +145,8 @@ class CommandParser(ArgumentParser):
             self._command = None
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override] # overloads
-        """Parse arguments. A command declares its options here, when it was chosen."""
-        # The name of the field in files, variables and HTTP requests is accepted too.
+        """Parse arguments. Only now does the chosen command declare its options."""
+        # `--replay-endpoint` is accepted too: files, variables and HTTP requests call the field so.
         given = [re.sub("^--replay-endpoint(?=$|=)", "--replay", each) for each in (sys.argv[1:] if args is None else args)]
         command, self._command = self._command, None
         if command is not None:
@@ -167,7 +167,7 @@ class CommandParser(ArgumentParser):
         return parsed, unknown
 
     def format_help(self) -> str:
-        """Return the help text, with those of the settings of the command."""
+        """Return the help text, which includes the help texts of the settings of the command."""
         self._add_help_texts()
         return super().format_help()
 
@@ -182,7 +182,7 @@ class CommandParser(ArgumentParser):
         self.exit(WRONG_USAGE, f"usage: {' '.join(words)} (--help explains it)\n{self.prog}: error: {message}\n")
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
-        """Return the value of an argument; its own error, where argparse has the same text for every ValueError."""
+        """Return the value of an argument. An error keeps the text of the `UsageError`, which argparse would replace."""
         try:
             return super()._get_value(action, arg_string)
         except ArgumentError as error:
@@ -203,7 +203,7 @@ class CommandParser(ArgumentParser):
         self.set_defaults(command=command, execute=module.run)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print like any parser, but raise `ExternalError` if stdout cannot be written, so that a full disk is an error."""
+        """Print as argparse does, but raise `ExternalError` if stdout cannot be written: argparse ignores a full disk."""
         if file is not sys.stdout:
             super()._print_message(message, file)
             return

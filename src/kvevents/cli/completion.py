@@ -24,7 +24,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the code."""
+    """Print the completion code for the shell."""
     code: str = shellcode(["kvevents"], shell=args.shell)
     Console().data(code.encode())
     return OK

@@ -1,4 +1,4 @@
-"""`kvevents conform`: play scenarios against an indexer, a router or a publisher, and print whether it was right."""
+"""`kvevents conform`: play scenarios against an indexer, a router or a publisher, and print whether it behaved correctly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXAMPLES: Final = """\
 """
 
 JOBS: Final = 4
-"""Number of scenarios that are played at the same time; they wait for most of their time."""
+"""Number of scenarios that are played at the same time. Scenarios need little CPU: they wait most of the time."""
 FOLDER_VARIABLE: Final = "KVEVENTS_CONFORM_FOLDER"
 AnyDriver: TypeAlias = Driver | PublisherDriver
 DRIVERS: Final[dict[str, Callable[[Path], AnyDriver]]] = {
@@ -99,7 +99,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Play the scenarios. Return `FAILED` if an answer was silently wrong or missing, or too much was reported without need."""
+    """Play the scenarios. Return `FAILED` if an answer was silently wrong or missing, or if too many reports were needless."""
     console = Console()
     scenarios = _choose(args)
     if args.list:
@@ -136,7 +136,7 @@ def run(args: Namespace) -> int:
 
 
 def _plays(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
-    """Return a function for each scenario that is for the driver's kind of target; it plays the scenario."""
+    """Return functions that play one scenario each, for the scenarios that suit the driver's kind of target."""
     if isinstance(driver, PublisherDriver):
         return [partial(driver.play, scenario) for scenario in scenarios if isinstance(scenario, PublisherScenario)]
     return [partial(play, scenario, driver) for scenario in scenarios if isinstance(scenario, Scenario)]

@@ -1,4 +1,4 @@
-"""Output of commands: results go to stdout, notes and progress to stderr. Tables, and views of a whole terminal."""
+"""Output of commands: results on stdout, notes and progress on stderr; also tables, and views that fill the terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ERASE_LINE: Final = "\r\x1b[K"
 
 
 class Span(NamedTuple):
-    """Text in one style."""
+    """Text of one style."""
 
     text: str
     style: Style = "plain"
@@ -50,7 +50,7 @@ def convert_output_errors() -> Iterator[None]:
 
 
 class Console:
-    """Writes lines and flushes each; with color on a terminal unless `NO_COLOR` is set."""
+    """Writes lines and flushes each of them. They are colored on a terminal unless `NO_COLOR` is set."""
 
     def __init__(self, out: TextIO | None = None, notes: TextIO | None = None) -> None:
         self._out = out or sys.stdout
@@ -62,7 +62,7 @@ class Console:
         self._progress_at = 0.0
 
     def line(self, *parts: Part) -> None:
-        """Write a line of results. Raises BrokenPipeError if the reader has ended, and `ExternalError`."""
+        """Write a line of results. Raises BrokenPipeError if the reader has ended, and `ExternalError` for other errors."""
         with convert_output_errors():
             self._end_progress()
             self._out.write(_paint(parts, self._out_color) + "\n")
@@ -87,7 +87,7 @@ class Console:
         self._notes.flush()
 
     def progress(self, text: str) -> None:
-        """Write a line to a terminal that the next one replaces, at most every 0.1 s."""
+        """Show a text in the last line of a terminal until the next output replaces it; at most once every 0.1 s."""
         now = time.monotonic()
         if self._progress and now - self._progress_at >= 0.1:
             self._progress_at = now
@@ -102,7 +102,7 @@ class Console:
             self._notes.flush()
 
     def check_reader(self) -> None:
-        """Raise BrokenPipeError if the reader of stdout has ended, which otherwise only the next line would detect."""
+        """Raise BrokenPipeError if the reader of stdout has ended. Without this check only the next write would detect that."""
         try:
             descriptor = self._out.fileno()
         except (OSError, ValueError):
@@ -133,7 +133,7 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
 
 @contextmanager
 def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
-    """Show lines on the whole terminal until the end. The yielded function replaces them, and cuts what does not fit."""
+    """Use the whole terminal until the context ends. The yielded function replaces the lines shown, and cuts long ones."""
 
     def show(lines: Sequence[Line]) -> None:
         columns, rows = terminal_size(stream)
@@ -141,7 +141,7 @@ def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
         stream.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
         stream.flush()
 
-    stream.write("\x1b[?1049h\x1b[?25l")  # the second screen of the terminal, without a cursor
+    stream.write("\x1b[?1049h\x1b[?25l")  # switch to the alternate screen of the terminal, and hide the cursor
     try:
         yield show
     finally:

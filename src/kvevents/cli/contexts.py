@@ -12,13 +12,13 @@ from kvevents.settings import convert, read_toml, suggestion
 
 
 class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A service, and how to ask it."""
+    """A service: its URL, and how clients authenticate and verify it."""
 
     service: str
     """URL."""
     token_file: str | None = None
     tls_ca: str | None = None
-    """PEM file of the authority of its certificate."""
+    """PEM file of the authority that signed the certificate of the service."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ def context_file() -> Path:
 
 
 def find_context(name: str | None) -> Context | None:
-    """Return the context of this name, by default of the variable or the file; None without one. Raises `ConfigError`."""
+    """Return the named context, by default that of KVEVENTS_CONTEXT or the file; None without one. Raises `ConfigError`."""
     path = context_file()
     found = convert(read_toml(path), _File, str(path)) if path.exists() else _File()
     wanted = name or os.environ.get("KVEVENTS_CONTEXT") or found.current

@@ -26,7 +26,7 @@ from kvevents.subscriber import StreamStatus, Subscriber
 Detail: TypeAlias = Literal["batches", "events", "tokens"]
 
 MAX_EVENTS_INLINE: Final = 3
-"""Maximum number of events that the line of a batch describes; the rest is summed up."""
+"""Maximum number of events that the line of a batch describes one by one; more events are only counted."""
 MAX_HASHES_INLINE: Final = 3
 _EVENT_STYLES: Final[dict[type[KVEvent], Style]] = {BlockStored: "good", BlockRemoved: "warn", AllBlocksCleared: "loud"}
 
@@ -70,7 +70,7 @@ class LineFormat:
         numbers, count = number_range(gap.first, gap.last), gap.last - gap.first + 1
         if gap.compacted:
             span = Span(f"SNAPSHOT of batches {gap.first} to {gap.last} follows: nothing is lost", "dim")
-        elif gap.first == 0:  # no batch of this incarnation came before, so this subscriber most likely began after them
+        elif gap.first == 0:  # nothing of this incarnation came before the gap: most likely we subscribed after these batches
             span = Span(f"GAP     {numbers}: {plural(count, 'earlier batch')} not available", "warn")
         else:
             span = Span(f"GAP     {numbers}: {plural(count, 'batch')} permanently lost", "bad")
@@ -84,12 +84,12 @@ class LineFormat:
         return [Span(f"{clock(ts)}  ", "dim"), Span(f"{f'{source}/{rank}':<{self._width}}  ", "name")]
 
     def _now(self, source: str, rank: int) -> list[Part]:
-        # The width of the sequence number and path of a batch.
+        # The spaces are as wide as the sequence number and the path (live or replayed) in the line of a batch.
         return [*self._head(time.time(), source, rank), " " * 9]
 
 
 def clock(ts: float) -> str:
-    """Return the local time of day in milliseconds; dashes if the peer sent no time."""
+    """Return the local time of day, to the millisecond; dashes if the peer sent no time."""
     if ts <= 0:
         return "--:--:--.---"
     return datetime.fromtimestamp(ts, UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
@@ -146,7 +146,7 @@ def _event_line(event: KVEvent, *, tokens: bool) -> list[Part]:
 
 
 def _details(event: KVEvent) -> list[tuple[str, object]]:
-    """Return the other fields of an event, without salts and extra keys, which identify tenants."""
+    """Return the fields of an event that its line omits, except salts and extra keys, which identify tenants."""
     names = ("lora_name", "group_idx", "kv_cache_spec_kind", "locality", "ownership", "session_id")
     found = [(name, getattr(event, name, None)) for name in names]
     if isinstance(event, BlockStored):
@@ -171,7 +171,7 @@ BATCH_KEYS: Final = (*_STREAM_KEYS, "seq", "ts", "replayed", "events", "rejected
 
 
 def delivery_record(delivery: Delivery) -> dict[str, Any]:
-    """Return the record of a delivery. Events are maps with their `type`, without fields with default values, as in vLLM."""
+    """Return the record of a delivery. Events are maps with a `type`, and omit fields with default values, as in vLLM."""
     if isinstance(delivery, Batch):
         rejected = [_fields(item, ("reason", "detail", "index", "count")) for item in delivery.rejected]
         return {"kind": "batch", **_fields(delivery, BATCH_KEYS), "rejected": rejected}
@@ -192,11 +192,11 @@ def trust_record(source: str, rank: int, trust: Trust) -> dict[str, Any]:
 # --- the loop
 
 POLL_SECONDS: Final = 0.1
-"""Seconds between checks of the clock, the signals and the reader of the output while nothing arrives."""
+"""Seconds between checks of the clock, of signals and of the reader of the output while no batch arrives."""
 BUSY_POLL_SECONDS: Final = 0.05
-"""Seconds between these checks while batches arrive one by one."""
+"""Seconds between the same checks while batches arrive, each of them alone."""
 SETTLE_SECONDS: Final = 1.0
-"""Time at the end, also after Ctrl-C, for streams that are still REPLAYING. They need milliseconds."""
+"""Maximum time to wait at the end, also after Ctrl-C, for streams that are still REPLAYING. They need milliseconds."""
 
 
 def _count(totals: Counter[str], delivery: Delivery) -> None:
@@ -211,7 +211,7 @@ def _count(totals: Counter[str], delivery: Delivery) -> None:
 
 
 def subscribe(sources: Sequence[Source]) -> Subscriber[Batch]:
-    """Return a subscriber that logs nothing about a missing replay endpoint; the command does, with advice."""
+    """Return a subscriber that does not log a missing replay endpoint: the command prints a note about it, with advice."""
     logger = logging.getLogger("kvevents.subscriber.front_end")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -222,7 +222,7 @@ def subscribe(sources: Sequence[Source]) -> Subscriber[Batch]:
 
 
 class DeliveryLoop:
-    """Iterates over the deliveries of a subscriber until a limit of the command line is reached or a signal comes."""
+    """Iterates over the deliveries of a subscriber until a signal comes or a limit given on the command line is reached."""
 
     def __init__(self, subscriber: Subscriber, args: Namespace, stop: StopSignal) -> None:
         self._totals: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
@@ -271,9 +271,9 @@ class DeliveryLoop:
         return NOTHING_ARRIVED
 
     def _settle(self) -> None:
-        """Wait until the trust after the last batch is known. Discard deliveries that arrive meanwhile."""
+        """Wait until no stream is REPLAYING, so that its trust is known. Discard deliveries that arrive during the wait."""
         until = time.monotonic() + SETTLE_SECONDS
-        while time.monotonic() < until:  # a second signal interrupts
+        while time.monotonic() < until:  # a second signal ends the wait
             if all(status.trust != Trust.REPLAYING for status in self._subscriber.statuses()):
                 return
             self._subscriber.receive(timeout=POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""`kvevents demo`: what KV cache events are worth to users, on simulated engines that publish over real sockets."""
+"""`kvevents demo`: show how much sooner users get answers with KV cache events, on simulated engines and real sockets."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ EXAMPLES: Final = """\
 """
 
 SETTINGS: Final = FleetSettings(engines=4, routers=4, preset="llama-3.1-8b-a100", blocks=12_000, dialect="vllm-0.24")
-"""Half as much cache as such a GPU has room for, as with a larger model."""
+"""The cache is half of what such a GPU has room for, as it would be with a larger model."""
 POLICIES: Final = {
     "least-loaded": "least-loaded",
     "session-affinity": "session-affinity",
     "approximate-tree": "tree of what was sent",
     "prefix-aware": "prefix-aware, by events",
 }
-"""The policies that are compared, and what the table calls them."""
+"""The policies that are compared, with their names in the table."""
 REQUESTS: Final = 400
 SPEED: Final = 4.0
 """Factor by which the requests of the trace are accelerated; four such engines can just serve them."""
@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Run the fleet under each policy, print a row for each, and summarise the delivery of events."""
     console = Console()
-    logging.getLogger("kvevents").setLevel(logging.ERROR)  # warnings of connections that restarts close are part of the show
+    logging.getLogger("kvevents").setLevel(logging.ERROR)  # injected restarts close connections on purpose: do not warn
     began = time.monotonic()
     console.line(f"4 simulated engines answer {plural(args.requests, 'request')} of chats and agents.")
     console.line("Users wait this long for the first token, by the policy of the four routers that choose the engine:")
@@ -68,7 +68,7 @@ def run(args: Namespace) -> int:
             results.append(fleet.run(rescaled(workload("trace", requests=args.requests), SPEED)))
             streams += fleet.streams()
             behind = max(behind, fleet.behind)
-        ttft = results[-1].ttft  # that of the simulated users
+        ttft = results[-1].ttft  # the time to first token of the simulated users
         waits = ("-", "-") if ttft is None else (f"{ttft.p50:.1f} s", f"{ttft.p90:.1f} s")
         console.line(Span(f"{name:24}", "name"), f"{waits[0]:>12}{waits[1]:>13}{results[-1].hit_rate:>17.0%}")
     console.line()

@@ -34,14 +34,14 @@ from kvevents.settings import suggestion
 
 
 class FleetCommand(NamedTuple):
-    """A command for the fleet of a service: `add` declares its own options, `ask` returns the answer."""
+    """A command for the fleet of a service: `add` declares the command's own options, `ask` returns the service's answer."""
 
     DESCRIPTION: str
     EXAMPLES: str
     add: Callable[[ArgumentParser], None]
     ask: Callable[[Client, Namespace], Any]
     show: Callable[[Any, bool], list[Line]]
-    """Return the lines of an answer, with the columns of `wide` if wanted."""
+    """Returns the lines that show an answer; with True also the columns of `--output wide`."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options of this command."""
@@ -50,7 +50,7 @@ class FleetCommand(NamedTuple):
         add_output(parser, "the service's response")
 
     def run(self, args: Namespace) -> int:
-        """Ask the service, and print the response."""
+        """Send the request to the service, and print the response."""
         with make_client(args) as client:
             answer = self.ask(client, args)
         console = Console()

@@ -23,11 +23,11 @@ CURVE_FLAGS: Final = {
     "curve.server_key": "--curve-server-key",
     "curve.allowed": "--curve-allow",
 }
-"""Options of the CURVE settings of a command, the same as those of `add_curve`."""
+"""Names of the options for the CURVE settings of a command; `add_curve` has the same ones."""
 
 
 def check_directory(file: Path) -> None:
-    """Raise `UsageError` if the directory of a file does not exist, before there are results that cannot be written."""
+    """Raise `UsageError` if the directory of a file does not exist: now, rather than when the results are to be written."""
     directory = file.absolute().parent
     if not directory.is_dir():
         raise UsageError(f"cannot write {file}: the directory {directory} does not exist")
@@ -49,7 +49,7 @@ def engine(text: str) -> Source:
 
 
 def add_engine(parser: ArgumentParser, default: str | None = None) -> None:
-    """Declare the endpoint of an engine, which is not required if its `default` is described."""
+    """Declare the endpoint of an engine. It is required unless `default` describes what happens without it."""
     more, count = ("", None) if default is None else (f" (default: {default})", "?")
     text = f"endpoint of the engine's events, tcp://HOST:PORT[,REPLAY_PORT], or the URL of its HTTP server{more}"
     parser.add_argument("endpoint", metavar="ENDPOINT|URL", nargs=count, type=endpoints_or_url, help=text)
@@ -75,7 +75,7 @@ def add_curve(parser: ArgumentParser | Group) -> None:
 
 
 def read_curve(args: Namespace) -> Curve | None:
-    """Return the keys of `add_curve`; None if none are given. Raises as `make_curve` does."""
+    """Return the keys that the options of `add_curve` name; None if none are given. Raises as `make_curve` does."""
     if args.curve_key is not None and args.curve_server_key is None and getattr(args, "bind", True) is False:
         raise CommandLineError("--curve-key needs --curve-server-key: the engine's public key, or a file of it (NAME.key)")
     return make_curve(args.curve_key, args.curve_server_key, args.curve_allow)
@@ -84,7 +84,7 @@ def read_curve(args: Namespace) -> Curve | None:
 def make_curve(key: str | None, server_key: str | None, allowed: str | None = None) -> Curve | None:
     """Return CURVE keys; None without `key`.
 
-    Raises `CommandLineError` if `key` is missing, and `ConfigError` for a file that cannot be used.
+    Raises `CommandLineError` if only `key` is missing, and `ConfigError` for a file that cannot be used.
     """
     if key is None:
         if server_key is not None or allowed is not None:
@@ -106,8 +106,8 @@ def read_sources(args: Namespace) -> list[Source]:
     """Return the source of each rank. Raises `ConfigError` if a port would be above 65535.
 
     The replay endpoint is never guessed: a port that answers can belong to another engine, and its history would be wrong. An
-    engine that is named by its URL is asked for the endpoints of all ranks; those of the first one replace `args.endpoint` and
-    `args.replay`. Raises `ExternalError` if it does not answer or publishes no events.
+    engine that is named by its URL is asked for the endpoints of all ranks; the endpoints of its first rank replace
+    `args.endpoint` and `args.replay`. Raises `ExternalError` if that engine does not answer or publishes no events.
     """
     args.endpoint, _, replay = args.endpoint.partition(",")
     args.replay = None if args.no_replay else replay or args.replay
@@ -115,11 +115,11 @@ def read_sources(args: Namespace) -> list[Source]:
     if not args.endpoint.startswith(URL_SCHEMES):
         source = Source(args.endpoint, args.replay, topic=args.topic_prefix, name=name, bind=args.bind, curve=curve)
         return source.ranks(args.ranks)
-    # Other commands need none of the service's packages.
+    # Imported here, because other commands need none of the service's packages.
     from kvevents.service.discovery.engines import EngineProvider  # noqa: PLC0415
     from kvevents.service.discovery.provider import Template  # noqa: PLC0415
 
-    # Registrations need a model, and this command does not use it.
+    # Registrations need a model. Any text will do, since subscribers do not use it.
     finding = asyncio.run(EngineProvider(args.endpoint, Template(model=args.endpoint, other_hosts=True)).query())
     if not finding.registrations:
         raise ExternalError("; ".join(finding.faults))
@@ -133,7 +133,7 @@ def read_sources(args: Namespace) -> list[Source]:
 
 
 def note_missing_endpoints(args: Namespace, console: Console) -> None:
-    """Print a note if no replay endpoint is given, or that of the events."""
+    """Print a note if no replay endpoint is given, or if it is the endpoint of the events."""
     if args.replay == args.endpoint:
         console.note(Span(f"{args.replay} cannot be both: events and replay have a port each", "warn"))
     if args.replay is None and not args.no_replay:
@@ -170,7 +170,7 @@ def add_wait_for_subscriber(parser: ArgumentParser) -> None:
 
 
 def wait_for_subscriber(args: Namespace, endpoint: str, has_subscriber: Callable[[], bool]) -> None:
-    """Wait as `add_wait_for_subscriber` says. Raises `ExternalError` without a subscriber."""
+    """Wait for a subscriber if `--wait-for-subscriber` is given. Raises `ExternalError` if none connects in time."""
     seconds: float | None = args.wait_for_subscriber
     until = time.monotonic() + (seconds or 0.0)
     while seconds is not None and not has_subscriber():
@@ -181,7 +181,7 @@ def wait_for_subscriber(args: Namespace, endpoint: str, has_subscriber: Callable
 
 
 def linger(args: Namespace, console: Console) -> None:
-    """Wait after the last batch as `add_publisher` says, while threads answer replay requests; a signal must raise."""
+    """Wait for the time of `--linger`, while other threads answer replay requests. Signals must raise an exception."""
     if args.linger is None:
         return
     console.note("all batches are published; answering replay requests until Ctrl-C or the end of --linger")

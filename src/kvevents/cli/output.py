@@ -18,20 +18,20 @@ FORMATS: Final = ("table", "wide", "json", "yaml")
 DATA: Final = frozenset({"json", "yaml"})
 """Formats for programs: only the records are printed."""
 _ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
-"""Unknown fields of peers can have values without a JSON form."""
+"""Uses `repr` for values that JSON cannot express, which unknown fields of peers can have."""
 _PLAIN_KEY: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z_]+")
-"""Keys that YAML reads as texts without quotation marks."""
+"""Keys that YAML reads as text even without quotation marks."""
 
 
 def add_output(parser: ArgumentParser, record: str, *further: str) -> None:
-    """Declare the format of the results, with `further` formats of the command; `record` is what one JSON object is."""
+    """Declare the format of the results. `further` are the command's own formats; `record` says what one JSON object is."""
     text = f"table, wide (more columns, if there are any), json or yaml: {record}{''.join(f'; or {each}' for each in further)}"
     formats = (*FORMATS, *further)
     parser.add_argument("-o", "--output", choices=formats, default="table", metavar="FORMAT", help=f"{text} (default: table)")
 
 
 def write_record(value: object, output: str, console: Console) -> bool:
-    """Write a value if the format is JSON or YAML. Return whether it is. Raises as `Console.data` does."""
+    """Write a value if the format is JSON or YAML, and return whether it is one of these. Raises as `Console.data` does."""
     if output == "json":
         console.data(_ENCODER.encode(value))
     elif output == "yaml":
@@ -40,7 +40,7 @@ def write_record(value: object, output: str, console: Console) -> bool:
 
 
 def _yaml(value: Any) -> Iterator[str]:
-    """Yield the lines of a value as YAML, of which JSON is a part: texts and empty values are written as in JSON."""
+    """Yield the lines of a value as YAML. Strings, numbers and empty values are written as JSON, which is valid YAML."""
     if not isinstance(value, dict | list) or not value:
         yield msgspec.json.encode(value).decode()
     elif isinstance(value, list):

@@ -46,7 +46,7 @@ def read_streams(path: Path, console: Console) -> dict[RecordedEndpoint, list[Li
 
 
 def choose(streams: dict[RecordedEndpoint, list[LiveBatch]], run: str | None, console: Console) -> list[LiveBatch]:
-    """Return the batches to play: those of one run, or of all runs of the first endpoint, which are its incarnations.
+    """Return the batches to play: those of the named run, or of all runs (incarnations) of the first endpoint.
 
     Raises `UsageError` if the recording has no such run.
     """
@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
     if args.speed != "max":
         batches = [batch if batch.t is None else batch._replace(t=batch.t / args.speed) for batch in batches]
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
-    # This command does not read the log of the player. Its bound matters if it plays for days.
+    # This command does not read the player's log of requests. The log is bounded, because a player can run for days.
     with StopSignal() as stop, TapePlayer(batches, **endpoints, log=1_000) as player:
         console.note(f"publishing at {player.endpoint}, replay {player.replay_endpoint}")
         try:
@@ -92,7 +92,7 @@ def run(args: Namespace) -> int:
 
 
 def _watch(player: TapePlayer, future: Future[int], stop: StopSignal, console: Console) -> None:
-    # A signal that raised inside a lock of the future would leave the lock broken, so signals are checked between waits.
+    # A signal handler that raises while `future` holds its lock would break the lock, so check for signals between waits.
     while not future.done():
         console.progress(f"{plural(player.counts.published, 'batch')} played; Ctrl-C ends it")
         stop.check()

@@ -1,4 +1,4 @@
-"""The program `kvevents`: the table of its commands, and how it ends."""
+"""The program `kvevents`: the table of its commands, and the conversion of errors into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = list(sys.argv[1:] if argv is None else argv)
             if words[:1] == ["help"]:
                 words = [*words[1:], "--help"]
-            elif words in [[], *([each.name] for each in COMMANDS if isinstance(each, CommandGroup))]:  # it chooses no command
+            elif words in [[], *([each.name] for each in COMMANDS if isinstance(each, CommandGroup))]:  # no command is chosen
                 words = [*words, "--help"]
             parser = make_parser([each for each in COMMANDS if each.name == words[0]] or COMMANDS)
             if "_ARGCOMPLETE" in os.environ:  # print how the shell can complete its command line, and exit
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return OK  # the reader of the output has ended, as `head` does
     except OSError as error:
-        # The path says more than the operation: a directory without permission, a name that is too long.
+        # Name the path rather than the operation, for example a directory without permission or a name that is too long.
         _print_error(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
         return WRONG_USAGE if _names_file(error) else on_error
     except KeyboardInterrupt:
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _names_file(error: BaseException | None) -> bool:
-    """Whether an error is that a file cannot be opened or replaced, rather than that work with it failed."""
+    """Whether the error names a file, as if opening or replacing it failed; errors of reads and writes name none."""
     return isinstance(error, OSError) and error.filename is not None
 
 
@@ -157,7 +157,7 @@ def _escape_unencodable_characters() -> None:
 
 
 def _flush_output() -> None:
-    """Flush stdout and stderr; discard what cannot be written, since the interpreter's own flush would print a traceback."""
+    """Flush stdout and stderr; discard what cannot be written, for which the interpreter would print a traceback at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -41,7 +41,7 @@ STDIN: Final = Path("-")
 
 
 class _Batch(msgspec.Struct, forbid_unknown_fields=True):
-    """A line with a batch, without the other keys of `kvevents tail -o json`, whose lines are accepted."""
+    """A line with a batch. Further keys in the lines of `kvevents tail -o json` are removed before the line is decoded."""
 
     events: list[KVEvent]
     ts: float | None = None
@@ -52,7 +52,7 @@ _IGNORED: Final = {"kind", *BATCH_KEYS} - {"events", "ts"}
 
 
 def batch_of(line: bytes) -> KVEventBatch | None:
-    """Return the batch of a line; None for a line without one. Raises ValueError, also for msgspec's errors."""
+    """Return the batch of a line; None for a line without a batch. Raises ValueError; msgspec's errors are subclasses."""
     if not line.strip():
         return None
     found = msgspec.json.decode(line)
@@ -90,7 +90,7 @@ class LinePublisher:
             self._publisher.publish(batch)
             if number % 1_000 == 0:
                 self._console.progress(f"{plural(self._publisher.stats().accepted, 'batch')} published")
-                while self._publisher.stats().queued > 50_000:  # half of the queue, so that the publisher drops nothing
+                while self._publisher.stats().queued > 50_000:  # half of the publisher's queue: a full queue would drop batches
                     time.sleep(0.02)
         self.finished = True
 
@@ -98,7 +98,7 @@ class LinePublisher:
         try:
             batch = batch_of(line)
             if batch is not None:
-                # An error in the publisher would come too late: the batch would have a sequence number already.
+                # Detect errors here: when the publisher encodes the batch, it has a sequence number already.
                 encode_batch(batch, self._dialect)
         except (ValueError, EncodeError) as error:
             self.invalid += 1
@@ -126,7 +126,7 @@ def run(args: Namespace) -> int:
             if not feed.finished:
                 return INTERRUPTED
         finally:
-            report = publisher.shutdown(5.0)  # the time of a slow subscriber to receive the last batches
+            report = publisher.shutdown(5.0)  # so that a slow subscriber can receive the last batches
             invalid = f", {plural(feed.invalid, 'invalid line')}" if feed.invalid else ""
             accepted = publisher.stats().accepted
             console.note(f"{accepted} accepted, {report.dropped} dropped, {report.unsent} unsent{invalid}")

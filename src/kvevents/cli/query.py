@@ -43,7 +43,7 @@ EXAMPLES: Final = """\
 
 STDIN: Final = "-"
 MAX_PROMPT_BYTES: Final = 64 << 20
-"""Maximum size of a prompt file: four times the default limit of a service."""
+"""Maximum size of a prompt file: four times a service's default limit of a request."""
 
 _TOKENS: Final[msgspec.json.Decoder[list[int]]] = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
 
@@ -141,11 +141,11 @@ def _encode(text: str, file: Path, *, special: bool) -> list[int]:
         raise MissingDependencyError("text needs the package tokenizers", "service") from error
     try:
         tokenizer: Any = Tokenizer.from_file(str(file))
-        # Tokenizer files have truncation and padding for training, which a prompt must not get.
+        # Tokenizer files can enable the truncation and padding of training; a prompt must have neither.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         raise ConfigError(f"cannot use --tokenizer {file}: {error}; expected the tokenizer.json of the model") from error
 
 
@@ -176,7 +176,7 @@ def run(args: Namespace) -> int:
 
 
 def _record(answer: MatchAnswer | Selection) -> dict[str, Any]:
-    """Return an answer with the tokens that each tier adds, instead of cumulative counts, which look like copies."""
+    """Return an answer with the number of tokens that each tier adds. Cumulative counts would look like copies."""
     record: dict[str, Any] = msgspec.to_builtins(answer)
     for worker in record.get("workers") or record.get("considered") or []:
         worker["tokens_by_tier"] = tokens_by_tier(worker.pop("tiers"))
@@ -184,7 +184,7 @@ def _record(answer: MatchAnswer | Selection) -> dict[str, Any]:
 
 
 def _only_model(client: Client, scope: dict[str, str]) -> str:
-    """Return the model of the fleet. Raises `ExternalError` without any, and `ConfigError` if there are several."""
+    """Return the only model of the fleet. Raises `ExternalError` without a model, and `ConfigError` if there are several."""
     models = sorted({source.model for source in client.sources(deadline=None, **scope).sources})
     place = " ".join(f"{name} {value}" for name, value in scope.items())
     if not models:
@@ -208,7 +208,7 @@ def _explain_no_match(sources: Sequence[SourceView], prompt: int) -> str:
 
 
 def _print_matches(answer: MatchAnswer, console: Console, *, wide: bool) -> None:
-    # A worker that is not EXACT can hold more than is known, so it is listed even without a match.
+    # A worker that is not EXACT can hold more than the index knows, so it is listed even without a match.
     shown = [held for held in answer.workers if held.tokens or held.trust.state != "EXACT"]
     if shown:
         shown.sort(key=lambda held: (-held.tokens, held.instance, held.rank))

@@ -31,7 +31,7 @@ EXAMPLES: Final = """\
 """
 
 FLUSH_SECONDS: Final = 1.0
-"""Age of a batch at which it is in the file at the latest."""
+"""Time after which a received batch is in the file at the latest."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
 class Recorder:
     """Writes deliveries to a recording. Each incarnation of a stream is a run.
 
-    The file is opened at the first delivery, so that an older recording is not lost if the engine sends nothing.
+    The file is opened at the first delivery, so that an older recording of the same name is kept if the engine sends nothing.
     """
 
     def __init__(self, path: Path, sources: Iterable[Source]) -> None:
@@ -130,5 +130,5 @@ def run_name(source: str, rank: int, incarnation: int) -> str:
 
 
 def _has_content(path: Path) -> bool:
-    """Whether a file must not be overwritten without `--force`."""
+    """Whether a file exists and is not empty, so that only `--force` may overwrite it."""
     return path.is_file() and path.stat().st_size > 0

@@ -38,7 +38,7 @@ EXAMPLES: Final = """\
 """
 
 HINT_SECONDS: Final = 5.0
-"""How long an upstream can be without its first connection before the usual reason is logged."""
+"""Time that an upstream may take to connect for the first time before the usual reason for a failure is logged."""
 
 log = logging.getLogger("kvevents.relay")
 
@@ -94,13 +94,13 @@ def run(args: Namespace) -> int:
     settings = config.relay()
     configure_logging(args)
     if config.metrics_port is not None:
-        require_prometheus()  # before the relay binds its endpoints
+        require_prometheus()  # raise its error before the relay binds endpoints
     with StopSignal() as stop, trimming_memory(), ExitStack() as closing:
         relay = closing.enter_context(Relay(settings))
         turned_at = time.monotonic()
 
         def live() -> str:
-            silence = time.monotonic() - turned_at  # a turn takes milliseconds, and a snapshot some seconds
+            silence = time.monotonic() - turned_at  # normally milliseconds, and some seconds for a snapshot
             return f"the relay has done nothing for {silence:.0f} s" if silence > 30.0 else ""
 
         if config.metrics_port is not None:
@@ -127,10 +127,10 @@ class RelayStatusLogger:
         self._poll_at = 0.0
         self._logger: Final = StateLogger(log)
         self._waiting: dict[tuple[str, int], float] = {}
-        """When each upstream began to wait for its first connection; infinity after that connection or the hint."""
+        """When each upstream began to wait for its first connection; infinity after its connection or the hint."""
 
     def poll(self) -> None:
-        """Log what has changed. Call it often: it compares every half second."""
+        """Log changes of state. It may be called at any rate, and compares states every half second."""
         now = self._clock()
         if now < self._poll_at:
             return
@@ -140,7 +140,7 @@ class RelayStatusLogger:
         self._logger.log_changes(_states(status))
 
     def _log_hints(self, status: RelayStatus, now: float) -> None:
-        """Log once for each upstream why an engine that runs might not be connected."""
+        """Log, once for each upstream, why there may be no connection although the engine runs."""
         for each in status.upstreams:
             since = self._waiting.setdefault((each.source, each.rank), now)
             if each.trust != Trust.CONNECTING:
@@ -153,7 +153,7 @@ class RelayStatusLogger:
 
 
 def _states(status: RelayStatus) -> Iterator[tuple[str, str, int]]:
-    """Yield the arguments of `StateLogger.log_changes`."""
+    """Yield the states of a relay's parts for `StateLogger.log_changes`."""
     for each in status.upstreams:
         yield f"{each.source} rank {each.rank}", str(each.trust), logging.INFO
     if (journal := status.journal) is not None:

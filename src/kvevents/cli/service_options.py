@@ -18,7 +18,7 @@ from kvevents.errors import ConfigError
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
 DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
 MAX_TOKEN_BYTES: Final = 4096
-"""Longest bearer token, as in the service."""
+"""Maximum length of a bearer token, as in the service."""
 
 
 def _reject_token(_text: str) -> NoReturn:
@@ -32,28 +32,28 @@ def add_service(parser: ArgumentParser | Group) -> None:
     named.add_argument("-s", "--service", type=service_url, help=text)
     named.add_argument("--context", metavar="NAME", help=f"service of this name in {context_file()}")
     parser.add_argument("--token-file", type=Path, help=f"file with the bearer token (default: the variable {TOKEN_VARIABLE})")
-    # Without this option the error about `--token SECRET` would print the secret.
+    # Without this hidden option the error about an unknown `--token SECRET` would print the secret.
     parser.add_argument("--token", type=_reject_token, help=argparse.SUPPRESS)
     parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority of its certificate (default: the system's)")
     parser.add_argument("--timeout", type=positive_seconds, default=5.0, help="seconds to wait for a response")
 
 
 def add_scope(parser: ArgumentParser, *, model: str = "model", default: str = "default", required: bool = False) -> None:
-    """Declare the scope that a service keeps apart from others, which `scope_of` returns."""
+    """Declare the options for model, tenant and group, which `scope_of` returns."""
     parser.add_argument("--model", metavar="NAME", required=required, help=model)
     parser.add_argument("--tenant", metavar="NAME", help=f"tenant (default: {default})")
     parser.add_argument("--group", metavar="NAME", help=f"routing group (default: {default})")
 
 
 def scope_of(args: Namespace) -> dict[str, Any]:
-    """Return the given options of `add_scope`."""
+    """Return the values of the options of `add_scope` that are given."""
     return {name: value for name in ("model", "tenant", "group") if (value := getattr(args, name)) is not None}
 
 
 def make_client(args: Namespace) -> Client:
     """Return the client for the options of `add_service`, and put its URL into `args.service`. Raises `ConfigError`.
 
-    A context counts if no option or variable names a service. Its token is sent to its own service only.
+    A context is used only if neither `--service` nor the variable names a service. Its token is sent to no other service.
     """
     variable = None if args.context else os.environ.get(SERVICE_VARIABLE)
     context = None if args.service or variable else find_context(args.context)
@@ -78,7 +78,7 @@ def _token(file: Path | None) -> str | None:
             given = file.read_text("latin-1").strip()
         except OSError as error:
             raise ConfigError(f"cannot read {origin}: {error.strerror or error}") from error
-    # Proxies log the header with the token. A prompt that is named by mistake must not be in it: it would be JSON.
+    # Reject JSON: a prompt file given as the token file by mistake would otherwise be sent in a header, which proxies log.
     if not 0 < len(given) <= MAX_TOKEN_BYTES or given[0] in '[{"' or not all("!" <= char <= "~" for char in given):
         raise ConfigError(f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters, no JSON")
     return given

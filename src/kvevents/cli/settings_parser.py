@@ -7,7 +7,7 @@ The field `max_tokens` of the table `limits` in the settings of `kvevents serve`
 - the option `--limits-max-tokens`, unless the command gives it a shorter one.
 
 An option overrides a variable, a variable overrides the file, and the file overrides the default. The docstring below the
-field is the help text. Lists of tables have no option, since they hold secrets; the value of their variable is a TOML array.
+field is the help text. Lists of tables have no option, since they hold secrets; their variable is a TOML array.
 
 `serve` and `bridge` also have the options of `add_sources`, which name the engines to subscribe to.
 """
@@ -56,11 +56,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _READERS: Final[dict[Unit, Any]] = {Unit.SECONDS: seconds, Unit.BYTES: size, Unit.PORT: port, Unit.ENDPOINT: endpoint}
 _SERVICE_LINK: Final = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+|PORT(?==(tcp|udp|sctp)://)")
-"""Variables that Kubernetes sets in every pod for a Service whose name has the prefix of our variables."""
+"""Variables that Kubernetes sets in every pod if the name of a Service begins like our variables."""
 
 
 class Setting:
-    """One field with a value; `path` is its key in the file, with the keys of its tables before it."""
+    """One setting. `path` is its key in the file after the keys of its tables, such as `limits.max_tokens`."""
 
     def __init__(self, path: str, flag: str, variable: str, kind: Any, default: Any, read_text: Callable[[], str]) -> None:
         parts, self._types = list(parts_of(kind)), list(types_in(kind))
@@ -72,7 +72,7 @@ class Setting:
         lists = [each for each in parts if get_origin(each) in {list, tuple}]
         self.is_list: Final = bool(lists) and self._types == [*types_in(lists[0])]
         self.adds: Final = self.is_list and (self.is_tables or Unit.FILE in parts)
-        """Whether values of the file, the variable and the option are joined, instead of replacing each other."""
+        """Whether the values of file, variable and option are concatenated, instead of one replacing the others."""
         self._range: Final = next((each for each in parts if isinstance(each, Range)), Range())
         self._unit: Final = next((each for each in parts if isinstance(each, Unit)), None)
         self._choices: Final = next((get_args(each) for each in parts if get_origin(each) is Literal), None)
@@ -80,7 +80,7 @@ class Setting:
         self._read_text: Final = read_text
 
     def read(self, text: str) -> Any:
-        """Return the value of a text, or one item of a list. Raises `ConfigError`."""
+        """Return the value that a text stands for; for a list, the value of one item. Raises `ConfigError`."""
         if self._unit is Unit.SECONDS and self._range.is_open:
             return positive_seconds(text)
         if self._unit in _READERS:
@@ -136,10 +136,10 @@ class Setting:
 class SettingsParser(Generic[T]):
     """Declares and reads the settings of one command, which are the fields of the struct `kind`.
 
-    A flag among the annotations of a field is the name of its option; `flags` overrides it, by the path of the field. `tables`
-    has the prefix of the options of a table. `needs` has a text for the error about a missing required setting. `defaults` has
-    defaults of the command for fields without one. `without` are settings that the command does not have. `within` is the table
-    of the file to read, instead of the whole file.
+    A flag among the annotations of a field is the name of its option; `flags` has other names, by the paths of settings.
+    `tables` maps tables to the prefixes of their options. `needs` maps required settings to an addition to the error if they
+    are missing. `defaults` has values for settings, by path, that replace the defaults of the struct. `without` are settings
+    that the command does not have. `within` is the table of the file with the settings; by default they are at the top.
     """
 
     def __init__(
@@ -159,16 +159,16 @@ class SettingsParser(Generic[T]):
         self.defaults: Final = defaults or {}
         self.within: Final = within
         self.alternatives: Final[list[str]] = []
-        """Settings that exclude each other: giving one removes the others."""
+        """Settings that exclude each other: a value for one of them removes the values of the others."""
         self._prefix: Final = f"KVEVENTS_{command.upper()}_"
         self._flags: Final = flags or {}
         self._tables: Final = tables or {}
         found = (each for each in self._settings(kind, "") if each.path not in without)
         self.settings: Final = {each.path: each for each in found}
         self._left = dict(self.settings)
-        """Settings that no option is declared for yet."""
+        """Settings whose options are not declared yet."""
         self._shown: Final[list[tuple[Setting, argparse.Action]]] = []
-        """Settings whose help texts are in the output of `--help`."""
+        """Settings that `--help` shows."""
 
     def add(self, group: ArgumentParser | Group, *paths: str) -> None:
         """Declare the options of these settings."""
@@ -176,17 +176,17 @@ class SettingsParser(Generic[T]):
             self._shown.append((setting, setting.add_to(group)))
 
     def add_positional(self, parser: ArgumentParser, path: str, metavar: str) -> None:
-        """Declare positional arguments, a list of texts."""
+        """Declare a setting that is a list of texts as positional arguments."""
         action = parser.add_argument(path, metavar=metavar, nargs="*", default=argparse.SUPPRESS)
         self._shown.append((self._left.pop(path), action))
 
     def add_help_texts(self) -> None:
-        """Add the help texts to the declared options. A start without `--help` saves the time to read the source for them."""
+        """Add the help texts to the declared options. Only `--help` needs them, and reading them from the source takes time."""
         for setting, action in self._shown:
             action.help = setting.help
 
     def add_rest(self, parser: ArgumentParser, file: str = "TOML file of settings") -> None:
-        """Declare `--config`, and the options of all settings that have none yet. Only `--help-all` shows those."""
+        """Declare `--config`, and the options of all settings that have none yet. Only `--help-all` shows these options."""
         parser.add_argument("-c", "--config", type=Path, help=file)
         group = parser.add_argument_group("all other settings")
         hidden = [(each, each.add_to(group, shown=False)) for each in self._left.values() if not each.is_tables]
@@ -244,11 +244,11 @@ class GivenValue(NamedTuple):
 
     value: Any
     origin: str
-    """The option or the variable that it comes from."""
+    """The option or the variable that has the value."""
 
 
 class SettingsValues(Generic[T]):
-    """The values that a command was given, as tables, and the origin of each value."""
+    """The settings given to a command, as nested tables, and the origin of each value."""
 
     def __init__(self, parser: SettingsParser[T], file: Path | None) -> None:
         found = {} if file is None else read_toml(file)
@@ -284,7 +284,7 @@ class SettingsValues(Generic[T]):
         return bool(table.get(name))
 
     def origin(self, path: str) -> str | None:
-        """Return the option or variable that a setting comes from; None for the file and the default."""
+        """Return the option or variable that has set a value; None for a value of the file or a default."""
         return self._origins.get(path)
 
     def settings(self) -> T:
@@ -295,7 +295,7 @@ class SettingsValues(Generic[T]):
             raise self._error(fault_of(error, self._parser.kind)) from error
 
     def _place(self, path: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
-        """Return the table of a setting, and its key there. A value that should be a table stays, for the error message."""
+        """Return the table of a setting, and its key there. A value in place of a table stays, so that an error reports it."""
         table = self._tables
         *tables, name = path.split(".")
         for each in tables:
@@ -304,7 +304,7 @@ class SettingsValues(Generic[T]):
         return table, name
 
     def _error(self, fault: SettingFault) -> UsageError:
-        """Return the error about a fault, with the origin of the value as far as it is known."""
+        """Return the error for a fault. It names the origin of the value if that is known."""
         within = [origin for path, origin in self._origins.items() if path.startswith(f"{fault.place}.")]
         flags = [origin for origin in within if origin.startswith("--")]
         if fault.missing is not None and flags:
@@ -363,7 +363,7 @@ LOGIN_SETTINGS: Final = tuple(
 )
 """Settings for the login at the NATS servers of a plane."""
 SHARED_FLAGS: Final = CURVE_FLAGS | {"plane.servers": "--nats"}
-"""Options that have the same name in all commands, regardless of the table of their setting."""
+"""Options whose names are the same in all commands, in whichever table their settings are."""
 
 
 def worker_source(text: str) -> dict[str, Any]:
@@ -402,8 +402,8 @@ def add_sources(parser: ArgumentParser | Group, settings: SettingsParser[Any]) -
 def read_sources(given: SettingsValues[Sources], args: Namespace) -> Sources:
     """Return the settings with the engines of `add_sources` and without those of the file of `--config`.
 
-    The latter are read when the file is watched. They are checked here all the same, so that a wrong one is an error at the
-    start. Raises `ConfigError` and `CommandLineError`.
+    The engines of the file are read by its watcher. They are checked here nevertheless, so that the start fails if one is
+    invalid. Raises `ConfigError` and `CommandLineError`.
     """
     model = {} if args.model is None else {"model": args.model}
     common = model | ({} if args.block_size is None else {"block_size": args.block_size})
@@ -418,5 +418,5 @@ def read_sources(given: SettingsValues[Sources], args: Namespace) -> Sources:
 
 
 def add_check(parser: ArgumentParser) -> None:
-    """Declare whether to end after the check of the settings."""
+    """Declare `--check`, with which a command ends after the check of its settings."""
     parser.add_argument("--check", action="store_true", help="check the settings, and exit")

@@ -1,4 +1,4 @@
-"""The process of a command: its log, its threads, its memory, and SIGINT and SIGTERM, which mean the same to every command."""
+"""What every command does with its process: signals (SIGINT and SIGTERM mean the same), logs, threads and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def handling_signals(action: Callable[[int, FrameType | None], None] = _interrupt) -> Iterator[None]:
-    """Call `action` at both signals; by default they raise KeyboardInterrupt, so that context managers close what is open.
+    """Call `action` at SIGINT and SIGTERM; by default raise KeyboardInterrupt, so that context managers close resources.
 
     A signal that is ignored, as under `nohup`, stays ignored.
     """
@@ -38,7 +38,7 @@ def handling_signals(action: Callable[[int, FrameType | None], None] = _interrup
 
 
 class StopSignal:
-    """SIGINT and SIGTERM as a flag, so that a signal cannot interrupt a function that changes sockets.
+    """Sets a flag at SIGINT and SIGTERM, so that a signal does not interrupt a function that changes sockets.
 
     A second signal raises KeyboardInterrupt at once.
     """
@@ -46,7 +46,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = False
         self.began: Final = time.monotonic()
-        """When the command began. `--duration` counts from here, so it includes the wait for an engine."""
+        """Time at which the command began. `--duration` counts from then on, so it includes the wait for an engine."""
         self._raises = False
         self._callback: Callable[[], object] | None = None
         self._handling = handling_signals(self._request)
@@ -78,7 +78,7 @@ class StopSignal:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Inside, a signal raises KeyboardInterrupt: for waits that can be interrupted at any point."""
+        """Within this context a signal raises KeyboardInterrupt at once: for waits that can be interrupted at any point."""
         self._raises = True
         try:
             self.check()
@@ -88,8 +88,8 @@ class StopSignal:
 
 
 SWITCH_SECONDS: Final = 0.0005
-"""How long one thread keeps the interpreter while another one waits. Python's default of 5 ms is the time of a hundred queries,
-and applying a message of the plane takes the interpreter several times."""
+"""Time after which a thread must release the interpreter to one that waits for it. The default of 5 ms is the time of a hundred
+queries, and applying a message of the plane acquires the interpreter several times."""
 
 
 # --- logging
@@ -126,14 +126,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class StateLogger:
-    """Logs one line for each change of state. A state that is normal from the start is not logged."""
+    """Logs one line for each change of state. A state that has always been normal is not logged."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log: Final = log
         self._logged: dict[str, str] = {}
 
     def log_changes(self, states: Iterable[tuple[str, str, int]]) -> None:
-        """Log the states that have changed: each has a name, its description, empty if normal, and a log level."""
+        """Log the states that have changed. A state has a name, a description (empty if it is normal) and a log level."""
         before, self._logged = self._logged, {}
         for name, state, level in states:
             self._logged[name] = state
@@ -149,8 +149,8 @@ class StateLogger:
 def configure_threads() -> None:
     """Bound how long one thread of this process delays another. Call it after all imports, before any work.
 
-    The garbage collector stops all threads. It ignores the objects that exist now: traversing these 40,000 takes 10 to 20 ms,
-    and hardly any is garbage.
+    The garbage collector stops all threads. From now on it ignores the 40,000 objects that exist now: traversing them takes 10
+    to 20 ms, and hardly any of them is garbage.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()
@@ -163,9 +163,9 @@ def configure_threads() -> None:
 def trimming_memory(interval: float = 30.0, *, keep: int = 0) -> Iterator[None]:
     """Return free memory to the system every `interval` seconds, except `keep` bytes at the top of the heap.
 
-    glibc keeps freed memory as long as something above it is in use, and each thread has an arena of its own, so a process
-    whose buffers were full once keeps that size. `malloc_trim` returns every free page, in half a millisecond for each 10 MiB.
-    Only programs call this, not the library, since the allocator belongs to the whole process. Without glibc this does nothing.
+    glibc has one arena for each thread, and keeps freed memory while any memory above it is in use. So a process whose buffers
+    were once full never shrinks. `malloc_trim` returns every free page, in half a millisecond for each 10 MiB. Only programs
+    call this, not the library, since the allocator belongs to the whole process. Without glibc this does nothing.
     """
     trim = _malloc_trim()
     if trim is None:

@@ -1,4 +1,4 @@
-"""`kvevents sim compare`: compares routing policies on the same requests, in virtual time, each in a process of its own."""
+"""`kvevents sim compare`: compare routing policies on the same requests, in virtual time and in parallel processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvevents.sim.simulated_fleet import simulate
 
 
 def add_simulation(parser: ArgumentParser, *, without: Collection[str] = ()) -> None:
-    """Declare the settings of a fleet and its requests, except those that the command does not use."""
+    """Declare the settings of a fleet and its requests, except those in `without`, which the command does not use."""
     settings = SettingsParser(SimulationSettings, "sim", without=without)
     requests = parser.add_argument_group("requests")
     settings.add(requests.add_mutually_exclusive_group(), "trace", "workload")
@@ -59,7 +59,7 @@ def run_policies(
     jobs: int,
     on_result: Callable[[PolicyResult], None],
 ) -> list[PolicyResult]:
-    """Return the results in the order of `policies`, each with consecutive seeds; call `on_result` as soon as each is known.
+    """Simulate each policy with consecutive seeds, and return the results in this order; `on_result` gets each at once.
 
     At most `jobs` simulations run at a time, each in its own process. Raises the errors of `simulate`, and `ExternalError`.
     No process is left behind after an error.
@@ -71,13 +71,13 @@ def run_policies(
             results.append(_simulate(settings, policy, seed))
             on_result(results[-1])
         return results
-    resource_tracker.ensure_running()  # before Python 3.12 its start unblocks signals that `_block_interrupts` blocks
+    resource_tracker.ensure_running()  # before Python 3.12 starting it unblocks what `_block_interrupts` blocks
     # A spawned process does not inherit the threads and locks of this one.
     with ProcessPoolExecutor(min(jobs, len(planned)), get_context("spawn")) as pool:
         try:
             with _block_interrupts():
                 futures = [pool.submit(_simulate, settings, policy, seed) for policy, seed in planned]
-                # The pool notices the death of those processes only that ran when something was last submitted.
+                # The pool detects the death only of processes that ran at the last `submit`, so submit once more.
                 pool.submit(os.getpid)
             for future in as_completed(futures):
                 on_result(future.result())
@@ -97,7 +97,7 @@ def _simulate(settings: SimulationSettings, policy: str, seed: int) -> PolicyRes
 
 @contextmanager
 def _block_interrupts() -> Iterator[None]:
-    """Block SIGINT in processes that are started here. A terminal sends it to all, and this process ends the others."""
+    """Block SIGINT in processes that are started here. A terminal sends it to them too, but this process must end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

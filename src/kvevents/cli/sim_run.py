@@ -59,7 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", default="sim", help="model in that file")
     add_wait_for_subscriber(parser)
     add_output(parser, "one object at the end")
-    add_simulation(parser, without=("event_delay",))  # sockets have their own delay
+    add_simulation(parser, without=("event_delay",))  # real sockets have a delay already
 
 
 def run(args: Namespace) -> int:
@@ -69,11 +69,11 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"invalid --model {args.model!r}: expected printable characters")
     settings, faults = read_simulation(args), parse_faults(args.faults)
     is_finite = settings.requests is not None or settings.trace is not None
-    settings.count()  # reports errors in the workload before any socket is opened
+    settings.count()  # raises errors in the workload before a socket is opened
     sockets: dict[str, Any] = {"host": args.host, "base_port": args.base_port, "requested": faults}
     with StopSignal() as stop, LiveFleet(settings, args.policy, pace=args.time_scale, **sockets) as fleet:
         _print_endpoints(fleet, args, console)
-        with stop.raising():  # one subscriber of each engine is the router of this command
+        with stop.raising():  # the router of this command is one of the subscribers
             wait_for_subscriber(args, fleet.addresses[0].endpoint, lambda: fleet.sockets.subscribers() > 1)
         began = time.monotonic()
         show = None if args.output in DATA else show_progress(fleet, console)
@@ -101,14 +101,14 @@ def run(args: Namespace) -> int:
 
 
 def note_delay(behind: float, console: Console) -> None:
-    """Print a note if the fleet was more than a second `behind` the clock, which makes its figures worse."""
+    """Print a note if the fleet was more than a second `behind` the clock. Its results are then worse than they should be."""
     if behind > 1.0:
         advice = f"it was up to {behind:.1f} s late; use fewer engines, or a smaller --time-scale"
         console.note(Span("this machine is too slow for this fleet: ", "warn"), advice)
 
 
 def _repeat(settings: SimulationSettings) -> Iterator[Request]:
-    """Yield the requests of a workload repeatedly, without an end; a generator gets another seed each time."""
+    """Yield the requests of a workload again and again without an end; each time a generator gets another seed."""
     start, seed = 0.0, settings.seed
     while True:
         last = 0.0
@@ -160,13 +160,13 @@ def streams_line(streams: Sequence[StreamResult], faults: Mapping[str, int]) -> 
 
 
 LINE_SECONDS: Final = 5.0
-"""Time between two lines of progress without a terminal."""
+"""Seconds between two lines of progress if stderr is no terminal."""
 FRAME_SECONDS: Final = 0.25
-"""Time between two updates of the line on a terminal."""
+"""Seconds between two updates of the progress line on a terminal."""
 
 
 def show_progress(fleet: LiveFleet, console: Console) -> Callable[[], None]:
-    """Return a function that shows the fleet in a line if it is due: on a terminal it replaces that line, else it adds one."""
+    """Return a function that shows the fleet's state if that is due: in the same line of a terminal, else in a new line."""
     is_live = is_terminal(sys.stderr)
     seconds, show = (FRAME_SECONDS, console.progress) if is_live else (LINE_SECONDS, console.note)
     shown_at = time.monotonic()

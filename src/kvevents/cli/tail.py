@@ -71,7 +71,7 @@ def run(args: Namespace) -> int:
             deliveries = DeliveryLoop(subscriber, args, stop)
             for delivery in deliveries:
                 if delivery is None:
-                    # Trust is ahead of deliveries that wait, so it is read while none does.
+                    # Trust already reflects deliveries that still wait, so print its changes only while none waits.
                     for (source, rank), trust in subscriber.trust_changes():
                         if not write_record(trust_record(source, rank, trust), args.output, console):
                             console.line(*lines.trust(source, rank, trust))
@@ -89,7 +89,7 @@ def run(args: Namespace) -> int:
 
 
 def select_events(batch: Batch, types: tuple[type[KVEvent], ...] | None, medium: str | None) -> Batch | None:
-    """Return the batch with the events of these types and this medium only, or all of it; None if no event is left."""
+    """Return the batch with only the events of these types and this medium (None: any); None if no event is left."""
     if types is None and medium is None:
         return batch
 

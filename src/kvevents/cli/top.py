@@ -39,9 +39,9 @@ _STDIN: Final = 0
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], bool]]:
-    """Read single keys, without Enter and without echo, from a terminal. The yielded function waits for a number of seconds.
+    """Read single keys from a terminal, without Enter and without echo. The yielded function waits for a number of seconds.
 
-    It returns True at once if q or Ctrl-D is pressed.
+    The function returns True at once if q or Ctrl-D is pressed, and False after this time.
     """
     has_keys = sys.stdin is not None and sys.stdin.isatty()
     previous = termios.tcgetattr(_STDIN) if has_keys else None
@@ -50,7 +50,7 @@ def keyboard() -> Iterator[Callable[[float], bool]]:
         until = time.monotonic() + seconds
         while select.select([_STDIN] if has_keys else [], [], [], max(until - time.monotonic(), 0.0))[0]:
             pressed = os.read(_STDIN, 64)
-            if not pressed or set(b"qQ\x04") & set(pressed):  # no input: the terminal has closed; 4 is Ctrl-D
+            if not pressed or set(b"qQ\x04") & set(pressed):  # empty if the terminal was closed; 4 is Ctrl-D
                 return True
         return False
 

@@ -14,9 +14,9 @@ from kvevents.client.schemas import StatsAnswer
 from kvevents.diagnosis.text_format import duration, percentage, plural, size
 
 MAX_NAME: Final = 40
-"""Maximum number of characters of a name; the rest is cut."""
+"""Maximum number of characters of a name; longer names are cut."""
 MAX_FAULTS: Final = 3
-"""Maximum number of faults of discovery that are shown; the rest is counted."""
+"""Maximum number of faults of discovery that are shown; further ones are counted."""
 _GAP: Final = 2
 
 
@@ -26,9 +26,9 @@ class SourceColumn:
 
     title: str
     cell: Callable[[PolledSource, float], str]
-    """Returns the text for a source at a time."""
+    """Returns the text for a source; the second argument is the current Unix time."""
     rank: int
-    """A narrow view omits the columns with the largest ranks first, and never those with 0."""
+    """A view that is too narrow omits columns, those with the largest ranks first and those with rank 0 never."""
     style: Callable[[PolledSource], Style] = lambda _: "plain"
 
 
@@ -96,7 +96,7 @@ WIDE_COLUMNS: Final = (
 _LEFT: Final = frozenset({"worker", "model", "trust", "tiers", "why", "endpoint", "replay", "url", "origin", "labels"})
 """Titles of the columns with text."""
 UNLIMITED: Final = 10_000
-"""Number of columns of a view that is written to a file or a pipe, which fits everything."""
+"""Width of a view that is written to a file or a pipe: wide enough for all columns."""
 
 
 class TopView:
@@ -107,7 +107,7 @@ class TopView:
         self._last: PollResult | None = None
 
     def draw(self, frame: PollResult, width: int, height: int | None) -> list[Line]:
-        """Return the lines of a frame. A frame with an error is followed by the last one without."""
+        """Return the lines of a frame. If the poll failed, they show the error and then the last successful frame."""
         if frame.error is None:
             self._last = frame
         shown = self._last
@@ -168,7 +168,7 @@ def _facts(frame: PollResult, stats: StatsAnswer) -> list[Part]:
 
 
 def _wrap_facts(facts: Sequence[Part], width: int) -> list[Line]:
-    """Return the facts on as few lines as possible, without breaking one."""
+    """Return the facts on as few lines as possible, without a line break inside a fact."""
     lines: list[list[Part]] = []
     for fact in facts:
         if lines and width_of([*lines[-1], "   ", fact]) <= width:
@@ -197,7 +197,7 @@ def source_table(
     *,
     is_old: bool = False,
 ) -> list[Line]:
-    """Return the table of sources at a time, without columns that are empty or do not fit; dim if `is_old`."""
+    """Return the table of sources at the time `now`, without columns that are empty or do not fit. It is dim if `is_old`."""
     cells = {
         column: [Span(column.cell(source, now), "dim" if is_old else column.style(source)) for source in sources]
         for column in columns
@@ -221,6 +221,6 @@ def _select_columns(widths: dict[SourceColumn, int], width: int) -> dict[SourceC
         del selected[least]
     if ISSUES in selected:
         selected[ISSUES] = min(widths[ISSUES], selected[ISSUES] + left())
-    elif left() < 0:  # cut the name, not the state
+    elif left() < 0:  # cut the names of workers rather than their states
         selected[COLUMNS[0]] = max(selected[COLUMNS[0]] + left(), 1)
     return selected

@@ -1,4 +1,4 @@
-"""Readers of the values of options. Each returns the value of a text, or raises `ConfigError`."""
+"""Parsers of the values of options. Each returns the value that a text stands for, or raises `ConfigError`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvevents.errors import ConfigError
 
 URL_SCHEMES: Final = ("http://", "https://")
 MAX_RANKS: Final = 1024
-"""No engine has more ranks, and without a bound a typing error opens thousands of sockets."""
+"""No engine has more ranks. Without a limit a typing error would open thousands of sockets."""
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -103,4 +103,4 @@ PLACEHOLDERS: Final[dict[Any, str]] = {
     endpoint: "ENDPOINT",
     Path: "FILE",
 }
-"""How help texts name the value of an option, by its reader."""
+"""Placeholders for the values of options in help texts, by the parser of the value."""
