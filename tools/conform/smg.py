@@ -118,7 +118,7 @@ class SmgDriver(RouterDriver):
     kind = SmgTarget
 
     def __init__(self, servicer: str, folder: Path) -> None:
-        self._python = python_with(*SMG, folder, also=SERVICERS)
+        self._python = python_with(*SMG, folder, requirements=SERVICERS)
         self._servicer = servicer
         super().__init__(f"smg {SMG[1]}, {servicer.capitalize()} servicer", self._gateway)
 

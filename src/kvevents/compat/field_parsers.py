@@ -21,7 +21,7 @@ _EXPECTED: Final = {str: "a string", int: "an integer", bool: "a boolean"}
 
 
 def parse_fields(owner: str, fields: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parsed values of all given fields that are known; `fields` has their types.
+    """Return the parsed values of the known fields among `values`. `fields` has the types of all known fields.
 
     Raises `ConfigError` with one line for each invalid value. `owner` is the name of the configuration.
     """
@@ -39,7 +39,7 @@ def parse_fields(owner: str, fields: Mapping[str, Any], values: Mapping[str, Any
 
 
 def _parse(value: Any, kind: Any) -> Any:
-    """Return the value as a bool for words such as `yes`; as an integer for a whole float, a bool or a string of digits."""
+    """Convert words such as `yes` to a bool, and whole floats, bools and strings of digits to an integer."""
     kinds = {*types_in(kind)}
     if bool in kinds:
         value = _FLAGS.get(str(value).lower(), value)

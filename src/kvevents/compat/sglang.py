@@ -1,7 +1,7 @@
 """`sglang.srt.disaggregation.kv_events` with the publisher of kvevents.
 
-Names, signatures, defaults, fields and observable behaviour are those of SGLang 0.5.23. Events are arrays, as up to 0.5.19,
-which almost all subscribers read; `dialect="sglang-0.5.23"` of the publisher sends the bytes of that release.
+Names, signatures, defaults, fields and observable behaviour are those of SGLang 0.5.23. Events are sent as arrays, as up to
+0.5.19, which almost all subscribers read; `dialect="sglang-0.5.23"` of the publisher sends the bytes of that release.
 
 Improvements: `publish` does not block, replay neither loses batches nor delays live ones, `ipc://` endpoints work with ranks,
 and `shutdown` never raises.
@@ -287,7 +287,7 @@ class EventPublisherFactory(PublisherRegistry):
         """
         settings = KVEventsConfig.from_cli(config or "{}").model_dump()
         del settings["format"]
-        if settings["bind"] is None:  # a publisher written for an older release does not know it
+        if settings["bind"] is None:  # publishers written for older releases do not have this option
             del settings["bind"]
         kind = settings.pop("publisher")
         if kind == "null":
@@ -310,7 +310,7 @@ def select_kv_publisher_dp_rank(attn_dp_size: int, attn_dp_rank: int, dp_rank: i
 
 
 def is_kv_publisher_rank(kv_events_config: str | None) -> bool:
-    """Whether this scheduler publishes: of each KV cache, the first pipeline, tensor and context rank does.
+    """Whether this scheduler publishes: for each KV cache, the one with pipeline, tensor and context rank 0 does.
 
     Raises `MissingDependencyError` without SGLang, whose runtime knows the ranks.
     """
@@ -353,8 +353,8 @@ def namespaced_block_hash(block_hash: int, *, namespace_seed: bytes | None) -> i
 
 
 # --- endpoints: which can be advertised, which can be bound, and where load reports go --------------------------------------
-# The rules are those of `sglang/srt/disaggregation/kv_events.py`, 0.5.23. Every function takes the configured endpoint and
-# returns None if it is invalid, since `/server_info` calls them for each request and must not fail.
+# The rules are those of `sglang/srt/disaggregation/kv_events.py`, 0.5.23. The functions return None for an invalid endpoint,
+# since `/server_info` calls them for each request and must not fail.
 
 _BINDABLE_HOSTS: Final = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - to recognise them in settings
 

@@ -1,7 +1,7 @@
 """`vllm.distributed.kv_events` and `vllm.config.kv_events` with the publisher of kvevents.
 
-Names, signatures, defaults, fields and observable behaviour are those of vLLM 0.33, and what programs for older releases write
-works too: fields that came later may be left out, and events are arrays, as up to 0.23, which almost all subscribers read.
+Names, signatures, defaults, fields and observable behaviour are those of vLLM 0.33. Programs for older releases work too:
+fields that came later may be left out. Events are sent as arrays, as up to 0.23, which almost all subscribers read;
 `dialect="vllm-0.33"` of the publisher sends the bytes of that release.
 
 Improvements: `publish` does not block, replay neither loses batches nor delays live ones, `ipc://` endpoints work with ranks,

@@ -1,7 +1,7 @@
 """Indexers, which answer how much of a prompt each worker holds, and the drivers that start them.
 
 The API is that of Mooncake's RFC #1403 and of NVIDIA Dynamo. The drivers are for `kvevents serve`, for NVIDIA Dynamo's indexer,
-and for indexers that run already.
+and for indexers that are already running.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvevents.package_metadata import VERSION
 
 ACCEPTED: Final = frozenset({200, 201})
 EXACT: Final = "EXACT"
-"""State of trust, in answers of kvevents, in which the indexer guarantees a match."""
+"""Trust state, in answers of kvevents, of workers whose matches are guaranteed."""
 ABILITIES: Final[frozenset[Ability]] = frozenset({"lora", "ranks", "register", "reports", "salt", "tenants", "unregister"})
 
 
 class Match(msgspec.Struct):
-    """What an instance holds of a prompt."""
+    """The part of a prompt that an instance holds, in tokens."""
 
     longest_matched: int
     dp: dict[str, int] = {}
@@ -64,9 +64,9 @@ class _Worker(msgspec.Struct):
 
 
 class Indexer(Target):
-    """An indexer at a URL, with the API as Dynamo has it.
+    """An indexer at a URL, with the API of NVIDIA Dynamo.
 
-    Workers are instances from `first` on, so that several scenarios can share one indexer.
+    Workers get instance ids from `first` on, so that scenarios with different first ids can share one indexer.
     """
 
     def __init__(self, url: str, model: str = "m", first: int = 1, answer_seconds: float = ANSWER_SECONDS) -> None:
@@ -77,7 +77,7 @@ class Indexer(Target):
         self._instances: dict[str, int] = {}
         self._registrations: list[EngineRegistration] = []
         self._caveats: dict[str, str] = {}
-        """What the newest answers say against workers."""
+        """Trust states other than EXACT in the newest answers, as a sentence for each worker."""
 
     # --- following
 
@@ -127,16 +127,16 @@ class Indexer(Target):
                 self._caveats[name] = f"the answer is {', '.join(states)}"
         wrong = []
         for name in dict.fromkeys([*query.held, *held]):
-            worker, of_rank, _ = name.partition(":")
-            true, answered = query.held.get(name, 0), held.get(name, 0)
-            if answered != true and (name in query.held or not of_rank):
-                wrong.append(WrongAnswer(worker, f"{name}: {answered} of {true} tokens"))
+            worker, rank_separator, _ = name.partition(":")
+            expected, answered = query.held.get(name, 0), held.get(name, 0)
+            if answered != expected and (name in query.held or not rank_separator):
+                wrong.append(WrongAnswer(worker, f"{name}: {answered} of {expected} tokens"))
         return wrong
 
     def _ask(self, query: CheckQuery) -> dict[str, Match]:
         names = {"lora_name": query.lora, "cache_salt": query.salt, "tenant_id": query.tenant}
         given = {name: value for name, value in names.items() if value is not None}
-        # kvevents answers what an engine would find, which never includes the last token; Dynamo ignores unknown fields.
+        # Without `whole_prompt` kvevents leaves out the last token, which engines always recompute. Dynamo ignores the field.
         answer = self.ask("POST", "/query", {"token_ids": query.ids, "whole_prompt": True, **given, **self._scope()})
         if answer.status == 404:  # a model without workers
             return {}
@@ -152,23 +152,23 @@ class Indexer(Target):
 
     def reports(self) -> dict[str, str | None]:
         listed = self._listed()
-        said = {name: listed.get(str(instance), ["not listed"]) for name, instance in self._instances.items()}
-        return {name: "; ".join(dict.fromkeys(texts)) or self._caveats.get(name) for name, texts in said.items()}
+        problems = {name: listed.get(str(instance), ["not listed"]) for name, instance in self._instances.items()}
+        return {name: "; ".join(dict.fromkeys(texts)) or self._caveats.get(name) for name, texts in problems.items()}
 
     def _listed(self) -> dict[str, list[str]]:
-        """Return what the list of workers says against each instance: a status other than `active`, and the last errors."""
-        said: dict[str, list[str]] = {}
+        """Return the problems of each listed instance, by its id: a status other than `active`, and the last errors."""
+        problems: dict[str, list[str]] = {}
         for worker in self.ask("GET", f"/workers?model_name={self._model}").decode(list[_Worker]):
-            texts = said[str(worker.instance_id)] = [] if worker.status == "active" else [f"status {worker.status}"]
+            texts = problems[str(worker.instance_id)] = [] if worker.status == "active" else [f"status {worker.status}"]
             texts += [listener.last_error for listener in worker.listeners.values() if listener.last_error]
-        return said
+        return problems
 
     def ask(self, method: str, path: str, body: Any = None) -> TargetResponse:
         """Send one request. Raise `TargetError`."""
         return request(self._url + path, method, body, seconds=self._answer_seconds)
 
 
-# --- as Mooncake has it
+# --- the API of Mooncake
 
 
 class _MooncakeMatch(Match):
@@ -191,7 +191,7 @@ class _Services(msgspec.Struct):
 
 
 class MooncakeIndexer(Indexer):
-    """An indexer with the API as RFC #1403 and Mooncake's Conductor have it."""
+    """An indexer with the API of RFC #1403 and of Mooncake's Conductor."""
 
     def _identity(self, registration: EngineRegistration) -> dict[str, Any]:
         return {
@@ -212,22 +212,22 @@ class MooncakeIndexer(Indexer):
         return {instance: match for instances in tenants.values() for instance, match in instances.items()}
 
     def _listed(self) -> dict[str, list[str]]:
-        said: dict[str, list[str]] = {}
+        problems: dict[str, list[str]] = {}
         for rank in self.ask("GET", "/services").decode(_Services).services:
-            texts = said.setdefault(rank.instance_id, [])
+            texts = problems.setdefault(rank.instance_id, [])
             texts += [] if rank.status == "active" else [f"status {rank.status}"]
             texts += [] if rank.trust.state == EXACT else [rank.trust.reason or rank.trust.state]
-        return said
+        return problems
 
 
 DYNAMO: Final = ("ai-dynamo-runtime", "1.6.1")
 SNAPSHOT_SECONDS: Final = 0.5
-"""Time between two snapshots of `kvevents serve`, so that a scenario that kills it need not wait for one."""
+"""Time between two snapshots of `kvevents serve`: short, since a scenario waits for a snapshot before it kills the process."""
 SNAPSHOT_WAIT_SECONDS: Final = 20.0
 
 FIRST_INSTANCE: Final = 1_000_000
 INSTANCES: Final = 100
-"""Number of instance ids that each scenario has at a running indexer, counted from `FIRST_INSTANCE` on."""
+"""Number of instance ids of each scenario at a running indexer; the first scenario's ids begin at `FIRST_INSTANCE`."""
 
 
 class StartedIndexer(Indexer):
@@ -292,12 +292,12 @@ class IndexerDriver(Driver):
 
 
 class RunningIndexer(Driver):
-    """An indexer that runs already, and that all scenarios share: each has a model and instances of its own."""
+    """An indexer that is already running. All scenarios share it, each with its own model and instance ids."""
 
     abilities = ABILITIES
 
     def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS, kind: type[Indexer] = Indexer) -> None:
-        """Create the driver. `kind` is the form of the API."""
+        """Create the driver. `kind` is the class for the API that the indexer has."""
         self.title = url
         self._url = url
         self._kind = kind
@@ -306,7 +306,7 @@ class RunningIndexer(Driver):
 
     @contextmanager
     def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> Iterator[Target]:
-        """Yield the indexer. Afterwards the workers of the scenario are not registered any more."""
+        """Yield the indexer, and unregister the workers of the scenario at the end."""
         del registrations
         first = FIRST_INSTANCE + INSTANCES * next(self._scenarios)
         indexer = self._kind(self._url, f"conform-{scenario.name}", first, self._answer_seconds)

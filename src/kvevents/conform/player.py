@@ -1,6 +1,6 @@
-"""Plays a scenario against a target: does its steps with engines that have real sockets, and judges at its checks.
+"""Plays a scenario against a target: performs the steps with engines on real sockets, and judges the answers at the checks.
 
-Every wait is bounded. A network stands in front of an engine if the scenario needs one.
+Every wait is bounded. Clients reach an engine through proxies if the scenario has faults of its network.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvevents.testing.tape import ANY_LOCAL_PORT
 from kvevents.wire import live_frames
 
 CUT_SECONDS: Final = 2.0
-"""Time of the operating system to end the connections that `cut` closes."""
+"""Maximum time until an engine notices that `cut` has closed its connections."""
 
 
 def batches_by_incarnation(name: str, scenario: Scenario) -> list[list[LiveBatch]]:
-    """Return what an engine publishes, by incarnation: everything is known from the scenario."""
+    """Return the batches that an engine publishes in each of its incarnations, as the scenario determines them."""
     topic, incarnations = scenario.engines[name].topic.encode(), [list[LiveBatch]()]
     for step, published in zip(scenario.steps, payloads(scenario), strict=True):
         if getattr(step, "engine", None) != name:
@@ -42,13 +42,13 @@ def batches_by_incarnation(name: str, scenario: Scenario) -> list[list[LiveBatch
 
 
 class ScriptedEngine:
-    """One engine of a scenario. Its methods are the steps of the same names. `opened` closes its sockets."""
+    """One engine of a scenario. Its methods perform the steps of the same names. `stack` closes its sockets at the end."""
 
-    def __init__(self, name: str, scenario: Scenario, opened: ExitStack) -> None:
+    def __init__(self, name: str, scenario: Scenario, stack: ExitStack) -> None:
         self.settings: Final[ScenarioEngine] = scenario.engines[name]
         self._incarnations = iter(batches_by_incarnation(name, scenario))
         self._topic = self.settings.topic.encode()
-        self._open = opened
+        self._stack = stack
         replay = ANY_LOCAL_PORT if self.settings.replay in {"answers", "silent"} else None
         faults = Faults(
             buffer_steps=self.settings.buffer_steps,
@@ -62,12 +62,12 @@ class ScriptedEngine:
             replay_silent=self.settings.replay == "silent",
         )
         self._batches = next(self._incarnations)
-        self.tape: Final = self._open.enter_context(TapePlayer(self._batches, faults=faults, replay_endpoint=replay))
+        self.tape: Final = self._stack.enter_context(TapePlayer(self._batches, faults=faults, replay_endpoint=replay))
         self.proxies: list[FaultProxy] = []
-        """The network in front of its endpoints, if the scenario has faults of the network."""
+        """Proxies in front of its endpoints, if the scenario has faults of its network."""
         ends = [end for end in (self.tape.endpoint, self.tape.replay_endpoint) if end is not None]
         if any(isinstance(step, Cut | Stall | HalfOpen) and step.engine == name for step in scenario.steps):
-            self.proxies = [self._open.enter_context(FaultProxy(end)) for end in ends]
+            self.proxies = [self._stack.enter_context(FaultProxy(end)) for end in ends]
             ends = [proxy.endpoint for proxy in self.proxies]
         self.endpoint: Final = self._advertised_endpoint(ends[0])
         self.replay_endpoint: Final = self._unused_port() if self.settings.replay == "dead" else next(iter(ends[1:]), None)
@@ -78,13 +78,13 @@ class ScriptedEngine:
         if self.settings.address == "unresolvable":
             return "tcp://no-such-engine.invalid:5557"
         if self.settings.address == "silent":
-            listener = self._open.enter_context(socket.create_server(("127.0.0.1", 0)))
+            listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         return own
 
     def _unused_port(self) -> str:
         port = reserve_port(ANY_LOCAL_PORT)
-        self._open.callback(port.close)
+        self._stack.callback(port.close)
         return port.endpoint
 
     def publish(self, times: int, *, lost: bool) -> None:
@@ -111,7 +111,7 @@ class ScriptedEngine:
         self.tape.stop()
 
     def cut(self) -> None:
-        """Close the connections, and refuse new ones. Return when the engine has noticed."""
+        """Close the connections, refuse new ones, and wait until the engine has noticed."""
         for proxy in self.proxies:
             proxy.cut(refuse=True)
         wait_until(lambda: not self.tape.subscriptions, CUT_SECONDS)
@@ -122,7 +122,7 @@ class Player:
 
     def __init__(self, scenario: Scenario, target: Target, engines: dict[str, ScriptedEngine]) -> None:
         self.outcomes: Final[list[ScenarioOutcome]] = []
-        """One for each check so far."""
+        """The outcome of each check so far."""
         self.silent_seconds = 0.0
         self._scenario = scenario
         self._target = target
@@ -132,7 +132,7 @@ class Player:
         self._notes: list[str] = []
 
     def play(self) -> ScenarioOutcome:
-        """Do the steps until an answer is silently wrong, and return the worst outcome. Raise `TargetError`."""
+        """Perform the steps until an answer is silently wrong, and return the worst outcome. Raise `TargetError`."""
         for step in self._scenario.steps:
             self._do(step)
             if self.outcomes and self.outcomes[-1].verdict is Verdict.SILENT:
@@ -142,7 +142,7 @@ class Player:
 
     @singledispatchmethod
     def _do(self, step: Any) -> None:
-        """Do a step of an engine by calling its method of the same name."""
+        """Perform a step of an engine: call the engine's method with the name of the step."""
         getattr(self._engines[step.engine], type(step).__name__.lower())()
 
     @_do.register
@@ -219,7 +219,7 @@ class Player:
         self.outcomes.append(self._query_until_stable(step))
 
     def _query_until_stable(self, check: Check) -> ScenarioOutcome:
-        """Ask until all has been right for a moment, or until time is up."""
+        """Query until all answers have been right for the scenario's `hold` seconds, or `within` seconds have passed."""
         began = right_since = time.monotonic()
         while True:
             differences = self._target.differences(check.queries)
@@ -235,7 +235,7 @@ class Player:
 
 
 def registration_of(step: steps.Register, scenario: Scenario, engines: Mapping[str, ScriptedEngine]) -> EngineRegistration:
-    """Return what a step registers."""
+    """Return the registration that a step makes."""
     engine = engines[step.engine]
     replay = engine if engine.settings.replay_of is None else engines[engine.settings.replay_of]
     size = scenario.block_size if step.block_size is None else step.block_size
@@ -244,7 +244,7 @@ def registration_of(step: steps.Register, scenario: Scenario, engines: Mapping[s
 
 
 def play(scenario: Scenario, driver: Driver) -> Result:
-    """Play a scenario against a fresh target of a driver. Whatever the target does is a result."""
+    """Play a scenario against a fresh target of a driver. A `TargetError` becomes the verdict `UNANSWERED`."""
     began = time.monotonic()
 
     def result(verdict: Verdict, detail: str, silent_seconds: float = 0.0) -> Result:

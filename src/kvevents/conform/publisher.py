@@ -37,23 +37,23 @@ from kvevents.zeromq.sockets import disable_monitor
 
 BLOCK_SIZE: Final = 16
 FEED_SECONDS: Final = 30.0
-"""Time of a publisher to read what it is given."""
+"""Maximum time for a publisher to read the batches that it is given."""
 END_SECONDS: Final = 15.0
-"""Time of a publisher to end."""
+"""Maximum time for a publisher to end."""
 CONNECT_SECONDS: Final = 15.0
 JOIN_SECONDS: Final = 0.3
-"""Time of a subscription to reach the publisher, once its connection is open. ZMTP has no acknowledgement of it."""
+"""Time for a subscription to reach the publisher over an open connection; ZMTP does not acknowledge subscriptions."""
 SILENCE_SECONDS: Final = 3.0
-"""Time without a message after which a reply counts as ended without its end marker."""
+"""Time without a message after which a reply without an end marker counts as ended."""
 _NOT_FED: Final = "the referee cannot give batches to a running publisher; name its command instead of endpoints"
 
 
 class ReceivedStream(NamedTuple):
-    """What was received of a stream, and how it ended."""
+    """The batches that were received from a stream, and its fault."""
 
     batches: list[tuple[int, bytes]]
     fault: str | None = None
-    """Invalid frames, or the lack of an end marker."""
+    """Invalid frames, or a missing end marker."""
 
 
 def given_hash(incarnation: int, number: int) -> int:
@@ -62,7 +62,7 @@ def given_hash(incarnation: int, number: int) -> int:
 
 
 def apply(held: set[int], payload: bytes) -> str | None:
-    """Apply a batch to the blocks that a consumer holds. Return the reasons for which its events cannot be decoded."""
+    """Apply a batch to the blocks that a consumer holds. Return why one of its events cannot be decoded, or None."""
     decoded = decode_batch(payload)
     for event in decoded.batch.events:
         if isinstance(event, AllBlocksCleared):
@@ -75,7 +75,7 @@ def apply(held: set[int], payload: bytes) -> str | None:
 
 
 def judge_stream(stream: ReceivedStream, start: int, wanted: set[int], possible: set[int]) -> ScenarioOutcome:
-    """Return the verdict about batches from number `start` on, of which a consumer must hold `wanted` afterwards."""
+    """Return the verdict about batches from `start` on: a consumer must then hold `wanted`, and only blocks of `possible`."""
     held, last, gaps = set[int](), start - 1, list[str]()
     for number, payload in stream.batches:
         if number <= last and not (held == set() and begins_with_clear(payload)):
@@ -90,9 +90,9 @@ def judge_stream(stream: ReceivedStream, start: int, wanted: set[int], possible:
         return ScenarioOutcome(Verdict.SILENT, f"{foreign} blocks that were not given")
     if not missing:
         return ScenarioOutcome(Verdict.CORRECT if stream.fault is None else Verdict.REPORTED, stream.fault or "")
-    said = [*gaps[:3], stream.fault] if stream.fault else gaps[:3]
+    reports = [*gaps[:3], stream.fault] if stream.fault else gaps[:3]
     detail = f"{missing} of {len(wanted)} blocks are missing"
-    return ScenarioOutcome(Verdict.REPORTED if said else Verdict.SILENT, "; ".join([detail, *said]))
+    return ScenarioOutcome(Verdict.REPORTED if reports else Verdict.SILENT, "; ".join([detail, *reports]))
 
 
 class Publisher(NamedTuple):
@@ -101,7 +101,7 @@ class Publisher(NamedTuple):
     endpoint: str
     replay_endpoint: str
     program: Program | None = None
-    """Its process, if the referee starts it; None for a publisher that runs already."""
+    """Its process, if the referee starts it; None for a publisher that is already running."""
 
     def start(self) -> None:
         """Start the process, and wait until both endpoints accept connections."""
@@ -110,7 +110,7 @@ class Publisher(NamedTuple):
 
 
 class PublisherPlayer:
-    """One scenario with one publisher."""
+    """Plays one scenario with one publisher."""
 
     def __init__(self, publisher: Publisher, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.outcomes: Final[list[ScenarioOutcome]] = []
@@ -122,7 +122,7 @@ class PublisherPlayer:
 
     @singledispatchmethod
     def do(self, step: Any) -> None:
-        """Do a step."""
+        """Perform a step."""
         raise NotImplementedError(step)
 
     @property
@@ -163,18 +163,18 @@ class PublisherPlayer:
         self._connect(reader, self._publisher.endpoint)
         time.sleep(JOIN_SECONDS)
 
-    def _connect(self, own: zmq.Socket[bytes], endpoint: str) -> None:
+    def _connect(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
         deadline = time.monotonic() + CONNECT_SECONDS
-        with own.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
+        with socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) as monitor:
             try:
-                own.connect(endpoint)
+                socket.connect(endpoint)
                 while not monitor.poll(100):
                     if self._publisher.program is not None:
                         self._publisher.program.check()
                     if time.monotonic() > deadline:
                         raise TargetError(f"no connection to {endpoint} within {CONNECT_SECONDS:g} s")
             finally:
-                disable_monitor(own)  # before it is closed: libzmq's I/O thread waits for ever to report to a closed one
+                disable_monitor(socket)  # before it closes: libzmq's I/O thread would wait for ever to report to it
 
     @do.register
     def _send_request(self, step: steps.SendRequest) -> None:
@@ -193,9 +193,9 @@ class PublisherPlayer:
         self.outcomes.append(judge_stream(stream, step.first, wanted, wanted))
 
     def _read_live(self, reader: str, count: int, seconds: float) -> ReceivedStream:
-        own, deadline, batches = self._readers[reader], time.monotonic() + seconds, list[tuple[int, bytes]]()
-        while len(batches) < count and own.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
-            message = parse_live(own.recv_multipart())
+        socket, deadline, batches = self._readers[reader], time.monotonic() + seconds, list[tuple[int, bytes]]()
+        while len(batches) < count and socket.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
+            message = parse_live(socket.recv_multipart())
             if isinstance(message, Malformed):
                 return ReceivedStream(batches, f"an invalid live message: {message.reason}")
             batches.append((message.seq, message.payload))
@@ -215,7 +215,7 @@ class PublisherPlayer:
                 self.outcomes.append(judge_stream(self._read_reply(dealer, step.within), step.start, wanted, possible))
 
     def _read_reply(self, dealer: zmq.Socket[bytes], seconds: float) -> ReceivedStream:
-        """Read a reply until its end marker, a silence, or until time is up. Raise `TargetError` if the publisher has ended."""
+        """Read a reply until its end marker, a silence, or the deadline. Raise `TargetError` if the publisher has ended."""
         sample, fault = ReplaySample(), None
         sample.read(dealer, Patience(SILENCE_SECONDS, seconds), is_strict=True)
         if sample.malformed:
@@ -260,9 +260,9 @@ class PublisherPlayer:
 
 
 class PublisherDriver:
-    """Starts a publisher for each scenario, or plays with one that runs.
+    """Plays scenarios with a publisher that it starts for each of them, or that is already running.
 
-    `source` is a publisher that runs, or the words of a command with the fields `{endpoint}`, `{replay_endpoint}` and
+    `source` is a running publisher, or the words of a command with the fields `{endpoint}`, `{replay_endpoint}` and
     `{buffer_steps}`.
     """
 
@@ -271,7 +271,7 @@ class PublisherDriver:
         self._source = source
 
     def play(self, scenario: PublisherScenario) -> Result:
-        """Play a scenario. Whatever the publisher does is a result."""
+        """Play a scenario. A `TargetError` becomes the verdict `UNANSWERED`."""
         began = time.monotonic()
         try:
             outcome = self._outcome(scenario)
@@ -317,10 +317,10 @@ def kvevents_publisher() -> PublisherDriver:
 
 
 def publisher_driver(target: str) -> PublisherDriver:
-    """Return the driver of any publisher: `ENDPOINT,REPLAY` of one that runs, or the command of one that is fed.
+    """Return the driver of a publisher: of a running one at `ENDPOINT,REPLAY`, or of a command.
 
-    A command publishes each line of its stdin, a JSON object with `events`, as one batch, and ends in order at the end of its
-    input. Raise `ConfigError`.
+    The command must publish each line of its stdin, a JSON object with `events`, as one batch, and must send all batches before
+    it ends at the end of its input. Raise `ConfigError`.
     """
     if target.startswith("tcp://"):
         endpoint, _, replay_endpoint = target.partition(",")

@@ -1,9 +1,9 @@
 """Targets that choose a worker for a prompt: routers with an OpenAI endpoint.
 
-The referee plays the workers, as small OpenAI servers beside the engines' event sockets, and one worker more, the control.
-The control's engine has no faults. It holds one block less of a prompt than the best worker of the scenario, and then one more.
-So a router that misses blocks chooses the control the first time, and one that believes in blocks that are gone does not choose
-it the second time.
+The referee plays the workers: small OpenAI servers beside the engines' event sockets. It adds one more worker, the control,
+whose engine has no faults. The control holds first one block less of a prompt than the best worker of the scenario, then one
+more. A router that misses blocks chooses the control in the first case, and a router that counts blocks that are gone does not
+choose it in the second.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kvevents.testing.tape import ANY_LOCAL_PORT
 MODEL: Final = "m"
 CONTROL: Final = "control"
 REQUESTS: Final = 3
-"""Requests for each prompt and look. All must reach the same worker, so that a random choice is not taken for a right one."""
+"""Number of requests for each prompt and state of the control. All must reach a right worker: one might do so by chance."""
 CONTROL_SECONDS: Final = 0.2
-"""Time of the router to read what the control announces."""
+"""Time for the router to read the events of the control."""
 VLLM_ROUTER: Final = ("vllm-router", "0.1.17")
 
 
@@ -47,7 +47,7 @@ class RouterWorker(NamedTuple):
 
 
 class FakeWorker:
-    """An OpenAI server without a model: token ids are the numbers of the prompt, and each answer is the worker's name."""
+    """An OpenAI server without a model: a prompt's token ids are the numbers in its text, and answers are the worker's name."""
 
     def __init__(self, name: str) -> None:
         worker = self
@@ -57,7 +57,7 @@ class FakeWorker:
 
             def _answer(self) -> None:
                 text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if worker.is_closed:  # the connection was kept open
+                if worker.is_closed:  # the client has kept the connection open
                     self.close_connection = True
                     return
                 answer = worker.answer(self.command, self.path, text)
@@ -114,7 +114,7 @@ def tokens_of(prompt: str | list[int]) -> list[int]:
 
 
 class Control:
-    """The engine of the control: it holds as many blocks of each prompt as the referee wants, and announces every change."""
+    """The engine of the control: it holds as many blocks of each prompt as the referee sets, and announces every change."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -126,7 +126,7 @@ class Control:
         self.replay_endpoint: Final = self._publisher.replay_endpoint
 
     def hold(self, tokens: Sequence[int], salt: str | None, blocks: int) -> bool:
-        """Hold `blocks` blocks of a prompt. Return whether that is a change."""
+        """Hold `blocks` blocks of a prompt. Return whether their number has changed."""
         key = (tokens[0], salt)
         before = self._held.get(key, 0)
         self._held[key] = blocks
@@ -162,7 +162,7 @@ class _Completion(msgspec.Struct):
 
 
 class PlayedWorker(Protocol):
-    """A worker that the referee plays."""
+    """A worker whose server the referee plays."""
 
     @property
     def url(self) -> str:
@@ -199,7 +199,7 @@ class RouterTarget(Target):
         self._registered.add(registration.worker)
 
     def _start(self) -> None:
-        # The router is ready when it routes: some answer /health before they know their workers.
+        # The router is ready when it answers prompts: some routers answer /health before they know their workers.
         body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 1}
         self._program.start(lambda: request(f"{self._program.url}/v1/completions", "POST", body, seconds=5.0).status == 200)
 
@@ -213,12 +213,12 @@ class RouterTarget(Target):
         return next((wrong for block in blocks if (wrong := self._choose(query, held, block)) is not None), None)
 
     def _choose(self, query: CheckQuery, held: Mapping[str, int], blocks: int) -> WrongAnswer | None:
-        """Send requests while the control holds some blocks. Return what is wrong with the choice."""
+        """Send requests while the control holds `blocks` blocks. Return the wrong choice; None if all choices are right."""
         tokens, control, best = query.ids, blocks * self._block_size, max(held.values(), default=0)
         if self._control.hold(tokens, query.salt, blocks):
             time.sleep(CONTROL_SECONDS)
         right = {name for name, tokens in held.items() if tokens == best} if best > control else {CONTROL}
-        # One token more: engines compute the last token of a prompt in any case, so that a whole prompt is never found.
+        # One token more than the blocks: engines always compute the last token of a prompt, so it never counts as cached.
         body: dict[str, Any] = {"model": MODEL, "prompt": " ".join(map(str, [*tokens, 0])), "max_tokens": 1}
         if query.salt is not None:
             body["cache_salt"] = query.salt
@@ -233,7 +233,7 @@ class RouterTarget(Target):
         wrong = max(chosen.keys() - right, key=lambda name: chosen[name])
         count = "all requests" if chosen[wrong] == REQUESTS else f"{chosen[wrong]} of {REQUESTS} requests"
         truth = ", ".join(f"{name} {tokens}" for name, tokens in sorted({**held, CONTROL: control}.items()))
-        # The router knows the control: if it is chosen wrongly, the credit of the worker that holds most is lost.
+        # The router knows the control's blocks: if it chooses the control wrongly, it misses blocks of the best worker.
         concerned = min(right) if wrong == CONTROL else wrong
         return WrongAnswer(concerned, f"{count} sent to {wrong}; tokens held: {truth}")
 
@@ -252,11 +252,11 @@ class RouterTarget(Target):
 
 
 RouterCommand = Callable[[Ports, int, Sequence[RouterWorker]], Sequence[str]]
-"""Returns the command of a router from its ports, the block size, and its workers."""
+"""Returns the command of a router for its ports, a block size, and its workers."""
 
 
 class RouterDriver(Driver):
-    """Starts a router for each scenario, which knows all its workers from its start."""
+    """Starts a router for each scenario; the router knows all workers from its start."""
 
     abilities = frozenset[Ability]({"kill", "salt"})
     kind: type[RouterTarget] = RouterTarget
@@ -271,15 +271,15 @@ class RouterDriver(Driver):
         with ExitStack() as stack:
             control = Control(scenario.block_size)
             stack.callback(control.close)
-            own = EngineRegistration(CONTROL, 0, control.endpoint, control.replay_endpoint, scenario.block_size)
-            followed = [own, *registrations]
+            of_control = EngineRegistration(CONTROL, 0, control.endpoint, control.replay_endpoint, scenario.block_size)
+            followed = [of_control, *registrations]
             workers = self._play_workers(scenario, followed, stack)
             members = [
                 RouterWorker(workers[registration.worker].url, registration.endpoint, registration.replay_endpoint)
                 for registration in followed
             ]
 
-            # Held, because routers of several scenarios run at a time.
+            # Reserved until the end, because routers of several scenarios run at the same time.
             metrics = reserve_port(ANY_LOCAL_PORT)
             stack.callback(metrics.close)
             metrics_port = int(metrics.endpoint.rpartition(":")[2])
@@ -317,10 +317,10 @@ def vllm_router(folder: Path) -> Driver:
 
 
 def command_router(template: str) -> Driver:
-    """Return the driver of any router, from a command with `{port}`, `{block_size}`, `{urls}`, `{endpoints}` and `{replays}`.
+    """Return the driver of a router, from a command with `{port}`, `{block_size}`, `{urls}`, `{endpoints}` and `{replays}`.
 
-    The last three are lists of the workers with commas; a worker without replay has an empty entry. Raise `ConfigError` for a
-    command that cannot be split or has other fields.
+    The last three are comma-separated lists with an entry for each worker, which is empty for a worker without replay. The
+    command can also have `{metrics_port}`. Raise `ConfigError` for a command that cannot be split or has other fields.
     """
 
     def command(ports: Ports, block_size: int, members: Sequence[RouterWorker]) -> list[str]:

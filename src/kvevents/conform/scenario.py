@@ -1,12 +1,12 @@
 """The format of scenarios: JSON files that any program can play without kvevents.
 
-A scenario has engines, the steps that happen to them, and checks, which have the right answer. Everything that an engine
-sends is in the file: events in the forms of a release, which macros fill in, JSON values, or bytes. What must be right, what
-may be reported, how long a player waits, the rule behind the truth and its source are in the file, too.
+A scenario has engines, steps that happen to them, and checks with the right answers. The file has everything that an engine
+sends: macros, which become events in the forms of a release, JSON values, or bytes. It also states which answers must be right,
+which workers may be reported, how long a player waits, the rule from which the right answers follow, and the rule's source.
 The page `reference/conformance.md` of the documentation explains the format; `schema.json` beside this module is its schema.
 
-Scenarios have the forms of the newest vLLM unless they name others. `in_dialect` gives them those of another release, so that
-every fault can be played with every release.
+A scenario has the forms of the newest vLLM unless it states others. `in_dialect` returns it with the forms of another release,
+so that every fault can be played with every release.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from msgspec import Meta, Struct
 from kvevents.errors import ConfigError
 
 VERSION: Final = 2
-"""Version of the format. It rises when an older player would misunderstand a file."""
+"""Version of the format. It is raised if older players would misunderstand new files."""
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", description="bytes as hexadecimal digits")]
 PlainName = Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
 WaitSeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 Ability = Literal["kill", "lora", "ranks", "register", "reports", "salt", "tenants", "unregister"]
-"""What a target must be able to do: be killed and started again, match within an adapter, distinguish ranks of a worker, accept
-engines while it runs, report single workers, match within a cache salt, separate tenants, remove engines while it runs."""
+"""Abilities of a target, in this order: it can be killed and started again, match within a LoRA, distinguish ranks of a worker,
+accept engines while it runs, report single workers, match within a salt, separate tenants, remove engines while it runs."""
 
 GROUPS: Final = {
     "dialects": "What each engine release sends",
@@ -56,7 +56,7 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """An engine: a PUB socket for live batches, a ROUTER socket for replay, and a replay buffer."""
 
     seed: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)] = 1
-    """Decides the hashes of `$store`: engines with different seeds have different hashes for equal tokens."""
+    """Determines the hashes of `$store`: engines with different seeds have different hashes for equal tokens."""
     worker: PlainName | None = None
     """Name of the worker in answers; the name of the engine by default. Ranks of one worker share it."""
     rank: Annotated[int, Meta(ge=0, le=1023)] = 0
@@ -64,17 +64,17 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     replay: Literal["answers", "none", "dead", "silent"] = "answers"
     """`none`: the target is given no replay endpoint. `dead`: nothing listens at it. `silent`: it never answers."""
     replay_of: PlainName | None = None
-    """The target is given the replay endpoint of this engine instead, which is a wrong setting."""
+    """Name of another engine, whose replay endpoint the target is given, as by a wrong setting."""
     address: Literal["engine", "unreachable", "unresolvable", "silent"] = "engine"
-    """What the target is given as the endpoint: this engine's, a port where nothing listens, a name that does not exist, or a
-    port that accepts connections and sends nothing."""
+    """The endpoint that the target is given: that of the engine, a port where nothing listens, a host name that does not exist,
+    or a port that accepts connections and sends nothing."""
     buffer_steps: Annotated[int, Meta(ge=0)] = 10_000
-    """Batches in the replay buffer. A request for an older start is answered from the oldest one on."""
+    """Number of batches in the replay buffer. A request for older batches is answered from the oldest one in it."""
     reply_shape: Literal["topic", "no-topic", "bare-end"] = "topic"
-    """Frames of replies: with the topic (vLLM from 0.26, SGLang from 0.5.22), without it, or also with an end marker that has
-    no sequence number."""
+    """`topic`: replies have a topic (vLLM from 0.26, SGLang from 0.5.22). `no-topic`: they have none. `bare-end`: they have
+    none, and the end marker has no sequence number."""
     replay_send_limit: Annotated[int, Meta(ge=0)] | None = None
-    """Batches of one reply that arrive; the rest is dropped without notice, as by the engines' ROUTER sockets."""
+    """Maximum number of batches in one reply; the rest is dropped without notice, as by the engines' ROUTER sockets."""
     replay_holes: list[int] = []
     """Sequence numbers that are missing in replies."""
     replay_junk: list[list[Hex]] = []
@@ -112,7 +112,7 @@ class Forms(Struct, frozen=True, forbid_unknown_fields=True):
     """Hashes are integers of 64 bits, or 32 bytes of which the last 8 are the integer, big-endian."""
 
     def has(self, event: Any) -> bool:
-        """Whether an event is a macro, and changes no fields that its form does not have."""
+        """Whether an event is a macro whose changes concern only fields of its form."""
         for macro, form in (("$store", self.store), ("$remove", self.remove), ("$clear", self.clear)):
             if isinstance(event, dict) and macro in event:
                 return len(event) == 1 or (isinstance(form, dict) and event.keys() - {macro} <= form.keys())
@@ -142,12 +142,12 @@ class Unregister(_EngineStep, frozen=True, tag="unregister"):
 
 
 class Store(_EngineStep, frozen=True, tag="store"):
-    """Publish blocks of a prompt, with a batch for each: `publish` with `[{"$store": [prompt, place, 1]}]`, place by place."""
+    """Publish blocks of a prompt, each in its own batch, as `publish` does with `[{"$store": [prompt, place, 1]}]`."""
 
     prompt: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
-    """Its first token id; the others follow one by one."""
+    """Its first token id; the following ids are consecutive."""
     blocks: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=1)]]
-    """The first place in the prompt, and how many."""
+    """Place of the first block in the prompt, and number of blocks."""
     lost: bool = False
     """Whether the live messages are lost."""
 
@@ -155,7 +155,7 @@ class Store(_EngineStep, frozen=True, tag="store"):
 class Publish(_EngineStep, frozen=True, tag="publish"):
     """Give a batch the next sequence number, store it for replay, and send it.
 
-    Its content is `events` in the form of a batch, or `batch`, each of them as msgpack; or `payload`.
+    The batch is one of: `events` in the form of a batch, as msgpack; `batch`, as msgpack; the bytes `payload`.
     """
 
     events: list[Any] | None = None
@@ -167,7 +167,7 @@ class Publish(_EngineStep, frozen=True, tag="publish"):
 
 
 class Skip(_EngineStep, frozen=True, tag="skip"):
-    """Use up the engine's next sequence number without a batch, as engines do that cannot encode one."""
+    """Use up the engine's next sequence number without a batch, as an engine does that cannot encode a batch."""
 
 
 class Resend(_EngineStep, frozen=True, tag="resend"):
@@ -183,7 +183,7 @@ class Send(_EngineStep, frozen=True, tag="send"):
 
 
 class Restart(_EngineStep, frozen=True, tag="restart"):
-    """End the engine's process and start another at the same endpoints: nothing stored, sequence numbers from 0."""
+    """End the engine's process and start another at the same endpoints: its buffer is empty, and numbers begin at 0."""
 
 
 class Stop(_EngineStep, frozen=True, tag="stop"):
@@ -207,7 +207,7 @@ class Heal(_EngineStep, frozen=True, tag="heal"):
 
 
 class AwaitSubscriber(_EngineStep, frozen=True, tag="await-subscriber"):
-    """Wait until the target subscribes, again after a restart or a cut."""
+    """Wait until the target subscribes, for the first time or again after a restart or a cut."""
 
 
 class Kill(_Step, frozen=True, tag="kill"):
@@ -215,7 +215,7 @@ class Kill(_Step, frozen=True, tag="kill"):
 
 
 class Start(_Step, frozen=True, tag="start"):
-    """Start the killed target, and register again what it does not remember by itself."""
+    """Start the killed target, and register again the engines that it has not stored."""
 
 
 class Pause(_Step, frozen=True, tag="pause"):
@@ -245,26 +245,26 @@ class CheckQuery(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
 
 
 class Settle(_Step, frozen=True, tag="settle"):
-    """Wait until the answers are right, for `within` seconds at most. What they are is not judged."""
+    """Wait until the answers are right, for `within` seconds at most. The answers are not judged."""
 
     queries: list[CheckQuery]
     within: WaitSeconds
 
 
 class Check(_Step, frozen=True, tag="check"):
-    """Ask until all is right and stays right for `hold` seconds, for `within` seconds at most, and judge.
+    """Query for `within` seconds, or until all answers have been right for the scenario's `hold` seconds, and judge them.
 
-    Every answer must be right, and no worker may be reported, except those named here.
+    Every answer must be right, and no worker may be reported, except for the workers named here.
     """
 
     within: WaitSeconds
     queries: list[CheckQuery] = []
     may_report: list[PlainName] = []
-    """Workers about which the wire leaves a doubt. They may be reported, and their answers must be right."""
+    """Workers about which the wire leaves a doubt. They may be reported, but their answers must be right."""
     may_be_wrong: list[PlainName] = []
     """Workers about which no reader can know what is right. Their answers may be wrong if they are reported."""
     must_report: list[PlainName] = []
-    """Workers that must be reported as not well."""
+    """Workers about which the target must report a problem."""
 
 
 PublishingStep = Store | Publish | Skip | Resend | Send
@@ -284,11 +284,11 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     rule: PlainName
     """The rule from which the right answers follow: a key of `rules.json`."""
     source: str
-    """Where the truth can be looked up: a release, and a file in it or a document."""
+    """Source of the rule: a release, and a file in it or a document."""
     hold: WaitSeconds
     """Seconds for which answers must stay right before they count."""
     subscribe: WaitSeconds
-    """Seconds that the target has to subscribe, or to subscribe again."""
+    """Maximum number of seconds until the target subscribes, for the first time or again."""
     engines: dict[PlainName, ScenarioEngine]
     steps: Annotated[list[Step], Meta(min_length=1)]
     forms: Forms = msgspec.field(default_factory=Forms)
@@ -301,7 +301,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 class FeedBatches(_Step, frozen=True, tag="feed"):
-    """Give the publisher batches. Each stores one block: batch n of an incarnation stores block n behind block n - 1."""
+    """Give the publisher batches. Each stores one block: batch n of an incarnation stores block n with parent n - 1."""
 
     batches: Annotated[int, Meta(ge=1, le=100_000)]
 
@@ -325,11 +325,11 @@ class RestartPublisher(_Step, frozen=True, tag="restart-publisher"):
 
 
 class EndPublisher(_Step, frozen=True, tag="end-publisher"):
-    """Let the publisher end in order: it has sent what it was given."""
+    """End the input of the publisher, and wait until it has sent all batches and ended."""
 
 
 class CheckLive(_Step, frozen=True, tag="check-live"):
-    """Read until a reader has received these numbers, each once and in order, with what was given for them."""
+    """Read until a reader has received these numbers, each once and in order, with the batches that were given for them."""
 
     reader: PlainName
     first: int
@@ -338,18 +338,18 @@ class CheckLive(_Step, frozen=True, tag="check-live"):
 
 
 class CheckReplay(_Step, frozen=True, tag="check-replay"):
-    """Request everything from a number on. A consumer that applies the reply holds what was given from there on, or all."""
+    """Request all batches from `start` on. A consumer that applies the reply must hold their blocks; it may hold older ones."""
 
     start: int
     within: WaitSeconds
     consumers: Annotated[int, Meta(ge=1, le=100)] = 1
-    """Concurrent requests, each from a socket of its own."""
+    """Number of concurrent requests, each from its own socket."""
     delay: WaitSeconds = 0.0
     """Time until the consumers begin to read."""
 
 
 class CheckWatched(_Step, frozen=True, tag="check-watched"):
-    """Read live batches for some seconds, after 10 batches if the publisher can be fed, and compare them with their replay."""
+    """Read live batches for some seconds, and compare them with their replay. If possible, give the publisher 10 batches."""
 
     seconds: WaitSeconds
 
@@ -362,7 +362,7 @@ PublisherStep = (
 class PublisherScenario(
     Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="target", tag="publisher"
 ):
-    """What a publisher is given, and what its consumers must receive."""
+    """The batches that a publisher is given, and those that its consumers must receive."""
 
     version: Literal[2]
     name: PlainName
@@ -372,7 +372,7 @@ class PublisherScenario(
     steps: Annotated[list[PublisherStep], Meta(min_length=1)]
     group: Literal["publishing"] = "publishing"
     buffer_steps: Annotated[int, Meta(ge=1)] = 10_000
-    """Batches in the replay buffer."""
+    """Number of batches in the replay buffer."""
     needs: list[Literal["feed"]] = []
     """Whether the publisher must take batches from the referee."""
 
@@ -410,7 +410,7 @@ class Macros:
         return expanded
 
     def _expand_all(self, value: Any, names: Mapping[str, Any]) -> Iterator[Any]:
-        """Yield what an item of a list becomes: `$store` can be several events."""
+        """Yield the values that replace an item of a list: a `$store` can become several events."""
         match value:
             case str():
                 yield names.get(value, value)
@@ -463,7 +463,7 @@ def _changed(form: Any, changes: Mapping[Any, Any]) -> Any:
 
 
 def payloads(scenario: Scenario) -> list[list[bytes]]:
-    """Return what each step publishes, in order."""
+    """Return the payloads that each step publishes, in the order of the steps."""
     batches, number = list[list[bytes]](), 0
     macros = {name: Macros(scenario.forms, scenario.block_size, engine) for name, engine in scenario.engines.items()}
     for step in scenario.steps:
@@ -512,10 +512,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def in_dialect(scenario: Scenario, release: Scenario) -> Scenario | None:
-    """Return a scenario with the forms and replies of a release, which are those of the scenario about that release.
+    """Return a scenario with the forms and the reply shape of `release`, which is the scenario about another release.
 
-    Return None if the release cannot express it: it has batches without forms, or fields that the release does not have.
-    Payloads stay as they are.
+    Return None if the forms cannot express the scenario: it gives whole batches, or fields that events of the release do not
+    have. Payloads in bytes stay as they are.
     """
     for step in scenario.steps:
         if isinstance(step, Publish) and (step.batch is not None or not all(map(release.forms.has, step.events or ()))):

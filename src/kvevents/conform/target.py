@@ -1,8 +1,8 @@
 """The interfaces of a target and of its driver; HTTP requests to targets, and the processes of targets.
 
 A target turns the referee's questions into its own protocol. An indexer answers with tokens per worker, a router with the
-worker that it chose. Endpoint Pickers of the Gateway API are the next kind: a target whose `differences` sends a request by the
-`ext_proc` protocol and reads `x-gateway-destination-endpoint` of the answer, with workers as those of a router.
+worker that it chose. Endpoint Pickers of the Gateway API would be another kind of target: `differences` would send a request by
+the `ext_proc` protocol and read `x-gateway-destination-endpoint` of the answer; the workers would be those of a router.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvevents.testing.ports import reserve_port
 from kvevents.testing.tape import ANY_LOCAL_PORT
 
 ANSWER_SECONDS: Final = 10.0
-"""Time of a target to answer one request."""
+"""Maximum time for a target to answer one request."""
 POLL_SECONDS: Final = 0.01
 """Time between two checks of a condition."""
 T = TypeVar("T")
 MAX_BYTES: Final = 64 << 20
-"""Size of one answer."""
+"""Maximum size of one answer."""
 
 
 class TargetResponse(NamedTuple):
@@ -86,7 +86,7 @@ def request(url: str, method: str = "GET", body: Any = None, *, seconds: float =
 
 
 class TargetError(ExternalError):
-    """The target ended, or did not answer in time. The message says which, and where."""
+    """The target ended, or did not answer as it should or in time. The message has the reason and the place."""
 
 
 class RejectedError(ExternalError):
@@ -114,7 +114,7 @@ def is_open(endpoint: str) -> bool:
 
 
 class EngineRegistration(NamedTuple):
-    """An engine to follow, as it is described to a target."""
+    """The description of an engine that a target receives in order to follow it."""
 
     worker: str
     rank: int
@@ -137,13 +137,13 @@ class Target(ABC):
 
     @abstractmethod
     def reports(self) -> dict[str, str | None]:
-        """Return for each registered worker what the target says against it; None if it says that all is well, or nothing."""
+        """Return the problem that the target reports, by registered worker; None if it reports none, or nothing at all."""
 
     def engine_stopped(self, worker: str) -> None:  # noqa: B027  most targets have nothing to end
         """Handle the end of a worker's engine: end everything else that the referee plays for this worker."""
 
     def engine_restarting(self, worker: str) -> AbstractContextManager[None]:
-        """Return a context in which a worker's engine ends and starts, with everything that is in its process."""
+        """Return a context for a restart of a worker's engine, which restarts everything else that is in its process."""
         del worker
         return nullcontext()
 
@@ -156,7 +156,7 @@ class Target(ABC):
         raise NotImplementedError
 
     def start(self, registrations: Sequence[EngineRegistration]) -> None:
-        """Start the process again, and register again what it does not remember."""
+        """Start the process again, and register again the engines that it has not stored."""
         raise NotImplementedError
 
 
@@ -166,7 +166,7 @@ class Driver(ABC):
     title: str
     """Name and version."""
     abilities: frozenset[Ability]
-    """What its targets can do beyond following engines that are known when they start, and answering queries."""
+    """Abilities of its targets, besides following engines that they know from their start, and answering queries."""
 
     @abstractmethod
     def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> AbstractContextManager[Target]:
@@ -177,22 +177,22 @@ class Driver(ABC):
 
 
 START_SECONDS: Final = 60.0
-"""Time of a program to answer after its start; many start at once on few CPUs."""
+"""Maximum time from the start of a program until it is ready: many programs start at once on few CPUs."""
 INSTALL_SECONDS: Final = 540.0
-"""Time to install a wheel with its dependencies."""
+"""Maximum time to install a wheel with its dependencies."""
 
 
 class Program:
-    """A program in a process group of its own, with a reserved port, a folder for its state, and a log."""
+    """A program in its own process group, with a reserved port, a folder for its state, and a log."""
 
     def __init__(self, title: str, command: Callable[[int, Path], Sequence[str]], *, is_fed: bool = False) -> None:
-        """Create the program. `command` returns its command from the port and the folder; `is_fed`: it reads its stdin."""
+        """Create the program. `command` returns its command for a port and a folder. With `is_fed` it reads its stdin."""
         self.title: Final = title
         self._is_fed = is_fed
         self._folder = tempfile.TemporaryDirectory(prefix="kvevents-conform-")
-        # Held, because programs of several scenarios run at a time.
-        self._held = reserve_port(ANY_LOCAL_PORT)
-        self.port: Final = int(self._held.endpoint.rpartition(":")[2])
+        # Reserved until the end, because programs of several scenarios run at the same time.
+        self._reserved_port = reserve_port(ANY_LOCAL_PORT)
+        self.port: Final = int(self._reserved_port.endpoint.rpartition(":")[2])
         self._command = command(self.port, Path(self._folder.name))
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -270,15 +270,15 @@ class Program:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
-        self._held.close()
+        self._reserved_port.close()
         self._folder.cleanup()
 
 
-def python_with(package: str, version: str, folder: Path, *wheels: Path, also: Sequence[str] = ()) -> str:
-    """Return the interpreter of a virtual environment with a released wheel. Create it in `folder` if it is not there.
+def python_with(package: str, version: str, folder: Path, *wheels: Path, requirements: Sequence[str] = ()) -> str:
+    """Return the interpreter of a virtual environment with a released wheel. Create the environment in `folder` if needed.
 
-    Wheels in this folder and in `wheels` are used before those of the package index; `also` are further requirements. Raise
-    `ExternalError` if that fails.
+    Wheels in this folder and in the folders `wheels` are used before those of the package index. `requirements` are installed
+    too. Raise `ExternalError` if the installation fails.
     """
     home = folder / f"{package}-{version}"
     python, ready = home / "bin" / "python", home / ".ready"
@@ -290,7 +290,7 @@ def python_with(package: str, version: str, folder: Path, *wheels: Path, also: S
     options = ("--quiet", "--disable-pip-version-check", "--only-binary=:all:", "--prefer-binary", *links)
     for command in (
         (sys.executable, "-m", "venv", "--clear", str(home)),
-        (str(python), "-m", "pip", "install", *options, f"{package}=={version}", *also),
+        (str(python), "-m", "pip", "install", *options, f"{package}=={version}", *requirements),
     ):
         try:
             done = subprocess.run(command, stdout=sys.stderr, check=False, timeout=INSTALL_SECONDS)  # noqa: S603  pip

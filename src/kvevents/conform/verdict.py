@@ -43,8 +43,7 @@ class ConformRun(msgspec.Struct, frozen=True):
     def has_failed(self, max_needless: int | None = None) -> bool:
         """Whether an answer was wrong without notice or missing, or too many scenarios were reported without need.
 
-        At most `max_needless` may be, by default one of `SCENARIOS_PER_NEEDLESS` that were played, and none of the group
-        `healthy`, in which nothing goes wrong.
+        At most `max_needless` may be, by default one for each `SCENARIOS_PER_NEEDLESS` played, and none of the group `healthy`.
         """
         needless = [result.group for result in self.results if result.verdict is Verdict.NEEDLESS]
         played = len(self.results) - self.counts[Verdict.NOT_APPLICABLE]
@@ -61,7 +60,7 @@ class ConformRun(msgspec.Struct, frozen=True):
 
 
 def make_run(target: str, command: Sequence[str], seconds: float, results: list[Result]) -> ConformRun:
-    """Return the results with what they were measured on."""
+    """Return the results together with the target, the command and the machine."""
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     today = datetime.now(UTC).date().isoformat()
     return ConformRun(target, " ".join(command), today, machine, package_metadata.VERSION, VERSION, round(seconds, 1), results)
@@ -110,9 +109,9 @@ class Verdict(StrEnum):
     CORRECT = "correct"
     """Every answer equals the truth."""
     REPORTED = "reported"
-    """An answer differs from the truth, as it may, and the target's own interface says so about the worker, or rejected it."""
+    """The target reports or has rejected a worker that it must report, or whose answers differ from the truth as they may."""
     NEEDLESS = "reported without need"
-    """The target reports a worker about which it should be right: all answers are right, or one that must be right differs."""
+    """The target reports a worker that it need not report: its answers are right, or one that must be right differs."""
     SILENT = "silently wrong"
     """An answer differs from the truth, and nothing that names the worker says so."""
     UNANSWERED = "unanswered"
@@ -120,7 +119,7 @@ class Verdict(StrEnum):
 
 
 SCENARIOS_PER_NEEDLESS: Final = 20
-"""Number of played scenarios for each one that may be reported without need by default: 5 of the 116 for readers."""
+"""Number of played scenarios for each scenario that may be reported without need by default: 5 of the 116 for readers."""
 
 
 class WrongAnswer(NamedTuple):
@@ -130,11 +129,11 @@ class WrongAnswer(NamedTuple):
     text: str
     """What was answered, and what is true."""
     report: str | None = None
-    """What the answer itself reports against the worker."""
+    """The problem with the worker that the answer itself reports."""
 
 
 class ScenarioOutcome(NamedTuple):
-    """The verdict about one look at a target, and why."""
+    """The verdict about a target at one check, and the reason."""
 
     verdict: Verdict
     detail: str
@@ -148,25 +147,25 @@ class Result(msgspec.Struct, frozen=True):
     title: str
     verdict: Verdict
     detail: str
-    """What differs, and what the target reports about it; for a correct answer, what the target reports nevertheless."""
+    """The differences, and what the target reports; for right answers, only what the target reports."""
     seconds: float
     """Duration of the scenario."""
     silent_seconds: float
-    """Time for which an answer was wrong and nothing reported it, until the end of the scenario at most."""
+    """Longest time from the beginning of a check at the end of which an answer was still wrong without a report."""
 
 
 def judge(check: Check, differences: Sequence[WrongAnswer], reports: Mapping[str, str | None]) -> ScenarioOutcome:
     """Return the verdict about the differences from the truth, worker by worker.
 
-    `reports` has for each worker what the target says against it, or None if it says that all is well. A difference is
-    reported only if the target reports the worker that it is about, in the answer or elsewhere.
+    `reports` has the problem that the target reports for each worker, or None if it reports that all is well. A difference
+    counts as reported only if the target reports the worker concerned, in the answer or elsewhere.
     """
-    said = {difference.worker: difference.report for difference in differences if difference.report is not None}
-    said |= {name: text for name, text in reports.items() if text is not None}
+    reported = {difference.worker: difference.report for difference in differences if difference.report is not None}
+    reported |= {name: text for name, text in reports.items() if text is not None}
     wrong, outcomes = {difference.worker for difference in differences}, list[ScenarioOutcome]()
-    for name in sorted({*wrong, *said, *check.must_report}):
+    for name in sorted({*wrong, *reported, *check.must_report}):
         texts = [difference.text for difference in differences if difference.worker == name]
-        if name not in said:
+        if name not in reported:
             verdict = Verdict.SILENT
             texts = texts or [f"nothing says that {name} cannot be followed"]
         elif name in check.must_report or (texts and name in check.may_be_wrong):
@@ -176,12 +175,13 @@ def judge(check: Check, differences: Sequence[WrongAnswer], reports: Mapping[str
         else:
             verdict = Verdict.NEEDLESS
             texts = texts or [f"{name}: the answers are right"]
-        outcomes.append(ScenarioOutcome(verdict, "; ".join([*texts, *([f"{name}: {said[name]}"] if name in said else [])])))
+        texts += [f"{name}: {reported[name]}"] if name in reported else []
+        outcomes.append(ScenarioOutcome(verdict, "; ".join(texts)))
     return ScenarioOutcome(worst(outcomes).verdict, "; ".join(outcome.detail for outcome in outcomes))
 
 
 def worst(outcomes: Sequence[ScenarioOutcome]) -> ScenarioOutcome:
-    """Return the worst outcome, the last one if several are equally bad; a correct one without outcomes."""
+    """Return the worst outcome, the last of equally bad ones. Return a correct one if there are no outcomes."""
     order = list(Verdict)
     return max(
         reversed(outcomes), key=lambda outcome: order.index(outcome.verdict), default=ScenarioOutcome(Verdict.CORRECT, "")
