@@ -180,6 +180,7 @@ NATIVE = {
     Path("service/data_plane.py"),
     Path("service/fleet/follower.py"),
     Path("service/http/app.py"),
+    Path("service/http/messages.py"),
 }
 """Modules that import the native module, besides those of the index."""
 

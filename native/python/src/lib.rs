@@ -111,6 +111,13 @@ fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Optio
     Some((PyBytes::new(py, &rest), PyBytes::new(py, keys::bytes_of(&tokens))))
 }
 
+/// Raises `ValueError` if an object of a body has a name twice.
+#[pyfunction]
+fn check_names(py: Python<'_>, body: &[u8], is_msgpack: bool) -> PyResult<()> {
+    py.detach(|| kvevents_server::check_names(body, is_msgpack))
+        .map_err(PyValueError::new_err)
+}
+
 /// `kvevents_native._native`.
 #[pymodule(gil_used = true)]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -133,6 +140,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(routing::nearest, module)?)?;
     module.add_function(wrap_pyfunction!(tier_of, module)?)?;
     module.add_function(wrap_pyfunction!(lifted, module)?)?;
+    module.add_function(wrap_pyfunction!(check_names, module)?)?;
     #[cfg(feature = "testing")]
     {
         module.add_function(wrap_pyfunction!(testing::scanned, module)?)?;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 from urllib.parse import parse_qsl
@@ -19,6 +18,7 @@ from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
 from kvevents.service.scope_fields import check_unknown
 from kvevents.service.settings import Limits
 from kvevents.settings import fault_of, suggestion, with_path
+from kvevents_native import _native
 
 JSON: Final = b"application/json"
 PROBLEM: Final = b"application/problem+json"
@@ -149,8 +149,10 @@ class HttpRequest(Struct, eq=False):
             if known is body:
                 raise
             value = _decode(decoder, known, self.ignored_fields)
-        if decoder is self.decoders.json:
-            _check_repeated(body)
+        try:  # of a field that occurs twice, programs differ in which one counts, and it can be a tenant
+            _native.check_names(body, decoder is self.decoders.msgpack)
+        except ValueError as error:
+            raise RefusedError(f"malformed body: {error}", "malformed-body", "send each field once") from error
         return value
 
     def _without_unknown(self, decoder: Any, body: bytes) -> bytes:
@@ -225,21 +227,6 @@ def _with_integers(body: bytes) -> bytes:
         return msgspec.json.encode(json.loads(body.decode(), parse_float=read, parse_int=raw, parse_constant=raw))
     except (ValueError, RecursionError):
         return body
-
-
-def _check_repeated(body: bytes) -> None:
-    """Raise `RefusedError` for a field that occurs twice: programs differ in which one counts, and it can be a tenant."""
-
-    def check(pairs: list[tuple[str, Any]]) -> None:
-        if len(pairs) > len({name for name, _ in pairs}):
-            ((repeated, _),) = Counter(name for name, _ in pairs).most_common(1)
-            sentence = f"malformed body: the field {repeated!r} occurs twice"
-            raise RefusedError(sentence, "malformed-body", "send each field once")
-
-    try:
-        json.loads(body, object_pairs_hook=check)
-    except RecursionError as error:
-        raise RefusedError("malformed body: it is nested too deeply", "malformed-body", "send one JSON object") from error
 
 
 def _decode(decoder: Any, body: bytes, ignored_fields: Iterable[str] = ()) -> Any:
