@@ -195,6 +195,7 @@ def test_bad_reservations_are_refused(service: Service) -> None:
         {"reserve": {"id": "a/b"}},
         {"reserve": {"id": "."}},
         {"reserve": {"id": ".."}},
+        {"reserve": {"id": "a\n"}},
         {"reserve": {"id": "a" * 129}},
         {"reserve": {"seconds": 0.5}},
         {"reserve": {"seconds": 86_401}},

@@ -20,8 +20,8 @@ MAX_NAME_BYTES: Final = 512
 """Longest name of an instance, a model, a tenant, a LoRA or an endpoint."""
 MAX_RESERVATION_ID: Final = 128
 """Longest name of a reservation."""
-RESERVATION_ID: Final = "^[.]*[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*$"
-"""Pattern of such a name. Clients remove `.` and `..` from a path, so dots alone are no name."""
+RESERVATION_ID: Final = "^[.]*[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*$(?!\\n)"
+"""Pattern of such a name: not dots alone, which clients remove from a path, and no line feed, which may follow `$`."""
 MAX_RESERVATION_SECONDS: Final = 86_400
 """Longest time after which a reservation expires."""
 MAX_LABELS: Final = 32
