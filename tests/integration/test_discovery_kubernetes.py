@@ -124,7 +124,9 @@ async def test_an_engine_lives_as_long_as_its_pod(server: StreamServer, tmp_path
 async def test_a_pod_that_is_not_ready_yet_is_no_engine(server: StreamServer, tmp_path: Path) -> None:
     server.lists["pods"] = EMPTY | {"items": [json.loads(line)["object"] for line in STEPS["killed"]]}
     async with following(server, tmp_path) as pods:
-        assert await pods.until(lambda _: True) == Finding()
+        found = await pods.until(lambda _: True)
+        assert (found.registrations, found.providers, found.faults) == ((), (), ())
+        assert [name for name, _ in found.unready] == [source_name("default", "default", "vllm-0")]
         server.push(STEPS["ready"][1:2])
         await pods.until_pods("vllm-1")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -114,4 +114,36 @@ async def test_a_service_needs_only_a_selector(tmp_path: Path) -> None:
         def push(lines: list[str]) -> None:
             loop.call_soon_threadsafe(server.push, lines)
 
+        await asyncio.to_thread(run)
+
+
+async def test_a_drained_pod_stays_drained_though_it_is_not_ready_when_the_service_starts(tmp_path: Path) -> None:
+    """The pod was never Ready for the new service, which does not follow it until it is."""
+    steps: dict[str, list[str]] = recorded("steps")
+    async with run_stream_server() as server:
+        config = write_kubeconfig(tmp_path / "kubeconfig", server.url)
+
+        def start() -> AbstractContextManager[Service]:
+            return serving("--kubernetes-selector", "app=vllm", "--state-dir", tmp_path, KUBECONFIG=str(config))
+
+        def push(lines: list[str]) -> None:
+            loop.call_soon_threadsafe(server.push, lines)
+
+        def run() -> None:
+            with run_engines(1) as made:
+                servers = [server for _, server in made]
+                with start() as service:
+                    push(at(steps["created"] + steps["ready"], servers))
+                    service.exact("vllm-0")
+                    assert service.post("/v1/drain", instance="vllm-0").status == 200
+                    service.end()
+                pods = [json.loads(line)["object"] for line in at(steps["killed"], servers)]
+                server.lists["pods"] = {"metadata": {"resourceVersion": "1"}, "items": pods}
+                with start() as service:
+                    service.wait_until_ready()
+                    assert not service.sources()
+                    push(at(steps["restarted"], servers))
+                    assert service.exact("vllm-0")["draining"]
+
+        loop = asyncio.get_running_loop()
         await asyncio.to_thread(run)

@@ -39,6 +39,8 @@ class _Reading(NamedTuple):
     pod: Pod
     pool: InferencePool | None = None
     engine: PodEngine | None = None
+    was_ready: bool = False
+    """Whether the pod was Ready once, so that its engine is followed."""
     why_not_ready: str = ""
     fault: str = ""
 
@@ -131,8 +133,8 @@ class _Namespace:
         if failure := pod.failure:
             return _Reading(pod, pool, fault=f"pod {metadata.name} has failed: {failure}")
         reason = pod.why_not_ready
-        was_followed = before is not None and before.engine is not None and before.pod.metadata.uid == metadata.uid
-        if not pod.status.pod_ip or pod.status.phase == "Succeeded" or (reason and not was_followed):
+        was_ready = not reason or (before is not None and before.was_ready and before.pod.metadata.uid == metadata.uid)
+        if not pod.status.pod_ip or pod.status.phase == "Succeeded":
             return _Reading(pod, pool)
         ports = () if pool is None else pool.ports
         # Pods of several namespaces can have one name.
@@ -143,19 +145,19 @@ class _Namespace:
             return _Reading(pod, pool, fault=str(error))
         if before is not None and before.engine == engine:  # its provider is the one that runs: comparing both is fast
             engine = before.engine
-        return _Reading(pod, pool, engine, reason)
+        return _Reading(pod, pool, engine, was_ready, reason)
 
 
 def _build_finding(namespaces: list[_Namespace]) -> Finding:
     readings = [reading for namespace in namespaces for reading in namespace.read()]
-    engines = [(reading.engine, reading.why_not_ready) for reading in readings if reading.engine is not None]
+    engines = [reading.engine for reading in readings if reading.engine is not None and reading.was_ready]
     faults = [sentence for namespace in namespaces for sentence in namespace.faults()]
     of_pods = [reading.fault for reading in readings if reading.fault]
     if len(of_pods) > MAX_FAULTS:
         of_pods[MAX_FAULTS:] = [f"{len(of_pods) - MAX_FAULTS} pods more have a fault"]
     return Finding(
-        registrations=tuple(registration for engine, _ in engines for registration in engine.registrations),
+        registrations=tuple(registration for engine in engines for registration in engine.registrations),
         faults=(*faults, *of_pods),
-        providers=tuple(provider for engine, _ in engines for provider in engine.providers),
-        unready=tuple((engine.source, reason) for engine, reason in engines if reason),
+        providers=tuple(provider for engine in engines for provider in engine.providers),
+        unready=tuple((each.engine.source, each.why_not_ready) for each in readings if each.engine and each.why_not_ready),
     )

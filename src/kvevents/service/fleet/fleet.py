@@ -298,7 +298,8 @@ class Fleet(Listener):
         for key in self.follow_errors.keys() - targets.keys():
             self.follow_errors.pop(key, None)
         for key, member in list(self.drained.items()):
-            if member.origin == origin and key not in targets and self.is_discovery_complete:
+            is_known = key in targets or key[0] in self.unready
+            if member.origin == origin and not is_known and self.is_discovery_complete:
                 self.drained.pop(key, None)
         for member in [member for member in list(self.members.values()) if member.origin in {origin, HTTP}]:
             target = targets.get(member.registration.key)
