@@ -7,18 +7,18 @@ engines can replay everything that a bridge has in memory.
 
 - *Back-pressure*: records that the servers do not accept are queued. If a partition accepts nothing and its queue exceeds its
   share of `max_queued_bytes`, its streams are *paused*: the bridge stops following them until the queue is written, and then
-  continues from there. If all queues exceed `max_queued_bytes`, the thread reads nothing. In both cases the streams recover by
-  replay. Heartbeats report for how long this lasts, or for how long the oldest record has waited, above `max_lag_seconds`.
-  Replicas trust no stream of a bridge that lags.
-- *Name*: in the log each process is a bridge of its own, `NAME#RANDOM`, so two bridges of the same name do not overwrite each
-  other's reports. Each sees the other's heartbeats and reports the conflict. The reports of a process count until its
-  heartbeats are missing.
+  follows them from the end of the log. If all queues together exceed `max_queued_bytes`, the thread reads nothing. In both
+  cases the streams recover by replay. Heartbeats report how long nothing was read, or how long the oldest record has waited, if
+  that exceeds `max_lag_seconds`. Replicas trust no stream of a bridge that lags.
+- *Name*: in the log each process has its own id, `NAME#RANDOM`, so two bridges of the same name do not overwrite each other's
+  reports. Each sees the other's heartbeats and reports the conflict. The reports of a process are valid until its heartbeats
+  stop.
 - *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log. A bridge also removes an engine that no
-  bridge has claimed for `unclaimed_seconds` (`membership`). A bridge withdraws its reports about engines that it no
-  longer follows.
+  bridge has claimed for `unclaimed_seconds` (`bridge_rules`). A bridge withdraws its reports about engines that it no longer
+  follows.
 - *A deleted partition* is created again, and all its streams are followed from their beginning.
 - *Missing pages*: a bridge that cannot read a part of a partition continues after it, with a page at which all streams start
-  over. It also takes over if a replica says that it misses pages, and no other replica writes a snapshot that contains them.
+  over. It also writes this page if a replica reports missing pages and no other replica writes a snapshot that contains them.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ __all__ = ["Bridge", "BridgeSettings", "Watch"]
 log = logging.getLogger(__name__)
 
 PAGE_BYTES: Final = 512 << 10
-"""Size of a page at most, or less if the servers accept less. It holds thousands of batches, and delays others little."""
+"""Maximum size of a page; lower if the servers accept less. It holds thousands of batches, and delays other messages little."""
 MARGIN_BYTES: Final = 4 << 10
-"""Room in a message for headers, a heartbeat and the bridge's name, besides records of streams."""
+"""Room in a message for what is not a stream's record: headers, a heartbeat and the bridge's name."""
 MIN_PAGE_BYTES: Final = MAX_REGISTRATION_BYTES + 8 * MAX_SOURCE_BYTES
 """Page size that has room for any record except a batch."""
 MAX_UNCLAIMED_CHECK_SECONDS: Final = 10.0
-"""Seconds between two checks for unclaimed engines, at most."""
+"""Maximum number of seconds between two checks for unclaimed engines."""
 MISSING_CHECK_SECONDS: Final = 1.0
-"""Seconds between two questions whether replicas miss pages."""
+"""Seconds between two checks whether replicas miss pages."""
 MISSING_SECONDS: Final = 2.0
-"""Seconds for which a replica misses pages before the partition starts over."""
+"""Seconds from a replica's report of missing pages until the partition starts over."""
 HELD_SECONDS: Final = 30.0
-"""The same if another replica has the pages, and so can write a snapshot that contains them."""
+"""As `MISSING_SECONDS`, if another replica has the pages and can therefore write a snapshot that contains them."""
 BUCKET_CHECK_SECONDS: Final = 10.0
 """Seconds between two searches for missing buckets."""
 TEND_SECONDS: Final = 0.5
@@ -85,9 +85,9 @@ TEND_SECONDS: Final = 0.5
 GAP_HOLD_SECONDS: Final = 1.0
 """Seconds that a gap waits for another bridge that may have the missing batches."""
 START_SECONDS: Final = 30.0
-"""Seconds for the plane to be found or created. Servers that have just started, and new streams, elect their leaders."""
+"""Timeout of finding or creating the plane. Servers that have just started must elect leaders, also for new streams."""
 STOP_SECONDS: Final = 5.0
-"""Seconds to write queued records when the bridge ends."""
+"""Maximum number of seconds for which a bridge that stops writes queued records."""
 POLL_SECONDS: Final = 0.02
 """Seconds between two checks of a condition that many tasks change."""
 REQUEST_SECONDS: Final = 2.0
@@ -108,7 +108,7 @@ class Bridge:
         self.resyncs = 0
         """Times that a stream was followed again because it had diverged from the log."""
         self.name_conflict = ""
-        """Another process that writes under the same name; empty without one."""
+        """Where another process runs that writes under the same name; empty without a conflict."""
         self.partitions: list[PartitionWriter] = []
         self.liveness: Final = EngineLiveness(settings.dead_seconds)
         self.unclaimed: Final = UnclaimedEngines(settings.unclaimed_seconds)
@@ -121,10 +121,10 @@ class Bridge:
         self._client: PlaneClient | None = None
         self._follow_ids: dict[StreamKey, int] = {}
         self._last_follow_id = 0
-        # Each is written by one thread only.
+        # Bytes of records: the reader's thread writes the first counter, and the event loop the second one.
         self._handed_over = self._taken_over = 0
         self._unread_since: float | None = None
-        """When the thread found no room, while it reads nothing."""
+        """When the reader's thread stopped reading because there was no room; None while it reads."""
         self._process: Final = f"process {os.getpid()} at {socket.gethostname()}"
 
     # --- status
@@ -146,7 +146,7 @@ class Bridge:
 
     @property
     def engine_conflict(self) -> str:
-        """An engine whose name another bridge uses for another engine; empty without one."""
+        """An engine whose name another bridge uses for another engine; empty without a conflict."""
         return next((partition.conflict for partition in self.partitions if partition.conflict), "")
 
     def trusts(self) -> dict[StreamKey, TrustRecord | None]:
@@ -349,7 +349,7 @@ class Bridge:
     # --- records of the thread
 
     def _has_room(self) -> bool:
-        # Without partitions whose streams are paused: those need not stop the others.
+        # Partitions whose streams are paused do not count, so they do not stop the others.
         queued = sum(partition.builder.queued_bytes for partition in self.partitions if not partition.paused)
         if queued + self._handed_over - self._taken_over < self.settings.max_queued_bytes:
             self._unread_since = None
@@ -362,7 +362,7 @@ class Bridge:
         """Hand records over to the event loop; runs in the reader's thread."""
         loop = self._loop
         if loop is not None:
-            # Counted here, or the thread would read a whole burst before the loop has counted any of it.
+            # Counted in this thread: otherwise it could read a whole burst before the event loop counts any of it.
             size = sum(record_size(engine_record.record) for engine_record in records)
             self._handed_over += size
             with suppress(RuntimeError):  # the loop has ended
@@ -435,7 +435,7 @@ class Bridge:
         interval = self.settings.heartbeat_seconds
         for partition in self.partitions:
             if not partition.ready.is_set():
-                partition.heartbeat_at = 0.0  # what is to be written to it is dropped when it is read
+                partition.heartbeat_at = 0.0  # a heartbeat queued now is dropped when the partition becomes ready
                 continue
             lag = self._lag(partition, now)
             is_lagging, is_due = lag > self.settings.max_lag_seconds, now >= partition.heartbeat_at
@@ -482,7 +482,7 @@ class Bridge:
                     partition.enqueue(report)
             is_idle = not partition.builder.has_queued(key) and key not in partition.builder.diverged
             if is_idle and self._is_lost(partition, key):
-                partition.mark_diverged(key)  # another bridge removed or replaced it, although it is reachable here
+                partition.mark_diverged(key)  # another bridge has removed or replaced it, but this one reaches it
         for key in self.liveness.dead(joined, now):
             partition = self._partition_of(key)
             if not partition.builder.has_queued(key) and not self._is_reached_by_others(partition, key):

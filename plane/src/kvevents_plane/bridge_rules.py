@@ -2,9 +2,9 @@
 
 A record of a bridge is the next one of its stream in the log, a duplicate, or neither (`classify_record`).
 
-An engine that is unreachable for `dead_seconds` leaves. If more than half of a bridge's engines are unreachable at once, the
-bridge suspects its network instead, and no engine leaves; a single engine is too few for that, and leaves. When the network
-recovers, connections return one after the other. Engines that are then still unreachable get another `dead_seconds`.
+An engine that is unreachable for `dead_seconds` leaves. If more than half of a bridge's engines, and at least two, are
+unreachable at once, the bridge suspects its network instead, and no engine leaves. When the network recovers, connections
+return one after the other, so engines that are still unreachable get another `dead_seconds`.
 
 An engine in the log that no bridge has claimed for `unclaimed_seconds` was removed from the settings while no bridge ran, so it
 leaves too. If that is more than half of all engines in the log at once, the cause is probably a wrong setting or a bridge that
@@ -49,7 +49,7 @@ class RecordVerdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The state at the end of a stream: in the log, or as it will be after the page in flight or the page being built."""
+    """State of a stream after its last record in the log, or after the page in flight or the page being built."""
 
     registration: bytes | None
     """None if the stream has not joined, or has left."""
@@ -60,7 +60,7 @@ class StreamEnd:
     agrees: bool
     """Whether the incarnation is known to be the one that the bridge follows."""
     newest: bytes | None
-    """Bytes of the newest batch; None if only its digest is known, or nothing."""
+    """Bytes of the newest batch; None if only its digest is known, or if nothing is known."""
     digest: bytes | None = None
     partial_batch: PartialBatch | None = None
 
@@ -104,19 +104,19 @@ def can_report_trust(end: StreamEnd, followed: int | None) -> bool:
 
 
 def _is_maybe_same(end: StreamEnd) -> bool:
-    """Return whether the log can have the bridge's incarnation: before the first batch nothing distinguishes two."""
+    """Return whether the log can have the bridge's incarnation; before the first batch, any incarnation can be the bridge's."""
     return end.is_joined and (end.agrees or end.last_seq < 0)
 
 
 def _is_newest(end: StreamEnd, record: BatchRecord) -> bool:
-    """Return whether a batch is the log's newest one. If the log has a gap there, only an earlier comparison shows it."""
+    """Return whether a batch is the log's newest one; if the log ends with a gap, whether an earlier batch was."""
     if end.newest is not None:
         return record.payload == end.newest
     return end.agrees if end.digest is None else end.digest == payload_digest(record.payload)
 
 
 def trim_record(end: StreamEnd, record: StreamRecord) -> StreamRecord:
-    """Return the record to write: of a gap, only the part that the log lacks."""
+    """Return the record to write: a gap is reduced to the part that the log lacks."""
     if isinstance(record, GapRecord) and end.last_seq >= 0:
         return GapRecord(*record.key, record.incarnation, end.last_seq + 1, record.last, record.compacted)
     return record
@@ -125,16 +125,16 @@ def trim_record(end: StreamEnd, record: StreamRecord) -> StreamRecord:
 def advance_end(end: StreamEnd, record: StreamRecord, verdict: RecordVerdict) -> StreamEnd:
     """Return the end of the stream after the record."""
     if verdict is RecordVerdict.DUPLICATE:
-        # The newest batch was compared; an earlier one cannot be.
+        # The newest batch was compared with that of the log; earlier batches cannot be compared.
         return replace(end, agrees=True) if isinstance(record, BatchRecord) and record.seq == end.last_seq else end
     match record:
         case BatchRecord():
-            # Faster than `replace`, for records of which a page has thousands.
+            # Faster than `replace`, which matters because a page has thousands of batches.
             return StreamEnd(end.registration, end.incarnation, record.seq, end.has_ended, True, record.payload)
         case GapRecord():
             return replace(end, last_seq=record.last, agrees=True, newest=None, digest=None, partial_batch=None)
         case IncarnationRecord():
-            # Another bridge may write the first batch of the incarnation, which must then be compared.
+            # If another bridge writes the first batch of the incarnation, that batch must be compared: `agrees` is False.
             return StreamEnd(end.registration, record.incarnation, -1, has_ended=False, agrees=False, newest=None)
         case JoinRecord():
             return replace(end, registration=record.registration)
@@ -146,11 +146,11 @@ def advance_end(end: StreamEnd, record: StreamRecord, verdict: RecordVerdict) ->
 REACHED: Final = frozenset({"EXACT", "DEGRADED", "REPLAYING"})
 """Trust states of streams whose engine is reachable."""
 MIN_SUSPECT: Final = 2
-"""Number of unreachable engines from which on the network can be suspected."""
+"""Minimum number of absent engines for a suspicion: a single engine can be absent for reasons of its own."""
 
 
 def _suspicion(joined: Collection[StreamKey], absent: Collection[StreamKey], text: str) -> str:
-    """Return `text` with the numbers of engines, not ranks, if suspiciously many are absent; else an empty text."""
+    """Return `text` with the numbers of absent and of all engines (not ranks) if suspiciously many are absent, else ""."""
     engines, missing = len({source for source, _ in joined}), len({source for source, _ in absent})
     return text.format(missing, engines) if missing >= MIN_SUSPECT and missing * 2 > engines else ""
 
@@ -163,7 +163,7 @@ class EngineLiveness:
         """Why the bridge suspects its own network; empty if it does not."""
         self._dead_seconds: Final = dead_seconds
         self.reports: dict[StreamKey, TrustRecord] = {}
-        """Current trust of the streams of which it is known. Without it a stream stays as reachable as it was."""
+        """Current trust of each stream for which it is known; a stream without an entry stays as reachable as it was."""
         self._unreachable_since: dict[StreamKey, float] = {}
 
     def forget(self, key: StreamKey) -> None:
@@ -181,7 +181,7 @@ class EngineLiveness:
         since = self._unreachable_since
         unreachable = [key for key in joined if not self.is_reached(key) and (key in self.reports or key in since)]
         since = {key: since.get(key, now) for key in unreachable}
-        # Short outages, which remove no engine soon, do not make the network suspect.
+        # Short outages are no reason to suspect the network, because they remove no engine soon.
         is_long = max((now - began for began in since.values()), default=0.0) > self._dead_seconds / 2
         suspicion = _suspicion(joined, unreachable, "{} of {} engines are unreachable") if is_long else ""
         if bool(suspicion) != bool(self.suspicion):
@@ -197,9 +197,9 @@ class UnclaimedEngines:
 
     def __init__(self, unclaimed_seconds: float) -> None:
         self.engines = 0
-        """Number of such engines."""
+        """Number of engines that no bridge claims."""
         self.suspicion = ""
-        """Why they do not leave."""
+        """Why unclaimed engines do not leave; empty if they do."""
         self._unclaimed_seconds: Final = unclaimed_seconds
         self._since: dict[StreamKey, float] = {}
 
@@ -229,7 +229,7 @@ class BridgePeers:
         self._own: Final = own
         self._heartbeats: Final = heartbeats
         self._arrivals: dict[str, tuple[int, float]] = {}
-        """Position and arrival of the last heartbeat by bridge."""
+        """Position and time of arrival of each bridge's last heartbeat."""
         self._first_own: int | None = None
         """Position of the oldest known heartbeat of this bridge."""
 
@@ -260,7 +260,7 @@ class BridgePeers:
     def name_conflict(self, now: float) -> str:
         """Return where another bridge of the same name runs; empty without one.
 
-        A bridge of that name that was there before counts only if it writes after this one.
+        A bridge of that name that started earlier counts only if it writes after this bridge has written.
         """
         heartbeats = self._heartbeats()
         if self._first_own is None and (own := heartbeats.get(self._own)) is not None:

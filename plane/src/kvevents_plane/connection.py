@@ -26,11 +26,11 @@ from kvevents_plane.nats_errors import HINTS, PlaneFault, classify_error, error_
 from kvevents_plane.settings import ConnectionLimits, PlaneSettings
 
 STABLE_SECONDS: Final = 1.0
-"""Seconds after which a connection counts as stable: the pauses of the next attempts start short again."""
+"""Seconds after which a connection counts as stable, so that the pauses between the next attempts start short again."""
 MAX_LOGGED_ERRORS: Final = 16
-"""Different errors that are logged between two changes of state; equal errors are logged once."""
+"""Maximum number of errors that are logged between two changes of state; equal errors are logged once."""
 MIN_VERSION: Final = (2, 11)
-"""Oldest supported release of nats-server, the oldest that still receives fixes."""
+"""Oldest supported release of nats-server: the oldest one that still receives fixes."""
 
 _FIRST_HINTS: Final[dict[PlaneFault, str]] = {
     "away": "check that it runs, and its name and port",
@@ -90,7 +90,7 @@ async def open_client(
 
 
 async def close(client: PlaneClient, seconds: float = DEFAULT_LIMITS.close_seconds) -> None:
-    """Send published messages and close the connection, within `seconds` each; messages that could not be sent are lost."""
+    """Send published messages (or lose them after `seconds`), then close the connection within `seconds`."""
     with suppress(*_NATS_FAILURES):
         async with asyncio.timeout(seconds):
             if client.is_connected:
@@ -117,7 +117,7 @@ async def require_jetstream(client: Client) -> AccountInfo:
         with map_errors("querying JetStream"):
             return await client.jetstream(timeout=DEFAULT_LIMITS.close_seconds).account_info()
     except PlaneError as error:
-        # Not one without a leader, or forbidden.
+        # Errors of an account whose leader is missing, or which must not query it, have other codes.
         if not isinstance(error.__cause__, APIError) or error.__cause__.err_code not in _NO_JETSTREAM:
             raise
         raise PlaneError(
@@ -228,10 +228,10 @@ def _sign(seed: str, nonce: str) -> bytes:
 
 
 class ReconnectPolicy:
-    """Selects the next server: all servers in random order, then all again after a growing pause."""
+    """Selects the next server: tries all servers in random order, then after a growing pause all of them again."""
 
     def __init__(self, limits: ConnectionLimits, addresses: Iterable[str] = ()) -> None:
-        """`addresses` are those of the settings, which belong to the cluster whether its servers name them or not."""
+        """`addresses` are the servers in the settings; they belong to the cluster even if its servers do not list them."""
         self._configured = {urlsplit(address).netloc for address in addresses}
         self._backoff = Backoff(initial=limits.reconnect_seconds, maximum=limits.max_reconnect_seconds)
         self._tried: set[str] = set()
@@ -243,9 +243,9 @@ class ReconnectPolicy:
             self._backoff.reset()
 
     def choose(self, servers: list[Server], info: Any) -> tuple[Server, float]:
-        """Return one of nats-py's servers and the seconds to wait before the attempt.
+        """Return one of `servers` and the seconds to wait before connecting to it.
 
-        `info` is what a server said last, which can be anything. Servers that it no longer names have left the cluster.
+        `info` is the last INFO of a server and can have any content. Servers that it no longer lists have left the cluster.
         """
         listed: Any = info.get("connect_urls") if isinstance(info, dict) else ()
         present = self._configured | {*map(str, listed if isinstance(listed, list) else ())}
@@ -261,7 +261,7 @@ class ReconnectPolicy:
 
 
 class ConnectionLog:
-    """Logs the state and the errors of one connection, each once, and calls `on_state` at each change of state."""
+    """Logs each change of state and each different error of one connection, and calls `on_state` at each change of state."""
 
     def __init__(
         self,

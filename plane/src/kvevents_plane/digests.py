@@ -1,7 +1,7 @@
-"""Digests by which the replicas of a plane compare their indexes: of each partition, after some of its pages.
+"""Digests of the index by partition, with which the replicas of a plane verify that they agree after the same pages.
 
-Replicas publish them in a bucket of their own, by the replicas' names. One digest covers all streams of a partition. Its size
-does not depend on the number of streams, so it fits into a message and can be published every few seconds.
+Replicas publish them in a separate bucket, where the key is the replica's name. One digest covers all streams of a partition.
+Its size does not depend on the number of streams, so it fits into a message and can be published every few seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvevents_plane.records import StreamKey
 log = logging.getLogger(__name__)
 
 LIST_SECONDS: Final = 5.0
-"""Timeout of reading the digests of all replicas."""
+"""Timeout in seconds of reading the digests of all replicas."""
 
 
 class PartitionDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +53,7 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
     """The digests that one replica publishes, by partition."""
 
     partitions: dict[int, list[PartitionDigest]]
-    """The partitions that the replica has read to their ends. There is no digest yet if few pages were read."""
+    """The digests of each partition that was read to its end; the list is empty until enough pages were read."""
     missing: dict[int, int] = {}
     """Partitions that the replica cannot read, because pages are missing that no readable snapshot contains, with the first
     page after them. Another replica writes a snapshot that contains them, or a bridge starts the partition over."""
@@ -84,7 +84,7 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
 
 
 def missing_pages(replicas: Iterable[ReplicaDigests]) -> dict[int, int]:
-    """Return the partitions that a replica cannot read, with the first page after the last one that is missing."""
+    """Return the partitions that any replica cannot read, each with the first page after its last missing one."""
     first_pages: dict[int, int] = {}
     for replica in replicas:
         for partition, first in replica.missing.items():
@@ -96,7 +96,7 @@ async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, Replic
     """Return the digests of all replicas by name, without invalid ones. Raises `PlaneError`.
 
     The function lists the bucket's subjects and requests each entry, because nats-py's `KeyValue.keys` waits forever if the
-    last entry of its list is rewritten meanwhile.
+    last entry of its list is rewritten during the call.
     """
     begin = f"$KV.{layout.digests}."
     digests_by_name: dict[str, ReplicaDigests] = {}
@@ -106,7 +106,7 @@ async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, Replic
             info = await js.stream_info(f"KV_{layout.digests}", subjects_filter=f"{begin}>")
             for subject in info.state.subjects or {}:
                 name = subject.removeprefix(begin)
-                with suppress(KeyNotFoundError):  # it was deleted or has expired
+                with suppress(KeyNotFoundError):  # the entry was deleted or has expired
                     digests = ReplicaDigests.decode((await bucket.get(name)).value or b"")
                     if digests is not None:
                         digests_by_name[name] = digests
@@ -125,12 +125,12 @@ class ConsistencyCheck:
         self.others: tuple[str, ...] = ()
         """The other replicas that published digests recently."""
         self.whole: tuple[str, ...] = ()
-        """Those of them that miss no pages."""
+        """The replicas of `others` that miss no pages."""
         self.missing: dict[int, int] = {}
-        """Partitions that another replica cannot read, with the first page after those that are missing."""
+        """Partitions that another replica cannot read, each with the first page after its missing ones."""
         self._name: Final = name
         self.differs_since: float | None = None
-        """Since when another replica has other contents; None if none has. Either of them can be wrong."""
+        """Since when another replica's index differs from this one; None if none differs. Either replica can be wrong."""
 
     async def compare(self, client: PlaneClient, layout: Layout, own: ReplicaDigests, built_at: float) -> str:
         """Compare digests with the other replicas. Return why the index must be rebuilt; empty if it need not be."""

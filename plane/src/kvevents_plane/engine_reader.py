@@ -1,7 +1,7 @@
 """Thread of a bridge that follows engines and turns their deliveries into records of the log.
 
 The thread does not index what it forwards, so its memory does not grow with the engines' caches. Replicas have an index; they
-find out whether events are readable and whether an engine's digest matches. The thread reads only what the stream of a batch
+determine whether events can be decoded and whether an engine's digest matches. The thread reads only what the stream of a batch
 needs: whether the engine cleared its cache, and the heartbeat of a kvevents sender (`inspect_payload`).
 """
 
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 
 MAX_REGISTRATION_BYTES: Final = 8 << 10
 MAX_SOURCE_BYTES: Final = 1 << 10
-"""Size of an engine's name."""
+"""Maximum size of an engine's name."""
 RECEIVE_SECONDS: Final = 0.02
-"""Seconds that one turn waits for deliveries; commands wait at most so long."""
+"""Maximum number of seconds for which one turn waits for deliveries, and commands wait for the end of the turn."""
 TRUST_SECONDS: Final = 0.1
 """Seconds between two checks of changed trust while nothing is delivered."""
 PAUSE_SECONDS: Final = 0.02
 """Seconds between two checks for room while the queue is full."""
 MAX_REASON: Final = 500
-"""Maximum number of characters of a reason; an engine can send one of any length."""
+"""Maximum number of characters of a reason in the log; an engine can send a reason of any length."""
 MAX_HISTORY_REQUESTS: Final = 2
-"""Requests in a row for a sender's whole history; degraded reasons that two histories do not end remain after a third."""
+"""Maximum number of consecutive requests for a sender's whole history; a third one would end no further degraded reasons."""
 _CLEARED: Final = b"leared"
-"""Part of every name of the clear event in known dialects."""
+"""Part of the name of the clear event in every known dialect."""
 _HEARTBEAT: Final = b"every"
 """A field that every heartbeat has."""
 
@@ -54,7 +54,7 @@ class Watch(NamedTuple):
 
     @property
     def key(self) -> StreamKey:
-        """The stream in the log."""
+        """The key of the stream in the log."""
         return self.source.label, self.source.rank
 
     def checked(self) -> Watch:
@@ -78,14 +78,14 @@ class EngineRecord(NamedTuple):
 
     record: StreamRecord
     follow_id: int
-    """The `follow` call that it belongs to: records of an earlier call are void."""
+    """Number of the `follow` call that the record belongs to; records of a stream's earlier calls are void."""
 
 
 class EngineReader(threading.Thread):
-    """Follows engines, and calls `on_records` in this thread with their records. It is the sink of its subscriber.
+    """Follows engines, and calls `on_records` in this thread with their records. The reader is the sink of its own subscriber.
 
     While `has_room` returns False the thread reads nothing. `receive_queue` batches of each engine then wait in its connection.
-    ZeroMQ drops what exceeds its queues, and the stream recovers it by replay. The engines are not slowed down.
+    ZeroMQ drops further batches, and the streams recover them by replay. The engines are not slowed down.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class EngineReader(threading.Thread):
             return
         deliveries = self._subscriber.receive_many(timeout=RECEIVE_SECONDS)
         now = time.monotonic()
-        # Together with deliveries, because they may lower the trust: readers are EXACT until they read of it.
+        # Passed on together with deliveries that lower the trust: until readers receive the lower trust, they are EXACT.
         if deliveries or now >= self._check_trust_at:
             self._check_trust_at = now + TRUST_SECONDS
             self._add_trust_changes()
@@ -175,10 +175,10 @@ class EngineReader(threading.Thread):
         return outcomes
 
     def batch_report(self, batch: RawBatch) -> BatchReport | None:
-        """Return the report about a batch for its stream. A degraded stream starts over if its sender can send all of it.
+        """Return the report about a batch. A degraded stream starts over if its sender can send its whole history.
 
-        Senders whose heartbeats have digests can. Whether the engine holds what was delivered, which would end the reasons too,
-        only a replica can find out.
+        Senders whose heartbeats have digests can. A matching digest would also end the degraded reasons, but only a replica can
+        compare digests.
         """
         report = inspect_payload(batch.payload)
         if report is None or report.heartbeat is None or report.heartbeat.digest is None or report.cleared or batch.replayed:
@@ -223,7 +223,7 @@ class EngineReader(threading.Thread):
     def _unfollow(self, key: StreamKey) -> None:
         if self._followed.pop(key, None) is None:
             return
-        with suppress(UnknownSourceError):  # it could not be followed
+        with suppress(UnknownSourceError):  # `_follow` has failed
             self._subscriber.remove(*key)
 
 
@@ -240,9 +240,9 @@ class _Outcome:
 
 
 def inspect_payload(payload: bytes) -> BatchReport | None:
-    """Return the parts of a batch that its stream needs: whether everything was cleared, and its sender's heartbeat.
+    """Return what a stream needs of its batch: whether the engine cleared its cache, and the sender's heartbeat.
 
-    Most batches have neither. Their bytes show it without decoding, because MessagePack stores text unchanged.
+    Most batches contain neither. A search of their bytes shows this without decoding: MessagePack stores text unchanged.
     """
     if _CLEARED not in payload and _HEARTBEAT not in payload:
         return None
@@ -251,18 +251,18 @@ def inspect_payload(payload: bytes) -> BatchReport | None:
 
 @dataclass(slots=True)
 class _Followed:
-    """One followed stream. The subscriber's incarnations can skip numbers; those in the log are consecutive."""
+    """One followed stream. Its incarnations have consecutive numbers in the log, whereas the subscriber can skip numbers."""
 
     follow_id: int
     incarnation: int = 0
-    """The newest incarnation of the subscriber."""
+    """The subscriber's number of the newest incarnation."""
     in_log: int = 0
-    """Its number in the log."""
+    """The log's number of the newest incarnation."""
     history_requests: int = 0
-    """Requests in a row for the sender's whole history."""
+    """Number of consecutive requests for the sender's whole history."""
 
     def number(self, incarnation: int) -> int:
-        """Return the log's number of an incarnation, which is the newest known one or the next."""
+        """Return the log's number of an incarnation, which is the newest one or the one after it."""
         if incarnation != self.incarnation:
             self.incarnation = incarnation
             self.in_log += 1

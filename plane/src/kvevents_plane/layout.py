@@ -29,13 +29,13 @@ from kvevents_plane.records import HISTORY_HEADER, NEW_HISTORY, PAGE_HEADER, Rec
 from kvevents_plane.settings import PlaneSettings
 
 LAYOUT: Final = 3
-"""Version of these objects; releases with another version cannot use the plane."""
+"""Version of the layout of these objects; releases with another version cannot use the plane."""
 METADATA: Final = "kvevents-"
-"""Prefix of the keys in a stream's metadata; the name of a field of `PartitionMetadata` follows."""
+"""Prefix of the keys in a stream's metadata; a key is the prefix and the name of a field of `PartitionMetadata`."""
 DIGEST_SECONDS: Final = 15
 """Seconds after which the digests of a replica expire unless it publishes them again."""
 FETCH_SECONDS: Final = 5.0
-"""Timeout of one request for a message."""
+"""Timeout in seconds of one request for a message."""
 
 
 @build_decoder_now
@@ -45,7 +45,7 @@ class PartitionMetadata(msgspec.Struct, frozen=True):
     layout: int
     partitions: int
     epoch: str
-    """Identifies the stream: a recreated stream has another epoch, a stream that is restored from a backup has the same."""
+    """Identifies the stream: a recreated stream has another epoch, but a stream restored from a backup has the same epoch."""
 
     def as_metadata(self) -> dict[str, str]:
         """Return the metadata for a stream's configuration."""
@@ -62,7 +62,7 @@ class PartitionMetadata(msgspec.Struct, frozen=True):
 
 
 HEAL_STREAM: Final = "restore its settings, or delete it: a bridge creates it again"
-"""What to do about a stream that cannot be a partition."""
+"""What an operator can do about a stream that cannot be a partition."""
 
 
 class PartitionInfo(NamedTuple):
@@ -71,16 +71,16 @@ class PartitionInfo(NamedTuple):
     first: int
     """Position of the oldest page."""
     last: int
-    """Position of the newest page; 0 before the first."""
+    """Position of the newest page; 0 before the first page."""
     bytes: int
     stream_id: str
     """Identifies the stream: a recreated stream has another id."""
     leader: str | None
-    """None for a server outside a cluster; empty while there is no leader."""
+    """Name of the leader; None for a server outside a cluster, empty while there is no leader."""
     missing: int = 0
-    """Number of messages that are gone between the oldest and the newest page."""
+    """Number of messages between the oldest and the newest page that no longer exist."""
     stream_fault: str = ""
-    """Why the stream cannot be a partition, since an operator has changed it; empty if it can."""
+    """Why the stream cannot be a partition, which can happen if an operator changes it; empty if it can."""
 
 
 class Layout:
@@ -105,13 +105,13 @@ class Layout:
         return f"kvevents.{self.name}.partition.{partition}"
 
     def partition_of(self, source: str) -> int:
-        """Return the partition of an engine; it depends on the engine's name and the number of partitions alone."""
+        """Return the partition of an engine, which depends only on the engine's name and on the number of partitions."""
         return _hash_of(source) % self.partitions
 
 
 @lru_cache(maxsize=1 << 16)
 def _hash_of(source: str) -> int:
-    """Return a hash of an engine's name; cached, because a bridge needs it for every record."""
+    """Return a hash of an engine's name; the result is cached, because a bridge needs it for every record."""
     return int.from_bytes(hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
@@ -124,7 +124,7 @@ async def find_plane(js: JetStreamContext, name: str) -> Layout | None:
     Raises `PlaneError`, and `ConfigError` if a stream of that name belongs to another application or layout.
     """
     layout = Layout(name, 1)
-    # One of them may have just been deleted.
+    # Either partition may have just been deleted.
     info = await _stream_info(js, layout, 0) or await _stream_info(js, layout, 1)
     if info is None:
         return None
@@ -159,7 +159,7 @@ async def create_plane(js: JetStreamContext, settings: PlaneSettings) -> Layout:
     layout = await find_plane(js, settings.name)
     if layout is None:
         await create_partition(js, Layout(settings.name, settings.partitions), 0, settings)
-        # Another process may have been faster, with another number of partitions.
+        # Another process may have created the plane first, with another number of partitions.
         layout = await find_plane(js, settings.name) or Layout(settings.name, settings.partitions)
     for partition in range(layout.partitions):
         await create_partition(js, layout, partition, settings)
@@ -212,7 +212,7 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
 
 
 def _advice(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str | None:
-    """Return which settings a server could accept that has not created a partition."""
+    """Return which settings a server could accept after it has refused to create a partition; None if unknown."""
     if error.fault == "full":
         room = layout.partitions * settings.partition_bytes >> 20
         return (
@@ -225,7 +225,7 @@ def _advice(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str |
 
 
 def _stream_fault(info: StreamInfo, layout: Layout, partition: int) -> str | None:
-    """Return why a stream would lose unread pages. Its size and number of copies are the operator's choice."""
+    """Return why a stream cannot be a partition; None if it can. Its size and number of copies are the operator's choice."""
     config = info.config
     if PartitionMetadata.of(info) is None:
         return "was not created by kvevents"
@@ -277,7 +277,7 @@ async def fetch_message(
 
 
 async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: PartitionInfo, tail: Tail) -> bool:
-    """Return whether a partition still holds the messages that a reader has read, as far as its messages show.
+    """Return whether a partition still holds the messages that a reader has read, as far as the messages around `tail` show.
 
     Raises `PlaneError` if they cannot be read.
     """

@@ -41,10 +41,10 @@ from kvevents_plane.settings import ReaderLimits
 log = logging.getLogger(__name__)
 
 PAGES_PER_TURN: Final = 16
-"""Number of pages that are applied before their deliveries are returned."""
+"""Maximum number of pages that are applied before their deliveries are returned."""
 DEFAULT_LIMITS: Final = ReaderLimits()
 DELAY_SECONDS: Final = 20.0
-"""Time in which a delay of heartbeats that stays is forgotten by two thirds: the bridge's clock may have stood still."""
+"""Seconds in which a measured delay decays by two thirds. A delay without end means that the bridge's clock had stopped."""
 _BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
 _CURRENT: Final = frozenset({"EXACT", "DEGRADED"})
 """Reports about streams that a bridge follows to their end."""
@@ -60,7 +60,7 @@ _REASONS: Final[Mapping[DegradedReason, str]] = {
 class _QueuedMessage(NamedTuple):
     partition: int
     state: PartitionState | None
-    """The state that the message is for: a partition that was dropped and added again has another one."""
+    """The state that the message belongs to; a partition that was dropped and added again has another state."""
     message: ReceivedMessage
     received_at: float
 
@@ -70,18 +70,18 @@ class PartitionProgress(NamedTuple):
 
     position: int
     lag: int | None
-    """Pages on the servers that were not received when the newest page in the index was; None if unknown."""
+    """Number of later pages that the servers had when they sent the newest page in the index; None if unknown."""
     fault: str
     """Why the partition cannot be read at the moment."""
     stored_at: float | None
     """When the servers stored the newest page, by their clock."""
     awaited: int = 0
-    """Position of a page that the servers had at the time `awaited_since`. Once it was read, it is a newer one."""
+    """Position of the newest page that the servers had at the time `awaited_since`; set again once this page was read."""
     awaited_since: float = 0.0
     is_complete: bool = False
     """Whether the partition was read to its end once."""
     is_broken: bool = False
-    """Whether what was read may be wrong: `fault` then stays until the partition is added again."""
+    """Whether pages that were read may be wrong. If so, `fault` remains until the partition is added again."""
 
 
 class _Heartbeat(NamedTuple):
@@ -90,11 +90,11 @@ class _Heartbeat(NamedTuple):
     position: int
     received_at: float
     uptime: float
-    """The bridge's monotonic clock when it was sent."""
+    """The bridge's monotonic clock when the heartbeat was sent."""
     delay: float
-    """Seconds by which it was later than the fastest ones before it."""
+    """Seconds by which the heartbeat took longer than the fastest earlier ones."""
     is_live: bool
-    """Whether it was received after the end of the partition had been read; an earlier one can be of any age."""
+    """Whether it was received after the partition was first read to its end; a heartbeat before that can be of any age."""
 
     def follow(self, position: int, received_at: float, uptime: float, *, is_live: bool) -> _Heartbeat:
         """Return the next heartbeat. A server or replica that was stopped delivers heartbeats late, and then catches up."""
@@ -113,15 +113,16 @@ class _Observed:
     has_batch: bool = False
     ledger: TrustLedger = field(default_factory=TrustLedger)
     snapshot_end: int = -1
-    """Last number that an engine's snapshot represents while the snapshot is not completely in the index; else -1."""
+    """Last batch number that an engine's snapshot represents, until the index contains the whole snapshot; else -1."""
     heartbeat_seq: int = -1
     """Number of the batch with the newest heartbeat."""
 
     def add_report(self, seq: int, report: BatchReport) -> bool:
         """Add the report about batch `seq`. Return whether the index differs from the engine for no known reason.
 
-        As in `kvevents.stream`, a clear, an equal digest or an attestation that agrees ends only older reasons, whenever it is
-        reported. An index with the engine's digest is what the log says, so an attestation that differs is not about the index.
+        As in `kvevents.stream`, a clear, a matching digest or a matching attestation ends only the reasons of earlier batches,
+        even if it is reported late. If the digest matches, the index is what the log says; then a mismatched attestation is no
+        fault of the index.
         """
         ledger = self.ledger
         if report.cleared:
@@ -152,8 +153,8 @@ class LogSubscriber:
     """The streams of some partitions.
 
     Any thread may call `put`, `report_progress` and `mark_broken`, and read `partitions`, `states`, `registrations` and
-    `digests`. Everything else belongs to one thread. `digest` returns a stream's digest in the index; it is called when all
-    deliveries that were returned before are applied to the index.
+    `digests`. All other members belong to one thread. `digest` returns a stream's digest in the index; it is called when the
+    index contains all deliveries that were returned before.
     """
 
     def __init__(
@@ -168,35 +169,35 @@ class LogSubscriber:
         self.registrations: Mapping[StreamKey, bytes] = {}
         """Registrations of the joined streams; replaced as a whole."""
         self.diverged = 0
-        """Number of engines' heartbeats from which the index differed for no known reason."""
+        """Number of heartbeats whose digest or attestation differed from the index for no known reason."""
         self.digests: dict[int, tuple[PartitionDigest, ...]] = {}
-        """The newest digest of each partition for each of `ReaderLimits.digest_intervals`, without repetitions."""
+        """The newest digest of each partition for each interval in `ReaderLimits.digest_intervals`, without repetitions."""
         self._digests_by_interval: dict[int, dict[int, PartitionDigest]] = {}
         """The newest digest by partition and interval."""
         self._digest: Final = digest
         self._due: list[int] = []
         """Partitions whose digest must be computed before anything else is returned."""
         self._sink: Final = sink
-        """Applies deliveries before they are returned; its reports are taken."""
+        """Applies deliveries before they are returned, and returns reports about them."""
         self._clock: Final = clock
         self._limits: Final = limits
         self._queue: deque[_QueuedMessage] = deque()
-        # Each is changed by one thread only.
+        # Each of the two is changed by one thread only.
         self._put_bytes = self._taken_bytes = 0
         self._wake = threading.Event()
         self._is_closed = self._has_membership_changed = False
         self.partitions: dict[int, PartitionProgress] = {}
         """Progress of each partition."""
         self._partitions_lock: Final = threading.Lock()
-        """Held while `partitions` changes: both the thread of the deliveries and that of the readers change it."""
+        """Held while `partitions` changes, because the thread of the deliveries and the thread of the readers change it."""
         self._partition_of: dict[StreamKey, int] = {}
         self._observed: dict[StreamKey, _Observed] = {}
-        """The current incarnation of each stream with a delivery."""
+        """What was seen of the current incarnation of each stream that had a delivery."""
         self._counters: dict[StreamKey, StreamCounters] = {}
         self._heartbeats: dict[tuple[int, str], _Heartbeat] = {}
         """The last heartbeat by partition and bridge."""
         self._complete_at: dict[int, float] = {}
-        """Time at which the end of a partition was read first, as `_apply` has seen it."""
+        """Time at which the message arrived with which a partition was first read to its end."""
 
     # --- any thread
 
@@ -209,10 +210,10 @@ class LogSubscriber:
         self._wake.set()
 
     def report_progress(self, partition: int, lag: int | None, fault: str) -> None:
-        """Update the progress of a partition of which no messages arrive."""
+        """Update the progress of a partition from which no messages arrive."""
         with self._partitions_lock:
             known = self.partitions.get(partition)
-            if known is None or known.is_broken:  # it is no longer read
+            if known is None or known.is_broken:  # the partition is no longer read
                 return
             if lag == 0 and not fault and not self._queue:
                 known = known._replace(lag=0, awaited=0, is_complete=True)
@@ -221,7 +222,7 @@ class LogSubscriber:
             self.partitions[partition] = known._replace(fault=fault)
 
     def mark_broken(self, partition: int, reason: str) -> None:
-        """Record that what was read of a partition may be wrong: its streams are STALE until it is added again.
+        """Record that pages that were read may be wrong: the partition's streams are STALE until it is added again.
 
         Messages that were not applied yet are ignored.
         """
@@ -239,7 +240,7 @@ class LogSubscriber:
         return len({bridge for partition, bridge in list(self._heartbeats) if self._is_alive(partition, bridge)})
 
     def is_complete(self, partition: int) -> bool:
-        """Return whether a partition was read to its end once. Run it in the follower's thread, after the index."""
+        """Return whether a partition was read to its end once. Call it in the follower's thread, after updating the index."""
         known = self.partitions.get(partition)
         return known is not None and known.is_complete
 
@@ -248,7 +249,7 @@ class LogSubscriber:
     def add_partition(
         self, partition: int, state: PartitionState, degraded_reasons: Mapping[StreamKey, frozenset[DegradedReason]]
     ) -> None:
-        """Read a partition from the end of a state on; the index already contains the state's streams, and no others of it."""
+        """Read a partition after the position of `state`. Its streams in the index must be exactly those of `state`."""
         if partition in self.states:
             self._drop_partition(partition)
         with self._partitions_lock:
@@ -304,7 +305,7 @@ class LogSubscriber:
         return deliveries
 
     def _compute_digests(self) -> None:
-        """Compute the digests that are due: everything up to their position is in the index, and nothing after it."""
+        """Compute the digests that are due. The index must contain exactly the pages up to their position."""
         while self._due:
             partition = self._due.pop()
             state = self.states[partition]
@@ -343,7 +344,7 @@ class LogSubscriber:
             self.partitions[partition] = known
 
     def _deliver(self, partition: int, event: PartitionEvent) -> RawDelivery | None:
-        """Update the trust for an event, and return what it means for the index."""
+        """Update the trust for an event, and return its delivery for the index; None if it has none."""
         if isinstance(event, RawBatch | Reset | Gap):
             self._count(event)
             return event
@@ -351,18 +352,18 @@ class LogSubscriber:
             self._partition_of[event.key] = partition
             self._has_membership_changed = True
         if isinstance(event, StreamLeft):
-            # In order with later events: the stream may join again before any caller sees that it was gone.
+            # Forgotten in the order of events, because the stream may join again before any caller sees that it had left.
             self._observed.pop(event.key, None)
             return Reset(*event.key, event.incarnation, f"the engine left the log: {printable(event.reason)}")
         if isinstance(event, InvalidRecord):
             log.error("partition %d, %s: invalid record: %s", partition, stream_text(event.key), event.reason)
             stream = self.states[partition].streams[event.key]
-            # Behind the last batch, so that no report about an earlier batch ends the reason.
+            # The number follows that of the last batch, so no report about an earlier batch ends the reason.
             self._observe(event.key, stream.incarnation).ledger.add(DegradedReason.REJECTED, stream.last_seq + 1)
         return None
 
     def _observe(self, key: StreamKey, incarnation: int) -> _Observed:
-        """Return what was seen of a stream's current incarnation."""
+        """Return what was seen of a stream's incarnation; an older incarnation is forgotten."""
         observed = self._observed.get(key)
         if observed is None or observed.incarnation != incarnation:
             observed = self._observed[key] = _Observed(incarnation)
@@ -390,7 +391,7 @@ class LogSubscriber:
             counters.resets += 1
 
     def report(self, delivery: RawDelivery, report: BatchReport | None) -> None:
-        """Take the report about a batch that was applied; ignored for an incarnation that has ended."""
+        """Process the report about a batch that was applied, unless the batch's incarnation has ended."""
         if report is None or not isinstance(delivery, RawBatch):
             return
         key = (delivery.source, delivery.rank)
@@ -448,7 +449,7 @@ class LogSubscriber:
         return min(reports, key=lambda report: order.get(report.trust, len(order)), default=None)
 
     def _current_report(self, partition: int, bridge: str, report: TrustRecord) -> TrustRecord:
-        """Return a bridge's report; REPLAYING if the bridge lags, because it reported what it had read by then."""
+        """Return a bridge's report; REPLAYING if the bridge lags, because its report is only about what it had read."""
         lag = self.states[partition].heartbeats[bridge].record.lag
         if not lag or report.trust not in _CURRENT:
             return report
@@ -463,7 +464,7 @@ class LogSubscriber:
         return self._clock() - known.received_at + known.delay < intervals * last.record.alive_seconds
 
     def _may_be_alive(self, partition: int, bridge: str) -> bool:
-        """Return whether a bridge is alive, or its next heartbeat is not due yet because the partition has just been read."""
+        """Return whether a bridge is alive, or is not expected to have sent a heartbeat since the partition was first read."""
         state = self.states[partition]
         last, since = state.heartbeats.get(bridge), self._complete_at.get(partition, self._clock())
         is_due = last is None or self._clock() - since >= CONFLICT_INTERVALS * last.record.alive_seconds

@@ -2,22 +2,23 @@
 
 Differences from nats-py 2.16 (`nats/aio/client.py`):
 
-- If TLS is required, the client sends nothing to a server that does not offer it. nats-py follows the server's INFO alone, so
-  an attacker in between could read the login.
-- If a server ends a connection, the client reconnects for any reason given, such as an expired login. nats-py would close.
-- The client aborts a connection that it has given up. nats-py waits until all written data is read, which a stopped server
-  never does, and meanwhile connects to no other server.
-- `close` does not wait for the server, and ends all attempts to reconnect. nats-py cancels their task once, and goes on trying
-  after it was closed if `asyncio.wait_for` of Python 3.11 swallows that because an attempt fails at the same moment.
-- A task that waits to publish can be cancelled; nats-py swallows the cancellation. The same holds for a task whose answer
-  arrives at the moment of its cancellation, which `asyncio.wait_for` of Python 3.11 swallows.
+- If TLS is required, the client sends nothing to a server that does not offer it. nats-py relies on the server's INFO alone, so
+  an attacker between client and server could read the credentials.
+- If a server ends a connection, the client reconnects whatever the reason, such as expired credentials. nats-py would close.
+- The client aborts a connection that it has given up. nats-py first waits until the server has read all written data, which
+  never happens if the server is stopped, and connects to no other server until then.
+- `close` does not wait for the server, and ends all attempts to reconnect. nats-py cancels the task of these attempts once. If
+  an attempt fails at the same moment, `asyncio.wait_for` of Python 3.11 swallows the cancellation, and the closed client
+  continues to reconnect.
+- A task that waits to publish can be cancelled; nats-py swallows the cancellation. A task that waits for an answer can be
+  cancelled at the moment at which the answer arrives; `asyncio.wait_for` of Python 3.11 swallows the cancellation.
 - A request that the server forbids fails at once. nats-py waits for the timeout.
-- A server that answers with another protocol than NATS counts as one failed attempt. nats-py stops trying, for example, when
-  its first line is too long.
+- A server that does not answer with the NATS protocol counts as one failed attempt. nats-py would stop reconnecting, for
+  example if the first line is too long.
 
-What has no public way in nats-py overrides private methods, so `pyproject.toml` allows no other minor release of nats-py. For a
-newer one, compare these methods with its `client.py`, and run `tests/integration/test_plane_connection.py`. ADR 0036 has the
-alternatives.
+Some of these differences need private methods of nats-py to be overridden, so `pyproject.toml` allows only one minor release.
+To allow a newer one, compare these methods with its `client.py`, and run `tests/integration/test_plane_connection.py`. ADR 0036
+has the alternatives.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ class PlaneClient(Client):
         self._is_closing = False
 
     def add_servers(self, addresses: Sequence[str]) -> None:
-        """Add servers to use when the current one is unreachable. `set_server_pool` would forget its version."""
+        """Add servers to use when the current server is unreachable. `set_server_pool` would forget that server's version."""
         known = {server.uri.netloc for server in self._server_pool}
         uris = [self._parse_server_uri(address) for address in addresses]
         self._server_pool += [Srv(uri) for uri in uris if uri.netloc not in known]
 
     async def close(self) -> None:
-        """Close the connection at once. Unsent data is dropped; `flush` before to send it."""
+        """Close the connection at once. Unsent data is dropped; call `flush` first to send it."""
         self._is_closing = True
         while (task := self._reconnection_task) is not None and task is not asyncio.current_task() and not task.done():
             task.cancel()
@@ -118,7 +119,7 @@ class PlaneClient(Client):
         if PERMISSIONS_ERR in err_msg:
             forbidden = _FORBIDDEN_SUBJECT.search(err_msg)
             for limit, subject in list(self._requests.items()):
-                if forbidden is not None and subject.lower() == forbidden[1]:  # the server writes it in lower case
+                if forbidden is not None and subject.lower() == forbidden[1]:  # the server reports it in lower case
                     limit.reschedule(0)
             await super()._process_err(err_msg)
             return

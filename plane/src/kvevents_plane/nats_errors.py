@@ -1,7 +1,8 @@
-"""Maps the exceptions of nats-py to `PlaneError`, with a word for each kind of fault and a hint.
+"""Maps the exceptions of nats-py to `PlaneError`, with a keyword for the kind of fault and a hint.
 
 Every other module of the plane calls nats-py within `map_errors`, so no exception of nats-py leaves the package, and no task
-survives its cancellation: `asyncio.wait_for` of Python 3.11, which nats-py calls, swallows it if the answer arrives meanwhile.
+survives its cancellation: nats-py calls `asyncio.wait_for`, which in Python 3.11 swallows a cancellation if the answer arrives
+at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 PlaneFault: TypeAlias = Literal[
     "away", "backlog", "closed", "conflict", "denied", "exists", "full", "large", "missing", "old", "refused", "timeout", "tls"
 ]
-"""Values of `PlaneError.fault`, besides `other`."""
+"""Values of `PlaneError.fault`, except `other`."""
 
 HINTS: Final[dict[PlaneFault, str]] = {
     "away": "not connected, or JetStream or the stream has no leader: check that enough servers run",
@@ -94,7 +95,7 @@ _BY_KIND: Final[tuple[tuple[type[Exception], PlaneFault], ...]] = (
 )
 """Faults by exception type. The first match counts, because some types are subclasses of others."""
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers of a file that cannot grow, such as that to which a snapshot is written."""
+"""Error numbers of a file that cannot grow, such as the file of a snapshot."""
 _DENIED: Final = re.compile(
     r"^nats: .*(?:authorization|authentication|permissions) (?:violation|expired|timeout|revoked)", re.IGNORECASE
 )
@@ -103,7 +104,7 @@ _DENIED: Final = re.compile(
 
 @contextmanager
 def map_errors(activity: str) -> Iterator[None]:
-    """Raise exceptions of NATS and of the sockets below as `PlaneError`; `activity` begins its message, before a colon."""
+    """Raise exceptions of NATS and of its sockets as `PlaneError`, with a message that begins with `activity` and a colon."""
     try:
         with keep_cancellation():
             yield
@@ -118,7 +119,7 @@ def map_errors(activity: str) -> Iterator[None]:
 
 @contextmanager
 def keep_cancellation() -> Iterator[None]:
-    """Raise `asyncio.CancelledError` if the current task was cancelled within, even if called code has swallowed it."""
+    """Raise `asyncio.CancelledError` if the task was cancelled in this context, even if called code has swallowed that."""
     before = _count_cancellations()
     try:
         yield
@@ -147,7 +148,7 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def classify_error(error: Exception) -> PlaneFault | None:
-    """Return the kind of fault of an exception of nats-py or of the sockets below; None for any other exception."""
+    """Return the kind of fault of an exception of nats-py or of its sockets; None for any other exception."""
     code = getattr(error, "err_code", None)
     if isinstance(code, int) and code in _BY_CODE:
         return "full" if _is_without_space(error) else _BY_CODE[code]
@@ -169,7 +170,7 @@ def _is_without_space(error: Exception) -> bool:
 
 
 def error_text(error: Exception) -> str:
-    """Return the message of an exception without the frame that nats-py puts around it."""
+    """Return the message of an exception without the text that nats-py puts around it."""
     if isinstance(error, errors.SlowConsumerError):  # its own text ends in a memory address
         return f"messages of {error.subject} arrived faster than they were processed, and were dropped"
     if isinstance(error, ssl.SSLCertVerificationError):
@@ -184,9 +185,9 @@ def error_text(error: Exception) -> str:
 
 
 def report_fault(client: Client, error: PlaneError, before: str) -> str:
-    """Return the fault that an error shows, and log it unless it is the one before.
+    """Return the fault that an error shows, and log it unless it equals `before`, the previous fault.
 
-    While no server is connected, an error of a request says less than why, which the connection has logged.
+    While no server is connected, return the connection's error, which is already logged and says more than that of a request.
     """
     if not client.is_connected:
         reason = client.last_error

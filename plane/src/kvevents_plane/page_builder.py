@@ -1,20 +1,20 @@
 """Builds the pages that a bridge writes to one partition.
 
-Theory of operation. The server accepts a page only if the partition ends where its writer believes
-(`Nats-Expected-Last-Sequence`). A bridge whose page is rejected reads what others have written and builds the page again. The
-builder then classifies each of its queued records (`bridge_rules`):
+Theory of operation. The server accepts a page only if the partition ends where the page's writer expects
+(`Nats-Expected-Last-Sequence`). A bridge whose page is rejected reads what other bridges have written and builds the page
+again. The builder then classifies each of its queued records (`bridge_rules`):
 
 - The log has the record: it is dropped. Before a bridge writes to an incarnation that another bridge has begun, it must have
-  seen that the log's newest batch equals its own, byte for byte. Once is enough, because every other bridge has done the same.
+  seen that the log's newest batch equals its own, byte for byte. One comparison is enough, because every bridge makes it.
 - The record is next: it is written.
-- Neither: the stream has *diverged* from the log. The bridge follows it again from the end of the log. There the publisher
-  is either verified to be the one in the log, or a new incarnation begins.
+- Neither: the stream has *diverged* from the log. The bridge follows it again from the end of the log. The comparison at that
+  point either shows that the publisher is the one in the log, or a new incarnation begins.
 
-Records are dropped only because they were read or acknowledged, never because they were sent. So it does not matter which page
-was lost, or whether its acknowledgement was.
+Records are dropped only because they were read or acknowledged, never because they were sent. So it does not matter whether a
+page was lost or only its acknowledgement.
 
-One page is *in flight* at a time. Records that arrive meanwhile go into the next one. If the page is rejected, or a page of
-another bridge comes first, all its records are classified again.
+One page is *in flight* at a time. Records that arrive while it is in flight go into the next page. If the page is rejected, or
+a page of another bridge comes first, all its records are classified again.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from kvevents_plane.records import (
 )
 
 RECORD_BYTES: Final = 96
-"""Size of a record without its payload and texts, at most."""
+"""Maximum size of a record without its payload and texts."""
 REASON_BYTES: Final = 32
-"""Size of a degraded reason's name and number, at most."""
+"""Maximum size of a degraded reason's name and number."""
 MAX_RECORDS: Final = 2_000
 """Maximum number of records of one page."""
 
 
 class _Queued(NamedTuple):
     due: float
-    """When the record can be written at the earliest."""
+    """Earliest time at which the record can be written."""
     record: StreamRecord
     size: int
-    """Largest size of the record in a page."""
+    """Maximum size of the record in a page."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,10 +63,10 @@ class _StreamQueue:
 
     records: deque[_Queued] = field(default_factory=deque)
     trust: TrustRecord | None = None
-    """To be written after all records."""
+    """A report that is written after all queued records."""
     followed: int | None = None
-    """The incarnation that the bridge follows; None after the stream has left the log. The log can have a later
-    incarnation, which the bridge does not know, and about which its trust says nothing."""
+    """The incarnation that the bridge follows; None after the stream has left the log. If the log has a later incarnation, the
+    bridge does not know it, and its trust says nothing about it."""
     agreed: int | None = None
     """The incarnation in the log that is known to equal the followed incarnation."""
 
@@ -80,10 +80,10 @@ class _Selection:
     end: StreamEnd
     """The end of the stream after the records."""
     room: int
-    """Bytes of the page that are left."""
+    """Unused bytes of the page."""
     records: list[StreamRecord] = field(default_factory=list)
     done: int = 0
-    """Number of queued records that are in the log after the page."""
+    """Number of queued records that the log has once the page is written."""
     trust: TrustRecord | None = None
     """The queued trust if it is among the records."""
 
@@ -116,7 +116,7 @@ class PageBuilder:
         self.written = 0
         """Batches of the log that this builder wrote."""
         self.reset_reason = ""
-        """Why all streams of the partition must start over, until a page at which they do is in the partition."""
+        """Why all streams of the partition must start over; empty once the partition has a page at which they do."""
         self._bridge: Final = bridge
         self._page_bytes: Final = page_bytes
         self._builder_id: Final = builder_id
@@ -133,7 +133,7 @@ class PageBuilder:
         """Start a stream at the end of the log; records that were queued before are dropped."""
         self._clear(key)
         stream = self.state.streams.get(key)
-        # A new queue: the page in flight must not commit records of the new one.
+        # The queue is a new object, so that an acknowledgement of the page in flight drops no records from it.
         self._queues[key] = _StreamQueue(
             followed=self.state.min_incarnation if stream is None else stream.incarnation,
             agreed=None if stream is None or stream.last_seq < 0 else stream.incarnation,
@@ -147,7 +147,7 @@ class PageBuilder:
         self.diverged.pop(key, None)
 
     def enqueue(self, record: StreamRecord, due: float = 0.0) -> None:
-        """Queue the next record of a stream, to be written not before `due`; ignore it while the stream is diverged."""
+        """Queue the next record of a stream for writing at `due` or later; ignore it while the stream is diverged."""
         key = record.key
         queue = self._queues.get(key)
         if queue is None or key in self.diverged:
@@ -157,7 +157,7 @@ class PageBuilder:
             queue.trust = record
             return
         if isinstance(record, IncarnationRecord):
-            queue.trust = None  # it was about the incarnation before
+            queue.trust = None  # it was about the previous incarnation
             queue.followed = record.incarnation
         size = record_size(record)
         queue.records.append(_Queued(due, record, size))
@@ -168,7 +168,7 @@ class PageBuilder:
         self._heartbeat = heartbeat
 
     def next_due(self) -> float | None:
-        """Return when there is something to write; None if nothing is queued."""
+        """Return the time at which the next record is due; None if nothing is queued."""
         if self._heartbeat is not None:
             return 0.0
         waiting = [
@@ -189,7 +189,7 @@ class PageBuilder:
         return queue is not None and queue.followed is None
 
     def is_replaced(self, key: StreamKey) -> bool:
-        """Return whether the log has another incarnation of a stream than the bridge follows, as far as is known."""
+        """Return whether the log is known to have another incarnation of a stream than the one that the bridge follows."""
         queue = self._queues.get(key)
         return queue is not None and not can_report_trust(self._end_of(key, queue), queue.followed)
 
@@ -225,7 +225,7 @@ class PageBuilder:
         selections: list[_Selection] = []
         room = self._page_bytes
         if reason := self.state.unknown_prefix or self.reset_reason:
-            # Higher than any incarnation: no stream can have more of them than the pages before have room for records.
+            # Higher than any incarnation: each began with a record, and all earlier pages together have fewer records.
             records.append(ResetRecord((self.state.position + 1) * MAX_RECORDS, reason))
         else:
             for key in list(self._active):
@@ -275,7 +275,7 @@ class PageBuilder:
     def _lower_trust(self, key: StreamKey, queue: _StreamQueue, end: StreamEnd) -> TrustRecord | None:
         """Return the queued trust if it is lower than the last report.
 
-        It goes before the records that it may be about, and again behind them.
+        The page has it twice: before the records that may have lowered the trust, and after them.
         """
         stream = self.state.streams.get(key)
         report = None if stream is None else stream.trust_reports.get(self._bridge)
@@ -337,7 +337,7 @@ class PageBuilder:
         return events
 
     def withdraw(self) -> None:
-        """Give up the page in flight, which might not be in the partition. Read the partition before the next page."""
+        """Give up the page in flight, which might not be in the partition. Read the partition before building the next page."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             self._heartbeat = self._heartbeat or in_flight.heartbeat
@@ -346,7 +346,7 @@ class PageBuilder:
         """Drop records that are in the log."""
         key, queue = selection.key, selection.queue
         if self._queues.get(key) is not queue:
-            return  # resynced or removed meanwhile
+            return  # resynced or removed while the page was in flight
         for _ in range(selection.done):
             self.queued_bytes -= queue.records.popleft().size
         if selection.end.agrees:
@@ -355,20 +355,20 @@ class PageBuilder:
             queue.trust = None
         self._active.pop(key, None)
         if queue.records or queue.trust is not None:
-            self._active[key] = None  # other streams are first in the next page
+            self._active[key] = None  # moved to the end of the round-robin order
 
     def apply(self, position: int, page: Page) -> list[PartitionEvent]:
-        """Apply a page of any bridge that was read; return its events. The page in flight is too late then."""
+        """Apply a page that was read, of any bridge; return its events. The server will reject the page in flight."""
         self.withdraw()
         return self._note(self.state.first_page, self.state.apply(position, page))
 
     def receive(self, message: ReceivedMessage, partition: int) -> None:
-        """Apply a message that was read. The page in flight is too late then."""
+        """Apply a message that was read. The server will reject the page in flight."""
         self.withdraw()
         self._note(self.state.first_page, self.state.receive(message, partition))
 
     def _note(self, first_page: int, events: list[PartitionEvent]) -> list[PartitionEvent]:
-        """Note what the events mean for the queues; `first_page` is that of the state before them."""
+        """Update the queues after events; `first_page` is the value that `state.first_page` had before them."""
         if self.state.first_page != first_page:
             self.reset_reason = ""
         for event in events:
@@ -378,7 +378,7 @@ class PageBuilder:
 
 
 def record_size(record: StreamRecord) -> int:
-    """Return the size of a record in a page, at most."""
+    """Return the maximum size of a record in a page."""
     size = RECORD_BYTES + _length(record.source)
     if isinstance(record, BatchRecord | FragmentRecord):
         return size + len(record.payload)

@@ -1,20 +1,20 @@
 """Reads one partition of the log: passes on every page once and in order, or reports why it cannot.
 
 The reader uses an ordered ephemeral consumer: the server pushes pages, nothing is acknowledged, and no state outlives the
-consumer. The sequence numbers show every fault of the connection, of the partition's leader, or of a queue that is too short.
-The reader then creates a new consumer behind the last page that it passed on.
+consumer. If a fault of the connection, of the partition's leader or of a full queue loses a page, a sequence number is missing.
+The reader then creates a new consumer that begins after the last page that the reader passed on.
 
-A damaged file, or a deletion, leaves a *hole*: numbers without messages, after which others exist or only the number of the
-newest message. A consumer sends nothing for them. So a reader that has missed a number, or that has received everything without
-reaching the last number, requests the next message. If that shows a hole, the partition can be read on only after the hole.
+A damaged file or a deletion leaves a *hole*: sequence numbers without messages, possibly up to the last number. A consumer
+skips a hole silently. So a reader that misses a number, or that has received everything without reaching the last number,
+requests the next message. If that shows a hole, reading can continue only after the hole.
 
 Servers can lose messages that they have acknowledged, and use their numbers again. So a reader verifies its *tail*, the newest
 message that it has read: by name with each new consumer, and by the history in each page (`partition_state`).
 
-The reader of a bridge also has a *writer*. The writer knows its own pages already, and they are most of the pages in a
-partition that no other bridge writes. While that is so, the reader *polls*: it has no consumer, it counts what the writer knows
-as read, and it requests pages of other bridges one by one. It does so at once when a page of the writer was rejected, since
-only another page can be the reason, and periodically while the writer writes nothing.
+The reader of a bridge also has a *writer*, which already knows its own pages. While other bridges write few pages to the
+partition, the reader *polls*: it has no consumer, counts the pages that the writer knows as read, and requests pages of other
+bridges one by one. It requests them at once when a page of the writer was rejected, because only another page can be the
+reason, and periodically while the writer writes nothing.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ from kvevents_plane.settings import ReaderLimits
 log = logging.getLogger(__name__)
 
 DELETE_SECONDS: Final = 0.5
-"""Timeout of deleting a consumer; the server deletes it a little later by itself."""
+"""Timeout of deleting a consumer; without a request, the server deletes it a little later."""
 MAX_POLLED_PAGES: Final = 20
-"""Maximum number of pages of other bridges that a reader requests one by one; for more it creates a consumer."""
+"""Maximum number of pages of other bridges that a reader requests one by one; to read more, it creates a consumer."""
 MAX_FOREIGN_PAGES: Final = 5
-"""Maximum number of pages of other bridges between two heartbeats or polls at which polling is still worthwhile."""
+"""Maximum number of pages of other bridges between two heartbeats or polls; if there are more, the reader does not poll."""
 DEFAULT_LIMITS: Final = ReaderLimits()
 
 
 class ReadFailure(NamedTuple):
-    """Why a partition cannot be read on. The partition must be read again from a snapshot or from its beginning."""
+    """Why reading cannot continue. The partition must be read again from a snapshot or from its beginning."""
 
     reason: str
     """`recreated`: the stream was deleted and created again. `purged`: unread pages are gone, by a purge or because of damage.
-    `truncated`, `rewritten`: pages that were read are gone, and in the latter case others are in their place. `disputed`: the
-    writer of a page has read other pages before it than this reader."""
+    `truncated`: pages that were read are gone. `rewritten`: other pages are in their place. `disputed`: before a page, its
+    writer had read other pages than this reader."""
     first: int = 1
-    """Position of the first page that can be read on from."""
+    """Position of the first page at which reading can begin again."""
 
 
 OnMessages = Callable[[list[ReceivedMessage]], None]
@@ -73,7 +73,7 @@ class LocalWriter(Protocol):
     """Writes into the partition that is read."""
 
     def knows(self, position: int, name: str) -> bool:
-        """Return whether the page is the writer's own or was read."""
+        """Return whether the writer has written the page or has received it from the reader."""
         ...
 
     def is_writing(self) -> bool:
@@ -87,18 +87,18 @@ class LocalWriter(Protocol):
 
 
 class PartitionReader:
-    """Reads one partition after `tail`. `run` ends only when the partition cannot be read on, or when `on_messages` raises.
+    """Reads one partition after `tail`. `run` ends only when reading cannot continue, or when `on_messages` raises.
 
-    If the partition's stream is missing, the reader calls `recreate`, or without it waits until another process creates the
-    stream. With a `writer` the reader can poll, and passes on what the writer knows at once.
+    If the partition's stream is missing, the reader calls `recreate`; if that is None, it waits until another process creates
+    the stream. With a `writer` the reader can poll, and it passes on pages that the writer knows at once.
     """
 
     lag: int | None = None
-    """Pages on the servers that were not passed on; None if unknown."""
+    """Number of pages on the servers that were not passed on; None if unknown."""
     info: PartitionInfo | None = None
-    """The servers' last report."""
+    """The servers' last report about the partition."""
     resolves_disputes = False
-    """Whether the partition is read again because of a dispute: the log decides, so another dispute does not end `run`."""
+    """Whether the partition is read again because of a dispute. If so, disputed pages are void and do not end `run`."""
     fault = ""
     """Why nothing can be read at the moment."""
     _void = 0
@@ -117,7 +117,7 @@ class PartitionReader:
         limits: ReaderLimits = DEFAULT_LIMITS,
     ) -> None:
         self.tail = tail
-        """The last message that was passed on, or that the writer knew."""
+        """The last message that was passed on or that the writer knew."""
         self.stream_id = stream_id
         """Id of the partition's stream; None before the first query."""
         self.caught_up = asyncio.Event()
@@ -134,12 +134,12 @@ class PartitionReader:
         self._limits: Final = limits
         self._polls = False
         self._own_pages = self._foreign_pages = self._quiet_heartbeats = 0
-        """Pages since the last heartbeat, or since the last poll without any; heartbeats in a row with few foreign pages."""
+        """Numbers of pages since the last heartbeat or idle poll, and of consecutive heartbeats with few foreign pages."""
         self._is_urgent = False
         """Whether the next check follows without a pause."""
         self._poll_requested = False
         self._dispute: ReceivedMessage | None = None
-        """The page after the tail whose writer had read other pages before it."""
+        """The page after the tail, if its writer had read other pages before it than this reader."""
         self._verified: asyncio.Future[bool] | None = None
         """Result for the current consumer: whether the partition still had the tail after the consumer was created."""
         self._is_short = False
@@ -150,7 +150,7 @@ class PartitionReader:
         self._interrupted = asyncio.Event()
         """Set when the consumer must be replaced or the poll must end."""
         self._check_requests = 0
-        """Number of requested checks: a check that began before the last request does not answer it."""
+        """Number of requested checks, which shows whether a check began before or after the last request."""
         self._alive_at = 0.0
 
     @property
@@ -159,7 +159,7 @@ class PartitionReader:
         return self.tail.position
 
     async def run(self) -> ReadFailure:
-        """Read until the partition cannot be read on; return why."""
+        """Read until reading cannot continue; return why."""
         try:
             while True:
                 try:
@@ -185,7 +185,7 @@ class PartitionReader:
         return self.checked
 
     def request_poll(self) -> None:
-        """Request the pages of other bridges now. A consumer pushes them by itself."""
+        """Request the pages of other bridges now, if the reader polls; a consumer pushes them unasked."""
         if self._polls:
             self._poll_requested = True
             self._interrupted.set()
@@ -230,7 +230,7 @@ class PartitionReader:
         return None
 
     async def _find_hole(self, info: PartitionInfo) -> ReadFailure | None:
-        """Return a failure if there is no page after the tail. If only the consumer's server lacks it, pass it on."""
+        """Return a failure if there is no page after the tail. Pass the page on if only the consumer lacks it."""
         if self.position + 1 < info.first:
             return ReadFailure("purged", info.first)
         following = await fetch_message(self._js, self._layout, self._partition, self.position + 1, or_next=True)
@@ -260,7 +260,7 @@ class PartitionReader:
         return await has_tail(self._js, self._layout, self._partition, info, tail._replace(history=None))
 
     def _skip_known(self) -> None:
-        """Count what the writer knows as read."""
+        """Count the pages that the writer knows as read."""
         if self._writer is not None and self._writer.tail.position > self.position:
             self.tail = self._writer.tail
 
@@ -361,7 +361,7 @@ class PartitionReader:
                 self.fault = ""
                 if not info.num_pending:
                     self._note_end()
-                # A server that loses messages loses this consumer too: what it sends belongs to what is there now.
+                # Verified after creation: if a server loses messages after that, it also loses the consumer.
                 if not await self._has_page_of(self.tail, await self._fetch_info()):
                     return ReadFailure("rewritten")
                 verified.set_result(True)
@@ -378,7 +378,7 @@ class PartitionReader:
         return None
 
     def _note_end(self) -> None:
-        """Record that the consumer has sent everything: if the partition had later pages before it was created, it is short."""
+        """Record that the consumer has sent all its pages; request a check if the partition has later ones."""
         if self.info is not None and self.position < self.info.last:
             self._is_short = True
             self._interrupted.set()
@@ -400,7 +400,7 @@ class PartitionReader:
                 raise PlaneError(f"partition {self._partition}: the server has been silent", fault="timeout")
 
     async def _compare(self, last: int) -> int:
-        """Request a check unless the consumer has sent the partition's pages up to `last`; return the last position now."""
+        """Request a check unless the consumer has sent the partition's pages up to `last`; return the current last position."""
         info = await self._fetch_info()
         if self.position < last or not await self._has_page_of(self.tail, info):
             log.warning(
@@ -432,7 +432,7 @@ class PartitionReader:
             return
         try:
             metadata = message.metadata
-        except (errors.NotJSMessageError, ValueError):  # no message of a consumer
+        except (errors.NotJSMessageError, ValueError):  # not a message of a consumer
             return
         position, delivered, pending = metadata.sequence.stream, metadata.sequence.consumer, metadata.num_pending
         if self._interrupted.is_set() or delivered != self._delivered + 1 or position != self.position + 1:
@@ -456,7 +456,7 @@ class PartitionReader:
         if is_known:
             self._pass_on()
         elif len(self._received) == 1:
-            # Pages that have arrived already are passed on together.
+            # Pages that have already arrived are passed on in one call.
             asyncio.get_running_loop().call_soon(self._pass_on)
 
     async def _on_status(self, message: Msg, status: str) -> None:

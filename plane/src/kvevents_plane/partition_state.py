@@ -1,4 +1,4 @@
-"""State of one partition of the log: its streams, how far each is written, and how far each bridge trusts it.
+"""State of one partition of the log: its streams, the last batch of each, and each bridge's trust in it.
 
 Theory of operation. Several bridges can write the same stream, and any of them can be killed, stopped or disconnected at any
 moment. The log is consistent nevertheless. The server accepts a page only from a bridge that has read every earlier page
@@ -9,14 +9,15 @@ moment. The log is consistent nevertheless. The server accepts a page only from 
 - A batch whose number is already written is ignored, and so are records of incarnations that have ended.
 - Any other record is *invalid*: no bridge writes it. The state counts it, marks the stream, and does not apply it.
 
-The fragments of a large batch follow each other, possibly with other records in between. A fragment at offset 0 starts again.
+The fragments of a large batch are in order, possibly with other records in between. A fragment at offset 0 begins the batch
+again.
 
-Each page carries a digest of the names of all messages that its writer expects before it, and is void behind any others. The
-server compares sequence numbers only. Those can match by chance after the server has lost acknowledged pages and has used their
+Each page carries a digest of the names of all messages that its writer expects before it, and is void if other messages precede
+it. The server compares only sequence numbers, which can match by chance after it has lost acknowledged pages and has used their
 numbers again, or after the partition was deleted and created again.
 
 If pages were purged before a bridge has read them, and no snapshot represents them, the partition has an *unknown prefix*.
-Nothing behind it is applied until a bridge writes a `ResetRecord`, at which all streams leave and start over for every reader.
+Later pages are not applied until a bridge writes a `ResetRecord`, at which all streams leave and start over for every reader.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ log = logging.getLogger(__name__)
 
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
 MAX_DEPARTED: Final = 100_000
-"""Streams that have left and whose last incarnation is remembered, so that its late records are void; the oldest go first."""
+"""Maximum number of streams that have left and are remembered, so that late records of their last incarnation are void."""
 MAX_REPORTS: Final = 64
-"""Trust reports of one stream; the report of the bridge with the oldest heartbeat goes first."""
+"""Maximum number of trust reports of one stream; the report of the bridge with the oldest heartbeat is dropped first."""
 MAX_BRIDGES: Final = 1_000
-"""Bridge processes whose last heartbeat is remembered; the oldest go first."""
+"""Maximum number of bridge processes whose last heartbeat is remembered; the oldest heartbeats are dropped first."""
 
 
 class StreamJoined(NamedTuple):
@@ -88,12 +89,12 @@ PartitionEvent: TypeAlias = RawBatch | Reset | Gap | StreamJoined | StreamLeft |
 
 
 class PartialBatch(msgspec.Struct, array_like=True):
-    """The fragments of a batch so far."""
+    """A batch whose last fragments have not arrived yet."""
 
     seq: int
     total: int
     size: int = 0
-    """Bytes so far."""
+    """Number of bytes in `fragments`."""
     fragments: list[bytes] = []
 
     def is_continued_by(self, fragment: FragmentRecord) -> bool:
@@ -117,15 +118,15 @@ class StreamState(msgspec.Struct, array_like=True):
     digest: bytes | None = None
     """SHA-256 of the newest batch, if its bytes are not kept."""
     trust_reports: dict[str, TrustRecord] = {}
-    """Reports by bridge; the newest one is the last."""
+    """Reports by bridge; the newest report is the last one."""
     partial_batch: PartialBatch | None = None
     has_ended: bool = False
-    """Whether the incarnation accepts no more records: the stream had left, or an invalid record was written."""
+    """Whether the incarnation accepts no more records, because the stream had left or an invalid record was written."""
     engines: dict[str, bytes] = {}
-    """Digest of the engine with which each bridge joined the stream last (`engine_digest`)."""
+    """Digest by bridge of the engine with which the bridge last joined the stream (`engine_digest`)."""
 
     def differing_bridges(self, is_alive: Callable[[str], bool]) -> list[str]:
-        """Return the bridges that are alive if they joined the stream with different engines."""
+        """Return the bridges that are alive, if these joined the stream with different engines; else an empty list."""
         if len(set(self.engines.values())) < 2:
             return []
         alive = {bridge: engine for bridge, engine in self.engines.items() if is_alive(bridge)}
@@ -138,7 +139,7 @@ class ResumePoint(NamedTuple):
     resume: Checkpoint | None
     """None if the log has no batch of the current incarnation, so that there is nothing to verify."""
     incarnation_offset: int
-    """Difference between the incarnations of the log and those of the subscriber."""
+    """Number that is added to the subscriber's incarnations to obtain those of the log."""
 
 
 class LastHeartbeat(NamedTuple):
@@ -161,11 +162,11 @@ class PartitionState:
         """The last heartbeat by bridge."""
         self.invalid_records = 0
         self.duplicate_records = 0
-        """Records that repeat what is written, or belong to an incarnation that has ended."""
+        """Number of records that the log already had, or that belong to an incarnation that has ended."""
         self.foreign_messages = 0
-        """Messages that are not pages."""
+        """Number of messages that are not pages."""
         self.void_pages = 0
-        """Pages whose writer expected other messages before them."""
+        """Number of pages whose writer expected other messages before them."""
         self.history: bytes | None = EMPTY_HISTORY
         """Digest of the names of all messages; None if the partition could not be read from its beginning."""
         self.min_incarnation = 0
@@ -184,7 +185,7 @@ class PartitionState:
     # --- apply pages
 
     def apply(self, position: int, page: Page) -> list[PartitionEvent]:
-        """Apply a page and return its events. Positions can skip numbers, because the page's writer has read all before it."""
+        """Apply a page and return its events. Positions can skip numbers; the page's writer has read every earlier page."""
         history = self.history
         self._advance(position, page.name, is_first=page.history is None)
         if page.history is not None and history is not None and page.history != history:
@@ -203,7 +204,7 @@ class PartitionState:
         return events
 
     def receive(self, message: ReceivedMessage, partition: int) -> list[PartitionEvent]:
-        """Apply a message of a partition, and return its events; count one that is not a page, and log the first of these."""
+        """Apply a message of a partition, and return its events. Count messages that are not pages, and log the first one."""
         if (page := message.page()) is not None:
             return self.apply(message.position, page)
         if not self.foreign_messages:
@@ -280,7 +281,7 @@ class PartitionState:
 
     def _append(self, stream: StreamState, record: BatchRecord | FragmentRecord, payload: bytes) -> RawBatch:
         if stream.last_seq < 0:
-            # Only now is the incarnation identified: other bridges' reports may have been about another one.
+            # The first batch identifies the incarnation: earlier reports of other bridges may be about another incarnation.
             stream.trust_reports = {bridge: report for bridge, report in stream.trust_reports.items() if bridge == self._writer}
         stream.last_seq, stream.partial_batch, stream.digest = record.seq, None, None
         self.newest[record.key] = payload
@@ -310,7 +311,7 @@ class PartitionState:
             self.duplicate_records += 1
             return
         self.newest.pop(record.key, None)
-        # The reports were about the incarnation before; bridges that follow the new one report again.
+        # Reports are dropped because they are about the previous incarnation; bridges that follow the new one report again.
         self.streams[record.key] = StreamState(stream.registration, record.incarnation, engines=stream.engines)
         yield Reset(record.source, record.rank, record.incarnation, record.reason)
 
@@ -342,7 +343,7 @@ class PartitionState:
         return 0 if heartbeat is None else heartbeat.position
 
     def _current(self, key: StreamKey, incarnation: int) -> StreamState | None:
-        """Return a stream; count a duplicate and return None if the incarnation has ended."""
+        """Return a stream; if the incarnation has ended, count a duplicate and return None."""
         stream = self.streams.get(key)
         if stream is None or stream.registration is None or incarnation < stream.incarnation:
             self.duplicate_records += 1
@@ -366,7 +367,7 @@ class PartitionState:
         return {key: stream.registration for key, stream in self.streams.items() if stream.registration is not None}
 
     def resume_point(self, key: StreamKey, bridge: str) -> ResumePoint:
-        """Return where a bridge continues a stream, with the bridge's own degraded reasons or those of the latest report."""
+        """Return where a bridge continues a stream, with the degraded reasons of its own report or else of the latest one."""
         stream = self.streams.get(key)
         if stream is None:
             return ResumePoint(None, self.min_incarnation)
@@ -375,7 +376,7 @@ class PartitionState:
         newest = self.newest.get(key)
         digest = stream.digest if newest is None else payload_digest(newest)
         if stream.registration is None or stream.has_ended or digest is None:
-            # Nothing identifies the incarnation, so it ends here: what comes next belongs to another one.
+            # Nothing identifies the incarnation, so it ends here, and the next batch begins another incarnation.
             return ResumePoint(Checkpoint(*key, stream.incarnation, -1), 0)
         fingerprint = Fingerprint(stream.last_seq, digest, True)
         reports = stream.trust_reports

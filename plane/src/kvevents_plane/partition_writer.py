@@ -1,12 +1,12 @@
 """The part of a bridge that reads one partition completely and writes the bridge's next pages to it.
 
-Theory of operation. A reader keeps a `PartitionState` as the partition is, and a `PageBuilder` builds the next page from it.
-The page is published with the position that must be the partition's last. If it is not, another bridge has written, and the
-reader receives its page. Records that the servers do not accept stay in the builder.
+Theory of operation. A reader keeps a `PartitionState` equal to the partition, and a `PageBuilder` builds the next page from the
+state. The page is published with the expected last position of the partition. If the server reports another one, another bridge
+has written, and the reader receives that bridge's page. Records that the servers do not accept stay in the builder.
 
-A partition is *ready* while its state is known to match the existing stream. That ends if the stream was deleted, was
-recreated, or has lost pages. The state then starts over, and after it was read so do all streams. Over a new connection nothing
-is written before the reader has verified that the partition is unchanged.
+A partition is *ready* while its state is known to match the existing stream. It is no longer ready if the stream was deleted,
+was recreated, or has lost pages. Then the state is read again, after which all streams start over. After a reconnect nothing is
+written until the reader has verified that the partition is unchanged.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ from kvevents_plane.snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 ACK_SECONDS: Final = 2.0
-"""Timeout of a page's acknowledgement. Sending the page again is harmless: it is rejected if the first one has arrived."""
+"""Timeout of a page's acknowledgement. Sending the page again is harmless: the server rejects it if the page has already
+arrived."""
 REQUEST_SECONDS: Final = 5.0
 """Timeout of other requests to the servers."""
 CATCH_UP_SECONDS: Final = 2.0
-"""Seconds for the reader to receive the page because of which a page was rejected."""
+"""Maximum number of seconds for which a rejected writer waits until the reader receives the other bridge's page."""
 IDLE_SECONDS: Final = 0.5
-"""Seconds between two checks for due records, unless an event interrupts."""
+"""Maximum number of seconds between two checks for due records."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +62,7 @@ class _SentPage:
 
     name: str
     expected: int
-    """Position of the page before it."""
+    """Last position of the partition before this page."""
     answer: asyncio.Future[None]
 
 
@@ -79,7 +80,7 @@ class PartitionWriter:
         on_ready: Callable[[PartitionWriter], None],
         on_diverged: Callable[[Sequence[StreamKey]], None],
     ) -> None:
-        """`on_ready` follows the streams of the partition from the end of the log, `on_diverged` some of them again."""
+        """`on_ready` follows the partition's streams from the end of the log; `on_diverged` follows the given streams again."""
         self.partition: Final = partition
         self.builder = PageBuilder(PartitionState(), bridge, page_bytes, secrets.token_hex(4))
         self.peers: Final = BridgePeers(bridge, lambda: self.builder.state.heartbeats)
@@ -87,15 +88,15 @@ class PartitionWriter:
         self.paused: set[StreamKey] = set()
         """Streams that are not followed because there is no room for their records."""
         self.paused_since: float | None = None
-        """When the first of them was paused."""
+        """When the first of the paused streams was paused; None if none is."""
         self.heartbeat_at = 0.0
         """When the next heartbeat is due."""
         self.is_lagging = False
         """Whether the last heartbeat reported a lag."""
         self.conflict = ""
-        """The engine in the last heartbeat whose name another bridge uses for another one; empty without one."""
+        """The stream that another bridge uses for another engine, as in the last heartbeat; empty without a conflict."""
         self.conflicts = 0
-        """Pages that were rejected because another bridge has written."""
+        """Number of pages that were rejected because another bridge has written."""
         self._on_ready: Final = on_ready
         self._on_diverged: Final = on_diverged
         self._client: Final = client
@@ -112,19 +113,19 @@ class PartitionWriter:
         self._wake: Final = asyncio.Event()
         self._advanced: Final = asyncio.Event()
         self._sent: _SentPage | None = None
-        """The page in flight, of which the result is unknown."""
+        """The page in flight, whose result is unknown."""
 
     # --- status
 
     @property
     def fault(self) -> str:
-        """Why nothing is read or written at the moment; empty if it is."""
+        """Why nothing can be read or written at the moment; empty if reading and writing work."""
         return (self._reader is not None and self._reader.fault) or self._write_fault
 
     # --- records to write
 
     def enqueue(self, record: StreamRecord, due: float = 0.0) -> None:
-        """Queue a record, to be written not before `due`."""
+        """Queue a record for writing at `due` or later."""
         self.builder.enqueue(record, due)
         if self._sent is None:
             self._wake.set()
@@ -135,14 +136,14 @@ class PartitionWriter:
         self._wake.set()
 
     def mark_diverged(self, key: StreamKey) -> None:
-        """Have a stream followed again."""
+        """Mark a stream as diverged, so that it is followed again."""
         self.builder.diverged[key] = None
         self._wake.set()
 
     def start_over(self, first: int) -> None:
         """Write all streams again, because replicas cannot read the pages before `first`.
 
-        Do nothing if that has been done, or if the partition never had these pages, since it was deleted and created again.
+        Do nothing if the streams were already written again, or if the partition is a recreated one that never had these pages.
         """
         state = self.builder.state
         if state.first_page < first <= state.position + 1 and self.ready.is_set():
@@ -154,9 +155,9 @@ class PartitionWriter:
     # --- read
 
     def on_connected(self) -> None:
-        """Give up requests of the last connection, which are never answered, and verify the partition.
+        """Give up the requests of the previous connection, which will not be answered, and verify the partition.
 
-        The reader decides the result of the page in flight: even an acknowledged page can have been lost.
+        The reader determines the result of the page in flight, because the servers can lose even an acknowledged page.
         """
         self._end_page()
         self.builder.withdraw()
@@ -165,13 +166,13 @@ class PartitionWriter:
             self._reader.request_check()
 
     def _end_page(self) -> None:
-        """Wait for the acknowledgement of the page in flight no longer."""
+        """Stop waiting for the acknowledgement of the page in flight."""
         if self._sent is not None:
             self._sent.answer.cancel()
             self._sent = None
 
     async def read(self) -> None:
-        """Keep the state up to date, and start over whenever the partition cannot be read on."""
+        """Keep the state up to date, and start over whenever reading cannot continue."""
         failure: ReadFailure | None = None
         resolves_disputes = False
         while True:
@@ -207,7 +208,7 @@ class PartitionWriter:
                 state = await self._snapshots.load_state(self.partition, info) or state
                 break
             except PlaneError as error:
-                if error.fault == "missing":  # the reader creates it
+                if error.fault == "missing":  # the reader creates the stream
                     break
                 self._set_write_fault(error)
                 await asyncio.sleep(self._plane.reader.retry_seconds)
@@ -312,7 +313,7 @@ class PartitionWriter:
 
     def _on_answer(self, answer: asyncio.Task[None]) -> None:
         if not answer.cancelled():
-            answer.exception()  # retrieved here, because a page that was given up has no other reader
+            answer.exception()  # retrieved so that asyncio does not log it for a page that was given up
             self._wake.set()
 
     async def _idle(self) -> None:
@@ -367,14 +368,14 @@ class PartitionWriter:
                         self._advanced.clear()
                         await self._advanced.wait()
             except TimeoutError:
-                self._set_write_fault(error)  # the other bridge's page does not arrive: pages may be lost
+                self._set_write_fault(error)  # no page of another bridge arrives: the server may have lost pages
                 if reader is not None:
                     reader.request_check()
             else:
                 self._clear_write_fault()
             return
         if error.fault == "away" and self._client.is_connected and reader is not None:
-            reader.request_check()  # the stream may be deleted
+            reader.request_check()  # the stream may have been deleted
         self._set_write_fault(error)
         await asyncio.sleep(self._retry.next_delay())
 

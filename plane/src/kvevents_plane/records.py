@@ -1,8 +1,8 @@
 """Format of the log: records, pages of records, and the JetStream messages that carry pages.
 
 A partition of the log is a sequence of pages. Each page is one JetStream message and holds records of any streams of the
-partition, those of one stream in order. Every record names its stream, its incarnation and its number, so a reader needs only
-the records before it to decide whether it is the next one.
+partition, those of one stream in order. Every record of a stream names its incarnation and its number, so earlier records
+suffice to decide whether it is the next one.
 """
 
 # Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
@@ -21,10 +21,10 @@ EMPTY_HISTORY: Final = bytes(8)
 MISSED_HEARTBEATS: Final = 3
 """Number of missing heartbeats after which a bridge counts as dead."""
 CONFLICT_INTERVALS: Final = 2.0
-"""Number of times `HeartbeatRecord.alive_seconds` for which a bridge counts that follows another engine under the same name, so
-that a late heartbeat does not make the name EXACT."""
+"""Multiple of `HeartbeatRecord.alive_seconds` for which a bridge that follows another engine under the same name counts as
+alive, so that a late heartbeat does not make the stream EXACT."""
 MAX_HEARTBEAT_SECONDS: Final = 60.0
-"""Longest heartbeat interval that readers believe: a bridge counts as alive for at most `MISSED_HEARTBEATS` of these."""
+"""Longest heartbeat interval that readers accept: a bridge counts as alive for at most `MISSED_HEARTBEATS` such intervals."""
 PAGE_HEADER: Final = "Kvevents-Page"
 """NATS header with the page's name."""
 HISTORY_HEADER: Final = "Kvevents-History"
@@ -39,7 +39,7 @@ StreamKey: TypeAlias = tuple[str, int]
 
 
 def stream_text(key: StreamKey) -> str:
-    """Return a stream for people: the parts of its source, and its rank."""
+    """Return the text that names a stream in messages: its source with printable characters, and its rank."""
     source, rank = key
     return f"{printable(source)} rank {rank}"
 
@@ -60,7 +60,7 @@ _ENDPOINTS: Final = msgspec.json.Decoder(_Endpoints)
 
 
 def engine_digest(registration: bytes) -> bytes:
-    """Return a digest of what identifies the engine of a registration: its endpoints, or all of it if it has none."""
+    """Return a digest of what identifies a registration's engine: its endpoints, or the whole registration if it has none."""
     try:
         identity = repr(msgspec.structs.astuple(_ENDPOINTS.decode(registration))).encode("utf-8", "surrogatepass")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -86,7 +86,7 @@ class JoinRecord(_StreamRecord, frozen=True, array_like=True, tag="j", gc=False)
 
 
 class LeaveRecord(_StreamRecord, frozen=True, array_like=True, tag="l", gc=False):
-    """The stream is gone and replicas drop it. Later records begin with a `JoinRecord` and a new incarnation."""
+    """The stream has left the log, and replicas drop it. It can join again with a `JoinRecord` and a new incarnation."""
 
     reason: str
 
@@ -130,14 +130,15 @@ class GapRecord(_StreamRecord, frozen=True, array_like=True, tag="g", gc=False):
 
 
 class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False):
-    """How far a bridge trusts the stream as written up to this record."""
+    """A bridge's trust in the stream, as far as the log contains it before this record."""
 
     bridge: str
     trust: str
     """Name of the trust state. Empty: the bridge no longer follows the stream, and its earlier reports are void."""
     reason: str
     degraded_reasons: dict[str, _Last]
-    """The last affected batch number by name of `DegradedReason`; the newest number if checkpoints do not keep the reason."""
+    """The last affected batch number by name of `DegradedReason`; the newest number for reasons that checkpoints do not
+    store."""
 
 
 class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):
@@ -152,21 +153,21 @@ class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=Fals
 
 
 class HeartbeatRecord(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=False):
-    """A bridge is alive and has written what it had."""
+    """A bridge is alive, and its records up to here are in the log."""
 
     bridge: str
     interval: float
-    """Seconds until the next heartbeat, at most."""
+    """Maximum number of seconds until the next heartbeat."""
     suspicion: str = ""
     """Why the bridge suspects its own network rather than its engines; empty if it does not."""
     lag: float = 0.0
-    """Seconds for which events of its engines have waited to be written or read; 0 while below the bridge's limit."""
+    """Seconds for which events of the bridge's engines have waited to be written or read; 0 while below the bridge's limit."""
     process: str = ""
-    """Process and host, for operators."""
+    """Process and host of the bridge, for operators."""
     uptime: float = 0.0
     """The bridge's monotonic clock, in seconds; 0 if unknown. It shows how late the heartbeat arrives."""
     conflict: str = ""
-    """A stream of the partition that another bridge uses for another engine, as a sentence; empty without one."""
+    """A sentence that names a stream of the partition that another bridge uses for another engine; empty without a conflict."""
 
     @property
     def alive_seconds(self) -> float:
@@ -188,8 +189,8 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
     name: str = ""
     """Unique name of the page."""
     history: bytes | None = None
-    """Digest of the names of all messages that the bridge expects before the page (`extend_history`); the page is void after
-    any other messages. None: a new history begins with this page, regardless of earlier pages."""
+    """Digest of the names of all messages that the bridge expects before the page (`extend_history`); the page is void if other
+    messages precede it. None: a new history begins with this page, regardless of earlier pages."""
 
 
 class Tail(NamedTuple):
@@ -215,7 +216,8 @@ class ReceivedMessage(NamedTuple):
     history: str | None = None
     """Value of `HISTORY_HEADER`; None for a message that is not a page."""
     stored_at: float = 0.0
-    """When the servers stored the message, by their clock, in seconds since the epoch; clocks of bridges can differ."""
+    """When the servers stored the message, in seconds since the epoch by their clock, which can differ from the bridges'
+    clocks."""
 
     @property
     def begins_history(self) -> bool:

@@ -16,9 +16,9 @@ from kvevents_plane.records import MAX_HEARTBEAT_SECONDS
 
 MAX_PARTITIONS: Final = 256
 RECEIVE_QUEUE: Final = 256
-"""Default of `BridgeSettings.receive_queue`: about the number of batches that a bridge reads of one engine at a time."""
+"""Default of `BridgeSettings.receive_queue`: about as many batches as a bridge reads from one engine at a time."""
 MAX_SECRET_BYTES: Final = 64 << 10
-"""Maximum size of a file of credentials or of a seed; these files have a few thousand bytes and 58 bytes."""
+"""Maximum size of a file of credentials (usually a few thousand bytes) or of a seed (58 bytes)."""
 MAX_INBOX: Final = 64
 """Maximum number of characters of an inbox prefix; NATS appends at least 22 more."""
 
@@ -55,22 +55,23 @@ class ConnectionLimits(Settings, frozen=True, kw_only=True, forbid_unknown_field
     """Timers and limits of the connection to the NATS servers."""
 
     connect_seconds: Seconds = 10.0
-    """Seconds for the first connection, over all servers. A program that cannot connect ends, and its supervisor restarts
-    it."""
+    """Timeout of the first connection, for all servers together. A program that cannot connect ends, and its supervisor
+    restarts it."""
     attempt_seconds: Seconds = 2.0
-    """Seconds for each step of an attempt to reconnect; a server that runs answers within milliseconds."""
+    """Timeout of each step of an attempt to reconnect; a running server answers within milliseconds."""
     ping_seconds: Seconds = 5.0
     """Seconds between two pings."""
     max_unanswered_pings: Positive = 2
-    """Unanswered pings after which a connection is dead. With the default interval that takes 15 seconds."""
+    """Number of unanswered pings after which a connection is dead, which takes 15 seconds with the default interval."""
     reconnect_seconds: Seconds = 0.2
     """Longest pause before the first attempt to reconnect; in a cluster another server is available at once."""
     max_reconnect_seconds: Seconds = 5.0
     """Longest pause between two rounds over all servers."""
     pending_bytes: Bytes = 8 << 20
-    """Bytes that may wait for the socket. Above that, publishing waits, or fails while there is no connection."""
+    """Maximum number of bytes that wait for the socket. At the limit, publishing waits, or fails while there is no
+    connection."""
     close_seconds: Seconds = 5.0
-    """Seconds for published messages to reach the server when a program ends."""
+    """Timeout of sending published messages to the server when a program ends."""
 
 
 class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,17 +89,17 @@ class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     poll_seconds: Seconds = 1.0
     """Seconds between two queries of a reader that polls instead of using a consumer."""
     quiet_heartbeats: Positive = 3
-    """Heartbeats in a row with few pages of other bridges after which a bridge's reader polls."""
+    """Number of consecutive heartbeats with few pages of other bridges, after which a bridge's reader polls."""
     pending_bytes: Bytes = 64 << 20
-    """Bytes of pages that may wait to be processed. Pages above that are read again later."""
+    """Maximum number of bytes of pages that wait to be processed. Pages beyond the limit are read again later."""
     max_lag_seconds: Seconds = 1.0
-    """Seconds for a page that the servers have to arrive, before the streams of its partition are REPLAYING."""
+    """Seconds for which a page that the servers have may be missing before the streams of its partition are REPLAYING."""
     digest_pages: Positive = 64
-    """Pages between two digests of a partition; the same in all replicas, which compare digests at equal positions."""
+    """Pages between two digests of a partition. It must be equal in all replicas, which compare digests at equal positions."""
 
     @property
     def digest_intervals(self) -> tuple[int, int, int]:
-        """Intervals of which a replica publishes the newest digest, so that replicas far apart still share a position."""
+        """Intervals in pages for which a replica publishes its newest digest, so that slow replicas share a position."""
         return self.digest_pages, self.digest_pages * 16, self.digest_pages * 256
 
 
@@ -110,9 +111,9 @@ class ReplicaTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     compare_seconds: Seconds = 1.0
     """Pause between two comparisons of digests with the other replicas."""
     turn_seconds: Seconds = 20.0
-    """Time that a replica waits for another one to rebuild if their digests differ and none has a majority."""
+    """Seconds for which a replica waits for another one to rebuild, if their digests differ and neither has a majority."""
     rebuild_seconds: Seconds = 60.0
-    """Shortest time between two rebuilds because an engine's digest differs from the index."""
+    """Minimum number of seconds between two rebuilds that are caused by an engine's digest."""
 
 
 class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,7 +130,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     partitions: Annotated[int, "--partitions", Range(1, MAX_PARTITIONS)] = 8
     """Number of partitions of a new plane, 1 to 256, each a JetStream stream; it cannot change later."""
     copies: Annotated[int, "--copies"] = 1
-    """Servers that store each partition of a new plane: 1, 3 or 5, of which JetStream has a majority."""
+    """Number of servers that store each partition of a new plane: 1, 3 or 5; JetStream needs a majority of them."""
     partition_bytes: Annotated[int, "--partition-size", Unit.BYTES, Range(1 << 20)] = 1 << 30
     """Size of each partition of a new plane. A full partition rejects new pages; it never drops old ones."""
     credentials: Annotated[FilePath, "--creds"] | None = None
@@ -204,7 +205,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def login(self) -> Login:
-        """User and password or token; empty if the client logs in differently or not at all."""
+        """User and password, or token; empty if the client logs in by other means or not at all."""
         if self.token is not None:
             return Login(token=self.token)
         return next((login for url in self.servers if (login := _login_of(url)) != Login()), Login())
@@ -238,7 +239,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         return f"<PlaneSettings {self.name!r} at {self.server_list}>"
 
     def __rich_repr__(self) -> Any:
-        """Leave out secrets, however the settings are printed."""
+        """Return the fields without secrets, for every way of printing the settings."""
         for field in self.__struct_fields__:
             if field not in {"servers", "token"}:
                 yield field, getattr(self, field)
@@ -255,7 +256,7 @@ class BridgeSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     unclaimed_seconds: Seconds = 600.0
     """Drop an engine from the log that no bridge has claimed for this many seconds; a restart of bridges must be shorter."""
     heartbeat_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_HEARTBEAT_SECONDS, is_open=True)] = 0.5
-    """Seconds between two heartbeats in each partition, at most 60. Replicas call nothing EXACT that is older than three
+    """Seconds between two heartbeats in each partition, at most 60. Replicas report no state as EXACT that is older than three
     heartbeats and half a second."""
     max_lag_seconds: Seconds = 1.0
     """Seconds that events may wait in the bridge before replicas trust none of its streams."""

@@ -4,7 +4,7 @@ Each partition has its own snapshots, so a replica that holds some of the partit
 two objects, and an entry in a bucket that makes it valid. The writer writes the entry last, and replaces only the entry that it
 has read. It then purges the pages that the previous snapshot represents. A reader begins with the newest snapshot, or with the
 previous one if the newest cannot be read, and finds all later pages in the partition. If there is no room for another snapshot,
-the older one of the two is deleted first, with the pages up to the newest.
+the older of the two and the pages that the newest contains are deleted first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvevents_plane.records import StreamKey, Tail
 log = logging.getLogger(__name__)
 
 ENTRY: Final = "snapshot"
-"""Prefix of the keys of the entries that list valid snapshots; the partition follows."""
+"""First part of the keys of the entries that list valid snapshots; the second part is the partition."""
 VERSION: Final = 5
 CHUNK_BYTES: Final = 512 << 10
 """Size of an object's chunks; smaller if the servers accept less."""
@@ -47,7 +47,7 @@ that is killed while it writes a snapshot leaves such objects."""
 TRANSFER_SECONDS: Final = 300.0
 """Timeout of reading or writing one snapshot."""
 BODY_SECONDS: Final = 30.0
-"""Timeout of reading a snapshot without its index, a few MiB at most."""
+"""Timeout of reading a snapshot without its index, which has at most a few MiB."""
 CLEANUP_SECONDS: Final = 60.0
 """Timeout of deleting what is no longer needed after a snapshot was written."""
 _SUFFIXES: Final = ("index", "streams")
@@ -59,19 +59,19 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     name: str
     partition: int
     taken_at: float
-    """When it was taken, in seconds since the epoch by the replica's clock; for operators only."""
+    """When the snapshot was taken, in seconds since the epoch by the replica's clock; for operators only."""
     replica: str
-    """The replica that took it."""
+    """Name of the replica that took the snapshot."""
     position: int
-    """Position of the last page that it contains."""
+    """Position of the last page that the snapshot contains."""
     stream_id: str
     """Id of the partition's stream; a recreated stream has other pages."""
     blocks: int
     bytes: int
     page: str | None = None
-    """Name of the last page; a partition that has lost pages has another one there."""
+    """Name of the last page; a partition that has lost pages has another name at this position."""
     history: str = ""
-    """History of the partition up to that page in hexadecimal digits; empty if unknown."""
+    """History of the partition up to the last page in hexadecimal digits; empty if unknown."""
 
     @property
     def tail(self) -> Tail:
@@ -80,7 +80,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
 
     @property
     def objects(self) -> set[str]:
-        """Names of its objects."""
+        """Names of the snapshot's objects."""
         return {f"{self.name}.{suffix}" for suffix in _SUFFIXES}
 
 
@@ -108,7 +108,7 @@ class SnapshotBody(msgspec.Struct, array_like=True):
     def decode(self, snapshot: SnapshotInfo) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
         """Return the partition's state and the degraded reasons.
 
-        Raises `SnapshotError`, also if they are not those of `snapshot`: objects can be restored or copied by hand.
+        Raises `SnapshotError`, also if they belong to another snapshot, since objects can be restored or copied by hand.
         """
         if self.version != VERSION:
             raise SnapshotError(
@@ -136,7 +136,7 @@ def capture(
     index: PrefixIndex,
     path: Path,
 ) -> SnapshotBody:
-    """Write the index of a partition's streams to `path` and return the rest. Nothing must be applied to them meanwhile."""
+    """Write the index of a partition's streams to `path`, return the rest. No events may be applied to them during the call."""
     index.snapshot(path, workers=list(state.streams))
     names = {key: [reason.name for reason in degraded_reasons[key]] for key in state.streams if key in degraded_reasons}
     return SnapshotBody(VERSION, partition, state.encode(), names, stream_digests(index, state.streams))
@@ -161,12 +161,12 @@ class Snapshots:
         self._store_stream: Final = f"OBJ_{layout.snapshots}"
         """Name of the object store's stream."""
         self._subjects: Final = f"$O.{layout.snapshots}."
-        """Prefix of the subjects of its objects' metadata and chunks."""
+        """Prefix of the subjects of the store's metadata and chunks."""
         self._swept_at = float("-inf")
         self._newest: dict[int, tuple[str, float]] = {}
-        """Name of the newest snapshot by partition, and when this process found it first."""
+        """Name of the newest snapshot by partition, and when this process first found it."""
         self._unlisted: dict[str, float] = {}
-        """Subjects of objects that no entry lists, and when this process found them first."""
+        """Subjects of objects that no entry lists, and when this process first found them."""
 
     # --- list
 
@@ -189,9 +189,9 @@ class Snapshots:
         return snapshots
 
     def newest_age(self, partition: int) -> float | None:
-        """Return the seconds since this process found the newest snapshot of a partition, by its own monotonic clock.
+        """Return the seconds since this process first found the newest snapshot of a partition, by its monotonic clock.
 
-        None if there was no snapshot at the last look.
+        Return None if the last query found no snapshot.
         """
         name, since = self._newest.get(partition, ("", 0.0))
         return self._clock() - since if name else None
@@ -224,7 +224,7 @@ class Snapshots:
     async def load_state(self, partition: int, info: PartitionInfo) -> PartitionState | None:
         """Return a partition's state from its newest readable snapshot; None if no snapshot is readable.
 
-        Raises `PlaneError`, also if a request for one snapshot times out and no other is readable: that one may be intact.
+        Raises `PlaneError`, also if a request for one snapshot times out and no other is readable: the former may be intact.
         """
         late: PlaneError | None = None
         for snapshot in await self.matching(partition, info):
@@ -246,7 +246,7 @@ class Snapshots:
     ) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
         """Add a snapshot's streams to an index, with a temporary file; return the state and the degraded reasons.
 
-        Raises `SnapshotError` for a damaged snapshot, of which nothing stays in the index.
+        Raises `SnapshotError` for a damaged snapshot, after removing its streams from the index.
         """
         with temporary_file() as path, map_errors(f"reading snapshot {snapshot.name}"):
             async with asyncio.timeout(TRANSFER_SECONDS):
@@ -270,9 +270,9 @@ class Snapshots:
             ) from error
 
     async def _get(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
-        """Return an object's bytes, or nothing if they go to a file.
+        """Return an object's bytes, or write them to the file `writeinto` and return b"".
 
-        Raises `SnapshotError` for a damaged object, also if a chunk is missing, for which nats-py would wait forever.
+        Raises `SnapshotError` for a damaged object, also for one with a missing chunk: nats-py would wait forever for it.
         """
         store = await self._js.object_store(self._layout.snapshots)
         try:
@@ -291,10 +291,10 @@ class Snapshots:
     # --- write
 
     async def save(self, body: SnapshotBody, path: Path, blocks: int, replica: str, stream_id: str) -> SnapshotInfo:
-        """Write a snapshot, make it valid, and purge what no reader needs any more.
+        """Write a snapshot, make it valid, and purge the pages and objects that readers no longer need.
 
-        Raises `PlaneError`, with the fault `conflict` if another process has written a snapshot meanwhile or the partition has
-        other pages.
+        Raises `PlaneError`; its fault is `conflict` if another process has written a snapshot during the call or if the
+        partition has other pages.
         """
         partition = body.partition
         name = f"{partition}-{secrets.token_hex(8)}"
@@ -345,7 +345,7 @@ class Snapshots:
                         await store.put(f"{snapshot.name}.index", file, meta)
 
     async def _publish_list(self, snapshots: Sequence[SnapshotInfo], revision: int) -> None:
-        """Make snapshots the valid ones, if the entry still has `revision`."""
+        """Write the list of valid snapshots, if its entry still has `revision`."""
         key = f"{ENTRY}.{snapshots[0].partition}"
         with map_errors(f"writing the list of snapshots of partition {snapshots[0].partition}"):
             bucket = await self._js.key_value(self._layout.bucket)
@@ -358,7 +358,7 @@ class Snapshots:
     # --- delete
 
     async def _clean_up(self, valid: Sequence[SnapshotInfo], replaced: Sequence[SnapshotInfo]) -> None:
-        """Purge the pages before the older valid snapshot, and delete replaced ones. The next snapshot repeats what fails."""
+        """Purge the pages that the older valid snapshot contains, and delete replaced snapshots. The next call retries."""
         newest, oldest = valid[0], valid[-1]
         if len(valid) > 1 and oldest.stream_id == newest.stream_id and oldest.position > 0:
             with suppress(PlaneError):
@@ -372,13 +372,13 @@ class Snapshots:
     async def _delete(self, names: Iterable[str]) -> None:
         store = await self._js.object_store(self._layout.snapshots)
         for name in sorted(names):
-            with suppress(Exception):  # it was deleted already
+            with suppress(Exception):  # the object was already deleted
                 await store.delete(name)
 
     async def _sweep(self) -> None:
-        """Purge subjects of objects that no entry has listed for longer than a process takes to list a new object.
+        """Purge subjects of objects that no entry lists, after a time in which every live writer would have listed them.
 
-        They include chunks of an object whose writer was killed before the object was complete.
+        Such subjects include chunks of an object whose writer was killed before the object was complete.
         """
         listed: set[str] = set()
         for partition in range(self._layout.partitions):

@@ -20,15 +20,15 @@ from kvevents_plane.snapshots import SnapshotInfo, Snapshots
 BRIDGE_SCAN_PAGES: Final = 32
 """Number of pages at the end of a partition in which the status looks for bridges."""
 DEFAULT_ALIVE_SECONDS: Final = 1.5
-"""Seconds within which a bridge writes whose heartbeats are not among these pages: three heartbeats with default settings."""
+"""Seconds within which a bridge must write if the scanned pages have no heartbeat of it: three default intervals."""
 TRUST_SECONDS: Final = 0.5
-"""Seconds that a replica needs besides to call nothing EXACT any more that a bridge has vouched for."""
+"""Seconds that a replica needs to lower the trust after a bridge counts as dead."""
 OLD_SNAPSHOT_SECONDS: Final = 900.0
-"""Age of the oldest page that no snapshot contains, from which on it is a fault."""
+"""Age in seconds above which the oldest page that no snapshot contains is a fault."""
 OLD_PAGE_SECONDS: Final = 15.0
-"""Age of the oldest page that a replica lacks, from which on it is a fault."""
+"""Age in seconds above which the oldest page that a replica lacks is a fault."""
 POLL_SECONDS: Final = 0.25
-"""Pause between two looks for newer pages."""
+"""Seconds between two searches for newer pages."""
 MAX_REQUESTS: Final = 16
 """Maximum number of partitions that are inspected at the same time."""
 
@@ -44,20 +44,20 @@ class PartitionView(msgspec.Struct, frozen=True):
     bridges: dict[str, float]
     """Bridges that wrote the last pages, with the time at which the servers stored the last page of each."""
     alive_seconds: float = 0.0
-    """Seconds within which each of these bridges writes again, as their heartbeats say."""
+    """Seconds within which each of these bridges must write again, according to their heartbeats."""
     silent: list[str] = []
-    """Bridges that did not write within that time while the status was read."""
+    """Bridges that did not write within `alive_seconds` while the status was queried."""
     fault: str = ""
     stream_fault: str = ""
-    """Why bridges refuse the partition's stream when they start."""
+    """Why bridges refuse the partition's stream when they start; empty if they accept it."""
     shared: list[str] = []
-    """Names of bridges under which several processes write alternately."""
+    """Bridge names under which several processes write alternately."""
     missing: int = 0
-    """Number of messages that are gone between the first and the last page."""
+    """Number of messages between the first and the last page that no longer exist."""
     conflicts: list[str] = []
-    """Which engines have a name that another bridge uses for another engine, as bridges say in their heartbeats."""
+    """The conflicts that bridges report in their heartbeats: a name that another bridge uses for another engine."""
     unsaved_seconds: float = 0.0
-    """Age of the oldest page that no snapshot contains, compared with the newest page."""
+    """Seconds from the oldest page that no snapshot contains to the newest page."""
     newest_at: float = 0.0
     """When the servers stored the newest page, by their clock."""
 
@@ -90,9 +90,9 @@ class ReplicaView(msgspec.Struct, frozen=True):
     differs: list[str]
     """Replicas whose digests differ at the same position."""
     missing: dict[int, int] = {}
-    """Partitions that it cannot read, with the first page after those that are missing."""
+    """Partitions that the replica cannot read, and the first page after the missing ones."""
     lag_seconds: float = 0.0
-    """Age of the oldest page that it lacks, compared with the newest page of the partition."""
+    """Seconds from the oldest page that the replica lacks to the newest page of the partition."""
 
     @property
     def faults(self) -> list[str]:
@@ -117,7 +117,7 @@ class PlaneView(msgspec.Struct, frozen=True):
 
     @property
     def exact_seconds(self) -> float:
-        """Greatest age of what replicas call EXACT."""
+        """Maximum age in seconds of a state that replicas report as EXACT."""
         return max((partition.alive_seconds for partition in self.partitions), default=0.0) + TRUST_SECONDS
 
     @property
@@ -147,8 +147,8 @@ def format_partitions(partitions: Collection[int]) -> str:
 async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     """Query the status of a plane. Raises `PlaneError` if the servers do not answer.
 
-    It takes until each bridge has written another page to each partition, which is its next heartbeat at the latest. The pages
-    alone do not show how old they are, and clocks can differ.
+    The call waits until each bridge has written another page to each partition, at the latest its next heartbeat, because pages
+    do not show reliably how old they are: clocks can differ.
     """
     snapshots = Snapshots(js, layout)
     valid = [snapshot for partition in range(layout.partitions) for snapshot in await snapshots.list_valid(partition)]
@@ -164,30 +164,30 @@ async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     try:
         digests = await read_digests(js, layout)
     except PlaneError as error:
-        if error.fault != "missing":  # a bridge that was killed early has created the partitions alone
+        if error.fault != "missing":  # a bridge was killed after it had created the partitions but no bucket
             raise
     replicas = [await _replica_view(js, layout, name, digests, partitions) for name in sorted(digests)]
     return PlaneView(layout.name, partitions, valid, replicas)
 
 
 class _Scan:
-    """What the pages at the end of a partition say of their bridges."""
+    """What the pages at the end of a partition show about the bridges that wrote them."""
 
     def __init__(self) -> None:
         self.written: list[tuple[str, float]] = []
-        """Bridge of each page, and when the servers stored it, in order."""
+        """Bridge of each page and time at which the servers stored the page, in order."""
         self.alive_seconds = DEFAULT_ALIVE_SECONDS
         self.conflicts: dict[str, str] = {}
-        """By bridge."""
+        """The conflict in the newest heartbeat of each bridge; empty if it reports none."""
         self.newest_at = 0.0
 
     def add(self, message: ReceivedMessage | None) -> set[str]:
-        """Add the next page, and return the names of the bridges that wrote it."""
+        """Add the next page; return a set with its bridge's name, or an empty set if it is not a page."""
         if message is None or (page := decode_page(message.data)) is None:
             return set()
         heartbeats = [record for record in page.records if isinstance(record, HeartbeatRecord)]
         self.alive_seconds = max([self.alive_seconds, *(heartbeat.alive_seconds for heartbeat in heartbeats)])
-        # Any page shows that its bridge writes: few pages of a busy partition contain heartbeats.
+        # Every page shows that its bridge writes, not only those with heartbeats, which are few in a busy partition.
         self.written.append((page.bridge, message.stored_at))
         self.conflicts |= {heartbeat.bridge: printable(heartbeat.conflict) for heartbeat in heartbeats}
         self.newest_at = message.stored_at
@@ -195,7 +195,7 @@ class _Scan:
 
 
 async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: int, saved: int) -> PartitionView:
-    """Return the state of a partition of which a snapshot contains the pages up to `saved`."""
+    """Return the status of a partition whose newest snapshot contains the pages up to `saved`."""
     scan = _Scan()
     try:
         info = await partition_info(js, layout, partition)
@@ -224,7 +224,7 @@ async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: in
 
 
 async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, position: int, scan: _Scan) -> list[str]:
-    """Wait until the bridges in `scan` have written after `position`, and return those that have not in time."""
+    """Wait until the bridges in `scan` have written after `position`; return those that have not done so in time."""
     waiting = {bridge_name(bridge) for bridge, _ in scan.written}
     began = time.monotonic()
     while waiting:
@@ -239,13 +239,13 @@ async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, pos
 
 
 async def _stored_at(js: JetStreamContext, layout: Layout, partition: int, position: int) -> float | None:
-    """Return when the servers stored the first message at `position` or later; None without one."""
+    """Return the time at which the servers stored the first message at `position` or later; None if no message is there."""
     message = await fetch_message(js, layout, partition, max(1, position), or_next=True)
     return None if message is None else message.stored_at
 
 
 def _shared_names(bridges: Iterable[str]) -> list[str]:
-    """Return the names under which a process writes again after another process of that name."""
+    """Return the names under which a process has written again after another process had written under the same name."""
     turns: dict[str, list[str]] = {}
     for bridge in bridges:
         processes = turns.setdefault(bridge_name(bridge), [])

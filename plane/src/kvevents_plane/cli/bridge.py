@@ -63,7 +63,7 @@ EXAMPLES: Final = """\
 POLL_SECONDS: Final = 0.5
 """Seconds between two checks for changes of state to log."""
 SHUTDOWN_SECONDS: Final = 12.0
-"""Longest time from a signal to the end: for queued records, and for closing the connections."""
+"""Maximum number of seconds from a signal to the end: for writing queued records, and for closing the connections."""
 SCRAPE_SECONDS: Final = 5.0
 """Longest time for the event loop to answer a scrape, in seconds."""
 _NORMAL_TRUST: Final = frozenset({"CONNECTING", "REPLAYING", "EXACT"})
@@ -73,12 +73,12 @@ T = TypeVar("T")
 
 
 class BridgeTable(BridgeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one bridge, with those for operators."""
+    """Settings of one bridge and of its process."""
 
     metrics_port: Port | None = None
     """Port at which Prometheus scrapes metrics (default: none)."""
     metrics_host: Host = "127.0.0.1"
-    """Address of that port."""
+    """Address at which `metrics_port` is bound."""
 
 
 class BridgeCommandSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -273,7 +273,7 @@ class BridgeSubscriptions:
     def replace_registrations(
         self, _origin: str, registrations: Iterable[Registration], _resume: Callable[[Key], Checkpoint | None], /
     ) -> list[str]:
-        """Subscribe to these engines and no others. Return a sentence for each registration that contradicts another one."""
+        """Subscribe to exactly these engines. Return a sentence for each registration that contradicts another one."""
         firsts: dict[str, Registration] = {}
         registrations_by_key: dict[Key, Registration] = {}
         faults: list[str] = []

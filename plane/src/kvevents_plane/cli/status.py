@@ -74,7 +74,7 @@ def _print(console: Console, view: PlaneView) -> None:
         stored = partition.last - partition.first + 1 - partition.missing if partition.last else 0
         missing = f" ({partition.missing:,} missing)" if partition.missing else ""
         ages = (f"{bridge} {max(0.0, now - at):.0f} s ago" for bridge, at in sorted(partition.bridges.items()))
-        # A server without a name is named by its key of 56 characters.
+        # A server without a configured name reports its key of 56 characters as its name.
         leader = f", led by {partition.leader[:12]}" if partition.leader else ""
         pages = f"{stored:>9,} pages to {partition.last:,}{missing}, {size(partition.bytes)}{leader}"
         console.line(f"  partition {partition.partition:>3}  {pages}; bridges: {', '.join(ages) or 'none'}")
@@ -87,7 +87,7 @@ def _print(console: Console, view: PlaneView) -> None:
 
 
 def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
-    """Print the newest snapshot of each partition, and the partitions without one if others have one."""
+    """Print the newest snapshot of each partition. If any has one, also print which partitions have none."""
     newest: dict[int, SnapshotInfo] = {}
     for snapshot in view.snapshots:
         newest.setdefault(snapshot.partition, snapshot)

@@ -1,4 +1,4 @@
-"""An index that is built from partitions of a plane's log, and the snapshots of its partitions."""
+"""The index that a replica builds from the partitions of a plane's log, and the snapshots that it writes of them."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ T = TypeVar("T")
 CHECK_SECONDS: Final = 0.05
 """Pause between two checks of the readers."""
 MAX_QUEUED_BYTES: Final = 128 << 20
-"""Size of received pages that are not applied yet, above which a partition is not read further."""
+"""Maximum size of received pages that wait to be applied; above it, reading pauses."""
 TAKE_SECONDS: Final = 60.0
-"""Longest time for the follower's thread to write a snapshot to the disk."""
+"""Timeout in seconds for the follower's thread to write a snapshot to the disk."""
 MAX_LOADS: Final = 4
 """Maximum number of snapshots that are loaded at the same time."""
 MISSING_PAGES_SECONDS: Final = 1.0
 """Pause between two searches for a snapshot of the missing pages of a partition."""
 FULL_SECONDS: Final = 10.0
-"""Pause before a snapshot is read again that did not fit into the temporary folder."""
+"""Seconds until the next attempt to read a snapshot that did not fit into the temporary folder."""
 BLOCKED_SECONDS: Final = 5.0
-"""Seconds after which the other partitions are served without one that cannot be read."""
+"""Seconds for which a partition cannot be read, after which queries are answered without it."""
 
 
 class IndexBuild:
-    """An index of all partitions of a plane, each of which is read by itself, and again after it was damaged.
+    """An index of all partitions of a plane. Each partition is read independently, and read again after it was damaged.
 
     Use it in one event loop.
     """
@@ -64,9 +64,9 @@ class IndexBuild:
         self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: stream_digests(index, [key]).get(key), sink, limits)
         self.follower: Final = Follower(self.subscriber, sink)
         self.stream_ids: dict[int, str] = {}
-        """JetStream stream of each partition that was begun."""
+        """Id of the JetStream stream of each partition that was begun."""
         self.loaded_snapshots: dict[int, str] = {}
-        """Snapshot with which each partition was begun."""
+        """Name of the snapshot with which each partition was begun."""
         self.complete: Final = set[int]()
         """Partitions that were read to their ends."""
         self._served: Final = set[int]()
@@ -74,9 +74,9 @@ class IndexBuild:
         self.newest: dict[int, SnapshotInfo] = {}
         """Newest known snapshot of each partition."""
         self.missing: Final = dict[int, int]()
-        """Partitions of which pages are missing that no readable snapshot contains, with the first page after them."""
+        """Partitions with missing pages that no readable snapshot contains, and the first page after the missing ones."""
         self.rereads = 0
-        """Times that a partition could not be read on, and was begun again."""
+        """Number of times that reading a partition could not continue, so that it was begun again."""
         self.rebuild_reason = ""
         """Why this build must be replaced; empty if it need not be."""
         self.settled: Final = set[int]()
@@ -91,13 +91,14 @@ class IndexBuild:
         self._faults: Final = dict[int, str]()
         """Why partitions cannot be begun."""
         self._blocked_since: Final = dict[int, float]()
-        """Time from which on a partition has had a fault without being complete."""
+        """Time since which a partition has had a fault and has not been complete."""
         self._first_pages: Final = dict[int, int]()
         """First page after a hole (`PartitionReader`), by partition."""
         self._listed: Final = dict[int, set[str]]()
-        """Names of the snapshots that there were when a partition was begun."""
+        """Names of the snapshots that existed when a partition was begun."""
         self._unread: dict[int, dict[str, str]] = {}
-        """Unreadable snapshots of each partition that are newer than the one with which it was begun, and why."""
+        """Why snapshots could not be read that are newer than the one with which a partition was begun, by partition and
+        name."""
         self._logged: Final = set[str]()
         self.follower.start()
 
@@ -109,13 +110,13 @@ class IndexBuild:
         await asyncio.to_thread(self.follower.stop)
 
     def on_connected(self) -> None:
-        """Verify all partitions, because the servers can have lost pages."""
+        """Verify all partitions, because the servers may have lost pages."""
         for reader in self._readers.values():
             reader.request_check()
 
     @property
     def fault(self) -> str:
-        """Why a partition cannot be read at the moment; empty if all can."""
+        """Why a partition cannot be read at the moment; empty if all partitions can."""
         return next((fault for partition in range(self._layout.partitions) if (fault := self._fault_of(partition))), "")
 
     def _fault_of(self, partition: int) -> str:
@@ -136,13 +137,13 @@ class IndexBuild:
 
     @property
     def is_usable(self) -> bool:
-        """Whether queries can be answered: partitions were read to their ends, and all others are blocked."""
+        """Whether queries can be answered: a partition was read to its end, and each one that was not has long had a fault."""
         late = time.monotonic() - BLOCKED_SECONDS
         others = set(range(self._layout.partitions)) - self.complete
         return bool(self.complete) and all(self._blocked_since.get(partition, late) < late for partition in others)
 
     async def advance(self) -> None:
-        """Begin the partitions that are not begun, and note those that were read to their ends."""
+        """Begin the partitions that were not begun, and record which ones were read to their ends."""
         for partition in range(self._layout.partitions):
             task = self._tasks.get(partition)
             if task is None:
@@ -161,7 +162,7 @@ class IndexBuild:
                 self._blocked_since.setdefault(partition, time.monotonic())
 
     async def _follow(self, partition: int) -> None:
-        """Read one partition, and begin it again whenever it cannot be read on."""
+        """Read one partition, and begin it again whenever reading cannot continue."""
         while True:
             try:
                 state = await self._begin(partition)
@@ -172,7 +173,7 @@ class IndexBuild:
                 if self._faults.get(partition) != str(error):
                     log.warning("%s", error)
                 self._faults[partition] = str(error)
-                if error.fault == "full":  # the snapshot would be transferred again each time
+                if error.fault == "full":  # each attempt would transfer the snapshot again
                     await asyncio.sleep(FULL_SECONDS)
             await asyncio.sleep(self._limits.retry_seconds)
 
@@ -216,9 +217,9 @@ class IndexBuild:
         return PartitionState(), {}
 
     async def _find_reset(self, partition: int, state: PartitionState, info: PartitionInfo) -> None:
-        """Read the pages after missing ones up to that at which all streams start over, and wait for it.
+        """Read the pages after the missing ones up to the page at which all streams start over; wait until there is one.
 
-        Raises `PlaneError` if another attempt to begin the partition can succeed, since a snapshot has been written.
+        Raises `PlaneError` if a snapshot has been written, so that another attempt to begin the partition can succeed.
         """
         reason = state.unknown_prefix
 
@@ -253,7 +254,7 @@ class IndexBuild:
 
     def _record_unreadable(self, snapshot: SnapshotInfo, why: str) -> None:
         self._unread.setdefault(snapshot.partition, {})[snapshot.name] = why
-        if why not in self._logged:  # a partition with missing pages is begun repeatedly
+        if why not in self._logged:  # logged once, because a partition with missing pages is begun repeatedly
             self._logged.add(why)
             log.warning("%s", why)
 
@@ -283,7 +284,7 @@ class IndexBuild:
         return reader
 
     async def _read(self, partition: int, tail: Tail) -> None:
-        """Read one partition until it breaks. Pause while too many received pages wait."""
+        """Read one partition until reading cannot continue. Pause while too many received pages wait."""
         subscriber = self.subscriber
         while True:
             reader = self._create_reader(partition, tail, lambda came: subscriber.put(partition, came))
@@ -304,13 +305,13 @@ class IndexBuild:
                 await asyncio.sleep(CHECK_SECONDS)
 
     def _note_failure(self, partition: int, failure: ReadFailure) -> None:
-        """Note why a partition cannot be read on. Its streams are STALE until it was begun again."""
+        """Record why reading cannot continue. The partition's streams are STALE until it is begun again."""
         if failure.reason == "disputed":
             self.settled.add(partition)
         if failure.reason == "purged":
             self._first_pages[partition] = failure.first
         else:
-            self._first_pages.pop(partition, None)  # other messages can have the numbers
+            self._first_pages.pop(partition, None)  # other messages can now have these numbers
         self.complete.discard(partition)
         self.rereads += 1
         fault = f"partition {partition} was {failure.reason}"
@@ -331,7 +332,7 @@ class IndexBuild:
             self._unread.pop(snapshot.partition, None)
 
     def digests(self) -> ReplicaDigests:
-        """Return what this replica publishes: digests of the complete partitions, and what is missing of others."""
+        """Return what this replica publishes: digests of the complete partitions, and which partitions have missing pages."""
         known, progress = dict(self.subscriber.digests), self.subscriber.partitions
         return ReplicaDigests(
             {partition: list(known.get(partition, ())) for partition in self.complete},
@@ -345,13 +346,13 @@ class IndexBuild:
         Raises `SnapshotError`, and `TimeoutError` after `TAKE_SECONDS`.
         """
         subscriber = self.subscriber
-        # In the follower's thread, so that ledger and index have the same state.
+        # The follower's thread writes it, so that degraded reasons and index have the same state.
         order = self._order(
             lambda: capture(partition, subscriber.states[partition], subscriber.degraded_reasons(), self.index, path)
         )
         async with asyncio.timeout(TAKE_SECONDS):
             taken = await order
-        # Counted in another thread, since the follower's thread has no time to read every worker for each partition.
+        # Another thread counts the blocks: the follower's thread has no time to read every worker for each partition.
         infos = await asyncio.to_thread(self.index.workers)
         return taken, sum(info.blocks for info in infos if (info.source, info.rank) in taken.digests)
 
@@ -362,22 +363,23 @@ def _are_pages_missing(position: int, state: PartitionInfo) -> bool:
 
 
 FRESH_FRACTION: Final = 0.8
-"""Fraction of the snapshot interval for which a snapshot of another replica is new enough after it was found."""
+"""Fraction of the snapshot interval for which a snapshot counts as new after this replica has found it."""
 CHECKS_PER_INTERVAL: Final = 50
 """Number of checks in one snapshot interval."""
 MAX_CHECK_SECONDS: Final = 0.5
-"""Longest pause between two checks."""
+"""Maximum number of seconds between two checks."""
 MISSED_TURN_SECONDS: Final = 2.0
-"""Time that a replica waits for the one before it to write a snapshot which another replica misses."""
+"""Seconds for which a replica waits for each replica before it to write a snapshot with pages that another replica misses."""
 
 
 class Snapshotter:
     """Writes snapshots of the partitions of one replica when it is this replica's turn.
 
-    The replicas that publish digests take turns: for each partition, rendezvous hashing of their names gives an order, in which
-    all of them agree without a message. The first writes the partition's snapshots. Each of the following waits one interval
-    longer than the one before it, in case that one is alive but cannot write. Two replicas that know different names can both
-    write; then the second finds another list of snapshots than it has read, and discards its own.
+    The replicas that publish digests take turns: for each partition, rendezvous hashing of their names gives an order that is
+    the same on all replicas without any message. The first replica writes the partition's snapshots. Each other replica waits
+    one interval longer than the replica before it, which may be alive but unable to write. Two replicas that know different
+    names can both write; then the second one finds that the list of snapshots has changed since it read it, and discards its
+    own snapshot.
 
     If another replica misses pages that this one has, a snapshot is due at once.
     """
@@ -398,7 +400,7 @@ class Snapshotter:
     async def run(self, layout: Layout, snapshots: Snapshots, build: IndexBuild) -> None:
         """Write snapshots while `build` is the build that answers queries.
 
-        Partitions have different times, so that their snapshots do not coincide.
+        Partitions are due at different times, so that their snapshots do not coincide.
         """
         self._since = now = time.monotonic()
         self._due = {partition: now + random.uniform(0.0, self._seconds) for partition in range(layout.partitions)}  # noqa: S311
@@ -413,7 +415,7 @@ class Snapshotter:
                 if self._due[partition] > time.monotonic():
                     break
                 self._due[partition] = time.monotonic() + self._seconds
-                # If digests differ, this index may be the wrong one.
+                # While digests differ, this replica's index may be the wrong one, so it writes no snapshot.
                 if self._consistency.differs_since is None and partition in build.complete:
                     await self._write_if_due(partition, snapshots, build)
 
@@ -423,10 +425,10 @@ class Snapshotter:
         return 1 + (0 if newest is None else newest.position) < self._consistency.missing.get(partition, 0)
 
     async def _write_if_due(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> None:
-        """Write a snapshot if it is this replica's turn. An error is served in `fault`, and the next interval tries again."""
+        """Write a snapshot if it is this replica's turn. An error is reported in `fault`, and retried in the next interval."""
         try:
             if not await self._is_fresh(partition, snapshots, build):
-                if self._consistency.write_fault:  # a router, which cannot write snapshots either
+                if self._consistency.write_fault:  # such as a router, which must not write snapshots either
                     raise PlaneError(self._consistency.write_fault, fault="denied")
                 stream_id = build.stream_ids[partition]
                 with temporary_file() as path:

@@ -3,7 +3,7 @@
 Theory of operation. An *index build* is an index with everything that fills it: ledgers, readers of the partitions, and a
 thread that applies their events. It begins with the newest snapshot of each partition and reads the partitions to their ends.
 Then the fleet answers from it. A build cannot continue if a partition was deleted or purged, or if its content differs from
-that of the other replicas or of an engine. Then another build runs beside it, and replaces it when it is complete.
+that of the other replicas or of an engine. Then a new build runs beside the old one, and replaces it when it is complete.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHECK_SECONDS: Final = 0.05
 
 
 class Replica:
-    """Keeps a fleet's index equal to the log. `run` it until it is cancelled. All else may be used at any time."""
+    """Keeps a fleet's index equal to the log while `run` runs; cancel it to stop. Use other members at any time."""
 
     has_found_engines = True
     registration_advice = "register the engine with the bridges of the plane that this replica reads"
@@ -55,7 +55,7 @@ class Replica:
         self.is_answering = False
         """Whether queries are answered."""
         self._former_builds = 0
-        """Builds before the current one, and partitions that they read again."""
+        """Number of builds before the current one, plus the number of partitions that those read again."""
         self.fault = ""
         """Why the log cannot be read; empty if it can."""
         self._fleet: Final = fleet
@@ -216,7 +216,7 @@ class Replica:
     # --- while a build is valid
 
     async def _keep(self, client: PlaneClient, layout: Layout, build: IndexBuild) -> None:
-        """Return when the index must be rebuilt."""
+        """Keep the build up to date until the index must be rebuilt."""
         compare_at = 0.0
         while not build.rebuild_reason:
             await asyncio.sleep(CHECK_SECONDS)

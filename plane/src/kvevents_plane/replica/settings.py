@@ -42,14 +42,14 @@ class ReplicaSettings(ServiceSettings, frozen=True, kw_only=True, forbid_unknown
 
 
 def index_source(config: ReplicaSettings) -> OpenIndexSource | None:
-    """Return what opens the replica that the settings describe; None if the service follows engines.
+    """Return a function that creates the replica that the settings describe; None if the service follows engines.
 
-    Raises `ConfigError` for a connection that cannot be made from here, and `MissingDependencyError`.
+    Raises `ConfigError` for settings of a connection that this host cannot use, and `MissingDependencyError`.
     """
     plane = config.plane
     if plane is None:
         return None
-    try:  # here, because a service that follows engines needs no client of NATS
+    try:  # imported here, because a service that follows engines needs no NATS client
         from kvevents_plane.connection import client_options  # noqa: PLC0415 - as above
         from kvevents_plane.replica.replica import Replica  # noqa: PLC0415 - as above
     except ImportError as error:
