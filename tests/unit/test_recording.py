@@ -170,7 +170,7 @@ def test_other_files_are_rejected(tmp_path: Path, text: str) -> None:
     """Other files, unknown sockets and broken base64 are errors, not frames."""
     path = tmp_path / "notes.txt"
     path.write_text(text)
-    with pytest.raises(RecordingError, match=r"notes\.txt, line 1: no frame of a recording: "):
+    with pytest.raises(RecordingError, match=r"notes\.txt, line 1: not a frame of a recording: "):
         list(read_recording(path))
 
 

@@ -1,14 +1,14 @@
 """The publisher inside an engine: it attests the engine's cache, and hands over to the engine's own publisher when it fails.
 
 Theory of operation of the takeover. If `publish` raises, if encoding or sending fails `max_failures` times in sequence, or if
-the publisher thread ends, then the queue ends and the thread closes its sockets. Batches that arrive meanwhile wait in the
-queue. The thread creates the engine's own publisher, which binds the same ports, and gives it the waiting batches. `publish`
-passes every further batch on to it.
+the publisher thread ends, then the thread stops taking batches from the queue and closes its sockets. Batches that arrive
+during the takeover wait in the queue. The thread creates the engine's own publisher, which binds the same ports, and gives it
+the waiting batches. From then on `publish` passes every batch to the engine's publisher.
 
-For consumers the stream continues. The engine's publisher goes on with the next number, so no number is used twice. Its replay
-buffer gets the batches of kvevents, by which a consumer recognises the stream after its reconnect and requests what was not
-sent. A batch that was lost is a gap, which an empty batch reveals at once. Heartbeats, attestation and full history end, since
-the engines' publishers have none.
+For consumers the stream continues. The engine's publisher begins at the next number, so no number is used twice. Its replay
+buffer gets the batches of kvevents: by these a consumer recognises the stream after it has reconnected, and requests those that
+it missed. A batch that was lost is a gap, which an empty batch reveals at once. Heartbeats, attestation and full history end,
+since the engines' publishers have none.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvevents.publisher.compaction import DigestTracker, Encode, SequencedPayloa
 
 
 class OwnPublisher(NamedTuple):
-    """How to create the engine's own publisher."""
+    """The engine's own publisher, as it would be created."""
 
     engine: str
     """Name of the engine, for log messages."""
     options: dict[str, Any]
     """The options that the engine passed to its constructor."""
     create: Callable[..., Any]
-    """The constructor, which takes changed options."""
+    """The constructor; its arguments replace the engine's options."""
     empty_batch: Callable[[], Any]
     """Returns a batch of the engine's type without events."""
 
@@ -45,8 +45,8 @@ class OwnPublisher(NamedTuple):
 class EnginePublisher(ZmqEventPublisher):
     """A publisher inside an engine.
 
-    Its heartbeats carry the digest of the engine's cache when no batch is on its way. All methods but those of the publisher
-    thread are called by the engine's scheduler thread.
+    Its heartbeats carry the digest of the engine's cache if all batches up to that state of the cache have been published. The
+    engine's scheduler thread calls all methods except those of the publisher thread.
     """
 
     logger = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class EnginePublisher(ZmqEventPublisher):
     """Whether to log a warning if no state of the cache is known at the first heartbeat after a batch."""
     _is_attestation_stopped = False
     _incompleteness = ""
-    """Why the engine's events do not describe its cache."""
-    _must_say_so = False
+    """Why the engine's events do not describe its cache; empty if they do."""
+    _must_report_incompleteness = False
     """Whether a heartbeat with this reason must precede the next batch."""
     _fallback: OwnPublisher | None = None
     _successor: Any = None
@@ -69,7 +69,7 @@ class EnginePublisher(ZmqEventPublisher):
     _failed_sends = _failed_encodes = 0
     """Consecutive failures to send a batch, and to encode one."""
     _fault: BaseException | None = None
-    """Why the publisher gave up."""
+    """The exception because of which this publisher gave up."""
 
     def publish(self, events: Any) -> None:
         """Accept one batch, as the base class does. A fault of kvevents is not raised."""
@@ -96,7 +96,7 @@ class EnginePublisher(ZmqEventPublisher):
 
     @contextmanager
     def ending_attestation(self) -> Iterator[None]:
-        """Report an exception of a hook with `end_attestation`; the engine goes on."""
+        """Pass an exception of a hook to `end_attestation` instead of raising it in the engine."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - as the docstring says
@@ -115,18 +115,18 @@ class EnginePublisher(ZmqEventPublisher):
         return digest if batches == self._count_processed() else None
 
     def report_incomplete_events(self, reason: str) -> None:
-        """Let heartbeats say that the events do not describe the engine's cache, so that no consumer takes them as EXACT.
+        """Report in heartbeats that the events do not describe the engine's cache, so that no consumer counts as EXACT.
 
-        The first of them precedes the next batch.
+        The first of these heartbeats precedes the next batch.
         """
-        self._incompleteness, self._must_say_so = reason, True
+        self._incompleteness, self._must_report_incompleteness = reason, True
         note = "; heartbeats are off, so consumers do not see it" if self._digest_tracker is None else ""
         self.logger.warning("kvevents: the stream is not exact: %s%s", reason, note)
 
     def _publish_burst(self, encode: Encode) -> None:
-        if self._must_say_so and self._digest_tracker is not None:
+        if self._must_report_incompleteness and self._digest_tracker is not None:
             self._send_heartbeat(self._digest_tracker, encode)
-            self._must_say_so = False
+            self._must_report_incompleteness = False
         super()._publish_burst(encode)
 
     def _heartbeat(self, tracker: DigestTracker, number: int) -> Heartbeat:
@@ -138,11 +138,11 @@ class EnginePublisher(ZmqEventPublisher):
     # --- takeover by the engine's own publisher ------------------------------------------------------------------------------
 
     def hand_over_to(self, fallback: OwnPublisher | None, max_failures: int) -> None:
-        """Let the engine's own publisher take over after `max_failures` consecutive ones. Call it before the constructor."""
+        """Let the engine's publisher take over after `max_failures` failures in sequence. Call this before the constructor."""
         self._fallback, self._max_failures = fallback, max_failures
 
     def _give_up(self, error: BaseException) -> None:
-        """Let the publisher thread end, so that it hands over. If the engine has no publisher of its own, continue."""
+        """End the publisher thread, which then hands over. Do nothing if there is no publisher of the engine to take over."""
         if self._fallback is not None and not self._end_reason:
             self._fault = error
             self._end_queue(f"{type(error).__name__}: {error}")
@@ -184,7 +184,7 @@ class EnginePublisher(ZmqEventPublisher):
         super()._on_encode_failure(seq, error)
 
     def _record_failure(self, error: BaseException) -> None:
-        # The takeover is logged in one line, which names the error; further lines would be about the same fault.
+        # The line about the takeover names the error, so the failures before it are not logged.
         if self._fallback is None or not self._failed_sends:
             super()._record_failure(error)
         else:
@@ -205,7 +205,7 @@ class EnginePublisher(ZmqEventPublisher):
             self._hand_over(self._fallback)
 
     def _hand_over(self, fallback: OwnPublisher) -> None:
-        """Let the engine's own publisher continue the stream, and log it in one line."""
+        """Let the engine's own publisher continue the stream, and log the takeover in one line."""
         fault = self._fault or RuntimeError(self._end_reason)
         try:
             first = self._replace_by(fallback)
@@ -230,7 +230,7 @@ class EnginePublisher(ZmqEventPublisher):
             )
 
     def _replace_by(self, fallback: OwnPublisher) -> int:
-        """Close all sockets and create the engine's own publisher. Return its first number."""
+        """Close all sockets and create the engine's own publisher. Return the number of its first batch."""
         batches: list[SequencedPayload] = []
         with suppress(Exception):  # if the buffer has failed, its batches are a gap
             batches = self._replay_buffer.buffered_batches()
@@ -249,14 +249,14 @@ class EnginePublisher(ZmqEventPublisher):
                 successor.publish(batch)
             self._successor = successor
             is_shut_down = self._is_shut_down
-        if is_shut_down:  # meanwhile
+        if is_shut_down:  # `shutdown` was called during the takeover
             successor.shutdown()
         return first
 
     def _changed_endpoints(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options with the ports that the OS chose for us; the engine's publisher adds its rank to them.
+        """Return the options with the ports that the OS chose, minus the rank, since the engine's publisher adds its rank.
 
-        Only for wildcards: the engines' publishers connect to other hosts in place of binding, so those get another port.
+        Only `tcp://*:0` is replaced: the engines' publishers connect to other hosts instead of binding.
         """
         result = dict(options)
         for name, endpoint in (("endpoint", self._bound_endpoint), ("replay_endpoint", self._replay_bound)):
@@ -266,7 +266,7 @@ class EnginePublisher(ZmqEventPublisher):
         return result
 
     def shutdown(self, timeout: float | None = None) -> Any:
-        """Shut down as the base class does, and the engine's own publisher if it has taken over."""
+        """Shut down as the base class does. Also shut down the engine's own publisher if it has taken over."""
         report = super().shutdown(timeout)
         with self._lock:
             successor, self._successor = self._successor, None

@@ -1,11 +1,11 @@
 """The common part of the plugins: their settings, and the entry of an engine's registry that they replace.
 
 The environment variable `KVEVENTS_PUBLISHER` turns the plugin on and has its settings. Without it an installed kvevents changes
-nothing in an engine. The engines' own options name endpoints and buffers. They reject or drop options that they do not know.
+nothing in an engine. Endpoints and buffers are set by the engines' own options; engines reject or drop options unknown to them.
 
-The publisher (`engine_publisher`) sends the digest of the engine's own prefix cache in heartbeats. `kvevents.events`
-has the digest. A plugin keeps it beside the engine's cache: a block that enters adds its term and a block that leaves subtracts
-it, so reading it costs nothing. Consumers compare it with the blocks they hold.
+The publisher (`engine_publisher`) sends the digest of the engine's own prefix cache in heartbeats. `kvevents.events` defines
+the digest. A plugin updates it with the cache: a block that enters adds its term, a block that leaves subtracts it. So reading
+the digest costs nothing. Consumers compare it with the blocks that they hold.
 
 If keys are configured, nothing is published in clear. If the settings cannot be used, or the publisher of kvevents cannot be
 created, the engine gets its own null publisher, since its own publisher of events has no keys.
@@ -48,8 +48,8 @@ class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     curve: Curve | None = None
     """CURVE keys of the publisher's sockets."""
     max_failures: Positive = 3
-    """Number of failures in sequence to encode or to send after which the engine's own publisher takes over. It has no keys, so
-    with `curve` it never does."""
+    """Number of failures in sequence to encode or to send after which the engine's own publisher takes over. With `curve` it
+    never does, since it has no keys."""
     limits: PublisherSettings = DEFAULT_PUBLISHER_SETTINGS
     """Limits and timers of the publisher."""
 
@@ -60,7 +60,7 @@ class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
-    """Return the settings in `KVEVENTS_PUBLISHER`; None if it is empty, `off` or `0`, which leaves the engine as it is.
+    """Return the settings in `KVEVENTS_PUBLISHER`. Return None if it is empty, `off` or `0`: the engine is not changed then.
 
     Other values are `on` or `1` for the defaults, a JSON object, or the path of a TOML file.
 
@@ -75,7 +75,7 @@ def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
 
 
 def mention_keys(environ: Mapping[str, str]) -> bool:
-    """Whether the settings, which need not be valid, might configure keys: also if their file cannot be read."""
+    """Whether the settings might configure keys. They need not be valid. True if their file cannot be read."""
     text = environ.get(VARIABLE, "").strip()
     if not text.startswith("{") and text.lower() not in _ON | _OFF:
         try:
@@ -91,12 +91,12 @@ PUBLISHER_NAME: Final = "zmq"
 
 
 CreatePublisher: TypeAlias = Callable[[EngineSettings, int, dict[str, Any], OwnPublisher | None], EnginePublisher]
-"""Creates the publisher of kvevents for one rank, with the options of the engine's own constructor. If it fails later, the
-engine's own publisher continues the stream. It may raise any exception."""
+"""Creates the publisher of kvevents for one rank, with the options of the engine's own constructor. If that publisher fails
+later, the engine's own publisher continues the stream. The function may raise any exception."""
 
 
 class PublisherConstructor:
-    """The replaced entry. It returns a publisher of kvevents; if that fails, the engine's own, or with keys its null one."""
+    """The new entry. It returns a publisher of kvevents; if that fails, the engine's own or, with keys, its null publisher."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class PublisherConstructor:
     ) -> None:
         """`engine` names the engine in log messages; `rank_option` is the parameter that has the rank.
 
-        `fault` says why the settings, which configure keys, cannot be used.
+        `fault` is the reason why settings that configure keys cannot be used.
         """
         self._engine = engine
         self._rank_option = rank_option
@@ -146,12 +146,12 @@ class PublisherConstructor:
 def replace_publisher(
     engine: str, rank_option: str, module_name: str, create: CreatePublisher, environ: Mapping[str, str], own_name: str = ""
 ) -> None:
-    """Replace the entry `zmq` of the engine's `EventPublisherFactory` if the settings say so.
+    """Replace the entry `zmq` of the engine's `EventPublisherFactory` if the plugin is turned on.
 
-    Under `own_name`, which an operator must configure, the publisher is registered in any case.
+    The publisher is always registered under `own_name`, which operators can name in the engine's options.
 
-    An exception, which wrong settings or an unknown release of the engine cause, is logged. It is raised only if the engine
-    would otherwise publish in clear although keys are configured.
+    Exceptions, which wrong settings or an unknown release of the engine cause, are logged. One is raised only if the engine
+    would publish in clear without it although keys are configured.
     """
     settings, fault = None, None
     try:
@@ -208,10 +208,10 @@ def attach_publisher(
     ignored_options: Collection[str],
     install_hooks: Callable[[], bool],
 ) -> None:
-    """Install the hooks of a new publisher, and log what it does.
+    """Install the hooks of a new publisher, and log its features.
 
-    `install_hooks` returns whether the engine's cache can be attested; `ignored_options` are those of the engine that the
-    publisher does not know.
+    `install_hooks` returns whether the engine's cache can be attested; `ignored_options` are the options of the engine that
+    the publisher does not know.
     """
     with publisher.ending_attestation():
         publisher.expects_attestation = install_hooks() and settings.attestation
@@ -230,11 +230,11 @@ def attach_publisher(
 
 
 _HOOKED: Final = "_kvevents_hooked"
-"""Attribute of the classes of an engine that have hooks; each gets them once."""
+"""Attribute of an engine's class: the names of its methods that have a hook, so that none gets two."""
 
 
 def hook(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of an engine's class by `wrap(method)`, once."""
+    """Replace a method of an engine's class by `wrap(method)`; do nothing if it is replaced already."""
     hooks: set[str] = owner.__dict__.get(_HOOKED, set())
     if name not in hooks:
         original = getattr(owner, name)
@@ -257,10 +257,10 @@ class _EngineLogHandler(logging.Handler):
 
 
 def show_in_engine_log(engine: str) -> None:
-    """Write what the publisher logs, such as that its queue is full, to the log of the engine.
+    """Write messages of the publisher, for example about a full queue, to the log of the engine.
 
-    vLLM configures only its own logger, so lines of other loggers would be lost, or have no time. Does nothing if the process
-    has handlers for them already.
+    vLLM configures only its own logger, so messages of other loggers would be lost, or written without a time. Does nothing if
+    the process has handlers for messages of kvevents already.
     """
     logger, target = logging.getLogger("kvevents"), engine_logger(engine)
     if logger.hasHandlers():

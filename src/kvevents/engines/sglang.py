@@ -1,17 +1,17 @@
 """The plugin for SGLang: a server started with `--kv-events-config` publishes through kvevents.
 
-SGLang from 0.5.11 loads the entry points of the group `sglang.srt.plugins` in every process, in that of the scheduler before it
-is created. `register` adds the entry `kvevents` to `EventPublisherFactory` (`srt/disaggregation/kv_events.py`), and replaces
+SGLang from 0.5.11 loads the entry points of the group `sglang.srt.plugins` in every process, and before it creates the
+scheduler. `register` adds the entry `kvevents` to `EventPublisherFactory` (`srt/disaggregation/kv_events.py`), and replaces
 `zmq` if `KVEVENTS_PUBLISHER` is set. The hook into the scheduler is installed when SGLang creates a publisher, so other
 processes have none.
 
 The attestation. SGLang's radix trees have no table of hashes, and the tree of the newest releases is native code. So the digest
-is that of the events in the order in which the tree queued them, and it is sent only while the tree's own count of cached
-tokens on the GPU (evictable and protected) equals the count of the blocks in the digest. A store or removal that the tree did
-not announce, or announced twice, makes them differ. Reading both takes constant time.
+is computed from the events in the order in which the tree queued them. It is sent only while the tree's own count of cached
+tokens on the GPU (evictable and protected) equals the tokens of the blocks in the digest. A store or removal that the tree did
+not announce, or announced twice, makes the two differ. Reading both takes constant time.
 
-Without keys everything fails open. A fault while the publisher is created leaves SGLang with its own. If publishing fails
-later, SGLang's own publisher takes over. A fault in a hook ends the attestation. Each is logged once. The hook passes on all
+Without keys, no fault stops SGLang's events. If creating the publisher fails, SGLang uses its own. If publishing fails later,
+SGLang's own publisher takes over. A fault in a hook ends the attestation. Each fault is logged once. The hook passes on all
 arguments. The page `guides/sglang.md` of the documentation lists the releases with which this module was run.
 """
 
@@ -35,7 +35,7 @@ from kvevents.wire.dialects import Dialect, dialect_for
 _ENGINE: Final = "SGLang"
 logger = engine_logger(_ENGINE)
 OWN_NAME: Final = "kvevents"
-"""The publisher's own name in `--kv-events-config`; `zmq` leads to it as well."""
+"""The publisher's own name in `--kv-events-config`, where `zmq` selects it as well."""
 _EVENTS_MODULE: Final = "sglang.srt.disaggregation.kv_events"
 _GPU_MEDIA: Final = (None, "GPU")
 _FIRST_RELEASE: Final = "0.5.10"
@@ -45,13 +45,13 @@ _EMITTERS: Final = (
     ("sglang.srt.managers.scheduler_components.kv_events_publisher", "SchedulerKvEventsPublisher", "publish_kv_events"),
     ("sglang.srt.observability.scheduler_metrics_mixin", "SchedulerMetricsMixin", "_publish_kv_events"),
 )
-"""Methods that take the events of `self.tree_cache` and publish them: SGLang from 0.5.13, and before."""
+"""Methods that take the events of `self.tree_cache` and publish them: in SGLang from 0.5.13, and in earlier releases."""
 _UNANNOUNCED: Final = (("swa", "sliding windows"), ("mamba", "states of Mamba layers"))
-"""Kinds of a tree's data, by the method of SGLang that says whether it has them. A prefix needs them as well. Up to 0.5.23 only
-blocks of full attention have events."""
+"""Kinds of data that a prefix needs besides blocks of full attention, which alone have events up to 0.5.23. The first name of
+each completes the method `supports_...` of a tree."""
 _MAX_UNEQUAL_BATCHES: Final = 1000
-"""Number of batches after which a lasting difference between the tree and its events is logged. The hierarchical cache counts
-the blocks that it loads before it announces them, so a few are normal."""
+"""Number of batches after which a lasting difference between the tree and its events is logged. A difference for a few batches
+is normal: the hierarchical cache counts the blocks that it loads before it announces them."""
 
 
 def register() -> None:
@@ -67,7 +67,7 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
 
     logger = logger
     is_linked = False
-    """Whether a scheduler has offered its cache."""
+    """Whether the publisher has been linked with a scheduler's cache."""
 
     def __init__(
         self, settings: EngineSettings, attn_dp_rank: int, options: dict[str, Any], fallback: OwnPublisher | None = None
@@ -80,7 +80,7 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
             attn_dp_rank,
             **{name: value for name, value in options.items() if name in _KNOWN_OPTIONS},
             dialect=_dialect_of_release(),
-            # Its own consumers expect that replies repeat the topic from 0.5.22 on, which added this function as well.
+            # SGLang's own consumers expect a topic in replies from 0.5.22 on, the first release with this function.
             replay_topic=hasattr(importlib.import_module(_EVENTS_MODULE), "namespaced_block_hash"),
             **settings.publisher_options(),
         )
@@ -112,18 +112,18 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
 
 
 def _needs(tree: Any, kind: str) -> bool:
-    """Return whether a prefix is found only as far as the tree has this kind of data."""
+    """Return whether the tree finds a prefix only as far as it has this kind of data."""
     components = {str(key): component for key, component in getattr(tree, "components", {}).items()}
-    # Windows that only a draft model reads do not decide (SGLang from 0.5.23).
+    # A sliding window that only a draft model reads does not limit the prefix (SGLang from 0.5.23).
     is_decisive = getattr(components.get(kind), "gates_prefix_match", True)
     return bool(getattr(tree, f"supports_{kind}", bool)()) and is_decisive
 
 
 def _dialect_of_release() -> Dialect:
-    """Return the dialect of the release that runs, or for a build without a version, one with events of the same form.
+    """Return the dialect of the running release or, for a build without a version, a dialect with the same form of events.
 
-    SGLang's own events are sent as SGLang declares them in any case. The dialect is that of heartbeats and full history, which
-    consumers that were written for the release receive as well.
+    The dialect is for heartbeats and full history, so that consumers written for the release can read them. SGLang's own events
+    are always sent as SGLang declares them.
     """
     is_array = importlib.import_module(_EVENTS_MODULE).BlockStored.__struct_config__.array_like
     with suppress(ImportError, AttributeError, UnknownDialectError):
@@ -157,10 +157,10 @@ class _CacheDigest:
         self.digest = 0
         self.blocks = 0
         """Number of blocks in the digest."""
-        self._count_tokens()  # raises for a cache of another form
+        self._count_tokens()  # raises if the cache has no such counts
 
     def add(self, events: list[Any]) -> bool:
-        """Add the events of a batch. Return whether the tree holds as many tokens as the digest has.
+        """Add the events of a batch. Return whether the tree holds as many tokens as the blocks in the digest.
 
         Raises TypeError for an event of an unknown kind.
         """
@@ -191,11 +191,11 @@ class _CacheDigest:
         return False
 
     def _count_tokens(self) -> int:
-        """Return how many tokens the tree holds on the GPU, by its own count."""
+        """Return the number of tokens that the tree holds on the GPU, as the tree counts them."""
         cache = self._cache
         try:
             tokens: int = cache.evictable_size() + cache.protected_size()
-        except NotImplementedError:  # SWARadixCache has one count for each kind of layers
+        except NotImplementedError:  # SWARadixCache has a count for each kind of layer
             tokens = cache.full_evictable_size() + cache.full_protected_size()
         return tokens
 

@@ -1,12 +1,12 @@
 """The plugin for vLLM: `vllm serve --kv-events-config` with the publisher `zmq` publishes through kvevents.
 
-vLLM loads the entry points of the group `vllm.general_plugins` in every process, in the one of EngineCore before it creates the
-scheduler. `register` replaces the entry `zmq` of `EventPublisherFactory`, since vLLM's configuration allows no other name. The
+vLLM loads the entry points of the group `vllm.general_plugins` in every process, and in EngineCore before the scheduler is
+created. `register` replaces the entry `zmq` of `EventPublisherFactory`, since vLLM's configuration allows no other name. The
 hooks into the block pool are installed when vLLM creates a publisher, so other processes have none.
 
-Without keys everything fails open. A fault while the publisher is created leaves vLLM with its own. If publishing fails later,
-vLLM's own publisher takes over. A fault in a hook ends the attestation. Each is logged once. Hooks pass on all arguments, so a
-release may have more of them. The page `guides/vllm.md` of the documentation lists the releases with which this module was run.
+Without keys, no fault stops vLLM's events. If creating the publisher fails, vLLM uses its own. If publishing fails later,
+vLLM's own publisher takes over. A fault in a hook ends the attestation. Each fault is logged once. Hooks pass on all arguments,
+so new ones do no harm. The page `guides/vllm.md` of the documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _EVENTS_MODULE: Final = "vllm.distributed.kv_events"
 _ANNOUNCE_AGAIN: Final = "emit_cached_block_events"
 _GPU_MEDIA: Final = (None, "GPU")
 _FULL_KINDS: Final = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of KV cache groups that need all blocks of a prompt; releases before 0.26 state none."""
+"""Kinds of KV cache groups that need all blocks of a prompt; None since releases before 0.26 state no kind."""
 _KNOWN_OPTIONS: Final = frozenset({"endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
 
 
 def register() -> None:
-    """Replace vLLM's publisher `zmq` if the settings ask for it. Called by vLLM as a plugin; may be called repeatedly.
+    """Replace vLLM's publisher `zmq` if the settings ask for it. vLLM calls this function as a plugin, also repeatedly.
 
     It raises an exception only if vLLM would otherwise publish in clear although keys are configured.
     """
@@ -69,7 +69,7 @@ class VllmEventPublisher(EnginePublisher):
         self.hand_over_to(fallback, settings.max_failures)
         self._options = options
         self.lora_paths: Final[dict[str, str]] = {}
-        """The path of each LoRA that was loaded last."""
+        """The path from which each LoRA was loaded last, by the LoRA's name."""
         base_options = {name: value for name, value in options.items() if name in _KNOWN_OPTIONS}
         for name in {"endpoint", "replay_endpoint"} & {name for name, value in base_options.items() if value is not None}:
             base_options[name] = compat.resolve_node_endpoint(base_options[name])
@@ -84,10 +84,10 @@ class VllmEventPublisher(EnginePublisher):
 
 
 def _dialect_of_release() -> Dialect:
-    """Return the dialect of the release that runs; a build without a version is taken for a new one.
+    """Return the dialect of the running release; a build without a version counts as the newest release.
 
-    vLLM's own events are sent as vLLM declares them in any case. The dialect is that of heartbeats, full history and replies,
-    which consumers that were written for the release receive as well.
+    The dialect is for heartbeats, full history and replies, so that consumers written for the release can read them. vLLM's own
+    events are always sent as vLLM declares them.
     """
     try:
         return dialect_for("vllm", importlib.import_module("vllm").__version__)
@@ -107,7 +107,7 @@ def _create_publisher(
 # --- hooks -------------------------------------------------------------------------------------------------------------------
 
 _new_publisher = threading.local()
-"""`publisher`: the newest publisher of this thread, which also creates the KVCacheManager of the same scheduler."""
+"""`publisher` is the newest publisher of a thread; the same thread then creates the KVCacheManager of the same scheduler."""
 
 
 def _install_hooks() -> bool:
@@ -143,9 +143,9 @@ def _has_groups() -> bool:
 
 
 def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave out announcements of blocks that are cached already, and of positions of a sliding window that hold no block.
+    """Suppress announcements of blocks that are cached already, and of positions of a sliding window that hold no block.
 
-    On the wire they look like further copies, which nothing would ever remove. Consumers that join late get full history.
+    Consumers would count them as further copies, which no event ever removes. Consumers that join late get full history.
     """
 
     def emit_cached_block_events(*_arguments: Any, **_options: Any) -> None:
@@ -155,7 +155,7 @@ def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_changes(original: Callable[..., Any], *, sign: int, has_groups: bool) -> Callable[..., Any]:
-    """Add the term of each key that is inserted to the digest, or subtract that of each block that is popped (`sign` -1).
+    """Add the term of each inserted key to the digest; with `sign` -1, subtract the term of each popped key.
 
     A key is the block hash and four bytes of the KV cache group (`make_block_hash_with_group_id`).
     """
@@ -177,7 +177,7 @@ def _count_changes(original: Callable[..., Any], *, sign: int, has_groups: bool)
 
 
 def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Link a new KVCacheManager with the publisher that its scheduler has created just before."""
+    """Link a new KVCacheManager with the publisher that its scheduler has just created."""
 
     def init(manager: Any, *arguments: Any, **options: Any) -> None:
         original(manager, *arguments, **options)
@@ -191,7 +191,7 @@ def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _record_before_publish(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record the digest of the cache at the moment at which the scheduler takes all events, just before it publishes them."""
+    """Record the digest of the cache when the scheduler takes all events, which it then publishes."""
 
     def take_events(manager: Any, *arguments: Any, **options: Any) -> Any:
         events = original(manager, *arguments, **options)
@@ -208,7 +208,7 @@ def _record_before_publish(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _digest_of(manager: Any) -> int:
-    """Return the sum over the pools on the GPU: hybrid models may have several."""
+    """Return the sum of the digests of the pools on the GPU, of which hybrid models may have several."""
     pools = manager.__dict__.get("kvevents_pools")
     if pools is None:
         coordinator = getattr(manager, "coordinator", None)
@@ -225,7 +225,7 @@ def _digest_of(manager: Any) -> int:
 
 
 def _note_whether_emptied(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record whether a connector has emptied its cache: a cache in use stays, and some connectors cannot empty theirs."""
+    """Record whether a connector has emptied its cache: some connectors cannot, and none can while the cache is in use."""
 
     def reset_cache(connector: Any, *arguments: Any, **options: Any) -> Any:
         result = original(connector, *arguments, **options)
@@ -242,10 +242,10 @@ def _take_connector_events(scheduler: Any) -> list[Any]:
 
 
 def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Publish a reset of the cache at once. vLLM would publish it in the next step, which an idle engine does not make.
+    """Publish a reset of the cache at once. vLLM would publish it with the next step, which an idle engine does not take.
 
-    A reset that includes the connector empties host memory too, which its event does not say. If running requests use blocks of
-    the GPU, those blocks stay, and host memory is emptied nevertheless.
+    A reset that includes the connector also empties host memory, which vLLM's event does not say. Host memory is emptied even
+    if blocks of the GPU stay because running requests use them.
     """
 
     def reset_prefix_cache(scheduler: Any, *arguments: Any, **options: Any) -> Any:
@@ -259,7 +259,7 @@ def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(scheduler, *arguments, **options)
         with publisher.ending_attestation():
             is_emptied = connector is not None and vars(connector).pop("kvevents_is_emptied", False)
-            # Those of the connector would come later, behind stores of the next step, and remove them.
+            # The connector's waiting events are published now: after stores of the next step they would remove these.
             _publish_pending(scheduler, publisher, _take_connector_events(scheduler) if is_emptied else [])
             if is_emptied:
                 publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared({"medium": "CPU"})]))
@@ -269,16 +269,16 @@ def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _publish_pending(scheduler: Any, publisher: VllmEventPublisher, further: list[Any]) -> None:
-    """Publish what the block pool would announce with the next step, and then further events of vLLM."""
+    """Publish the events that the block pool has for the next step, followed by the `further` events of vLLM."""
     events = [*scheduler.kv_cache_manager.take_events(), *further]
     if events:
         publisher.publish(importlib.import_module(_EVENTS_MODULE).KVEventBatch(ts=time.time(), events=events))
 
 
 def _publish_lora_change(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Publish at once that the name of a LoRA is loaded from another path: no request finds the blocks of the former one.
+    """Publish at once that a LoRA is now loaded from another path: no request finds the blocks of the former path any more.
 
-    vLLM hashes the path and announces the name. Consumers conclude it from one block under two hashes, which leave again.
+    vLLM hashes the path but announces the name. Consumers conclude the change from one block that is stored under two hashes.
     """
 
     def add_lora(core: Any, *arguments: Any, **options: Any) -> Any:
@@ -299,7 +299,7 @@ def _publish_lora_change(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _lora_change(manager: Any, lora: Any) -> list[KVEvent]:
-    """Return a store of one block under two hashes and their removal, in the first group that needs all blocks of a prompt."""
+    """Return stores of one block under two hashes, and their removal, in the first group that needs all blocks of a prompt."""
     kinds = getattr(manager, "kv_cache_event_metadata", None)
     for group in manager.coordinator.single_type_managers:
         kind = kinds[group.kv_cache_group_id][0] if kinds else None

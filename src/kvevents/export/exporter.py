@@ -45,7 +45,7 @@ class ExportProgress:
 
 @dataclass(frozen=True, slots=True)
 class ExportSummary:
-    """The result of an export, with counts of what it left out."""
+    """The result of an export, with counts of lost, rejected and ignored data."""
 
     folder: Path
     rows: dict[str, int]
@@ -54,7 +54,7 @@ class ExportSummary:
     """Size of all files together."""
     seconds: float
     counts: dict[str, int]
-    """Sums over workers of the counters in the table `workers`, from `lost` on, `malformed` messages and `unplaced` replays."""
+    """Sums over all workers of the counters in `workers`, from `lost` on; `malformed` messages and `unplaced` replays."""
     reject_reasons: dict[str, int]
     """Events that could not be decoded, by reason."""
     truncated: list[str] = field(default_factory=list)
@@ -73,7 +73,7 @@ def export(
     """Write recordings as one data set: the `TABLES`, as Parquet files in a folder. Creates the folder if its parent exists.
 
     With `tokens` the table `events` contains the prompts' token ids, and must be protected like the prompts. The files get
-    their final names when all are complete, and an export that fails leaves nothing. Raises `UsageError` if tables exist and
+    their final names when all are complete; an export that fails leaves no file. Raises `UsageError` if tables exist and
     `force` is not set, and `RecordingError` for a recording that cannot be read or a folder that cannot be written.
     """
     folder = Path(folder)
@@ -102,12 +102,12 @@ class _Worker:
         self.batches = 0
         self.counts: Counter[str] = Counter()
         self.gap_before = 0
-        """Batches that were lost since the newest batch."""
+        """Number of batches that were lost after the newest batch."""
         self.first_at: float | None = None
         self.last_at: float | None = None
 
     def count_batch(self, incarnation: int, time: float | None) -> None:
-        """Count a batch, which happened at `time`."""
+        """Count a batch with the time `time`."""
         self.incarnations.add(incarnation)
         self.batches += 1
         self.gap_before = 0
@@ -115,7 +115,7 @@ class _Worker:
         self.first_at = self.last_at if self.first_at is None else self.first_at
 
     def row(self) -> Row:
-        """Return its row of `workers`, after the last batch."""
+        """Return the row of `workers`. Call it after the last batch."""
         stream = self.stream
         self.counts["duplicates"] = stream.duplicates
         self.counts.update(self.cache.counts)
@@ -229,7 +229,7 @@ class _Export:
         self._lifetimes.add(cache.take_ended())
 
     def _end(self, workers: list[_Worker]) -> None:
-        """End the residencies. A worker followed to the end held its blocks until then, any other until its last batch."""
+        """End the residencies: at the end of the recording if the worker was followed until then, or else at its last batch."""
         ends = [worker.last_at for worker in workers if worker.last_at is not None]
         for worker in workers:
             worker.cache.finish(max(ends) if ends and worker.stream.is_followed else None)
@@ -237,7 +237,7 @@ class _Export:
 
 
 def _names(recordings: Sequence[StrPath]) -> list[str]:
-    """Return the names of files, numbered if several have the same name."""
+    """Return the names of files; equal names get a number from the second on."""
     counts: Counter[str] = Counter()
     names: list[str] = []
     for path in recordings:
@@ -266,6 +266,6 @@ def _create_folder(folder: Path, *, force: bool) -> Iterator[None]:
         yield
     except BaseException:
         if is_new:
-            with suppress(OSError):  # another process has put a file there
+            with suppress(OSError):  # another process has put a file into the folder
                 folder.rmdir()
         raise

@@ -1,4 +1,4 @@
-"""The cache of one worker, block by block, as its events describe it: makes the rows of `events` and `lifetimes`."""
+"""The cache of one worker, block by block, as events describe it, and the rows of `events` and `lifetimes` that follow."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ UNKEYED: Final = {
 
 
 class ChainState(NamedTuple):
-    """The properties of a block that a store after it needs."""
+    """The properties of a block from which those of its children follow."""
 
     key: int | None
     depth: int | None
     """Number of blocks from the root; None if unknown."""
     salt: int
-    """Added to the seed of local hashes by the salt; 0 without a salt."""
+    """The part of the seed of local hashes that the salt contributes; 0 without a salt."""
 
 
 class Placement(NamedTuple):
-    """Where a copy of a block is. Copies are counted for each placement."""
+    """The place of a copy of a block. Copies are counted for each placement."""
 
     tier: str
     group: int | None
@@ -62,7 +62,7 @@ class _Residency:
     stored_step: int
     stored_at: float | None
     gaps: int
-    """Number of batches lost until then."""
+    """Number of batches that were lost before the first store."""
     copies: int = 1
     max_copies: int = 1
 
@@ -76,7 +76,7 @@ class _Block:
 
 
 class WorkerCache:
-    """Follows the blocks of one worker. Call `begin_batch`, `apply` and at the end `finish`; after each call `take_ended`."""
+    """Follows the blocks of a worker. Call `begin_batch` and `apply`, `finish` at the end, and `take_ended` after each call."""
 
     def __init__(self, worker: int, salt_key: bytes, *, tokens: bool) -> None:
         self.counts: Final[Counter[str]] = Counter()
@@ -94,7 +94,7 @@ class WorkerCache:
         self._time: float | None = None
         self._blocks: dict[int, _Block] = {}
         self._grouped_placements: set[tuple[str, str | None]] = set()
-        """Tiers and localities where stores name a group: there a second store of a block is another copy."""
+        """Tiers and localities of stores that named a group: a second store of a block on one of them is another copy."""
         self._apply: dict[type[KVEvent], Callable[[Any, BatchPosition, int], list[Row]]] = {
             BlockStored: self._store,
             BlockRemoved: self._remove,
@@ -119,7 +119,7 @@ class WorkerCache:
         return self._apply[type(event)](event, batch, position)
 
     def finish(self, time: float | None) -> None:
-        """End all residencies at `time`, or at the newest batch if that is None: the recording ends."""
+        """End all residencies at the end of the recording: at `time`, or at the newest batch if `time` is None."""
         self._end_all("end", self._time if time is None else time)
 
     def drop_oldest(self) -> int:
@@ -160,7 +160,7 @@ class WorkerCache:
         return rows or [self._row_without_block("stored", batch, position, (placement.tier, medium, *placement[1:]))]
 
     def _salt_digest(self, salt: int) -> str | None:
-        """Return a digest with a key that is not stored. Salts are often names, which plain digests would confirm."""
+        """Return a keyed digest; the key is not stored. Salts are often names, so that a plain digest could be guessed."""
         if not salt:
             return None
         return hashlib.blake2b(salt.to_bytes(8, "little"), key=self._salt_key, digest_size=8).hexdigest()
@@ -174,12 +174,12 @@ class WorkerCache:
     def _stored_block(
         self, event: BlockStored, index: int, parent: int | None, former: ChainState, keys: StoredKeys
     ) -> tuple[_Block, str | None]:
-        """Return the block at a position of a store, with its earlier residencies, and the reason if it has no key."""
+        """Return the block at a position of a store, with its earlier residencies; and why it has no key, or None."""
         known_block = self._blocks.get(event.block_hashes[index])
         key, keyless_reason = (keys.keys[index], None) if index < len(keys.keys) else (None, keys.unkeyed)
         if key is None and known_block is not None and known_block.chain.key is not None:
             return known_block, None  # a copy on another tier or in another group: an equal hash is the same block
-        # Blocks in between can be missing, and the parents of blocks that are stored by key can be unknown.
+        # Stores of these kinds can leave out blocks of the chain, and stores by key can have an unknown parent.
         is_chain = keys.unkeyed not in {"other-group", "no-tokens", "length-mismatch"} and event.block_keys is None
         depth = former.depth + index + 1 if is_chain and former.depth is not None else None
         if not is_chain:
@@ -201,9 +201,9 @@ class WorkerCache:
             existing.max_copies = max(existing.max_copies, existing.copies)
 
     def _token_ids(self, event: BlockStored, index: int) -> Row:
-        """Return token ids if they are exported: integers, or None if one exceeds 64 bits or is the digest of an item.
+        """Return the token ids of a block if they are exported; None instead if one exceeds 64 bits or is an item's digest.
 
-        If hashes and tokens do not match, the first block gets all of them.
+        If the numbers of hashes and tokens do not match, the first block gets all tokens.
         """
         if not self._with_tokens:
             return ()
@@ -240,7 +240,7 @@ class WorkerCache:
         return rows or [self._row_without_block("removed", batch, position, (placement.tier, event.medium, *placement[1:]))]
 
     def _clear(self, event: AllBlocksCleared, batch: BatchPosition, position: int) -> list[Row]:
-        """Clear everything, or only a tier or group, which some engines can express."""
+        """Clear everything, or only the tier or the group that the event names."""
         fields = scope_of(event)
         tier = tier_of(fields["medium"]) if "medium" in fields else None
         group = fields.get("group_idx")

@@ -24,7 +24,7 @@ _SETTINGS: Final[dict[str, str | bool | int | float | list[str]]] = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
 }
-"""DuckDB must not download extensions."""
+"""Settings of DuckDB, which must not download extensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def run_query(folder: StrPath, query: Query) -> QueryResult:
             raise RecordingError(f"cannot read {folder}: {error}; export again with --force") from error
         try:
             result = database.execute(query.sql)
-            description = getattr(result, "description", None) or ()  # a text without a statement has no result
+            description = getattr(result, "description", None) or ()  # SQL without a statement has no result
             columns = tuple(column[0] for column in description)
             return QueryResult(columns, result.fetchall() if columns else [])
         except duckdb.Error as error:
@@ -100,15 +100,15 @@ Row: TypeAlias = tuple[Any, ...]
 
 
 class ExportLimits(Settings, frozen=True, kw_only=True):
-    """Limits of an export. Raises `ConfigError`. The table `workers` counts what exceeds the last two."""
+    """Limits of an export. Raises `ConfigError`."""
 
     rows: Positive = 1 << 16
-    """Number of rows of a table that are written together, as a row group; they are about 50 MB of Python objects before."""
+    """Maximum number of rows in a row group; in Python they take about 50 MB until they are written."""
     tokens: Positive = 1 << 20
-    """Maximum number of token ids in a row group, if they are exported, since they make rows long."""
+    """Number of exported token ids above which a row group is written early, since they make rows long."""
     resident_blocks: Positive = 4_000_000
-    """Maximum number of resident blocks of one export, about 700 bytes each. Beyond it, the oldest blocks of the worker that
-    stores more count as removed. The device memory of a fleet of 100 engines holds fewer."""
+    """Maximum number of residencies of one export, about 700 bytes each. Beyond it, the oldest blocks of the worker that stores
+    more are counted as `dropped`. The device memory of a fleet of 100 engines holds fewer blocks."""
 
 
 DEFAULT_EXPORT_LIMITS: Final = ExportLimits()
@@ -287,7 +287,7 @@ class TableWriter:
 
     def discard(self) -> None:
         """Remove the file, complete or not."""
-        with suppress(OSError):  # a full disk was reported before
+        with suppress(OSError):  # `add` or `close` has reported a full disk before
             self._parquet.close()
         with suppress(OSError):
             self._file.close()

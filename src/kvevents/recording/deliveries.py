@@ -1,8 +1,8 @@
 """The deliveries of one recording: assigns its frames to streams, and feeds each stream to `kvevents.stream.Stream`.
 
-In recordings of `kvevents record`, notes name the stream of each run, its restarts, and the gaps that a snapshot represents. In
-other recordings a run is one stream or, with several PUB endpoints, several. Replies to replay requests belong to the only
-stream of their run. A stream waits for missing batches until recorded replies bring them, or its run ends, or too many wait.
+In recordings of `kvevents record`, notes name the stream of each run, its restarts, and the gaps that a snapshot replaces. In
+other recordings each PUB endpoint of a run is a stream. Replies to replay requests belong to the only stream of their run.
+A stream waits for missing batches until recorded replies bring them, its run ends, or too many batches wait.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MAX_WAITING_BATCHES: Final = 4096
 MAX_WAITING_BYTES: Final = 16 << 20
 """Maximum size of the payloads of these batches."""
 _NOW: Final = math.inf
-"""The time of all frames: every timer of a stream is due when `tick` is called."""
+"""The time of all frames, so that every timer of a stream is due when `tick` is called."""
 _ENDPOINT: Final = "inproc://recording"
 _CONFIRMED: Final = BatchReport(digest_matches=True)
-"""The report of each live batch: replies before it come from the same publisher, because they belong to the same run."""
+"""The report of each live batch. It confirms earlier replies, which come from the same publisher since the run is the same."""
 
 
 class RecordedStream:
@@ -34,14 +34,14 @@ class RecordedStream:
 
     def __init__(self, run: str, endpoint: str | None, *, waits: bool) -> None:
         self.run = self.source = run
-        """The run to which its newest frames belong, and the name of the engine: without a note, the name of its first run."""
+        """The run to which the newest frames belong, and the engine's name: that in a note, or else that of the first run."""
         self.endpoint = endpoint
         self.rank: int | None = None
         """The rank of the stream; None if only the batches themselves state it."""
         self.is_followed = False
-        """Whether the recorder followed it until the end of the recording, so that silence means that nothing happened."""
+        """Whether the recorder followed the stream until the end of the recording, so that silence means no events."""
         self.compacted_gap: Any = None
-        """First and last number of the newest gap that a snapshot represents, as a note says."""
+        """First and last number of the newest gap that a snapshot replaces, from a note."""
         self.duplicates = 0
         """Batches that were recorded again, or were replayed after they counted as lost."""
         self.recorded_at: float | None = None
@@ -78,7 +78,7 @@ class RecordedStream:
         yield from self._take(t)
 
     def _begin_answer(self) -> None:
-        """Let the stream request missing batches or, without any, the newest batches, which identify the publisher."""
+        """Let the stream request missing batches or, if none are missing, the newest ones, which identify the publisher."""
         stream, newest = self._stream, self._newest
         if not stream.waiting:
             self._end_request()
@@ -93,7 +93,7 @@ class RecordedStream:
             self._stream.tick(_NOW)
 
     def begin_run(self, run: str) -> Iterator[RawDelivery]:
-        """Begin the run of another incarnation. Return the batches that still wait."""
+        """Begin the run of another incarnation. Yield the deliveries of the batches that still wait."""
         yield from self.finish()
         self.run = run
         incarnation = self._stream.incarnation + (self._stream.last_seq >= 0)
@@ -101,7 +101,7 @@ class RecordedStream:
         self._stream.begin_connection(_NOW)
 
     def finish(self) -> Iterator[RawDelivery]:
-        """Give up missing batches. Return the batches that waited for them."""
+        """Give up missing batches. Return the deliveries that waited for them."""
         self._end_request()
         return self._take(None)
 
@@ -123,7 +123,7 @@ class RecordedStream:
 
 
 class RecordingDeliveries:
-    """Reads the frames of one recording. With `waits`, streams wait for missing batches, except streams that notes name."""
+    """Reads the frames of one recording. With `waits`, streams that no note names wait for missing batches."""
 
     def __init__(self, *, waits: bool) -> None:
         self.malformed = 0
@@ -136,7 +136,7 @@ class RecordingDeliveries:
         """Streams by the source and rank that notes give."""
 
     def read(self, frames: Iterable[RecordedFrame]) -> Iterator[tuple[RecordedStream, RawDelivery]]:
-        """Yield the deliveries of all streams, in the order of the recording. Raise what reading `frames` raises."""
+        """Yield the deliveries of all streams, in the order of the recording. Exceptions of `frames` are raised."""
         for frame in frames:
             if frame.socket == "meta":
                 yield from self._read_note(frame.run, frame.meta or {})

@@ -1,10 +1,10 @@
 """The files of recordings: read and write them.
 
-A line is `{"socket", "run", "endpoint", "t", "frames"}`, with frames in base64. A `meta` line, which begins a run, has `meta`
-instead of `endpoint` and `t`. A file whose name ends in `.gz` is compressed. `kvevents record` writes recordings;
-`kvevents play` and `kvevents.testing.TapePlayer` play them.
+A line is `{"socket", "run", "endpoint", "t", "frames"}`, with frames in base64. A `meta` line, a note such as the one that
+begins a run, has `meta` instead of `endpoint`, and no frames. A file whose name ends in `.gz` is compressed. `kvevents record`
+writes recordings; `kvevents play` and `kvevents.testing.TapePlayer` play them.
 
-A recorder that is killed leaves an incomplete line at the end. Readers yield everything before it and report it. Damage
+A recorder that is killed leaves an incomplete line at the end. Readers yield all lines before that line and report it. Damage
 anywhere else is a `RecordingError` that names the file and the line.
 """
 
@@ -38,7 +38,7 @@ class RecordedFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """
 
     socket: Literal["pub", "replay", "replay-request", "meta"]
-    """`replay` was received by a DEALER socket, `replay-request` sent by it, both without the identity frame of the ROUTER."""
+    """`replay`: received by a DEALER socket. `replay-request`: sent by it. Neither has the identity frame of the ROUTER."""
     run: str
     """Name of the engine run. Sequence numbers and hashes are comparable only within one run."""
     endpoint: str | None = None
@@ -98,7 +98,7 @@ def read_recording(path: StrPath, max_line_bytes: int = MAX_LINE_BYTES) -> Recor
 
 
 def live_batches(path: StrPath, run: str | None = None, endpoint: str | None = None) -> Iterator[LiveBatch]:
-    """Yield the batches of PUB sockets, of one run and endpoint or of all, without messages that are not batches.
+    """Yield the batches of PUB sockets: of one run or all, and of one endpoint or all. Skip messages that are not batches.
 
     Raise `RecordingError` as `read_recording` does.
     """
@@ -131,9 +131,9 @@ def _read_frames(path: Path, truncations: list[str], max_line_bytes: int) -> Ite
                     yield _DECODER.decode(line)
                 except (msgspec.DecodeError, ValueError) as error:
                     if line.endswith(b"\n") or not _LINE_START.startswith(line[: len(_LINE_START)]):
-                        raise RecordingError(f"{path}, line {number}: no frame of a recording: {error}") from error
+                        raise RecordingError(f"{path}, line {number}: not a frame of a recording: {error}") from error
                     truncations.append(f"{path}, line {number}: {_INCOMPLETE}")
-    except EOFError:  # a gzip member without its end
+    except EOFError:  # the end of a gzip member is missing
         truncations.append(f"{path}, line {number + 1}: {_INCOMPLETE}")
     except (OSError, zlib.error) as error:
         if isinstance(error, gzip.BadGzipFile) and _ends_with_one_byte_of_a_member(path):
@@ -214,7 +214,7 @@ class RecordingWriter(Closeable):
                 with self._note_failure():
                     self._file.close()
         finally:
-            with suppress(OSError):  # `_failure` has been raised before
+            with suppress(OSError):  # a failure has been raised already
                 self._file.close()
 
     @contextmanager
