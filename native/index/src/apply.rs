@@ -19,12 +19,12 @@ use crate::stream::{RemovalTarget, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::{Event, Kind, Scratch, Span, extra_keys};
 
-/// The medium of a clear after which all tiers are certainly empty. Only senders of this project use it.
+/// The medium of a clear after which all tiers are certainly empty. Only senders of kvevents name it.
 pub const EVERY_TIER: &[u8] = b"*";
 
 /// The events of a payload.
 pub struct Read<'a> {
-    /// The bytes that their spans refer to: see `decode::ReadPayload`.
+    /// The bytes to which the spans of the events refer: see `decode::ReadPayload`.
     pub bytes: &'a [u8],
     /// The events.
     pub scratch: &'a Scratch,
@@ -73,7 +73,7 @@ pub struct Work {
 const BLOCKS_KEPT: usize = 1 << 14;
 
 impl Work {
-    /// Releases memory that only a very large event needs.
+    /// Releases the buffers if a very large event has made them grow.
     pub fn shrink(&mut self) {
         if self.keys.capacity().max(self.extras.capacity()) > BLOCKS_KEPT {
             *self = Self::default();

@@ -16,14 +16,14 @@ use crate::wire::scan::{Kind, Limits as PayloadLimits, Schema};
 /// Bounds of an index.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
-    /// Bounds of what it holds; reaching one is counted.
+    /// Bounds of the contents of the index; input that is dropped at a bound is counted.
     pub contents: ContentLimits,
-    /// Bounds of one payload; what exceeds one is rejected.
+    /// Bounds of one payload; a part of the payload that exceeds a bound is rejected.
     pub payload: PayloadLimits,
 }
 
 impl Limits {
-    /// Adds a bound of the memory, in bytes: above it new blocks are refused.
+    /// Adds a memory limit in bytes: new blocks are refused while the index takes more.
     #[must_use]
     pub fn with_memory(mut self, bytes: usize) -> Self {
         self.contents.memory = Some(bytes);
@@ -55,7 +55,8 @@ impl Limits {
     }
 }
 
-/// The incarnation of a publisher. A higher one begins when it restarts, and removes the blocks of the earlier ones.
+/// The incarnation of a publisher. When a publisher restarts, a higher incarnation begins, and the blocks of earlier incarnations are
+/// removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Incarnation(pub i64);
 
@@ -197,7 +198,7 @@ pub enum Applied {
     Void,
 }
 
-/// Why an index cannot be made or read, or has not applied something.
+/// Why an index could not be created or read, or why it has not applied input.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
@@ -205,7 +206,7 @@ pub enum Error {
     Limit(String),
     /// The numbers of tokens, hashes and the block size do not agree; the text has them.
     Shape(String),
-    /// The index has no number for another stream.
+    /// The index has reached the maximum number of streams.
     Full,
     /// A panic has left the index half changed.
     Damaged,
@@ -386,7 +387,7 @@ impl Index {
     /// As for [`Index::batch`].
     pub fn clear(&self, worker: &Worker, clear: Clear) -> Result<Applied, Error> {
         let mut event = TypedEvent::new(Kind::Cleared, &[], &[]).ok_or_else(too_long)?;
-        // A clear without a medium leaves what engines keep on disks.
+        // A clear without a medium does not remove blocks on disks.
         event.add_text(
             Some(clear.tier.map_or(EVERY_TIER, |tier| tier.medium().as_bytes())),
             |event| &mut event.medium,
@@ -396,20 +397,20 @@ impl Index {
 
     // --- lookups
 
-    /// Returns the workers that hold a prefix of a prompt. Engines compute the last token of a prompt in any case: leave it out to count
-    /// what they save.
+    /// Returns the workers that hold a prefix of a prompt. Engines compute the last token of a prompt in any case: leave that token out to
+    /// count the tokens that they save.
     pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
         Matches(self.inner.match_prompt(tokens, scope))
     }
 
     // --- workers
 
-    /// Sets the model of an engine, for all of its ranks, also for later ones. Lookups search the workers of one model.
+    /// Sets the model of an engine, for all of its ranks, including ranks that are added later. Lookups search the workers of one model.
     pub fn set_model(&self, source: &str, model: Option<&str>) {
         self.inner.label(source, model);
     }
 
-    /// Removes a worker. Late batches of its incarnation are void from now on. Returns the number of blocks that the worker held.
+    /// Removes a worker. Batches of its incarnation that arrive later are ignored. Returns the number of blocks that the worker held.
     pub fn remove_worker(&self, worker: &Worker) -> usize {
         self.inner.remove(&worker.source, Some(worker.rank))
     }

@@ -11,7 +11,7 @@ use crate::groups::engine_hash::EngineHash;
 /// The blocks of a prefix that a group needs. vLLM 0.33.0: the finders of `v1/core/single_type_kv_cache_manager.py`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupKind {
-    /// All blocks: full attention, MLA, and full attention with a sink, each with a number of its own.
+    /// All blocks; the number distinguishes full attention, MLA, and full attention with a sink.
     Full(u8),
     /// Blocks that cover the last tokens: as many tokens as the window has, less one.
     Window(u32),
@@ -68,7 +68,7 @@ pub enum Method {
     Hashes,
 }
 
-/// The groups of one engine, by number, and what else decides how it looks prompts up.
+/// The groups of one engine, by number, and its other properties that determine how its prompts are looked up.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
     groups: Vec<Group>,
@@ -76,8 +76,9 @@ pub struct Groups {
     pub hashing: Option<EngineHash>,
     /// Whether the engine's hashes also cover tokens after their blocks.
     pub has_lookahead: bool,
-    /// The levels, as bits, on which a second store of a block is another copy: those where it names groups, as vLLM's block pool does, and
-    /// the device if it attests its cache. Other caches have one logical copy, which some engines announce again.
+    /// The levels, as bits, on which a second store of a block means a second copy: levels whose events name groups, as those of vLLM's
+    /// block pool do, and the device if the engine's cache is attested. A cache on another level has one logical copy of a block, which
+    /// some engines announce repeatedly.
     pub copied_levels: u8,
     /// Whether the engine has stored blocks whose hashes cover values that no event contains: a LoRA's path, or the positions of multimodal
     /// items.
@@ -122,7 +123,7 @@ impl Groups {
         };
     }
 
-    /// Whether the last block of a hit of a group is computed again. If hashes cover the tokens after a block, nothing is computed again.
+    /// Whether the engine computes the last block of a hit again in this group. It does not if hashes cover the tokens after a block.
     pub fn is_draft(&self, number: i64) -> bool {
         let drafts = self.drafts.as_deref().filter(|_| !self.has_lookahead);
         drafts.is_some_and(|drafts| drafts.is_empty() || drafts.contains(&number))
@@ -160,27 +161,27 @@ impl Groups {
         known.or_else(|| self.full_size()).or_else(sizes).unwrap_or(1)
     }
 
-    /// Whether a group needs every block of a prefix. Only stores of such groups have all blocks with their tokens.
+    /// Whether some group needs every block of a prefix. Only stores of such groups announce all blocks, with their tokens.
     pub fn has_full(&self) -> bool {
         self.known().any(|group| group.kind.is_full())
     }
 
     /// Whether a hit can end inside of a block, at any hash unit.
-    pub fn are_fine(&self) -> bool {
+    pub fn can_end_inside_blocks(&self) -> bool {
         let unit = self.unit();
-        let is_fine = |group: &Group| !matches!(group.kind, GroupKind::Window(_)) || group.size == unit;
-        self.known().any(|group| group.kind == GroupKind::State && group.size > unit) && self.known().all(is_fine)
+        let has_unit_blocks = |group: &Group| !matches!(group.kind, GroupKind::Window(_)) || group.size == unit;
+        self.known().any(|group| group.kind == GroupKind::State && group.size > unit) && self.known().all(has_unit_blocks)
     }
 
-    /// Maximum number of tokens of a hit behind the last held block of full attention.
+    /// Maximum number of tokens of a hit after the last held block of full attention.
     pub fn partial_tokens(&self) -> u32 {
         let sizes = self.known().filter(|group| group.kind.is_full()).map(|group| group.size);
-        let largest = sizes.max().filter(|_| self.are_fine());
+        let largest = sizes.max().filter(|_| self.can_end_inside_blocks());
         largest.map_or(0, |size| size.saturating_sub(self.unit()))
     }
 
-    /// Whether lookups need blocks of windows that end after all held blocks of full attention: a draft model's window is searched one
-    /// block further than the hit.
+    /// Whether lookups need blocks of sliding windows that end after the last held block of full attention: the window of a draft model is
+    /// searched up to one block after the hit.
     fn looks_ahead(&self) -> bool {
         let has_draft =
             |is_full: bool| (self.known()).any(|group| group.kind.is_full() == is_full && self.is_draft(group.number));
@@ -191,7 +192,7 @@ impl Groups {
         self.known().any(|group| group.kind == GroupKind::State)
     }
 
-    /// Whether the one group is full attention, and nothing else is known.
+    /// Whether the only group has full attention, the engine has no draft model, and hashes cover no tokens after their blocks.
     #[inline]
     fn has_plain_full(&self) -> bool {
         let is_full = |group: &Group| group.kind.is_full();
@@ -208,7 +209,7 @@ impl Groups {
             (Some(group), None) if group.kind.is_full() && self.drafts.is_none() => return Method::Bitmaps,
             _ => {}
         }
-        // A hit can end at every hash unit only if there are states.
+        // Only with states can a hit end at every hash unit.
         let is_multiple = |size: u32| self.known().all(|group| group.size.is_multiple_of(size));
         match self.full_size() {
             Some(size) if is_multiple(size) && !(self.has_states() && self.unit() < size) && !self.looks_ahead() => {

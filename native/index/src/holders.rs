@@ -1,4 +1,4 @@
-//! The holders of blocks: sets of them, the placements and contexts by which they differ, and the numbers of their copies.
+//! The holders of blocks: sets of holders, the placements and contexts of blocks, and the numbers of their copies.
 
 pub mod contexts;
 pub mod copies;

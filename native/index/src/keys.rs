@@ -15,7 +15,7 @@ const SALT_SEED: u64 = 1;
 const LORA_ID_SEED: u64 = 2;
 const UNTAGGED_SEED: u64 = 3;
 
-/// The token in place of each token of a multimodal item, where an engine announces its own instead of the prompt's (TensorRT-LLM).
+/// The token that replaces each token of a multimodal item if the engine announces other tokens there than the prompt has (TensorRT-LLM).
 pub const PLACEHOLDER: u32 = u32::MAX;
 
 /// The rule by which the tokens of a prompt are divided into blocks.
@@ -88,7 +88,7 @@ pub fn untagged(key: &[u8]) -> u64 {
 #[cfg(target_endian = "big")]
 compile_error!("tokens are hashed in the byte order of memory, which must be little-endian");
 
-/// Numbers in the byte order of this machine.
+/// The bytes of token ids, in the byte order of this machine.
 pub fn bytes_of(tokens: &[u32]) -> &[u8] {
     // SAFETY: u32 has no padding, u8 has no alignment, and the length is that of the slice in bytes.
     unsafe { std::slice::from_raw_parts(tokens.as_ptr().cast(), size_of_val(tokens)) }
@@ -105,7 +105,7 @@ pub fn local_with(tokens: &[u32], extras: &mut [u64], seed: u64) -> u64 {
     local_in(&mut Vec::new(), tokens, extras, seed)
 }
 
-/// Computes `local_with` in a buffer that is kept from one block to the next.
+/// Computes `local_with` with a buffer that the caller keeps from one block to the next.
 fn local_in(bytes: &mut Vec<u8>, tokens: &[u32], extras: &mut [u64], seed: u64) -> u64 {
     if extras.is_empty() {
         return local(tokens, seed);
@@ -137,7 +137,8 @@ pub fn chain(parent: Option<u64>, hashes: &mut [u64]) {
     }
 }
 
-/// Rolls keys while local hashes are computed: the next block is hashed while the chain waits for the previous one.
+/// Computes rolling keys while the caller computes local hashes: the processor can hash the next block while it still computes the key of
+/// the previous one.
 pub struct Roller<'a> {
     before: Option<u64>,
     locals: &'a mut Vec<u64>,
@@ -145,7 +146,7 @@ pub struct Roller<'a> {
 }
 
 impl<'a> Roller<'a> {
-    /// Computes the keys of this many blocks after the one with key `parent`, and replaces the former ones.
+    /// Clears `locals` and `keys`, for the hashes and keys of `count` blocks after the block with the key `parent`.
     pub fn new(parent: Option<u64>, count: usize, locals: &'a mut Vec<u64>, keys: &'a mut Vec<u64>) -> Self {
         locals.clear();
         keys.clear();
@@ -215,19 +216,19 @@ pub fn with_placeholders(tokens: &[u32], items: &Items) -> Vec<u32> {
     replaced
 }
 
-/// Computes local hashes of blocks without extra keys. A function of its own, since the loop needs all registers.
+/// Computes local hashes of blocks without extra keys. It is a separate function, since the loop needs all registers.
 #[inline(never)]
 pub fn plain(tokens: &[u32], size: usize, seed: u64, out: &mut Vec<u64>) {
     out.extend(tokens.chunks_exact(size).map(|block| local(block, seed)));
 }
 
-/// Maximum number of items of one block beyond the number of its tokens. Items rarely share tokens, as a film's frames and sound do. With
-/// blocks of one token, each further item takes some milliseconds more of a prompt of 500,000 tokens.
+/// Maximum number of items of one block beyond the number of its tokens. Items rarely share tokens; the frames and the sound of a film do.
+/// With blocks of one token, each further item adds some milliseconds to the time for a prompt of 500,000 tokens.
 const MAX_OVERLAPS: usize = 3;
 /// The local hash of a block with more items than any engine sends, and of all blocks after it.
 const NO_BLOCK: u64 = 0;
 
-/// Local hashes of the blocks `from..to` of a prompt, appended to `out`.
+/// Appends the local hashes of the blocks `blocks` of a prompt to `out`.
 pub fn locals(tokens: &[u32], scheme: Scheme, seed: u64, items: &Items, blocks: std::ops::Range<usize>, out: &mut Vec<u64>) {
     let size = scheme.size as usize;
     let window = scheme.window();

@@ -1,18 +1,18 @@
 //! The bounds of an index.
 
 /// Maximum number of blocks of one stream with one hash: engines that hash pages without their prefix have hundreds. Histories of
-/// publishers keep the same number, so that a consumer that starts late holds the same as one that received everything.
+/// publishers keep the same number, so that a consumer that starts late holds the same blocks as a consumer that received everything.
 pub const BLOCKS_PER_HASH: usize = 1_024;
 
-/// Maximum number of ranks of one stream: a relay has those of one node. Histories of publishers have the same limit.
+/// Maximum number of ranks of one stream: the stream of a relay has the ranks of one node. Histories of publishers have the same limit.
 pub const RANKS: usize = 64;
 
-/// Bounds of an index; reaching one is counted.
+/// Bounds of an index; input that is dropped at a bound is counted.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Maximum number of bytes of the index; above it new blocks are refused.
+    /// Maximum number of bytes of the index; new blocks are refused while it takes more.
     pub memory: Option<usize>,
-    /// Blocks of one stream that wait for their parent or their tokens.
+    /// Maximum number of blocks of one stream that wait for their parent or their tokens.
     pub orphans: usize,
     /// Maximum number of bytes of waiting blocks: a block may have as many tokens as fit in a payload.
     pub orphan_bytes: usize,
@@ -22,8 +22,8 @@ pub struct Limits {
     pub groups: usize,
     /// Maximum number of schemes by which one incarnation of a stream may divide prompts. Each needs another search; an engine has one.
     pub block_sizes: usize,
-    /// Maximum number of records with one key that lookups find, if streams hold more under different hashes; a few per stream are always
-    /// found.
+    /// Maximum number of records with one key that lookups find, if streams hold more such blocks under different hashes; a few records of
+    /// each stream are always found.
     pub records_per_key: usize,
     /// Maximum number of blocks of one stream with one hash: engines that hash pages without their prefix have some.
     pub blocks_per_hash: usize,

@@ -1,4 +1,4 @@
-//! Tables, and the memory that they and the records of blocks are in. They are independent of what they store.
+//! Tables, and the memory of tables and of records of blocks. These types do not depend on what they store.
 
 pub mod hasher;
 pub mod page_pool;

@@ -1,7 +1,7 @@
-//! The index: it applies deliveries of streams and answers lookups. Each module below has a part of its methods.
+//! The index: it applies deliveries of streams and answers lookups. Each module of this one has some of its methods.
 //!
-//! Locks are taken in this order: `replacing`, the registry, one stream, the overlay, the shared lock, the view. A second stream is only
-//! locked by `try_lock`.
+//! Locks are taken in this order: `replacing`, the registry, one stream, the overlay, the shared lock, the view. A thread that holds a
+//! stream locks a second one only by `try_lock`.
 
 mod deliveries;
 mod ranks;
@@ -35,7 +35,7 @@ pub struct PrefixIndex {
     pub shared_lock: YieldingRwLock<SharedState>,
     /// The part that lookups read.
     pub(crate) view: Reader<View>,
-    /// Held for writing while the shared part is replaced, and for reading while a stream outside of the registry is written to.
+    /// Locked for writing while the shared part is replaced, and for reading while a stream that the registry does not have is changed.
     pub(crate) replacing: RwLock<()>,
     pub(crate) registry: RwLock<Registry>,
     schema: Schema,

@@ -1,4 +1,4 @@
-//! What a stream of events means, for an index and for a compacted stream, which store its blocks in different ways.
+//! Rules for the meaning of events. An index and a compacted stream share them, although they store blocks in different ways.
 
 pub mod clear_budget;
 pub mod collisions;

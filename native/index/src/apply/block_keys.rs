@@ -8,16 +8,16 @@ use crate::keys::{self, Scheme};
 use crate::wire::decode;
 use crate::wire::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, extra_keys};
 
-/// A store with tokens, as far as its blocks can be keyed.
+/// The leading blocks of a store with tokens: those before the first block for which no key can be computed.
 pub(super) struct TokenStore<'a> {
     pub(super) hashes: &'a [u64],
     pub(super) tokens: &'a [u32],
     pub(super) pairs: bool,
     pub(super) scheme: Scheme,
     pub(super) lora: u64,
-    /// The salt of the first block; None if it has its parent's salt.
+    /// The salt of the first block; None if the block has its parent's salt.
     pub(super) salt: Option<u64>,
-    /// The salt that the event has as a field of its own.
+    /// The salt in the event's field `cache_salt`.
     pub(super) own_salt: Option<u64>,
     /// Whether the event has no field for salts and other extra keys.
     pub(super) is_unkeyed: bool,
@@ -56,13 +56,13 @@ impl<'a> TokenStore<'a> {
         })
     }
 
-    /// An error if blocks of the event are left out since they cannot be keyed.
+    /// Returns an error if the event has further blocks, for which no keys can be computed.
     pub(super) fn check_whole(&self, event: &Event) -> Result<(), &'static str> {
         let is_whole = self.hashes.len() == event.hashes.length as usize;
         if is_whole { Ok(()) } else { Err("bad-token") }
     }
 
-    /// Returns these blocks without those from `end` on.
+    /// Returns the blocks before the block `end`.
     pub(super) fn up_to(&self, end: usize) -> Self {
         let tokens = (end * self.scheme.size as usize) << u32::from(self.pairs);
         Self {
@@ -97,8 +97,8 @@ pub struct StoredKeys {
     pub unkeyed: Option<&'static str>,
 }
 
-/// Keys of the blocks of the only event of a payload, after a block of which the key and the salt's part of the seed are known. None if
-/// that is not one stored event.
+/// Returns the keys of the blocks of a payload that is one stored event. `parent` has the key of the block before them, and the part of the
+/// seed that its salt contributes. Returns None for any other payload.
 pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredKeys> {
     static SCHEMA: LazyLock<Option<Schema>> = LazyLock::new(|| Some(Schema::new(Limits::default()).ok()?.unlimited()));
     let (mut scratch, mut work, schema) = (Scratch::default(), Work::default(), SCHEMA.as_ref()?);
@@ -154,7 +154,7 @@ pub(super) fn salt_of(read: &Read<'_>, event: &Event, extras: &mut Vec<(usize, u
     if is_root { Some(own.or(bare).unwrap_or(0)) } else { own }
 }
 
-/// Local hashes and keys of the blocks from `first` on, into `work`.
+/// Writes the local hashes and the keys of the blocks from `first` on into `work`.
 pub(super) fn hash_all(store: &TokenStore<'_>, first: usize, parent: Option<u64>, seed: u64, work: &mut Work) {
     let count = store.hashes.len() - first;
     let mut roller = keys::Roller::new(parent, count, &mut work.locals, &mut work.keys);
@@ -180,7 +180,7 @@ pub fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64
         .map(|(_, extra)| *extra)
 }
 
-/// Reads extra keys into `(block, hash)`, and returns the salt, which is a plain text key of a root.
+/// Reads extra keys into `found`, as pairs of block and hash. Returns the salt, which is a plain text key of a root.
 pub fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, root: bool, found: &mut Vec<(usize, u64)>) -> Option<u64> {
     found.clear();
     let raw = raw?;

@@ -1,4 +1,4 @@
-//! Learns the groups of an engine, its hashes and the salts of its prompts from stores.
+//! Learns from stores which groups an engine has, how it hashes blocks, and which salts its prompts have.
 
 use super::Read;
 use super::block_keys::TokenStore;
@@ -40,7 +40,8 @@ impl Stream {
         }
     }
 
-    /// Learns whether hashes cover pages alone, as in SGLang 0.4.8 to 0.5.6. There `nil` as the parent proves nothing.
+    /// Learns whether a hash covers its page without the pages before it, as in SGLang 0.4.8 to 0.5.6. Blocks of these releases can have
+    /// the parent `nil` without being the first of a prompt.
     #[inline]
     pub(super) fn learn_page_hashes(&mut self, store: &TokenStore<'_>, parent: Option<u64>) {
         if parent.is_none() && !self.evidence.has_page_hashes && self.evidence.pages_left > 0 && !store.pairs {
@@ -118,7 +119,7 @@ fn tuple_hash(items: &[u32]) -> u64 {
     }
 }
 
-/// Whether the hashes of a store cover a LoRA or multimodal items.
+/// Whether the hashes of a store cover values that no event contains: the path of a LoRA, or the positions of multimodal items.
 fn has_unknown_inputs(read: &Read<'_>, event: &Event) -> bool {
     let mut others = event.lora_name.is_some() || event.lora_id.is_some();
     if let Some(raw) = read.extra_keys(event) {

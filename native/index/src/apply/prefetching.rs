@@ -6,11 +6,11 @@ use crate::store::shared_state::{Block, SharedState};
 use crate::stream::Stream;
 
 /// Number of blocks between one prefetch step and the next: placing this many takes longer than a memory access.
-const AHEAD: usize = 8;
+const BLOCKS_PER_STEP: usize = 8;
 /// Number of prefetched blocks that are remembered, a power of two.
-const RING: usize = 4 * AHEAD;
+const RING: usize = 4 * BLOCKS_PER_STEP;
 
-/// The mixed key and the mixed hash of a block, by which tables find it.
+/// The key and the hash of a block, both mixed with the index's secret, by which tables find the block.
 type MixedPair = (TableHash, TableHash);
 
 /// Prefetched blocks, by their number modulo `RING`; kept from one run to the next to avoid allocations.
@@ -49,17 +49,17 @@ impl Chain<'_> {
     }
 }
 
-/// Blocks of one chain. In large tables each block needs several dependent cache misses, so it is prefetched in three steps. Small tables
-/// need fewer steps.
-pub(super) struct Ahead<'a> {
+/// Prefetches the blocks of one chain. In a large table, access to a block means several cache misses, each dependent on the previous one,
+/// so a block is prefetched in three steps. Small tables need fewer steps.
+pub(super) struct Prefetcher<'a> {
     pub(super) chain: &'a Chain<'a>,
     pub(super) ring: &'a mut Ring,
     /// The part of the tables that is in a near cache.
     pub(super) cache_level: CacheLevel,
 }
 
-impl Ahead<'_> {
-    /// Steps that are needed.
+impl Prefetcher<'_> {
+    /// Number of steps in which a block is prefetched.
     fn steps(&self) -> usize {
         match self.cache_level {
             CacheLevel::Near => 0,
@@ -70,10 +70,10 @@ impl Ahead<'_> {
 
     /// Prefetches memory for the first blocks.
     pub(super) fn start(&mut self, stream: &Stream, shared: &SharedState) {
-        let first = (self.steps() * AHEAD).min(self.chain.hashes.len());
+        let first = (self.steps() * BLOCKS_PER_STEP).min(self.chain.hashes.len());
         for at in 0..first {
             let pair = self.chain.pair(shared, at);
-            let stage = match at / AHEAD {
+            let stage = match at / BLOCKS_PER_STEP {
                 0 => Stage::Bucket,
                 1 => Stage::Segment,
                 _ => Stage::Directory,
@@ -89,21 +89,21 @@ impl Ahead<'_> {
         let count = self.chain.hashes.len();
         match self.cache_level {
             CacheLevel::Near => return self.chain.block(shared, at),
-            CacheLevel::Middle => self.add_block(stream, shared, at + AHEAD, Stage::Bucket),
+            CacheLevel::Middle => self.add_block(stream, shared, at + BLOCKS_PER_STEP, Stage::Bucket),
             CacheLevel::Far => {
-                if at + AHEAD < count {
-                    prefetch_pair(stream, shared, self.ring.0[(at + AHEAD) % RING], Stage::Bucket);
+                if at + BLOCKS_PER_STEP < count {
+                    prefetch_pair(stream, shared, self.ring.0[(at + BLOCKS_PER_STEP) % RING], Stage::Bucket);
                 }
-                if at + 2 * AHEAD < count {
-                    prefetch_pair(stream, shared, self.ring.0[(at + 2 * AHEAD) % RING], Stage::Segment);
+                if at + 2 * BLOCKS_PER_STEP < count {
+                    prefetch_pair(stream, shared, self.ring.0[(at + 2 * BLOCKS_PER_STEP) % RING], Stage::Segment);
                 }
-                self.add_block(stream, shared, at + 3 * AHEAD, Stage::Directory);
+                self.add_block(stream, shared, at + 3 * BLOCKS_PER_STEP, Stage::Directory);
             }
         }
         self.chain.block_at(self.ring.0[at % RING], at)
     }
 
-    /// Adds the block `at`, if it exists, and starts its first prefetch.
+    /// Adds the block `at` to the ring, if it exists, and prefetches memory for its first step.
     #[inline]
     fn add_block(&mut self, stream: &Stream, shared: &SharedState, at: usize, stage: Stage) {
         if at < self.chain.hashes.len() {

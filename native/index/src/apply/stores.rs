@@ -1,9 +1,9 @@
-//! Stores: their blocks are placed after the blocks that precede them, or wait for these.
+//! Applies stores. A block is placed after its parent, or waits until its parent is known.
 
 use std::collections::VecDeque;
 
 use super::block_keys::{TokenStore, extras_at, hash_all, salt_of};
-use super::prefetching::{Ahead, Ring};
+use super::prefetching::{Prefetcher, Ring};
 use super::{Read, Work};
 use crate::groups::GroupKind;
 use crate::holders::contexts::Context;
@@ -19,33 +19,33 @@ use crate::wire::scan::Event;
 
 /// Reason for rejecting stores of groups whose lookup is unknown.
 const UNKNOWN_KIND: &str = "unknown-kind";
-/// SGLang's name of host memory, which its clear of everything empties too (`HiRadixCache.reset`).
+/// SGLang's name of host memory. A clear of everything in SGLang empties host memory too (`HiRadixCache.reset`).
 pub const HOST_OF_SGLANG: &[u8] = b"CPU_PINNED";
 /// Number of blocks of an event that are prefetched before the event is hashed.
-const FIRST: usize = 4;
-/// Maximum number of blocks of an event that is hashed while the lock is held, since taking it twice would cost more.
-const FEW_BLOCKS: usize = 8;
+const PREFETCHED_BLOCKS: usize = 4;
+/// Maximum number of blocks of an event that is hashed while the lock is held: for so few, a second locking would take longer.
+const MAX_BLOCKS_UNDER_LOCK: usize = 8;
 /// Maximum number of tokens per block of an event that is hashed while the lock is held.
-const FEW_TOKENS: usize = 1_024;
+const MAX_TOKENS_UNDER_LOCK: usize = 1_024;
 
 /// Blocks of one event, each the parent of the next.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Chain<'a> {
     pub(super) hashes: &'a [u64],
     pub(super) keys: &'a [u64],
-    /// None for blocks that were stored by their keys, which have no parents.
+    /// None for blocks that were stored by their keys, since such blocks have no parents.
     pub(super) locals: Option<&'a [u64]>,
     pub(super) context: u32,
     pub(super) placement: u16,
 }
 
-/// Why some blocks were placed, and not all of them.
-enum Pause {
+/// Why the placement of a chain's blocks has stopped.
+enum Stop {
     /// All blocks were placed.
     Done,
     /// The block was placed, and pending blocks wait for it.
     Awaited { next: usize, number: u32 },
-    /// Too many blocks are equal to the next one in hash and placement.
+    /// Too many blocks have the hash and the placement of the next block.
     TooManyEqual,
 }
 
@@ -79,7 +79,7 @@ impl Stream {
         if let Err(reason) = self.store(writer, read, event, placement, work) {
             let kind = read.text(event.spec_kind).unwrap_or("none");
             self.counters.reject(kind, reason);
-            // Answers are complete without groups of unknown kinds, which have an estimate of their own.
+            // Stores of groups of unknown kinds make no answer incomplete: there is a separate estimate for these groups.
             self.evidence.set_aside += u64::from(reason != UNKNOWN_KIND && event.hashes.length > 0);
         }
     }
@@ -125,7 +125,7 @@ impl Stream {
             return self.store_by_keys(writer, read, event, work);
         }
         let store = TokenStore::read(read, event)?;
-        // A connector announces chunks of its own sizes and hashes on other tiers.
+        // On other tiers, a connector announces chunks whose sizes and hashes differ from those of the engine's blocks.
         if read.location(event).is_on_device() {
             self.learn(writer, group, known, size)?;
             if kind.is_some() {
@@ -192,8 +192,8 @@ impl Stream {
         if !self.is_on_device(store.placement) {
             return self.store_below_device(writer, store, parent, work);
         }
-        // The places of the hashes are known before the keys.
-        for &hash in store.hashes.iter().take(FIRST) {
+        // The places of the hashes in the table are known before the keys are computed.
+        for &hash in store.hashes.iter().take(PREFETCHED_BLOCKS) {
             self.prefetch(writer.mixed(hash), Stage::Bucket);
         }
         for at in 0..store.hashes.len() {
@@ -209,8 +209,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Applies a store on another tier than the device. A block whose hash the stream holds has the known key: vLLM announces offloaded
-    /// blocks without their extra keys (0.32, `kv_connector/v1/offloading/events.py`).
+    /// Applies a store on another tier than the device. If the stream holds the hash of a block, the block has the key known for that hash:
+    /// vLLM announces offloaded blocks without their extra keys (0.32, `kv_connector/v1/offloading/events.py`).
     fn store_below_device(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -245,7 +245,7 @@ impl Stream {
         Ok(())
     }
 
-    /// The newest block of a hash, if its prompt was divided by a scheme.
+    /// The newest block with a hash, if the prompt of the block was divided into blocks by this scheme.
     fn known_block(&self, shared: &SharedState, hash: u64, scheme: Scheme) -> Option<u32> {
         let number = self.newest(shared, hash)?;
         let context = shared.contexts.get(shared.records.context(number));
@@ -312,8 +312,8 @@ impl Stream {
         self.evidence.is_whole &= dropped == 0;
     }
 
-    /// Applies the blocks of an event from `first` on after `parent`. Each is the parent of the next. Returns
-    /// the record of the last one; None if the memory limit refuses it.
+    /// Places the blocks of an event from `first` on after `parent`. Each block is the parent of the next. Returns the record of the last
+    /// block; None if the memory limit refuses that block.
     fn place_after(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -348,10 +348,10 @@ impl Stream {
         placed
     }
 
-    /// Prepares blocks for their placement, in part while other threads may read and write. No other thread changes the blocks of this
-    /// stream meanwhile.
+    /// Prepares the placement of blocks. For many blocks this happens without the lock: other threads may read and write then, but none of
+    /// them changes the blocks of this stream.
     fn prepare_placement(&mut self, writer: &mut Writer<'_, SharedState>, count: usize, work: impl FnOnce()) {
-        if count > FEW_BLOCKS || page_pool::are_short() {
+        if count > MAX_BLOCKS_UNDER_LOCK || page_pool::must_prepare() {
             writer.unlocked(|| {
                 page_pool::prepare();
                 work();
@@ -361,7 +361,7 @@ impl Stream {
         }
     }
 
-    /// Places blocks after a record. Returns the last one; None if the memory limit refuses it.
+    /// Places blocks after a record. Returns the record of the last block; None if the memory limit refuses that block.
     fn place_all(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -375,7 +375,7 @@ impl Stream {
         } else {
             writer.view.keyed.cache_level()
         };
-        let mut blocks = Ahead {
+        let mut blocks = Prefetcher {
             chain,
             ring,
             cache_level: self.cache_level().max(keys),
@@ -389,16 +389,16 @@ impl Stream {
                 return Ok(None);
             }
             match self.place_some(writer, &mut blocks, at, end, &mut parent) {
-                Pause::Done => {
+                Stop::Done => {
                     self.spend(writer, end - at);
                     at = end;
                 }
-                Pause::Awaited { next, number } => {
+                Stop::Awaited { next, number } => {
                     self.spend(writer, next - at);
                     self.place_orphans(writer, chain.hashes[next - 1], number);
                     at = next;
                 }
-                Pause::TooManyEqual => return Err("too-many-alike"),
+                Stop::TooManyEqual => return Err("too-many-alike"),
             }
         }
         Ok(parent)
@@ -407,13 +407,14 @@ impl Stream {
     fn place_some(
         &mut self,
         shared: &mut SharedState,
-        blocks: &mut Ahead<'_>,
+        blocks: &mut Prefetcher<'_>,
         start: usize,
         end: usize,
         parent: &mut Option<u32>,
-    ) -> Pause {
+    ) -> Stop {
         let (chain, mut open) = (blocks.chain, OpenRow::default());
-        // Whether the preceding block is new. If no block is linked to it, a record of the next one that `place` would find is a head.
+        // Whether the preceding block is new. If no block is linked to the preceding one, any record of the next block that `place` would
+        // find is a head.
         let mut is_new = false;
         for at in start..end {
             let block = blocks.next(self, shared, at);
@@ -428,7 +429,7 @@ impl Stream {
                     if open.used == open.stretch.length {
                         self.close_row(shared, chain, &mut open);
                         if !self.open_row(shared, chain, &mut open, before, at, end - at) {
-                            return Pause::TooManyEqual;
+                            return Stop::TooManyEqual;
                         }
                     }
                     let number = open.stretch.first + open.used;
@@ -447,21 +448,21 @@ impl Stream {
             }
             self.close_row(shared, chain, &mut open);
             let Some(placed) = self.place(shared, &block, chain.placement, *parent) else {
-                return Pause::TooManyEqual;
+                return Stop::TooManyEqual;
             };
             if (placed.has_twin || self.has_replaced_loras()) && !self.note_lora(shared, &placed, chain.placement, *parent) {
-                return Pause::TooManyEqual;
+                return Stop::TooManyEqual;
             }
             if chain.locals.is_some() {
                 (*parent, is_new) = (Some(placed.number), placed.is_new);
             }
             if is_awaited && placed.is_unknown {
                 let number = placed.number;
-                return Pause::Awaited { next: at + 1, number };
+                return Stop::Awaited { next: at + 1, number };
             }
         }
         self.close_row(shared, chain, &mut open);
-        Pause::Done
+        Stop::Done
     }
 
     /// Takes slots for new blocks. Returns false if all slot numbers are used.
@@ -503,7 +504,7 @@ impl Stream {
         let left = stretch.length - used;
         if left > 0 {
             shared.records.give(stretch.first + used, left);
-            shared.sets.give(set, left);
+            shared.sets.uncount(set, left);
         }
         if used > 0 {
             shared.contexts.add(chain.context, used);
@@ -512,7 +513,8 @@ impl Stream {
         }
     }
 
-    /// Adds copies of blocks that the stream holds. The others, and all blocks after them, are refused at the memory limit.
+    /// Adds copies of the leading blocks that the stream holds already. At the first other block, this and all later blocks are refused,
+    /// since the memory limit is reached.
     fn refuse_new(&mut self, writer: &mut Writer<'_, SharedState>, chain: &Chain<'_>, first: usize, mut parent: Option<u32>) {
         for at in first..chain.hashes.len() {
             let block = chain.block(writer, at);
@@ -527,7 +529,7 @@ impl Stream {
         }
     }
 
-    /// Places the pending blocks whose parent is this block, then the pending blocks of these, and so on.
+    /// Places the pending blocks whose parent is this block, then the pending blocks whose parents these are, and so on.
     fn place_orphans(&mut self, writer: &mut Writer<'_, SharedState>, hash: u64, number: u32) {
         let mut queue = VecDeque::from([(hash, number)]);
         while let Some((hash, above)) = queue.pop_front() {
@@ -548,7 +550,7 @@ impl Stream {
         }
     }
 
-    /// Places an orphan after its parent. Returns its record if its hash was unknown.
+    /// Places an orphan after its parent. Returns the orphan's record if the stream had no block with its hash.
     fn place_orphan(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -572,7 +574,7 @@ impl Stream {
             return Err("too-many-block-sizes");
         }
         let mut hashed = || keys::local_with(&content.tokens, &mut content.extras, context.seed());
-        let local = if content.tokens.len() > FEW_TOKENS {
+        let local = if content.tokens.len() > MAX_TOKENS_UNDER_LOCK {
             writer.unlocked(hashed)
         } else {
             hashed()

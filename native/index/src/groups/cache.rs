@@ -14,7 +14,8 @@ use crate::holders::placements::LEVELS;
 use crate::memory::hasher::Secret;
 use crate::step_counter;
 
-/// Levels on which a block is held: one bit each in the lower half, and again in the upper half if it certainly is.
+/// Levels on which a block is held. The lower half has a bit for each level on which the block is held, the upper half a bit for each level
+/// on which it certainly is.
 type Held = u8;
 
 const _: () = assert!(2 * LEVELS <= Held::BITS as usize);
@@ -22,7 +23,7 @@ const _: () = assert!(2 * LEVELS <= Held::BITS as usize);
 /// The blocks that the groups of an engine hold.
 #[derive(Debug, Default)]
 pub struct GroupCache {
-    /// By number. Groups keep their places, so that a search can let a writer in.
+    /// Blocks by group number. A group never changes its position, so that a search can let a writer in.
     groups: Vec<(i64, HashMap<u64, Held, Secret>)>,
     /// Number of changes.
     changes: u64,
@@ -50,12 +51,12 @@ const LOOKS_PER_HOLD: usize = 1 << 12;
 /// Approximate bytes of an entry of a map.
 const ENTRY_BYTES: usize = 18;
 
-/// Tokens of a prompt that an engine finds, by level.
+/// Numbers of tokens of a prompt that an engine finds cached, by level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// At most.
+    /// Upper bounds.
     pub tokens: [u32; LEVELS],
-    /// Tokens without blocks that might be gone.
+    /// Numbers of tokens if the blocks that might be gone are not counted.
     pub certain: [u32; LEVELS],
 }
 
@@ -99,7 +100,7 @@ impl GroupCache {
     }
 
     /// Stores a salt, by the part of a seed that it contributes, if it reproduces the hash of the first block of a prompt. Returns whether
-    /// it is kept.
+    /// the salt was stored.
     pub fn learn_salt(&mut self, part: u64, salt: &str, hashing: &EngineHash, sample: &Sample) -> bool {
         if self.salts.contains_key(&part) {
             return true;
@@ -142,8 +143,8 @@ impl GroupCache {
         held + self.salts.values().map(|salt| salt.len() + 64).sum::<usize>()
     }
 
-    /// Returns the tokens of a prompt that the engine finds, at most `longest`; `hashes` cover the whole prompt. A long search lets writers
-    /// in; if they have changed anything, no token is certain.
+    /// Returns how many tokens of a prompt the engine finds, at most `longest`; `hashes` cover the whole prompt. A long search lets writers
+    /// in; if a writer has changed the cache, no token is certain.
     pub fn find(cache: &RwLock<Self>, groups: &Groups, hashes: &[u64], longest: usize, shared_looks: &Cell<usize>) -> Found {
         let (unit, looks) = (groups.unit() as usize, Looks::new(hashes.len(), shared_looks));
         step_counter::begin_hold();
@@ -186,7 +187,7 @@ impl GroupCache {
     }
 }
 
-/// Returns the tokens by level, and whether all searches ended. A level finds at least what the levels before it find.
+/// Returns the tokens by level, and whether all searches ended. A level has at least as many tokens as the level before it.
 pub fn by_level(find: impl Fn(usize) -> CachedPrefix) -> ([u32; LEVELS], bool) {
     let mut is_exact = true;
     let mut find = |level| {

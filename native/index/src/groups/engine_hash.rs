@@ -46,7 +46,7 @@ const ALGORITHMS: [Algorithm; 4] = [
 ];
 
 /// The first algorithm that is available.
-const FIRST: usize = if cfg!(feature = "sha256") { 0 } else { 2 };
+const FIRST_ALGORITHM: usize = if cfg!(feature = "sha256") { 0 } else { 2 };
 
 #[cfg(feature = "sha256")]
 fn sha256(bytes: &[u8]) -> [u8; 32] {
@@ -277,7 +277,7 @@ impl EngineHash {
 
     /// The inverse of `parts`; None if no such scheme exists.
     pub fn of_parts([algorithm, seed, unit, lookahead]: [u64; 4]) -> Option<Self> {
-        let is_known = (FIRST as u64..ALGORITHMS.len() as u64).contains(&algorithm) && seed < SEEDS.len() as u64;
+        let is_known = (FIRST_ALGORITHM as u64..ALGORITHMS.len() as u64).contains(&algorithm) && seed < SEEDS.len() as u64;
         let is_valid = is_known && (1..=MAX_SAMPLE as u64).contains(&unit) && lookahead <= MAX_LOOKAHEAD as u64;
         is_valid.then_some(Self {
             algorithm: algorithm as usize,
@@ -327,7 +327,7 @@ impl Sample {
         let mut hashes = Vec::new();
         for unit in units.map(|count| self.size / count) {
             for seed in 0..SEEDS.len() {
-                for algorithm in FIRST..ALGORITHMS.len() {
+                for algorithm in FIRST_ALGORITHM..ALGORITHMS.len() {
                     let scheme = EngineHash {
                         algorithm,
                         seed,

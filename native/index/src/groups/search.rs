@@ -22,7 +22,7 @@ pub trait Blocks {
     /// Whether a group, by its index in `Groups::known`, holds the block that ends at a position.
     fn is_held(&self, group: usize, position: usize) -> bool;
 
-    /// The bounds of a range around this position in which each group holds either all of its blocks or none.
+    /// The first and last position of a range around `position` in which each group holds either all of its blocks or none.
     fn alike(&self, position: usize) -> (usize, usize) {
         (position, position)
     }
@@ -45,15 +45,16 @@ pub fn find(groups: &Groups, end: usize, longest: usize, looks: &Looks<'_>, bloc
     }
 }
 
-/// Blocks that the searches for one stream may examine, counted for each group, per position at which a block can end: engines need a few
-/// for each of their groups, and a peer could cause thousands.
+/// Number of blocks that the searches for one stream may examine for each position at which a block can end. A block is counted once for
+/// each group that is asked for it: engines need a few of these looks for each group, but a peer could cause thousands.
 const LOOKS_PER_POSITION: usize = 4;
-/// Maximum number of the former: one engine can have 64 streams.
+/// Maximum number of blocks that the searches for one stream may examine from its own budget: one engine can have 64 streams.
 const MAX_OWN_LOOKS: usize = 1 << 15;
-/// Further blocks that one lookup may examine, in all of its streams: a peer can have many.
+/// Number of further blocks that one lookup may examine, in all of its streams together: a peer can have many streams.
 pub const SHARED_LOOKS: usize = 1 << 17;
 
-/// The number of blocks that the searches for one stream may still examine. After the last one a search ends.
+/// The budget of looks of the searches for one stream. A look is the examination of one block for one group. Without a remaining look a
+/// search ends.
 #[derive(Debug)]
 pub struct Looks<'a> {
     own: Cell<usize>,
@@ -61,7 +62,8 @@ pub struct Looks<'a> {
 }
 
 impl<'a> Looks<'a> {
-    /// The looks of a stream of whose groups blocks end at this number of positions, and those that all streams of a lookup share.
+    /// Creates the budget of a stream whose blocks end at this number of positions. `shared` is the budget that all streams of a lookup
+    /// share.
     pub fn new(positions: usize, shared: &'a Cell<usize>) -> Self {
         Self {
             own: Cell::new(MAX_OWN_LOOKS.min(LOOKS_PER_POSITION * (positions + 1))),
@@ -73,7 +75,7 @@ impl<'a> Looks<'a> {
         self.own.get() > 0 || self.shared.get() > 0
     }
 
-    /// Counts examined blocks. Returns whether any are left.
+    /// Subtracts `count` looks. Returns whether any look remains.
     pub fn take(&self, count: usize) -> bool {
         let own = self.own.get();
         self.own.set(own.saturating_sub(count));
@@ -89,7 +91,7 @@ struct Spec {
     size: usize,
     /// Positions of its groups in `Groups::known`.
     groups: Vec<usize>,
-    /// Whether the last block of a hit is dropped, since a draft model needs it computed again.
+    /// Whether the last block of a hit is dropped, since the draft model needs this block to be computed again.
     drops: bool,
 }
 
@@ -103,7 +105,7 @@ struct Search<'a, F> {
     /// Hits are multiples of this many tokens.
     alignment: usize,
     /// Whether a hit can end inside of a block.
-    is_fine: bool,
+    can_end_inside_blocks: bool,
     /// Whether the engine has one group.
     is_single: bool,
 }
@@ -128,17 +130,17 @@ impl<'a, F: Blocks> Search<'a, F> {
             }
         }
         specs.sort_by_key(|spec| !spec.kind.is_full());
-        let is_fine = groups.are_fine();
+        let can_end_inside_blocks = groups.can_end_inside_blocks();
         let multiple = specs.iter().fold(1, |multiple, spec| common_multiple(multiple, spec.size));
         Self {
             is_single: groups.known().count() == 1,
-            alignment: if is_fine { unit } else { multiple },
+            alignment: if can_end_inside_blocks { unit } else { multiple },
             specs,
             blocks,
             looks,
             end,
             unit,
-            is_fine,
+            can_end_inside_blocks,
         }
     }
 
@@ -180,11 +182,11 @@ impl<'a, F: Blocks> Search<'a, F> {
         }
     }
 
-    /// Number of tokens after a candidate that a draft group matches and then drops. States of a draft model do not exist.
+    /// Number of tokens after a candidate that a group of the draft model matches and then drops. A draft model has no states.
     fn margin(&self, spec: &Spec) -> usize {
         match spec.kind {
             GroupKind::State | GroupKind::Unknown => 0,
-            GroupKind::Full(_) if self.is_fine && spec.size > self.unit => self.unit,
+            GroupKind::Full(_) if self.can_end_inside_blocks && spec.size > self.unit => self.unit,
             _ => spec.size,
         }
     }
@@ -238,7 +240,7 @@ impl<'a, F: Blocks> Search<'a, F> {
                 continue;
             }
             if run == 0 {
-                // A hit ends at the last of these blocks that can end one.
+                // The hit ends at the last of these blocks at which a hit can end.
                 let last = (first..=at).rev().find(|last| last >= &dropped && is_aligned(last - dropped));
                 let Some(last) = last.filter(|last| self.looks.take(at - last + 1)) else {
                     at = first - 1;
@@ -286,12 +288,12 @@ impl<'a, F: Blocks> Search<'a, F> {
 }
 
 /// Returns the least common multiple of two sizes, bounded, since a peer chooses both 32-bit sizes.
-fn common_multiple(one: usize, other: usize) -> usize {
-    let (mut a, mut b) = (one, other);
+fn common_multiple(size: usize, other_size: usize) -> usize {
+    let (mut a, mut b) = (size, other_size);
     while b > 0 {
         (a, b) = (b, a % b);
     }
-    (one / a).saturating_mul(other)
+    (size / a).saturating_mul(other_size)
 }
 
 #[cfg(test)]
@@ -303,7 +305,7 @@ mod tests {
 
     use super::*;
 
-    /// Rows of consecutive blocks, each with the position after its last block and the groups that hold it.
+    /// Rows of consecutive blocks: for each row, the position after its last block, and for each group whether the group holds the row.
     struct Rows<'a> {
         rows: &'a [(usize, Vec<bool>)],
         size: usize,
@@ -336,7 +338,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2_000))]
 
-        /// A search over rows of blocks has the result of a search block by block.
+        /// A search over rows of blocks has the same result as a search over single blocks.
         #[test]
         fn rows_are_searched_as_their_blocks(
             kinds in vec((0_u32..4, 1_u32..3, 1_u32..40), 1..4),

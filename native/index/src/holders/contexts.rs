@@ -54,7 +54,7 @@ fn place_of(secret: Secret, context: &Context) -> u64 {
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     context: Context,
-    /// Number of uses by blocks, and of temporary uses.
+    /// Number of blocks that have the context, plus the number of temporary uses.
     users: u32,
 }
 
@@ -92,7 +92,7 @@ impl Known {
         self.lookup.find(place_of(self.secret, context), same).copied()
     }
 
-    /// The number of the context of blocks that were stored by their keys, which can belong to any namespace.
+    /// The number of the context of blocks that were stored by their keys. Such blocks can belong to any namespace.
     #[inline]
     pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
         if self.keyed == 0 || scheme.eagle {
@@ -189,7 +189,7 @@ impl Contexts {
         Some(number)
     }
 
-    /// Counts `count` more uses of a context in use.
+    /// Adds `count` to the use count of a context that is in use.
     #[inline]
     pub fn add(&mut self, number: u32, count: u32) {
         self.entries[number as usize].users += count;
@@ -198,12 +198,12 @@ impl Contexts {
     /// Decrements the use count of a context.
     #[inline]
     pub fn release(&mut self, number: u32) {
-        self.release_all(number, 1);
+        self.release_uses(number, 1);
     }
 
-    /// Decrements the use count of a context by some.
+    /// Subtracts `count` from the use count of a context.
     #[inline]
-    pub fn release_all(&mut self, number: u32, count: u32) {
+    pub fn release_uses(&mut self, number: u32, count: u32) {
         let entry = &mut self.entries[number as usize];
         entry.users -= count;
         if entry.users == 0 {
@@ -233,7 +233,7 @@ impl Contexts {
         self.changed.len()
     }
 
-    /// Publishes all contexts to lookups. No lookup may run meanwhile.
+    /// Publishes all contexts to lookups. No lookup may run during this call.
     pub fn move_to(&mut self, view: &mut Known) {
         for number in self.changed.drain(..) {
             let entry = self.entries.get(number as usize).filter(|entry| entry.users > 0);

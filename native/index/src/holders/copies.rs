@@ -1,10 +1,11 @@
 //! The number of physical copies of a block on a placement, as far as the stream states it.
 //!
-//! vLLM from 0.26 on announces blocks again that are resident already, if a client asks for it (`kv_cache_report_mode`). On the wire that
-//! is the same as the store of a second physical copy. So a second store leaves the number of copies between two bounds. It is certain
-//! again when the bounds are equal, or when an attestation of the engine's cache agrees.
+//! From 0.26 on, vLLM announces resident blocks again if a client asks for it (`kv_cache_report_mode`). On the wire this looks like the
+//! store of a second physical copy. So after a second store, only two bounds of the number of copies are known. The number is certain again
+//! when the bounds are equal, or when an attestation of the engine's cache agrees.
 //!
-//! A clear that names no tier leaves blocks on lower tiers, or removes them. So their lower bound is 0 until they are stored again.
+//! A clear that names no tier might remove blocks on lower tiers or not. So the lower bound of these blocks is 0 until they are stored
+//! again.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -21,7 +22,7 @@ pub struct Copies {
 }
 
 impl Copies {
-    /// Exactly one copy: the value of each block that the table does not list.
+    /// Exactly one copy: the value of a block that `CopyTable` does not list.
     pub const ONE: Self = Self { least: 1, most: 1 };
 
     /// Bounds after one more store.
@@ -103,12 +104,12 @@ impl CopyTable {
         self.entries.get(&(number, placement)).copied().unwrap_or(Copies::ONE)
     }
 
-    /// Blocks that might be gone, once for each placement.
+    /// Number of blocks that might be gone; a block counts once for each placement.
     pub fn uncertain(&self) -> usize {
         self.uncertain
     }
 
-    /// Copies beyond the first, at most.
+    /// Maximum number of copies beyond the first copy of each block.
     pub fn beyond_first(&self) -> usize {
         self.entries.values().map(|copies| copies.most as usize - 1).sum()
     }
@@ -153,7 +154,8 @@ impl CopyTable {
         self.inexact.contains_key(&placement)
     }
 
-    /// Makes the numbers on a placement certain, at their upper bounds. Returns the records of blocks that might have been gone.
+    /// Sets the number of copies of each block on a placement to its upper bound, which makes it certain. Returns the records of blocks
+    /// that might have been gone.
     pub fn certify(&mut self, placement: u16) -> Vec<u32> {
         let inexact = self
             .inexact
@@ -236,15 +238,15 @@ mod tests {
         Copy,
         /// A store of another physical copy, when each store is a copy.
         StatedCopy,
-        /// A store of what is resident already.
+        /// A repeated store of a resident block, without another copy.
         Report,
         /// An eviction of one physical copy.
         Evict,
     }
 
     proptest! {
-        /// For any actions of an engine, the true number of copies stays between the bounds, a held block is listed as held, and a block
-        /// that is listed as gone is gone.
+        /// Whatever an engine does, the true number of copies is within the bounds, a held block is listed as held, and a block that is
+        /// listed as gone is gone.
         #[test]
         fn the_true_number_is_between_the_bounds(
             steps in proptest::collection::vec(

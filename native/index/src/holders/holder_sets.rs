@@ -1,12 +1,12 @@
-//! The holders of blocks: each set of holders is stored once, regardless of the number of its blocks.
+//! The sets of holders of blocks: each set is stored once, however many blocks have it.
 //!
 //! A holder is a stream on a placement (tier, locality, ownership, group). Blocks of one chain are mostly held by the same workers, so
-//! there are far fewer sets than blocks, and walking along a chain mostly compares numbers.
+//! there are far fewer sets than blocks, and reading a chain mostly means comparing numbers of sets.
 
 use crate::memory::hasher::Secret;
 use crate::memory::sharded_table::ShardedTable;
 
-/// 64 streams on one placement.
+/// Holders with one placement: the members of one group of 64 streams, as bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Word {
     /// `placement << 16 | stream / 64`.
@@ -51,41 +51,41 @@ pub struct Move {
     known: bool,
 }
 
-/// The holders of one set in the form that lookups read; a few are stored without a pointer.
+/// The holders of one set in the form that lookups read; sets of up to `INLINE_WORDS` words are stored without a pointer.
 #[derive(Clone, Debug, Default)]
 pub struct Holders {
-    few: [Word; FEW],
+    inline: [Word; INLINE_WORDS],
     count: u32,
-    many: Box<[Word]>,
+    boxed: Box<[Word]>,
 }
 
 /// Number of words that most sets do not exceed: 256 streams on one placement.
-const FEW: usize = 4;
+const INLINE_WORDS: usize = 4;
 
 impl Holders {
     fn new(words: &[Word]) -> Self {
-        let mut few = [Word::default(); FEW];
-        let is_few = words.len() <= FEW;
-        if is_few {
-            few[..words.len()].copy_from_slice(words);
+        let mut inline = [Word::default(); INLINE_WORDS];
+        let is_inline = words.len() <= INLINE_WORDS;
+        if is_inline {
+            inline[..words.len()].copy_from_slice(words);
         }
         Self {
-            few,
+            inline,
             count: words.len() as u32,
-            many: if is_few { Box::default() } else { words.into() },
+            boxed: if is_inline { Box::default() } else { words.into() },
         }
     }
 
     /// The holders, sorted by placement and stream.
     #[inline]
     pub fn words(&self) -> &[Word] {
-        self.few.get(..self.count as usize).unwrap_or(&self.many)
+        self.inline.get(..self.count as usize).unwrap_or(&self.boxed)
     }
 }
 
-/// Words of a set in memory; lookups have a separate copy of a large set.
+/// Number of words that a set takes in memory, including the copy of a large set that lookups have.
 fn resident_words(words: &[Word]) -> usize {
-    words.len() * if words.len() > FEW { 2 } else { 1 }
+    words.len() * if words.len() > INLINE_WORDS { 2 } else { 1 }
 }
 
 /// All sets in use.
@@ -136,7 +136,7 @@ impl Sets {
         &self.entries[set as usize].words
     }
 
-    /// Whether `stream` holds on `placement`.
+    /// Whether `stream` holds the blocks of the set on `placement`.
     #[inline]
     pub fn holds(&self, set: u32, placement: u16, stream: u32) -> bool {
         let at = u32::from(placement) << 16 | stream >> 6;
@@ -145,13 +145,13 @@ impl Sets {
             .any(|word| word.at == at && word.bits >> (stream & 63) & 1 == 1)
     }
 
-    /// Placements on which `stream` holds.
+    /// Placements on which `stream` holds the blocks of the set.
     pub fn placements(&self, set: u32, stream: u32) -> impl Iterator<Item = u16> + '_ {
         let meant = move |word: &&Word| word.at & 0xFFFF == stream >> 6 && word.bits >> (stream & 63) & 1 == 1;
         self.words(set).iter().filter(meant).map(|word| word.placement() as u16)
     }
 
-    /// All streams that hold on some placement, each once.
+    /// All streams that hold the blocks of the set on some placement, each once.
     pub fn streams(&self, set: u32) -> Vec<u32> {
         let mut found = Vec::new();
         for word in self.words(set) {
@@ -166,23 +166,24 @@ impl Sets {
         found
     }
 
-    /// Whether `stream` holds on any placement.
+    /// Whether `stream` holds the blocks of the set on some placement.
     #[inline]
     pub fn knows(&self, set: u32, stream: u32) -> bool {
         self.placements(set, stream).next().is_some()
     }
 
-    /// Moves one block from `set` to the set with or without a holder; `last` stores the move for the next call.
+    /// Moves one block from `set` to the set that differs from it by the addition or removal of one holder. `last` stores the move for the
+    /// next call.
     #[inline]
-    pub fn moved(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
+    pub fn move_block(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
         if self.matches_move(set, placement, stream, last) {
             self.change(set, last.to.0);
             return last.to.0;
         }
-        self.searched_move(set, placement, stream, last)
+        self.search_move(set, placement, stream, last)
     }
 
-    /// Whether a move is the stored one.
+    /// Whether a move equals the stored move.
     #[inline]
     fn matches_move(&self, set: u32, placement: u16, stream: u32, last: &Move) -> bool {
         last.known
@@ -194,8 +195,8 @@ impl Sets {
 
     /// Searches for the set that a move leads to, stores the move, and returns the set.
     #[cold]
-    fn searched_move(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
-        let target = self.toggled(set, placement, stream);
+    fn search_move(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
+        let target = self.set_with_toggled(set, placement, stream);
         let created = |number: u32| (number, self.entries[number as usize].created);
         *last = Move {
             from: created(set),
@@ -207,7 +208,7 @@ impl Sets {
         target
     }
 
-    /// Whether the number still means the set that had it at the time of the move.
+    /// Whether the number still belongs to the set that had it when the move was stored.
     #[inline]
     fn is_current(&self, (number, created): (u32, u64)) -> bool {
         self.entries
@@ -215,7 +216,7 @@ impl Sets {
             .is_some_and(|entry| entry.created == created)
     }
 
-    /// Moves one block from the count of one set to that of the other.
+    /// Decrements the number of blocks of the set `from`, and increments that of the set `to`.
     #[inline]
     fn change(&mut self, from: u32, to: u32) {
         if to != EMPTY {
@@ -226,7 +227,7 @@ impl Sets {
         }
     }
 
-    /// Repeats a remembered move for several more blocks.
+    /// Repeats a move for `count` more blocks.
     #[inline]
     pub fn move_all(&mut self, from: u32, to: u32, count: u32) {
         if count == 0 {
@@ -235,18 +236,18 @@ impl Sets {
         if to != EMPTY {
             self.entries[to as usize].refs += count;
         }
-        self.give(from, count);
+        self.uncount(from, count);
     }
 
-    /// Returns the set of one holder, and counts some more blocks of it; `last` as for `moved`.
+    /// Returns the set of one holder, and counts `count` more blocks that have it; `last` as for `move_block`.
     pub fn single(&mut self, placement: u16, stream: u32, count: u32, last: &mut Move) -> u32 {
-        let set = self.moved(EMPTY, placement, stream, last);
+        let set = self.move_block(EMPTY, placement, stream, last);
         self.entries[set as usize].refs += count - 1;
         set
     }
 
-    /// Releases a set that no block uses after all.
-    pub fn give(&mut self, set: u32, count: u32) {
+    /// Takes `count` blocks from a set that were counted in advance.
+    pub fn uncount(&mut self, set: u32, count: u32) {
         if count > 0 {
             self.entries[set as usize].refs -= count - 1;
             self.release(set);
@@ -254,7 +255,7 @@ impl Sets {
     }
 
     /// Moves one block from `set` to the set without `stream`.
-    pub fn without(&mut self, set: u32, stream: u32) -> u32 {
+    pub fn remove_stream(&mut self, set: u32, stream: u32) -> u32 {
         let mut words = std::mem::take(&mut self.scratch);
         words.clear();
         words.extend_from_slice(self.words(set));
@@ -268,8 +269,8 @@ impl Sets {
         target
     }
 
-    /// The set with one holder more or less.
-    fn toggled(&mut self, set: u32, placement: u16, stream: u32) -> u32 {
+    /// The set that differs from `set` in this holder: without it if `set` has it, else with it.
+    fn set_with_toggled(&mut self, set: u32, placement: u16, stream: u32) -> u32 {
         let (at, bit) = (u32::from(placement) << 16 | stream >> 6, 1 << (stream & 63));
         let mut words = std::mem::take(&mut self.scratch);
         words.clear();
@@ -355,7 +356,7 @@ impl Sets {
         self.changed.len()
     }
 
-    /// Publishes all sets to lookups. No lookup may run meanwhile.
+    /// Publishes all sets to lookups. No lookup may run during this call.
     pub fn move_to(&mut self, view: &mut Vec<Holders>) {
         for number in self.changed.drain(..) {
             if let Some(entry) = self.entries.get(number as usize) {
@@ -374,7 +375,7 @@ impl Sets {
         self.lookup.len()
     }
 
-    /// Whether nothing is held.
+    /// Whether no stream holds a block.
     pub fn is_empty(&self) -> bool {
         self.lookup.is_empty()
     }
@@ -400,17 +401,19 @@ mod tests {
     fn bytes_are_those_of_both_copies() {
         let (mut sets, mut view) = (Sets::new(Secret::new()), Vec::new());
         let before = sets.bytes();
-        let set = (0..100).fold(EMPTY, |set, placement| sets.moved(set, placement, 0, &mut Move::default()));
+        let set = (0..100).fold(EMPTY, |set, placement| {
+            sets.move_block(set, placement, 0, &mut Move::default())
+        });
         sets.move_to(&mut view);
-        let resident = sets.words(set).len() + view[set as usize].many.len();
+        let resident = sets.words(set).len() + view[set as usize].boxed.len();
         assert_eq!(resident, 200);
         assert!(sets.bytes() - before >= resident * size_of::<Word>());
-        (0..100).fold(set, |set, placement| sets.moved(set, placement, 0, &mut Move::default()));
+        (0..100).fold(set, |set, placement| sets.move_block(set, placement, 0, &mut Move::default()));
         assert_eq!(sets.words, 0);
     }
 
-    /// Without the secret, a client that chooses which streams hold a block could fill one bucket of the table with sets, all of which a
-    /// lookup compares.
+    /// Without the secret, a client that chooses which streams hold a block could put many sets into one bucket of the table, so that a
+    /// search would compare all of them.
     #[test]
     fn where_a_set_is_found_depends_on_the_secret() {
         const PLACES: u64 = 1 << 16;

@@ -27,7 +27,8 @@ const MEDIA: [&[&str]; TIERS.len()] = [
     ],
 ];
 
-/// Number of levels of tiers: the positions in `TIERS`, and a last one for unknown media. A prefix at one level can use all earlier levels.
+/// Number of levels of tiers: the positions in `TIERS`, and a last one for unknown media. A prefix at one level can consist of blocks of
+/// this and all earlier levels.
 pub const LEVELS: usize = TIERS.len() + 1;
 
 /// A place for which copies of blocks are counted.
@@ -54,7 +55,7 @@ impl Placement {
         }
     }
 
-    /// Whether a clear of a tier, of a group, or of a group's blocks on a tier removes its copies; one of everything names neither.
+    /// Whether a clear removes the copies on this placement. It can name a tier, a group, or both; a clear of everything names neither.
     pub fn is_cleared_by(&self, tier: Option<&str>, group: Option<i64>) -> bool {
         tier.is_none_or(|tier| tier == self.tier) && group.is_none_or(|group| group == self.group)
     }
@@ -80,7 +81,7 @@ pub struct AttestedGroup {
 }
 
 impl AttestedGroup {
-    /// Creates the group for its blocks on the device, or for those elsewhere.
+    /// Creates the value for the copies of a group on the device, or for its copies elsewhere.
     pub fn new(group: i64, is_on_device: bool) -> Self {
         Self {
             salt: (group as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15),
@@ -88,7 +89,7 @@ impl AttestedGroup {
         }
     }
 
-    /// Whether it is for copies on the device.
+    /// Whether the value is for copies on the device.
     #[inline]
     pub fn is_on_device(self) -> bool {
         self.mask != 0
@@ -111,8 +112,8 @@ pub fn level_of(tier: &str) -> usize {
     TIERS.iter().position(|known| *known == tier).unwrap_or(TIERS.len())
 }
 
-/// The tier of a medium: the slowest one that a word of its name means, as in `CPU_PINNED` or `shared-storage`. No name means the device.
-/// Ignores case.
+/// The tier of a medium. Words of the medium's name determine it, as in `CPU_PINNED` or `shared-storage`: if they name several tiers, the
+/// slowest one counts. An empty name means the device. Ignores case.
 pub fn tier(medium: &str) -> String {
     let upper = medium.to_uppercase();
     let is_word = |media: &[&str]| {
@@ -198,7 +199,7 @@ impl Placements {
         Some((self.entries.len() - 1) as u16)
     }
 
-    /// Decrements the number of streams of a placement, after one has removed its last block there.
+    /// Decrements the number of streams of a placement, after a stream has removed its last block from the placement.
     pub fn release(&mut self, number: u16) {
         self.entries[number as usize].users -= 1;
         while self.entries.last().is_some_and(|entry| entry.users == 0) {

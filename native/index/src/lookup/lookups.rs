@@ -1,4 +1,5 @@
-//! Lookups: how much of a prompt each worker holds, by its events, and by decisions of the overlay that no event has confirmed.
+//! Lookups: how much of a prompt each worker holds according to its events, or is expected to hold by decisions of the overlay, which no
+//! event has confirmed.
 
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
@@ -21,7 +22,8 @@ use crate::store::members::{Member, Model, Names, Worker};
 use crate::store::overlay::Overlay;
 use crate::store::read_view::View;
 
-/// Number of blocks, and of tokens, of a prompt that are looked up before the others are hashed: often not even the beginning is known.
+/// Number of blocks, and of tokens, of a prompt that are looked up before later blocks are hashed: often not even the first blocks are
+/// known.
 const FIRST_BLOCKS: usize = 64;
 const FIRST_TOKENS: usize = 1_024;
 /// Factor by which the number of hashed blocks grows with each step.
@@ -30,7 +32,7 @@ const GROWTH: usize = 8;
 const MAX_EXPECTED: usize = 1 << 16;
 /// Number of blocks of decisions that end in one call: about 30 ms.
 const ENDED_PER_CALL: usize = 1 << 16;
-/// Number of tries of a lookup, each disturbed by a writer, before it waits until no writer runs.
+/// Number of tries of a lookup that writers may disturb; after them the lookup waits until no writer runs.
 const TRIES: usize = 4;
 
 /// The scope in which a prompt is looked up.
@@ -77,7 +79,7 @@ impl Scope {
 pub struct Matches {
     /// The match of each worker.
     pub hits: Vec<Hit>,
-    /// The certain matches of workers with blocks that might be gone, or that are only expected, if these are shorter; by stream.
+    /// The certain match of each worker for which it is shorter than the hit, by stream: blocks might be gone, or are only expected.
     uncertain: Vec<Hit>,
     /// Streams for which not even an upper bound of the match is known.
     unknown: Vec<u32>,
@@ -91,13 +93,13 @@ impl Matches {
         name.expect("a match has the names of its streams")
     }
 
-    /// Tokens that the worker of a hit certainly holds, by level: fewer than the hit has if some blocks might be gone.
+    /// Number of tokens that the worker of a hit certainly holds, by level. It is less than the hit's number if some blocks might be gone.
     pub fn certain(&self, hit: &Hit) -> [u32; LEVELS] {
         let found = self.uncertain.binary_search_by_key(&hit.stream, |certain| certain.stream);
         found.map_or(hit.tokens, |at| self.uncertain[at].tokens)
     }
 
-    /// Whether the worker of a hit certainly holds all of it, on each level, and not more.
+    /// Whether the worker certainly holds exactly the tokens of its hit, on each level.
     pub fn is_certain(&self, hit: &Hit) -> bool {
         self.certain(hit) == hit.tokens && !self.unknown.contains(&hit.stream)
     }
@@ -136,7 +138,7 @@ struct Cut {
     scheme: Scheme,
     /// Number of the prompt's variant.
     variant: usize,
-    /// The numbers of the contexts at the last lookup.
+    /// The number of the prompt's context at the last lookup, and that of the context of blocks that were stored by their keys.
     context: Option<u32>,
     keyed: Option<u32>,
     locals: Vec<u64>,
@@ -168,7 +170,7 @@ thread_local! {
 const HASHES_KEPT: usize = 1 << 16;
 
 impl Room {
-    /// Whether the prompt is divided by all schemes of its scope, in each variant.
+    /// Whether each variant of the prompt is divided already by all schemes of its scope. If not, prepares these divisions.
     fn is_cut(&mut self, view: &View, scope: &Scope, model: Option<&Model>) -> bool {
         self.schemes.clear();
         for &(scheme, _) in model.map_or(&[][..], |model| &model.schemes) {
@@ -206,8 +208,9 @@ impl Room {
 impl PrefixIndex {
     /// The workers that hold a prefix of a prompt.
     ///
-    /// Hashes are computed without the lock, and only a few at first, since often not even the beginning is known. The answer describes one
-    /// moment: the last try reads every block of every scheme, and counts if no writer has changed one of them meanwhile.
+    /// Hashes are computed without the lock. At first only few are computed, since often not even the first blocks are known. The answer
+    /// describes one moment: the last try reads every block of every scheme, and its result is valid if no writer has changed any of these
+    /// blocks during the try.
     pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
         self.match_prefix(tokens, tokens.len(), scope)
     }
@@ -338,7 +341,7 @@ impl PrefixIndex {
                 if schemes.len() > 1 {
                     merge(&mut hits);
                 }
-                // Some engines find blocks by hashes that differ from keys.
+                // Some engines find blocks by their own hashes, which keys cannot replace.
                 let is_estimate = |hit: &Hit| hashed.binary_search_by_key(&hit.stream, |(stream, _)| *stream).is_ok();
                 certain.retain(|hit| !is_estimate(hit));
                 certain.extend(hits.iter().filter(|hit| is_estimate(hit)).map(Hit::without_certainty));
@@ -365,8 +368,8 @@ impl PrefixIndex {
         drop(self.overlay_at(now, blocks));
     }
 
-    /// Returns the overlay, without decisions that have ended by `now`. If more blocks than `ENDED_PER_CALL`, and those `added` by the
-    /// caller, have ended since the last call, the others count until the next calls.
+    /// Returns the overlay, without decisions that have ended by `now`. One call ends decisions of at most about `ENDED_PER_CALL + added`
+    /// blocks; any further ones count until the next calls.
     fn overlay_at(&self, now: f64, added: usize) -> MutexGuard<'_, Overlay> {
         let (mut overlay, mut ended) = (self.overlay.lock(), 0);
         while ended < ENDED_PER_CALL + added && overlay.is_due(now) {
@@ -378,7 +381,7 @@ impl PrefixIndex {
         overlay
     }
 
-    /// Ends the decisions for a worker, or for all ranks of a source, some at a time.
+    /// Ends the decisions for a worker, or for all ranks of a source. The lock is released after every few decisions.
     pub(crate) fn forget_decisions(&self, source: &str, rank: Option<i64>) {
         let mut overlay = self.overlay.lock();
         let mut numbers = overlay.numbers();
@@ -390,7 +393,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Ends the decisions for a worker that these stored blocks confirm, some at a time.
+    /// Ends the decisions for a worker that these stored blocks confirm. The lock is released after every few decisions.
     pub(crate) fn confirm_decisions(&self, source: &str, rank: i64, stored: &[u64]) {
         let (mut overlay, mut done) = (self.overlay.lock(), 0);
         while done < stored.len() {
@@ -407,7 +410,8 @@ impl PrefixIndex {
             let ends = shared.ends_of(keys);
             let holds = |stream: u32| ends.iter().any(|&end| shared.sets.knows(shared.records.set(end), stream));
             let same = |member: &Option<Member>| member.as_ref().is_some_and(|member| *member.worker == *worker);
-            // Most decisions that expire unconfirmed have stored none of these blocks: then no worker has to be found.
+            // For most decisions that expire without a confirmation, no stream holds the last block of the prompt: then the worker need not
+            // be searched.
             !ends.is_empty()
                 && shared
                     .view
@@ -495,7 +499,7 @@ impl PrefixIndex {
     }
 }
 
-/// The streams of a model that are searched by the hashes of their engines, in the order of their numbers.
+/// The streams of a model whose prompts are looked up by the engine's own hashes, in the order of their numbers.
 fn streams_by_hashes(view: &View, streams: &[u64]) -> Vec<(u32, Arc<GroupLookup>)> {
     let mut found = Vec::new();
     for (at, ((&streams, &hybrid), &visible)) in streams.iter().zip(&view.hybrid).zip(&view.visible).enumerate() {
@@ -531,8 +535,8 @@ impl HashedPrompts<'_> {
         &self.known[at].2
     }
 
-    /// Replaces the hits of streams whose engines find blocks by rules that only their own hashes can answer. If such hashes cannot be
-    /// computed, the hit is an upper bound, and none of it is certain. Returns the streams without even an upper bound.
+    /// Replaces the hits of streams whose blocks must be looked up by the engine's own hashes. If these hashes cannot be computed for the
+    /// prompt, the hit is an upper bound, of which nothing is certain. Returns the streams without even an upper bound.
     fn find(
         mut self,
         streams: &[(u32, Arc<GroupLookup>)],

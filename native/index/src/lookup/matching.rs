@@ -1,8 +1,8 @@
 //! How long a prefix each worker holds.
 //!
-//! Records along a chain are read until one is missing; consecutive blocks with the same holders are one step. Streams with one group are
-//! then matched 64 at a time, by bitmaps. What others hold is read too, and searched by the rules of their groups after the lock of the view
-//! is released, in one search for all that hold the same.
+//! Records along a chain are read until one is missing; consecutive blocks with the same holders are one step. Then streams with one group
+//! are matched by bitmaps, 64 at a time. The holders of blocks of other streams are also read under the lock of the view. These streams are
+//! searched by the rules of their groups after the lock is released, with one search for all streams that hold the same blocks.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -24,12 +24,12 @@ use crate::store::records::{Memory, Records, chunk_of};
 pub struct Hit {
     /// The number of the hit's stream.
     pub stream: u32,
-    /// Tokens held by level, each with the levels before it.
+    /// Number of tokens that the worker holds by level; each level includes the levels before it.
     pub tokens: [u32; LEVELS],
 }
 
 impl Hit {
-    /// Returns the hit with no token, as the certain part of one.
+    /// Returns the certain part of a hit of which no token is certain.
     pub fn without_certainty(&self) -> Self {
         Self {
             tokens: [0; LEVELS],
@@ -47,7 +47,7 @@ pub struct PromptLength {
     pub longest: usize,
 }
 
-/// Holders of one block after another: either a number in `Sets`, or several of them together.
+/// The holders of a block: the number of a set in `Sets`, or the position of a union of several sets in `Walk::together`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holders {
     Set(u32),
@@ -74,7 +74,7 @@ struct BlockRow {
 }
 
 impl BlockRow {
-    /// The record of the block at a place, if it is one of these.
+    /// The record of the block at a position; None if the block is not in this row.
     fn record(&self, at: usize) -> Option<u32> {
         (self.start..self.end)
             .contains(&at)
@@ -82,7 +82,7 @@ impl BlockRow {
     }
 }
 
-/// Maximum number of possibly removed blocks that are examined for one stream; all blocks behind them count as not certain.
+/// Maximum number of possibly removed blocks that are examined for one stream; all blocks after the last of them count as uncertain.
 const MAX_UNCERTAIN: usize = 64;
 
 /// Buffers that are kept from one match to the next.
@@ -95,14 +95,14 @@ pub struct Walk {
     keys: Vec<u64>,
     /// Records of one block.
     found: Vec<u32>,
-    /// Positions at which a stream holds several blocks on one placement, under different hashes, and these streams as bits.
+    /// Positions at which a stream holds several blocks on one placement, under different hashes. `with_twins` has these streams as bits.
     twins: Vec<usize>,
     with_twins: Vec<u64>,
-    /// What was read for searches, by scheme.
+    /// The data that were read for searches, by scheme.
     readings: Vec<Reading>,
     /// Words of holders that may still be read.
     reads: Cell<usize>,
-    /// The looks that all streams of the lookup share.
+    /// The looks (see `Looks`) that all streams of the lookup share.
     shared_looks: Cell<usize>,
     seen: ReadVersions,
     alive: Vec<u64>,
@@ -116,9 +116,9 @@ pub struct Walk {
 struct ReadVersions {
     /// Numbers and versions.
     chunks: Vec<(usize, u32)>,
-    /// Whether a chunk was being changed.
+    /// Whether a writer was changing a chunk that was read.
     is_spoilt: bool,
-    /// Whether no writer can run meanwhile.
+    /// Whether no writer can run during the reads.
     is_alone: bool,
 }
 
@@ -143,7 +143,8 @@ impl Walk {
         &self.shared_looks
     }
 
-    /// Drops all earlier readings. With `is_alone` no writer runs before the reads, which then see one state.
+    /// Drops all earlier readings. With `is_alone`, the caller guarantees that no writer runs until the reads are done, so they see one
+    /// state.
     pub fn begin(&mut self, is_alone: bool) {
         self.seen.chunks.clear();
         self.readings.clear();
@@ -266,7 +267,7 @@ impl Walk {
         self.with_twins.clear();
     }
 
-    /// Notes the records of the block before `end`, of which `found` has them.
+    /// Adds the records in `found`, which are those of the block before `end`, to the rows.
     #[inline]
     fn rows_to(&mut self, end: usize) {
         let start = end - 1;
@@ -382,7 +383,7 @@ impl Walk {
         });
     }
 
-    /// Counts read words. Returns whether they may be read.
+    /// Subtracts `words` from the words that may still be read. Returns whether these were enough.
     fn may_read(&self, words: usize) -> bool {
         step_counter::count(words.div_ceil(WORDS_PER_STEP));
         let left = self.reads.get().checked_sub(words);
@@ -424,7 +425,7 @@ impl Walk {
         (changes, place)
     }
 
-    /// The blocks, among the first ones, that a stream might not hold.
+    /// The blocks, among the first `blocks`, that a stream might not hold.
     fn doubts(&self, view: &View, stream: u32, member: &Member, blocks: usize) -> Doubts {
         let mut doubts = Doubts {
             blocks: Vec::new(),
@@ -449,15 +450,15 @@ impl Walk {
         doubts
     }
 
-    /// Searches what was read, without the view. Appends the hits of streams with several groups, and the certain part of each hit whose
-    /// stream has blocks that might be gone, or might not belong to the prompt.
+    /// Searches the data that were read; it does not need the view. Appends the hits of streams with several groups. Also appends the
+    /// certain part of each hit if the stream has blocks that might be gone, or that might not belong to the prompt.
     pub fn search(&mut self, hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) {
         for reading in &self.readings {
             reading.search(&self.shared_looks, hits, certain);
         }
     }
 
-    /// Positions, among the first blocks, of blocks that a stream might not hold.
+    /// Positions below `blocks` of blocks that a stream might not hold.
     fn doubtful_places(&self, view: &View, member: &Member, blocks: usize) -> BTreeSet<usize> {
         let mut places: BTreeSet<usize> = self.twins.iter().copied().filter(|&place| place < blocks).collect();
         for row in self.rows.iter().filter(|row| row.start < blocks) {
@@ -474,11 +475,12 @@ impl Walk {
         places
     }
 
-    /// The placements on which a stream certainly holds the block at a position; None if these are all on which it might hold it.
+    /// The placements on which a stream certainly holds the block at a position. None if there are no other placements on which it might
+    /// hold the block.
     fn certain_holders(&self, view: &View, stream: u32, place: usize) -> Option<Vec<Word>> {
         let member = view.members[stream as usize].as_ref()?;
         let (at, bit) = (stream as usize >> 6, 1 << (stream & 63));
-        // Each of several records has a row of one block; only the last row can continue.
+        // If a block has several records, there is a row for each of them; only the last row can contain further blocks.
         let end = self.rows.partition_point(|row| row.start <= place);
         let first = self.rows[..end].last().map_or(place, |row| row.start);
         let rows = self.rows[..end].iter().rev().take_while(|row| row.start == first);
@@ -515,7 +517,7 @@ impl Walk {
         (!possible.iter().all(is_certain)).then_some(certain)
     }
 
-    /// Streams whose blocks are all of one kind.
+    /// Appends the matches of streams that have one group, whose blocks are all needed.
     fn match_single_groups(&mut self, view: &View, streams: &[u64], size: u32, out: &mut Vec<Hit>) {
         let (words, levels) = (streams.len(), view.placements.depth());
         let Self {
@@ -587,7 +589,7 @@ impl Walk {
                 && matches!(step.holders, Holders::Set(_))
                 && set.first().map(|word| word.placement()) == set.last().map(|word| word.placement());
             if is_row {
-                // Words of one placement are in their order.
+                // The words of one placement are sorted by the numbers of their streams.
                 let mut set = set.iter().peekable();
                 for (word, alive) in alive.iter_mut().enumerate() {
                     let now = set.next_if(|next| next.word() == word).map_or(0, |next| next.bits);
@@ -625,7 +627,7 @@ impl Walk {
 const MAX_READS: usize = 1 << 20;
 /// Words that are read in the time of a step.
 const WORDS_PER_STEP: usize = 8;
-/// Words whose memory one change takes.
+/// Number of words that take as much memory as one change.
 const WORDS_PER_CHANGE: usize = 4;
 
 /// The group and the level of a placement.
@@ -644,7 +646,7 @@ impl GroupLevel {
     }
 }
 
-/// Streams that begin or cease to hold blocks at a position, on one placement.
+/// Streams that begin to hold blocks at a position, or cease to hold them, on one placement.
 #[derive(Clone, Copy, Debug)]
 struct Change {
     place: usize,
@@ -653,21 +655,21 @@ struct Change {
     is_held: bool,
 }
 
-/// The blocks that a stream might not hold, by position, each with the placements on which it certainly does. No block from `end` on is
-/// certain.
+/// The blocks that a stream might not hold, by position, each with the groups and levels on which the stream certainly holds it. No block
+/// from `end` on is certain.
 #[derive(Debug)]
 struct Doubts {
     blocks: Vec<(usize, Vec<GroupLevel>)>,
     end: usize,
 }
 
-/// One search for streams that hold the same, of one word of bits.
+/// One search for all streams of one word that hold the same blocks.
 #[derive(Debug)]
 struct Search {
     at: usize,
     streams: u64,
     lookup: Option<Arc<GroupLookup>>,
-    /// Set for a search without the copies that might be gone, or of another block.
+    /// Set for a search that does not count copies that might be gone, or that might be copies of another block.
     doubts: Option<Doubts>,
 }
 
@@ -676,7 +678,7 @@ struct Search {
 struct Reading {
     scheme: Scheme,
     prompt: PromptLength,
-    /// Position after the last block, and after the last one whose holders were read.
+    /// Position after the last block. `read` is the position after the last block whose holders were read.
     end: usize,
     read: usize,
     changes: Vec<Change>,
@@ -754,7 +756,8 @@ impl Reading {
         }
     }
 
-    /// Tokens of a stream. For one that is looked up by hashes they are an estimate: the blocks of its groups with full attention.
+    /// Number of tokens that a stream holds. If the stream is looked up by hashes, it is an estimate from the blocks of its groups with
+    /// full attention.
     fn search_groups(&self, groups: Option<&Groups>, steps: &GroupSteps, looks: &Looks<'_>) -> SearchedLevels {
         let (size, longest) = (self.scheme.size as usize, self.prompt.longest);
         // No group holds a block after the last step.
@@ -793,7 +796,7 @@ impl Reading {
     }
 
     /// Replaces `found` by the steps of the streams of a search, with the lowest level on which each group holds the blocks of a step.
-    /// Without groups, all placements are of one. What was not read might be held.
+    /// Without `groups`, all placements belong to one group. Blocks whose holders were not read count as held.
     fn read_groups(&self, search: &Search, groups: Option<&Groups>, found: &mut GroupSteps) {
         let numbers: Vec<i64> = groups.map_or(vec![0], |groups| groups.known().map(|group| group.number).collect());
         let group_of = |of: GroupLevel| match groups {
@@ -853,8 +856,8 @@ impl GroupSteps {
         self.lowest.clear();
     }
 
-    /// Adds the blocks up to a position, with the number of placements on which each group holds them, by level. If the levels are equal
-    /// to those of the step before, both steps become one.
+    /// Adds the blocks before the position `end` as a step. `held` has, for each group and level, the number of placements on which the
+    /// group holds these blocks. If the lowest levels equal those of the previous step, both steps are merged.
     fn add(&mut self, end: usize, held: &[[u32; LEVELS]]) {
         if end <= self.end() {
             return;
@@ -881,7 +884,7 @@ impl GroupSteps {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// Number of the first blocks that these groups hold on a level and the levels before it.
+    /// Number of leading blocks that all of these groups hold on a level or the levels before it.
     fn prefix(&self, groups: &[usize], level: usize) -> usize {
         let is_held = |lowest: &[u8]| groups.iter().all(|&group| usize::from(lowest[group]) <= level);
         let steps = self.ends.iter().zip(self.lowest.chunks(self.groups.max(1)));

@@ -1,4 +1,4 @@
-//! The keyed hash of all tables: uniform and secret, so that no peer can fill one bucket.
+//! The keyed hash of all tables. Its values are uniform and depend on a secret, so that no peer can put many entries into one bucket.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 
@@ -6,7 +6,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const MULTIPLIER: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// Secret numbers of one index, drawn when it is made.
+/// Secret random numbers of one index.
 #[derive(Clone, Copy, Debug)]
 pub struct Secret(pub(crate) u64, pub(crate) u64);
 

@@ -1,11 +1,11 @@
 //! Memory for tables and records: pieces of a few sizes, allocated from huge pages.
 //!
-//! Everything in an index is found by hashes, so nearly every access reaches another page. With pages of 4 KiB most of them also miss the
-//! processor's cache of page addresses, which costs as much as the access itself; pieces of huge pages share one entry there. The pool also
-//! gives whole regions back to the system, which a general allocator rarely can.
+//! Everything in an index is found by hashes, so nearly every access is to another page. With pages of 4 KiB, most accesses also miss the
+//! processor's TLB, which costs as much as the access itself; all pieces in one huge page share a TLB entry. The pool also returns whole
+//! regions to the system, which a general allocator can rarely do.
 //!
-//! A region is one huge page, cut into spans, and a span into pieces of one size. All sizes share the regions, so that at most one region
-//! is partly used while an index grows, and huge pages can be requested early.
+//! A region is one huge page. It is cut into spans, and each span into pieces of one size. Pieces of all sizes share the regions, so that
+//! at most one region is partly used while an index grows, and huge pages can be requested early.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::cell::Cell;
@@ -17,20 +17,21 @@ use std::sync::PoisonError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, Once};
 
-/// Number of bytes of a region: one huge page of x86-64 and of most others.
+/// Number of bytes of a region: one huge page of x86-64 and of most other processors.
 const REGION: usize = 2 << 20;
-/// Number of bytes of a span: records of a chunk, or 12 or 8 segments of a table.
+/// Number of bytes of a span. It holds the records of one chunk, 12 segments of a table, or 8 wide segments.
 const SPAN: usize = 24 << 10;
-/// Number of spans of a region. They are followed by its header.
+/// Number of spans of a region. The region's header follows them.
 const SPANS: usize = REGION / SPAN;
 /// Maximum number of pieces of a span.
-const MOST: usize = 16;
+const MAX_PIECES: usize = 16;
 /// Number of empty regions that are kept, so that an index at a limit does not allocate and free regions repeatedly.
-const SPARE: usize = 1;
-/// Number of regions from which on huge pages are requested. The unused part of a huge page occupies memory, then an eighth at most.
-const HUGE_FROM: usize = 8;
+const SPARE_REGIONS: usize = 1;
+/// Number of regions from which on huge pages are requested. The unused part of a huge page occupies memory: with so many regions, at most
+/// an eighth of the whole.
+const MIN_HUGE_REGIONS: usize = 8;
 /// Number of free spans below which `prepare` asks the system for more: an event of 1,000 blocks takes two.
-const SHORT: usize = 3;
+const MIN_FREE_SPANS: usize = 3;
 
 /// The header at the end of each region.
 struct Header {
@@ -58,7 +59,7 @@ impl Span {
     fn of(piece: NonNull<u8>) -> Self {
         let offset = piece.addr().get() & (REGION - 1);
         let end = piece.addr().get() - offset + SPANS * SPAN;
-        // SAFETY: regions are aligned to their size, so this is the address of the header of the one that holds the piece.
+        // SAFETY: regions are aligned to their size, so this is the address of the header of the region that holds the piece.
         let header = unsafe { NonNull::new_unchecked(piece.as_ptr().with_addr(end).cast()) };
         Self {
             header,
@@ -77,7 +78,7 @@ struct Pool {
     /// Regions with free spans.
     open: Vec<NonNull<Header>>,
     /// Spans with free pieces, by the number of pieces that they are cut into.
-    cut: [Vec<Span>; MOST + 1],
+    cut: [Vec<Span>; MAX_PIECES + 1],
     empty: usize,
     mapped: usize,
     free: usize,
@@ -86,29 +87,29 @@ struct Pool {
 // SAFETY: a pool owns its regions, and they are memory like any other.
 unsafe impl Send for Pool {}
 
-/// A lock of the standard library: its locks share no state that a forked child could find locked.
+/// This is a lock of the standard library, since its locks share no state that a forked child could find locked.
 static POOL: Mutex<Pool> = Mutex::new(Pool::new());
 /// Number of mapped regions, and of free spans, as of the last change; readable without the lock.
-static MAPPED: AtomicUsize = AtomicUsize::new(0);
-static FREE: AtomicUsize = AtomicUsize::new(0);
+static MAPPED_REGIONS: AtomicUsize = AtomicUsize::new(0);
+static FREE_SPANS: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether `prepare` would do something.
+/// Whether `prepare` would get memory from the system.
 #[inline]
-pub fn are_short() -> bool {
-    FREE.load(Ordering::Relaxed) < SHORT && MAPPED.load(Ordering::Relaxed) >= HUGE_FROM
+pub fn must_prepare() -> bool {
+    FREE_SPANS.load(Ordering::Relaxed) < MIN_FREE_SPANS && MAPPED_REGIONS.load(Ordering::Relaxed) >= MIN_HUGE_REGIONS
 }
 
-/// Gets memory from the system before it is needed. Clearing a huge page takes as long as storing thousands of blocks, so threads that hold
-/// a lock do not do it.
+/// Gets memory from the system before it is needed. The system clears a huge page, which takes as long as storing thousands of blocks, so
+/// threads call this without holding a lock.
 pub fn prepare() {
-    if are_short() {
+    if must_prepare() {
         let region = map(true);
         pool().add(region);
     }
 }
 
 fn pool() -> MutexGuard<'static, Pool> {
-    // The standard library was built without the sanitizer, which therefore does not see its waits.
+    // The standard library was built without the sanitizer, so the sanitizer would not see a wait for this lock.
     #[cfg(thread_sanitizer)]
     loop {
         match POOL.try_lock() {
@@ -124,7 +125,8 @@ thread_local! {
     static HELD: Cell<Option<MutexGuard<'static, Pool>>> = const { Cell::new(None) };
 }
 
-/// From now on, locks the pool while this process forks, so that no other thread has half changed it in the child.
+/// Makes this process lock the pool whenever it forks, so that no other thread can be in the middle of a change that the child would
+/// inherit.
 fn lock_while_forking() {
     static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| {
@@ -146,7 +148,7 @@ impl Pool {
     const fn new() -> Self {
         Self {
             open: Vec::new(),
-            cut: [const { Vec::new() }; MOST + 1],
+            cut: [const { Vec::new() }; MAX_PIECES + 1],
             empty: 0,
             mapped: 0,
             free: 0,
@@ -166,7 +168,7 @@ impl Pool {
         if *free == 0 {
             self.cut[cut].pop();
         }
-        // SAFETY: inside of the span.
+        // SAFETY: the piece is inside of the span.
         unsafe { span.start().byte_add(at * (SPAN / cut)) }
     }
 
@@ -194,7 +196,7 @@ impl Pool {
         let span = self.take_span();
         // SAFETY: as in `take`.
         let header = unsafe { &mut *span.header.as_ptr() };
-        header.pieces[span.number] = u16::MAX >> (MOST - cut);
+        header.pieces[span.number] = u16::MAX >> (MAX_PIECES - cut);
         header.places[span.number] = self.cut[cut].len() as u32;
         self.cut[cut].push(span);
         span
@@ -213,7 +215,7 @@ impl Pool {
         let header = match self.open.last() {
             Some(&header) => header,
             None => {
-                let header = map(self.mapped >= HUGE_FROM);
+                let header = map(self.mapped >= MIN_HUGE_REGIONS);
                 self.add(header);
                 header
             }
@@ -246,14 +248,14 @@ impl Pool {
         if found.used > 0 {
             return;
         }
-        if self.empty < SPARE {
+        if self.empty < SPARE_REGIONS {
             self.empty += 1;
             return;
         }
         self.open.retain(|&other| other != header);
         self.mapped -= 1;
         self.count(self.free - SPANS);
-        // SAFETY: no span of this region is in use, and nothing else knows it.
+        // SAFETY: no span of this region is in use, and no list contains the region any more.
         unsafe { libc::munmap(header.as_ptr().byte_sub(SPANS * SPAN).cast(), REGION) };
     }
 
@@ -267,8 +269,8 @@ impl Pool {
 
     fn count(&mut self, free: usize) {
         self.free = free;
-        FREE.store(free, Ordering::Relaxed);
-        MAPPED.store(self.mapped, Ordering::Relaxed);
+        FREE_SPANS.store(free, Ordering::Relaxed);
+        MAPPED_REGIONS.store(self.mapped, Ordering::Relaxed);
     }
 }
 
@@ -301,7 +303,7 @@ fn map(huge: bool) -> NonNull<Header> {
             libc::munmap(found, before);
         }
         libc::munmap(base.byte_add(REGION), REGION - before);
-        // This is only advice: where huge pages are switched off or unknown, everything works, but slower.
+        // This is only advice: without huge pages the region works too, but slower.
         if huge && cfg!(target_os = "linux") {
             libc::madvise(base, REGION, HUGE_PAGES);
         }
@@ -311,7 +313,7 @@ fn map(huge: bool) -> NonNull<Header> {
     for number in 0..SPANS {
         free[number / 64] |= 1 << (number % 64);
     }
-    // SAFETY: the header is inside of the new region, which no other thread knows. The write also makes a huge page real.
+    // SAFETY: the header is inside of the new region, which no other thread knows. The write also makes the system allocate the huge page.
     unsafe {
         let header = base.byte_add(SPANS * SPAN).cast::<Header>();
         header.write(Header {
@@ -340,7 +342,7 @@ impl<T, const COUNT: usize> Piece<T, COUNT> {
     /// Number of pieces of a span.
     const CUT: usize = {
         let size = COUNT * size_of::<T>();
-        assert!(SPAN.is_multiple_of(size) && SPAN / size <= MOST && size.is_multiple_of(64) && align_of::<T>() <= 64);
+        assert!(SPAN.is_multiple_of(size) && SPAN / size <= MAX_PIECES && size.is_multiple_of(64) && align_of::<T>() <= 64);
         assert!(!std::mem::needs_drop::<T>(), "values are given back without being dropped");
         SPAN / size
     };
@@ -369,7 +371,7 @@ impl<T, const COUNT: usize> Piece<T, COUNT> {
         ManuallyDrop::new(self).at
     }
 
-    /// Restores a piece from its pointer.
+    /// Turns a pointer into a piece again.
     ///
     /// # Safety
     /// The pointer is from `into_raw` of the same kind of piece, and owns it.

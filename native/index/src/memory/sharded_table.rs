@@ -1,4 +1,4 @@
-//! A hash table in parts that grow one at a time, so that no caller waits while all of it is rehashed.
+//! A hash table in parts, each of which grows separately, so that no caller waits until the whole table is rehashed.
 
 use hashbrown::HashTable;
 

@@ -1,13 +1,13 @@
 //! A compact multiset of record numbers, found by hashes that are not stored.
 //!
-//! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts these entries, so
-//! that a search for a missing entry ends early. Buckets are in segments of `SEGMENT`, found by a directory over the first bits of the hash
-//! (extendible hashing); a full segment splits in two. If all segments were equally full, all would split at once and leave the table half
-//! empty. So hashes are first skewed, which makes the segments of one end of the directory fill up to twice as fast as those of the other:
-//! at any size some have just been split and others are about to be, and the table takes about 10.5 bytes an entry always. A dense table
-//! also has segments of an intermediate size, and takes about 8.5. Tags are the bits of the hash after those that a segment was found by,
-//! so four splits of five need no hashes from the records, which would be a cache miss each. No single operation moves more than a segment,
-//! apart from the doubling of the directory.
+//! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones. It counts the entries that
+//! have passed it, so that a search for a missing entry ends early. Buckets are in segments of `SEGMENT`, found by a directory over the
+//! first bits of the hash (extendible hashing); a full segment splits in two. If all segments were equally full, all would split at once
+//! and leave the table half empty. So hashes are skewed first, which makes segments at one end of the directory fill up to twice as fast as
+//! those at the other end: at any size of the table, some segments have just been split and others are about to be split, so the table
+//! always takes about 10.5 bytes an entry. A dense table also has segments of an intermediate size, and takes about 8.5. Tags are the bits
+//! of the hash after those by which the segment was found. So four of five splits need no hashes from the records, each of which would cost
+//! a cache miss. No operation moves more than a segment, except that the directory is doubled at times.
 
 mod segment;
 
@@ -18,7 +18,7 @@ use segment::{Bucket, SEGMENT, Segment, WIDE};
 /// Maximum number of bits of the directory: segments above it grow instead of being split.
 const MAX_DEPTH: u32 = 30;
 
-/// The full hashes of entries, which their records know.
+/// Returns the full hashes of entries, which the table does not store.
 pub trait Hashes {
     /// Returns the hash of a record.
     fn hash_of(&self, record: u32) -> u64;
@@ -56,8 +56,8 @@ impl From<u64> for TableHash {
     }
 }
 
-/// The position of a hash in a table at one moment, or that it was not looked up. It has two words, so that it is passed in registers: four
-/// numbers and an option would be passed through memory, with stalls of the processor.
+/// The position of a hash in a table at one moment; or no position, if the hash was not looked up. The type has two words, so that it is
+/// passed in registers: an option with four numbers would be passed through memory, and stall the processor.
 #[derive(Clone, Copy, Debug)]
 pub struct TablePosition {
     /// Number of the segment, and of the bucket in it.
@@ -100,7 +100,7 @@ impl TablePosition {
         self.seen as u16
     }
 
-    /// Whether nothing has moved since, given the table's current count of moves.
+    /// Whether no entry has moved since, given the table's current count of moves.
     #[inline]
     fn holds(self, moves: u32) -> bool {
         self.seen >> 16 == u64::from(moves)
@@ -122,7 +122,7 @@ pub enum Stage {
     Bucket,
 }
 
-/// Part of a table that is always in a near cache: prefetching it costs more than it saves.
+/// The part of a table that is always in a near cache; to prefetch this part would cost more than it saves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CacheLevel {
     /// All of the table is in a near cache.
@@ -217,14 +217,14 @@ impl Table {
         self.directory[self.entry(skewed)] as usize
     }
 
-    /// The position of a hash in the directory.
+    /// The position in the directory of the entry for a hash.
     #[inline]
     fn entry(&self, skewed: u64) -> usize {
         // Two shifts, since a shift by 64 does nothing.
         (skewed >> 1 >> (63 - self.depth)) as usize
     }
 
-    /// The position of a hash; none while the table is empty.
+    /// The position of a hash; `TablePosition::NONE` while the table is empty.
     #[inline]
     pub fn position_of(&self, mixed: impl Into<TableHash>) -> TablePosition {
         let TableHash { skewed } = mixed.into();
@@ -235,7 +235,7 @@ impl Table {
         TablePosition::new(number, segment.home(skewed) as u32, self.moves, segment.tag(skewed))
     }
 
-    /// The position of a hash, whose bucket is prefetched.
+    /// Returns the position of a hash, and prefetches its bucket.
     #[inline]
     pub fn position_ahead(&self, mixed: TableHash) -> TablePosition {
         let position = self.position_of(mixed);
@@ -245,7 +245,7 @@ impl Table {
         position
     }
 
-    /// The position of a hash: the earlier one in this table, if nothing has moved since.
+    /// The position of a hash: the position `before` if no entry has moved since, else a new one.
     #[inline]
     pub fn position_again(&self, before: TablePosition, mixed: TableHash) -> TablePosition {
         if before.holds(self.moves) {
@@ -388,7 +388,7 @@ impl Table {
         if self.dense && size == SEGMENT {
             self.refit(at, WIDE);
         } else if size < SEGMENT || depth >= MAX_DEPTH || !self.split(skewed, at, hashes) {
-            // A wide segment that cannot be split goes on from a power of two.
+            // A wide segment that cannot be split grows to a power of two.
             self.refit(at, if size == WIDE { 2 * SEGMENT } else { size * 2 });
         }
     }
@@ -401,7 +401,7 @@ impl Table {
         [self.segments[at]] = new;
     }
 
-    /// Splits a segment by the next bit. False when that would not help: many entries have the same hash.
+    /// Splits a segment by the next bit. Returns false if nearly all entries would go to one half, since many have the same hash.
     fn split(&mut self, skewed: u64, at: usize, hashes: &impl Hashes) -> bool {
         let old = &self.segments[at];
         let (size, depth, base) = (old.size(), old.depth() + 1, old.base());
@@ -410,9 +410,9 @@ impl Table {
         if used.iter().any(|half| half * 8 < old.used()) {
             return false;
         }
-        // Halves of a wide segment are not always small enough for narrow ones.
+        // A half of a wide segment does not always fit in `SEGMENT` buckets.
         let half = |used: usize| {
-            if size == WIDE && Segment::takes(used, SEGMENT) {
+            if size == WIDE && Segment::fits(used, SEGMENT) {
                 SEGMENT
             } else {
                 size
@@ -441,7 +441,7 @@ impl Table {
         true
     }
 
-    /// The part of the directory that shares the first `depth` bits of a hash.
+    /// The first entry, and the number of entries, of the directory that share the first `depth` bits of a hash.
     fn span(&self, skewed: u64, depth: u32) -> (usize, usize) {
         let span = 1 << (self.depth - depth);
         (self.entry(skewed) & !(span - 1), span)

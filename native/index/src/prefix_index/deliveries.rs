@@ -20,7 +20,7 @@ use crate::wire::scan::{Event, Scratch};
 pub struct ApplyResult {
     /// Outcome of the delivery.
     pub outcome: Outcome,
-    /// The findings of the tolerant decoder; None, as nearly always, without any.
+    /// The report about the batch; None, as for nearly all batches, if there is nothing to report.
     pub report: Option<Box<BatchReport>>,
 }
 
@@ -32,13 +32,14 @@ pub struct BatchReport {
     pub rejected: Vec<Rejected>,
     /// The last heartbeat: its digest covers everything up to the end of the batch.
     pub heartbeat: Option<Heartbeat>,
-    /// Whether the stream had that digest when the batch was applied; None without a heartbeat, for a batch that was not applied, and if
-    /// blocks that were refused at the memory limit can explain the difference.
+    /// Whether the stream had the heartbeat's digest when the batch was applied. None without a heartbeat, or if the batch was not applied,
+    /// or if blocks that were refused at the memory limit can explain the difference.
     pub agrees: Option<bool>,
     /// Whether the stream held the same blocks as the engine's cache, by the heartbeat's attestation; None as for `agrees`, and without an
     /// attestation.
     pub attested: Option<bool>,
-    /// Why answers about the stream are estimates from this batch on, or are exact again; None if that has not changed.
+    /// The new estimate, if this batch has changed it: why answers about the stream are estimates now, or `Some(None)` if they are exact
+    /// again.
     pub estimate: Option<Option<Estimate>>,
 }
 
@@ -66,27 +67,27 @@ impl ApplyResult {
 
 /// Buffers that are kept from one batch to the next, to avoid allocations.
 #[derive(Default)]
-pub(super) struct Room {
+pub(super) struct Buffers {
     pub(super) scratch: Scratch,
     work: Work,
 }
 
 thread_local! {
-    pub(super) static ROOM: RefCell<Room> = RefCell::default();
+    pub(super) static BUFFERS: RefCell<Buffers> = RefCell::default();
 }
 
 impl PrefixIndex {
     /// Applies a batch in any form that a peer may send. No lock is held while the payload is decoded.
     pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
-        ROOM.with_borrow_mut(|room| {
-            let batch = read(payload, &self.schema, &mut room.scratch);
+        BUFFERS.with_borrow_mut(|buffers| {
+            let batch = read(payload, &self.schema, &mut buffers.scratch);
             let loses_events = batch.rejected.iter().any(Rejected::loses_events);
-            self.apply_read(room, (source, rank), (incarnation, seq), batch, loses_events)
+            self.apply_read(buffers, (source, rank), (incarnation, seq), batch, loses_events)
         })
     }
 
-    /// Applies the events of a payload, which can exceed the limits of peers. None if one of them cannot be read. `loses_events` says
-    /// whether the batch has further events, which could not be read before.
+    /// Applies the events of a payload, which can exceed the limits of peers. Returns None if an event cannot be read. `loses_events` says
+    /// whether the original batch had further events that were rejected.
     pub fn events(
         &self,
         stream: (&str, i64),
@@ -95,34 +96,34 @@ impl PrefixIndex {
         payload: &[u8],
         loses_events: bool,
     ) -> Option<ApplyResult> {
-        ROOM.with_borrow_mut(|room| {
-            let mut batch = read(payload, &self.unlimited_schema, &mut room.scratch);
+        BUFFERS.with_borrow_mut(|buffers| {
+            let mut batch = read(payload, &self.unlimited_schema, &mut buffers.scratch);
             if !batch.rejected.is_empty() {
-                room.shrink();
+                buffers.shrink();
                 return None;
             }
             batch.heartbeat = None;
-            Some(self.apply_read(room, stream, (incarnation, seq), batch, loses_events))
+            Some(self.apply_read(buffers, stream, (incarnation, seq), batch, loses_events))
         })
     }
 
-    /// Applies the events in the scratch of a room. `loses_events` says whether the batch has further events, which cannot be read.
+    /// Applies the events in the scratch of `buffers`. `loses_events` says whether the batch had further events that were rejected.
     fn apply_read(
         &self,
-        room: &mut Room,
+        buffers: &mut Buffers,
         (source, rank): (&str, i64),
         (incarnation, seq): (i64, i64),
         batch: ReadPayload<'_>,
         loses_events: bool,
     ) -> ApplyResult {
-        let stated = room.scratch.stated_rank();
+        let stated = buffers.scratch.stated_rank();
         let (mut estimate, mut is_of_stream) = (None, false);
         let mut outcome = self.delivery(source, rank, incarnation, |stream, writer| {
             is_of_stream = stream.stated_ranks.admit(stated);
             if !is_of_stream {
                 return Outcome::Applied(false);
             }
-            let outcome = room.apply(&batch.bytes, stream, writer, seq, |_| true);
+            let outcome = buffers.apply(&batch.bytes, stream, writer, seq, |_| true);
             if matches!(outcome, Outcome::Applied(_)) {
                 stream.evidence.is_whole &= !loses_events;
                 estimate = stream.take_new_estimate();
@@ -131,9 +132,9 @@ impl PrefixIndex {
         });
         if outcome == Outcome::Applied(false) && !is_of_stream {
             let position = (incarnation, seq);
-            (outcome, estimate) = self.apply_by_rank(room, (source, rank), position, &batch.bytes, loses_events);
+            (outcome, estimate) = self.apply_by_rank(buffers, (source, rank), position, &batch.bytes, loses_events);
         }
-        room.shrink();
+        buffers.shrink();
         let mut found = BatchReport {
             rejected: batch.rejected,
             estimate,
@@ -195,7 +196,7 @@ impl PrefixIndex {
             };
             let stream: Arc<Mutex<Stream>> = match found {
                 Some((stream, false)) => stream,
-                // Another stream carried the rank, which has its own stream now.
+                // So far another stream carried this rank, but now the rank has a stream at the source.
                 Some(_) => {
                     self.remove_ranks(source, |other| other.rank == rank && other.carrier.is_some());
                     continue;
@@ -226,7 +227,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Applies something to a stream, and confirms the decisions for its worker.
+    /// Calls `apply` with a stream and the shared part. Then ends the decisions for the stream's worker that the stored blocks confirm.
     pub(super) fn apply_to(
         &self,
         stream: &mut Stream,
@@ -261,8 +262,8 @@ impl PrefixIndex {
     }
 }
 
-impl Room {
-    /// Applies the events that are meant. `bytes` are those of `ReadPayload`.
+impl Buffers {
+    /// Applies the events for which `is_meant` returns true. `bytes` are those of `ReadPayload`.
     pub(super) fn apply(
         &mut self,
         bytes: &[u8],

@@ -1,20 +1,21 @@
-//! Streams whose payloads state several ranks, such as that of a relay. Each rank has a stream of its own here. The first one is known by
-//! the rank of the delivered stream, its carrier, until a second rank is stated; then each is known by its own rank.
+//! Delivered streams whose payloads state several ranks, such as the stream of a relay. The index has a separate stream for each rank. The
+//! delivered stream is called the carrier of these ranks. Until its payloads state a second rank, the index knows their blocks by the rank
+//! of the carrier; then it knows each stream by its own rank.
 //!
-//! A batch with a rank concerns that rank alone, one without a rank all ranks.
+//! A batch that states a rank concerns this rank only; a batch that states no rank concerns all ranks.
 
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
 use super::PrefixIndex;
-use super::deliveries::{Outcome, Room};
+use super::deliveries::{Buffers, Outcome};
 use super::registry::{Rank, Registry, register};
 use crate::store::members::Worker;
 use crate::stream::{Estimate, StatedRanks, Stream};
 use crate::wire::scan::{Event, Kind};
 
-/// Maximum number of ranks that a stream can carry, as a service can register them.
+/// The rank numbers that a stream can carry: those that a service can register.
 const RANGE: std::ops::Range<i64> = 0..1 << 32;
 
 /// Why the blocks of a batch are refused.
@@ -23,10 +24,10 @@ const ANOTHER_STREAM: &str = "rank-of-another-stream";
 const NO_RANK: &str = "no-rank";
 
 impl Registry {
-    /// The ranks whose batches arrive in a stream, with its own.
+    /// The ranks whose batches arrive in a stream, including the stream's own rank.
     fn ranks_of(&self, source: &str, stream: i64) -> impl Iterator<Item = &Rank> {
         let ranks = self.streams.get(source).map_or(&[][..], Vec::as_slice);
-        ranks.iter().filter(move |rank| rank.is_of(stream))
+        ranks.iter().filter(move |rank| rank.arrives_in(stream))
     }
 }
 
@@ -38,7 +39,7 @@ impl PrefixIndex {
         ranks.filter(|&rank| rank != worker.rank).collect()
     }
 
-    /// The rank of the stream in which the batches of a worker arrive, if it differs from its own.
+    /// The rank of the stream in which the batches of a worker arrive; None if it is the worker's own rank.
     pub(crate) fn carrier(&self, worker: &Worker) -> Option<i64> {
         self.registry.read().find_rank(&worker.source, worker.rank)?.carrier
     }
@@ -50,7 +51,7 @@ impl PrefixIndex {
         ranks.map(|rank| (rank.rank, rank.stream.clone())).collect()
     }
 
-    /// The digest of a stream with all ranks that it carries; None if it is unknown.
+    /// The digest of a stream, including all ranks that it carries; None if the index does not know the stream.
     pub fn digest(&self, source: &str, rank: i64) -> Option<u128> {
         let streams = self.streams_of(source, rank);
         let sum = |sum: u128, (_, stream): &(i64, Arc<Mutex<Stream>>)| sum.wrapping_add(stream.lock().tally.digest);
@@ -58,7 +59,7 @@ impl PrefixIndex {
     }
 
     /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are
-    /// None as well if the stream is unknown, or if the heartbeat has no such value. A digest covers all ranks, an attestation the rank
+    /// also None if the stream is unknown, or if the heartbeat lacks the value. A digest covers all ranks; an attestation covers the rank
     /// that its batch has `stated`.
     pub fn compare(
         &self,
@@ -92,16 +93,17 @@ impl PrefixIndex {
         (agrees, attestation.zip(attested).and_then(attest))
     }
 
-    /// Removes the other ranks that a stream carries, whose incarnation has ended.
+    /// Removes the other ranks that a stream carries, since their incarnation has ended.
     pub(super) fn end_carried(&self, source: &str, rank: i64) {
         self.remove_ranks(source, |other| other.carrier == Some(rank));
     }
 
-    /// Applies a scanned batch of a stream that carries several ranks, or does from this batch on. Returns the outcome and the new estimate.
+    /// Applies a scanned batch of a stream that carries several ranks, or that carries them from this batch on. Returns the outcome and the
+    /// new estimate.
     #[cold]
     pub(super) fn apply_by_rank(
         &self,
-        room: &mut Room,
+        buffers: &mut Buffers,
         (source, rank): (&str, i64),
         (incarnation, seq): (i64, i64),
         bytes: &[u8],
@@ -113,7 +115,7 @@ impl PrefixIndex {
         let Some(own) = self.stream(source, rank) else {
             return (Outcome::Void, None);
         };
-        let (stated, has_blocks) = (room.scratch.stated_rank(), !room.scratch.hashes.is_empty());
+        let (stated, has_blocks) = (buffers.scratch.stated_rank(), !buffers.scratch.hashes.is_empty());
         let mut has_new_estimate = false;
         let mut apply_to = |rank: i64, stream: &Arc<Mutex<Stream>>, is_meant: fn(&Event) -> bool| {
             let mut stream = stream.lock();
@@ -121,7 +123,7 @@ impl PrefixIndex {
                 return Outcome::Void;
             }
             let outcome = self.apply_to(&mut stream, (source, rank), incarnation, |stream, writer| {
-                let outcome = room.apply(bytes, stream, writer, seq, is_meant);
+                let outcome = buffers.apply(bytes, stream, writer, seq, is_meant);
                 stream.evidence.is_whole &= !(loses_events && matches!(outcome, Outcome::Applied(_)));
                 outcome
             });
@@ -130,7 +132,7 @@ impl PrefixIndex {
         };
         let outcome = match stated {
             Some(stated) => match self.stream_of_rank(source, rank, stated, (incarnation, seq)) {
-                // Only this rank is cleared.
+                // Even if the event clears everything, only this rank is cleared.
                 Ok(stream) => match apply_to(stated, &stream, |_| true) {
                     Outcome::Applied(_) => Outcome::Applied(false),
                     other => other,
@@ -166,7 +168,8 @@ impl PrefixIndex {
         (outcome, has_new_estimate.then(|| self.reported_estimate(source, rank)))
     }
 
-    /// Gives each rank of a stream a stream of its own: the blocks so far belong to the rank that it has stated.
+    /// Separates the ranks of a stream. All blocks so far belong to the one rank that the stream has stated; the carrier gets a new stream
+    /// without blocks.
     fn separate(&self, source: &str, rank: i64) -> Result<(), Outcome> {
         let _whole = self.replacing.read_recursive();
         let found = self.stream(source, rank).ok_or(Outcome::Void)?;
@@ -181,7 +184,8 @@ impl PrefixIndex {
             stream.stated_ranks = StatedRanks::Several;
             return Ok(());
         }
-        // As in `remove`, the registry is locked after a stream: `replacing` excludes a thread that locks a stream after the registry.
+        // The registry is locked after a stream, as in `remove_ranks`: `replacing` excludes the thread that would lock a stream after the
+        // registry.
         let mut registry = self.registry.write();
         if registry.find(source, stated).is_some() || !RANGE.contains(&stated) {
             drop(registry);
@@ -253,7 +257,7 @@ impl PrefixIndex {
         Ok(stream)
     }
 
-    /// The estimate of a stream that carries several ranks: that of the first rank that has one.
+    /// The estimate of a stream that carries several ranks: the first rank that has an estimate determines it.
     fn reported_estimate(&self, source: &str, rank: i64) -> Option<Estimate> {
         let streams = self.streams_of(source, rank);
         streams.iter().find_map(|(_, stream)| stream.lock().reported_estimate())

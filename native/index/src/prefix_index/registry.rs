@@ -16,12 +16,12 @@ use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
 use crate::sync::yielding_lock::{Writer, YieldingRwLock};
 
-/// A stream, with data that can be read while it is locked.
+/// A stream, with those of its data that other threads can read while the stream is locked.
 #[derive(Clone, Debug)]
 pub(crate) struct Rank {
     pub(crate) rank: i64,
     pub(crate) stream: Arc<Mutex<Stream>>,
-    /// The rank of the stream in which its batches arrive; None for its own. See `ranks`.
+    /// The rank of the stream in which the batches of this rank arrive; None if they arrive in its own stream. See `ranks`.
     pub(crate) carrier: Option<i64>,
     number: u32,
     /// Incarnation of the rank.
@@ -42,27 +42,27 @@ impl Rank {
         }
     }
 
-    /// Whether the batches of this rank arrive in the stream.
-    pub(crate) fn is_of(&self, stream: i64) -> bool {
+    /// Whether the batches of this rank arrive in the stream of the rank `stream`.
+    pub(crate) fn arrives_in(&self, stream: i64) -> bool {
         self.rank == stream || self.carrier == Some(stream)
     }
 }
 
-/// A stream from a snapshot. It has a number in a shared part, where lookups do not see its blocks before all of them are there.
+/// A stream from a snapshot. It has a number in a shared part. Lookups do not see its blocks until all of them are in that part.
 #[derive(Clone, Debug)]
 pub struct ImportedStream {
     /// Engine and rank of the stream.
     pub worker: Arc<Worker>,
     /// Number of the stream.
     pub number: u32,
-    /// Itself.
+    /// The stream.
     pub stream: Arc<Mutex<Stream>>,
-    /// The rank of the stream in which its batches arrive; None for its own.
+    /// The rank of the stream in which its batches arrive; None if they arrive in this stream.
     pub carrier: Option<i64>,
 }
 
 impl ImportedStream {
-    /// Creates a stream that has joined, without blocks.
+    /// Creates a stream without blocks in the shared part.
     pub fn join(
         shared: &mut SharedState,
         number: u32,
@@ -91,7 +91,7 @@ impl ImportedStream {
     }
 }
 
-/// Creates a stream without blocks, which joins the shared part under a free number.
+/// Creates a stream without blocks, and adds it to the shared part under a free number.
 pub(super) fn register(
     shared: &mut SharedState,
     number: u32,
@@ -148,7 +148,7 @@ impl Registry {
         self.find_rank(source, rank).map(|found| &found.stream)
     }
 
-    /// Adds a stream of a snapshot, whose worker is not registered.
+    /// Adds a stream of a snapshot. Its worker must not be registered yet.
     pub(crate) fn enter(&mut self, imported: &ImportedStream) {
         let Worker { source, rank } = &*imported.worker;
         let rank = Rank::new(*rank, imported.stream.clone(), imported.carrier);
@@ -163,7 +163,7 @@ impl Registry {
 }
 
 impl PrefixIndex {
-    /// Returns or creates the stream of a worker. Refused if a fence excludes it, or if no stream number is free.
+    /// Returns the stream of a worker, or creates it. Fails if a fence excludes the incarnation, or if no stream number is free.
     pub(crate) fn get_or_create(&self, source: &str, rank: i64, incarnation: i64) -> Result<Arc<Mutex<Stream>>, Outcome> {
         let mut registry = self.registry.write();
         if let Some(stream) = registry.find(source, rank) {
@@ -191,20 +191,21 @@ impl PrefixIndex {
         Ok(stream)
     }
 
-    /// Labels all ranks of a source, also later ones.
+    /// Sets the model of all ranks of a source, including ranks that are added later.
     pub fn label(&self, source: &str, model: Option<&str>) {
         let mut registry = self.registry.write();
         match model {
             Some(model) => registry.labels.insert(source.into(), model.into()),
             None => registry.labels.remove(source),
         };
-        // Streams are not locked here, since they might be busy while the registry is locked.
+        // No stream is locked here: it might be busy for long, and other threads wait for the registry.
         let model_of = |other: &str| (other == source).then(|| model.map(str::to_owned));
         self.shared_lock.write().relabel(model_of);
     }
 
     /// Sets the groups of a source's engine that belong to a draft model (EAGLE, MTP): in these groups the engine computes the last block
-    /// of a hit again. An empty list means all groups, None an engine without a draft model. Applies to all ranks, also to later ones.
+    /// of a hit again. An empty list means all groups; None means an engine without a draft model. The groups apply to all ranks, including
+    /// ranks that are added later.
     pub fn set_drafts(&self, source: &str, groups: Option<Vec<i64>>) {
         let groups: Option<Arc<[i64]>> = groups.map(Into::into);
         let mut registry = self.registry.write();
@@ -219,7 +220,7 @@ impl PrefixIndex {
         });
     }
 
-    /// Applies that an engine lists another path for a LoRA, to all ranks of a source: `Stream::replace_listed_lora`.
+    /// Notes for all ranks of a source that the engine lists another path for a LoRA: see `Stream::replace_listed_lora`.
     pub fn replace_lora(&self, source: &str, lora: u64) {
         self.change_ranks(source, |stream, shared| stream.replace_listed_lora(shared, lora));
     }
@@ -256,15 +257,16 @@ impl PrefixIndex {
         registry.fenced.iter().filter_map(fence).collect()
     }
 
-    /// Removes a worker with the other ranks of its stream, or all ranks of a source, with the decisions for them. Deliveries of its
-    /// incarnation are void from now on. Returns the number of the blocks.
+    /// Removes a worker with the other ranks that its stream carries, or all ranks of a source if `rank` is None. Also removes the
+    /// decisions for them. Later deliveries of the removed incarnations are ignored. Returns the number of removed blocks.
     pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
-        let blocks = self.remove_ranks(source, |other| rank.is_none_or(|rank| other.is_of(rank)));
+        let blocks = self.remove_ranks(source, |other| rank.is_none_or(|rank| other.arrives_in(rank)));
         self.forget_decisions(source, rank);
         blocks
     }
 
-    /// Removes ranks of a source, with the decisions for them. Deliveries to streams of their own are void from now on.
+    /// Removes the ranks of a source for which `is_meant` returns true, and the decisions for them. If such a rank has its own delivered
+    /// stream, later deliveries of its incarnation are ignored.
     pub(super) fn remove_ranks(&self, source: &str, is_meant: impl Fn(&Rank) -> bool) -> usize {
         let _whole = self.replacing.read_recursive();
         let mut registry = self.registry.write();
@@ -282,20 +284,21 @@ impl PrefixIndex {
             self.fence(&mut registry, worker_of(rank), incarnation);
         }
         drop(registry);
-        // Streams may be busy for long, as when a snapshot is written: this thread waits for them without a lock that others need.
+        // A stream may be busy for long, for example while a snapshot is written: this thread must hold no lock that others need while it
+        // waits for the stream.
         let mut writer = self.shared_lock.write();
         removed.iter().for_each(|rank| writer.show(rank.number, false));
         drop(writer);
         let mut blocks = 0;
         for rank in &removed {
-            // The stream is locked before the registry, against the order of `PrefixIndex`: `replacing` keeps out the one other thread
-            // that would lock both, which replaces the whole index.
+            // The stream is locked before the registry, against the order of `PrefixIndex`: `replacing` excludes the only other thread that
+            // would lock both, which is a thread that replaces the whole index.
             let mut stream = rank.stream.lock();
             if stream.gone {
                 continue;
             }
             stream.gone = true;
-            // The rank may have begun another incarnation meanwhile.
+            // The rank may have begun another incarnation since its fence was set.
             if rank.carrier.is_none()
                 && let Some(fence) = self.registry.write().fences.get_mut(&worker_of(rank))
             {
@@ -322,7 +325,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Admits a removed worker again, with any incarnation.
+    /// Accepts deliveries of a removed worker again, of any incarnation.
     pub fn admit(&self, source: &str, rank: i64) {
         let source = source.into();
         self.registry.write().admit(&Worker { source, rank });

@@ -13,7 +13,7 @@ use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
 use crate::stream::{Counters, Estimate, Stream};
 
-/// Number of blocks that are listed while writers wait.
+/// Number of blocks that are listed under one lock of the shared part, for which writers wait.
 const BLOCKS_AT_ONCE: usize = 512;
 
 /// One stream as an operator sees it.
@@ -31,15 +31,15 @@ pub struct Info {
     pub last: i64,
     /// Blocks that wait.
     pub orphans: usize,
-    /// Copies beyond the first, at most.
+    /// Maximum number of copies beyond the first copy of each block.
     pub copies: usize,
-    /// Blocks that might be gone, once for each placement.
+    /// Number of blocks that might be gone; a block counts once for each placement.
     pub uncertain: usize,
     /// Whether the worker held the same blocks as the engine at the last attestation of this incarnation; None before the first.
     pub attested: Option<bool>,
     /// Tokens per block, as its present incarnation has announced them.
     pub sizes: Vec<u32>,
-    /// Why answers for its prompts are estimates; None if they are not.
+    /// Why answers about the worker are estimates; None if they are exact.
     pub estimate: Option<Estimate>,
     /// The other ranks whose batches arrive in its stream.
     pub carried_ranks: Vec<i64>,
@@ -123,7 +123,7 @@ impl PrefixIndex {
         (shared.bytes() + streams, shared.records.len())
     }
 
-    /// Blocks of a stream on each of their placements, and all placements.
+    /// Blocks of a stream, once for each placement of a block, and all placements by number.
     pub fn blocks(&self, source: &str, rank: i64) -> (Vec<Held>, Vec<Placement>) {
         let Some(stream) = self.stream(source, rank) else {
             return (Vec::new(), Vec::new());
@@ -144,7 +144,7 @@ impl PrefixIndex {
                 });
             }
         };
-        // The stream is locked, so what it holds does not change while others write.
+        // The stream is locked, so its blocks do not change while other threads write to the shared part.
         for numbers in own.chunks(BLOCKS_AT_ONCE) {
             let shared = self.shared_lock.read();
             step_counter::begin_hold();
@@ -163,7 +163,8 @@ impl PrefixIndex {
         (found, placements)
     }
 
-    /// The key of the block with this hash in a stream, of the rank that its batch has `stated`.
+    /// The key of the block with this hash. `source` and `rank` name the delivered stream, and `stated` is the rank that the block's batch
+    /// states.
     pub fn key_of(&self, source: &str, rank: i64, stated: Option<i64>, hash: u64) -> Option<u64> {
         let stream = {
             let registry = self.registry.read();

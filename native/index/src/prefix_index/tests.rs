@@ -1,4 +1,4 @@
-//! Effects of threads on each other, and of a panic on an index.
+//! Tests of the effects of threads on each other, and of the effect of a panic on an index.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ fn index() -> PrefixIndex {
     PrefixIndex::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default())
 }
 
-/// A batch with one block of two tokens, or its removal.
+/// A batch that stores one block of two tokens, or that removes it.
 fn payload(kind: &str) -> Vec<u8> {
     let stored: [(&str, &[u8]); 5] = [
         ("block_hashes", &[0x91, 0x05]),
@@ -87,8 +87,8 @@ fn a_lookup_passes_writers() {
     });
 }
 
-/// Chains are added and removed, and reuse slots: a concurrent lookup finds the state of one moment, and never credits a chain with the
-/// blocks of another.
+/// While chains are added and removed, and reuse slots, a lookup finds the state of one moment, and never counts the blocks of one chain
+/// for another.
 #[test]
 fn what_a_lookup_finds_was_true_at_one_moment() {
     const BLOCKS: u64 = 64;

@@ -1,22 +1,22 @@
-//! Applies events that a Rust program has made, instead of payloads.
+//! Applies events that a Rust program has created, without payloads.
 
-use super::deliveries::ROOM;
+use super::deliveries::BUFFERS;
 use super::{Outcome, PrefixIndex};
 use crate::store::members::Worker;
 use crate::wire::scan::{Event, Kind, Run, Span};
 
-/// One event, as the scanner would read it.
+/// One event in the form in which the scanner leaves events.
 #[derive(Debug)]
 pub(crate) struct TypedEvent<'a> {
     pub(crate) fields: Event,
     hashes: &'a [u64],
     tokens: &'a [u32],
-    /// The texts, behind one byte: no span begins at 0.
+    /// The texts to which spans of the event refer. They begin after one unused byte, since no span begins at 0.
     texts: Vec<u8>,
 }
 
 impl<'a> TypedEvent<'a> {
-    /// An event without texts. None for more hashes or tokens than can be counted in 32 bits.
+    /// Creates an event without texts. Returns None if there are more hashes or tokens than 32 bits can count.
     pub(crate) fn new(kind: Kind, hashes: &'a [u64], tokens: &'a [u32]) -> Option<Self> {
         let run = |length: usize| {
             Some(Run {
@@ -50,17 +50,17 @@ impl PrefixIndex {
     pub(crate) fn event(&self, worker: &Worker, event: TypedEvent<'_>) -> Outcome {
         let (source, rank) = (worker.source.as_str(), worker.rank);
         let incarnation = self.stream(source, rank).map_or(0, |stream| stream.lock().incarnation);
-        ROOM.with_borrow_mut(|room| {
-            room.scratch.clear();
-            room.scratch.hashes.extend_from_slice(event.hashes);
-            room.scratch.tokens.extend_from_slice(event.tokens);
-            room.scratch.events.push(event.fields);
+        BUFFERS.with_borrow_mut(|buffers| {
+            buffers.scratch.clear();
+            buffers.scratch.hashes.extend_from_slice(event.hashes);
+            buffers.scratch.tokens.extend_from_slice(event.tokens);
+            buffers.scratch.events.push(event.fields);
             let outcome = self.delivery(source, rank, incarnation, |stream, writer| {
                 stream.grant(size_of_val(event.hashes) + size_of_val(event.tokens));
                 let next = stream.last.saturating_add(1);
-                room.apply(&event.texts, stream, writer, next, |_| true)
+                buffers.apply(&event.texts, stream, writer, next, |_| true)
             });
-            room.shrink();
+            buffers.shrink();
             outcome
         })
     }

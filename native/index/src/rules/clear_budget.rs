@@ -1,7 +1,7 @@
 //! A bound on the work that partial clears of a stream cause.
 
-/// Number of blocks that partial clears may examine before any block is stored.
-const FIRST: usize = 1 << 20;
+/// Number of blocks that partial clears may examine in addition to those that stored blocks allow.
+const EXTRA_BLOCKS: usize = 1 << 20;
 /// Number of blocks that partial clears may examine for each stored block: engines clear far less often than they store.
 const PER_STORED_BLOCK: usize = 16;
 
@@ -11,18 +11,18 @@ pub struct ClearBudget(usize);
 
 impl Default for ClearBudget {
     fn default() -> Self {
-        Self(FIRST)
+        Self(EXTRA_BLOCKS)
     }
 }
 
 impl ClearBudget {
-    /// Adds what stored blocks allow.
+    /// Adds the examinations that `blocks` stored blocks allow.
     #[inline]
     pub fn add_stored(&mut self, blocks: usize) {
         self.0 = self.0.saturating_add(PER_STORED_BLOCK * blocks);
     }
 
-    /// Whether a clear may examine some blocks, which are counted then.
+    /// Returns whether a clear may examine `blocks` blocks; if so, subtracts them from the budget.
     pub fn try_spend(&mut self, blocks: usize) -> bool {
         let left = self.0.checked_sub(blocks);
         self.0 = left.unwrap_or(self.0);

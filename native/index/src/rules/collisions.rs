@@ -1,18 +1,19 @@
-//! The hashes of a stream that mean several blocks, with a bound on the work that they cause.
+//! The hashes of a stream that several blocks share, with a bound on the work that they cause.
 
 use std::collections::HashMap;
 
 use crate::step_counter;
 
-/// Examinations of blocks that share a hash, per byte that a stream sends. An engine whose hashes do not cover prefixes sends some fifty
-/// bytes for each stored or removed page, so a page may share its hash with as many others as the limit allows.
+/// Number of examinations of blocks that share a hash, for each byte that a stream sends. An engine whose hashes do not cover prefixes
+/// sends about fifty bytes for each stored or removed page. For these, all blocks of a hash may be examined, up to the limit of blocks per
+/// hash.
 const EXAMINATIONS_PER_BYTE: usize = 16;
-/// Maximum number of these examinations that are saved for later payloads.
-const MOST_EXAMINATIONS: usize = 1 << 20;
+/// Maximum number of unused examinations that are kept for later payloads.
+const MAX_SAVED_EXAMINATIONS: usize = 1 << 20;
 /// Number of blocks of one hash that are examined even if the budget is used up.
-const FEW_BLOCKS: usize = 8;
+const MIN_EXAMINED: usize = 8;
 
-/// The blocks of hashes with several blocks.
+/// The blocks of each hash that several blocks share.
 ///
 /// A peer chooses hashes, so a payload may cause only as many examinations of such blocks as its length allows.
 #[derive(Debug)]
@@ -23,9 +24,9 @@ pub struct Collisions {
     blocks: usize,
     /// Remaining examinations.
     examinations: usize,
-    /// Remaining examinations for what a batch publishes.
+    /// Remaining examinations for the publication of copies that a batch has changed.
     published: usize,
-    /// Whether a removal was skipped because none remained.
+    /// Whether a removal was skipped because no examinations remained.
     has_skipped: bool,
 }
 
@@ -34,21 +35,21 @@ impl Default for Collisions {
         Self {
             lists: HashMap::new(),
             blocks: 0,
-            examinations: MOST_EXAMINATIONS,
-            published: MOST_EXAMINATIONS,
+            examinations: MAX_SAVED_EXAMINATIONS,
+            published: MAX_SAVED_EXAMINATIONS,
             has_skipped: false,
         }
     }
 }
 
 impl Collisions {
-    /// Whether every hash means one block.
+    /// Whether no hash has several blocks.
     #[inline]
     pub fn is_empty(&self) -> bool {
         self.lists.is_empty()
     }
 
-    /// The blocks of a hash, the newest last; None if it does not mean several.
+    /// The blocks of a hash, the newest last; None unless the hash has several blocks.
     #[inline]
     pub fn get(&self, hash: u64) -> Option<&[u32]> {
         if self.lists.is_empty() {
@@ -62,7 +63,7 @@ impl Collisions {
         self.lists.iter().map(|(hash, list)| (*hash, list.as_slice()))
     }
 
-    /// Adds a block of a hash that means at least the block `known`.
+    /// Adds the block `number` to a hash that has at least the block `known`.
     pub fn add(&mut self, hash: u64, known: u32, number: u32) {
         let room = (self.lists.len(), self.lists.capacity());
         let list = self.lists.entry(hash).or_insert_with(|| vec![known]);
@@ -84,7 +85,7 @@ impl Collisions {
         }
     }
 
-    /// Removes a block; a hash with only one other block is not listed any more.
+    /// Removes a block from a hash. If only one block remains, the hash is not listed any more.
     pub fn remove(&mut self, hash: u64, number: u32) {
         let Some(list) = self.lists.get_mut(&hash) else { return };
         step_counter::count(list.len());
@@ -106,7 +107,7 @@ impl Collisions {
         list.filter(|number| **number == from).for_each(|number| *number = to);
     }
 
-    /// Puts the blocks of a listed hash in another order.
+    /// Changes the order of the blocks of a listed hash.
     pub fn put(&mut self, hash: u64, ordered: Vec<u32>) {
         self.lists.insert(hash, ordered);
     }
@@ -120,18 +121,18 @@ impl Collisions {
     pub fn grant(&mut self, payload: usize) {
         for left in [&mut self.examinations, &mut self.published] {
             let granted = EXAMINATIONS_PER_BYTE.saturating_mul(payload);
-            *left = (*left).min(MOST_EXAMINATIONS).saturating_add(granted);
+            *left = (*left).min(MAX_SAVED_EXAMINATIONS).saturating_add(granted);
         }
     }
 
-    /// Counts examinations for what a batch publishes. Returns whether so many remained.
+    /// Subtracts examinations for the publication of changed copies. Returns whether enough of them remained.
     pub fn may_publish(&mut self, examinations: usize) -> bool {
         let left = self.published.checked_sub(examinations);
         self.published = left.unwrap_or_default();
         left.is_some()
     }
 
-    /// Counts examinations.
+    /// Subtracts examinations.
     #[inline]
     pub fn spend(&mut self, examinations: usize) {
         self.examinations = self.examinations.saturating_sub(examinations);
@@ -140,7 +141,7 @@ impl Collisions {
     /// Whether all blocks of a hash may be examined. False if no examinations remain, and the hash has more than a few blocks.
     #[inline]
     pub fn may_examine(&self, hash: u64) -> bool {
-        self.examinations > 0 || self.lists.get(&hash).is_none_or(|list| list.len() <= FEW_BLOCKS)
+        self.examinations > 0 || self.lists.get(&hash).is_none_or(|list| list.len() <= MIN_EXAMINED)
     }
 
     /// Whether no examinations remain.

@@ -7,9 +7,9 @@ use crate::holders::placements::LEVELS;
 pub struct Evidence {
     /// Whether nothing is known to be missing: no batch was lost or unreadable, and no block was refused or dropped here.
     pub is_whole: bool,
-    /// Stores that could not be used.
+    /// Number of stores that could not be used.
     pub set_aside: u64,
-    /// Whether a first block had the hash of its tokens alone.
+    /// Whether the hash of some first block of a store covered the block's tokens only.
     pub has_page_hashes: bool,
     /// Whether blocks on the device had extra keys.
     pub has_extra_keys: bool,
@@ -19,16 +19,17 @@ pub struct Evidence {
     pub has_unkeyed_root: bool,
     /// Whether a first block of unknown hash on another tier had neither extra keys nor a LoRA adapter.
     pub has_bare_root: bool,
-    /// Levels below the device on which the engine might hold blocks from before a clear that are unknown here, as bits.
+    /// Levels below the device, as bits, on which the engine might hold blocks that were stored before a clear and that the stream does not
+    /// list.
     pub unknown_levels: u8,
     /// Whether a clear without a tier empties host memory too.
     pub has_host_clears: bool,
-    /// Number of further first blocks whose hash is compared with the hash of their tokens.
+    /// Number of further first blocks whose hash will be compared with a hash of their tokens only.
     pub pages_left: u8,
 }
 
-/// Number of first blocks whose hash is compared with the hash of their tokens alone.
-const PAGES: u8 = 8;
+/// Number of first blocks whose hash is compared with a hash of their tokens only.
+const COMPARED_ROOTS: u8 = 8;
 /// Bit mask with a bit for each level.
 const ALL_LEVELS: u8 = (1 << LEVELS) - 1;
 
@@ -51,12 +52,12 @@ impl Evidence {
         self.has_bare_root |= is_bare;
     }
 
-    /// Whether first blocks on other tiers lack keys that blocks of this stream have.
+    /// Whether first blocks on other tiers lack extra keys or LoRAs that blocks of this stream on the device have.
     pub fn lacks_keys(&self) -> bool {
         (self.has_extra_keys && self.has_unkeyed_root) || (self.needs_loras() && self.has_bare_root)
     }
 
-    /// Whether first blocks on other tiers may lack their LoRA adapter. SGLang announces it on all tiers.
+    /// Whether first blocks on other tiers may lack the LoRA adapter that they have. SGLang announces the adapter on all tiers.
     pub fn needs_loras(&self) -> bool {
         self.has_loras && !self.has_host_clears
     }
@@ -69,7 +70,7 @@ impl Evidence {
             .fold(0, |bits, flag| bits << 1 | u8::from(*flag))
     }
 
-    /// The value with such flags.
+    /// Creates a value from the bits that `to_bits` returns.
     pub fn from_parts(bits: u8, unknown_levels: u8, set_aside: u64) -> Self {
         let mut found = Self {
             unknown_levels,
@@ -86,14 +87,14 @@ impl Evidence {
         if self.has_host_clears { 0b11 } else { 0b1 }
     }
 
-    /// Drops the evidence about all tiers, which are empty now.
+    /// Drops the evidence about blocks, since all tiers are empty now.
     pub fn empty_all(&mut self) {
         (self.unknown_levels, self.has_extra_keys, self.has_loras) = (0, false, false);
         (self.has_unkeyed_root, self.has_bare_root) = (false, false);
     }
 
-    /// Begins again after a clear that names no tier. `dropped` are levels whose blocks are no longer known, or not all of them; with
-    /// `keeps_lower`, blocks are left on lower ones.
+    /// Starts over after a clear that names no tier. `dropped` are the levels of which some or all blocks are no longer listed. With
+    /// `keeps_lower`, blocks on lower tiers remain.
     pub fn begin(&mut self, dropped: u8, keeps_lower: bool) {
         let is_complete = self.is_whole && self.set_aside == 0;
         let missing = if is_complete {
@@ -127,7 +128,7 @@ impl Default for Evidence {
             has_bare_root: false,
             unknown_levels: 0,
             has_host_clears: false,
-            pages_left: PAGES,
+            pages_left: COMPARED_ROOTS,
         }
     }
 }

@@ -1,28 +1,28 @@
 //! Copies that a batch has announced although their engine might not have made them.
 //!
-//! vLLM reports the hit of a request group by group, and of a group with a sliding window also the blocks before the window, which the
-//! group does not hold. A request that is computed again is announced in the same way. So a block of a window might not exist if one batch
-//! has made it resident and announced its block with full attention again.
+//! vLLM reports the hit of a request for each group. For a group with a sliding window it also reports the blocks before the window, which
+//! the group does not hold. A request that is computed again is reported in the same way. So a copy in a group with a window might not
+//! exist if the batch that made it resident has also repeated the store of the same block with full attention.
 
 /// Number of entries whose memory is kept for the next batch.
 const ENTRIES_KEPT: usize = 64;
 
-/// The announcements of one batch that can be such: of blocks `B` on placements `P`.
+/// The announcements of one batch that can be reports of hits. `B` identifies a block, and `P` a placement.
 #[derive(Debug, Default)]
 pub struct HitReports<B, P> {
     /// Blocks without tokens that were not certainly resident before the batch.
     pub fresh: Vec<(B, P)>,
-    /// Blocks with tokens that the batch has announced again. They are listed for hybrid models only.
+    /// Blocks with tokens that were stored before and that the batch has stored again. They are listed for hybrid models only.
     pub repeated: Vec<B>,
 }
 
 impl<B: Copy + Default + Ord, P: Copy + Default> HitReports<B, P> {
-    /// Whether the batch has announced no such copies.
+    /// Whether nothing is listed.
     pub fn is_empty(&self) -> bool {
         self.fresh.is_empty() && self.repeated.is_empty()
     }
 
-    /// Ends the batch. Returns its copies that might not exist.
+    /// Ends the batch. Returns the copies that the batch has announced and that might not exist.
     pub fn take_uncertain(&mut self) -> Vec<(B, P)> {
         self.repeated.sort_unstable();
         let is_repeated = |(block, _): &&(B, P)| self.repeated.binary_search(block).is_ok();
@@ -40,7 +40,7 @@ impl<B: Copy + Default + Ord, P: Copy + Default> HitReports<B, P> {
 mod tests {
     use super::*;
 
-    /// Only what one batch both made resident and announced again is uncertain.
+    /// A copy is uncertain only if one batch has both made it resident and repeated its block.
     #[test]
     fn a_batch_is_compared_with_itself() {
         let mut reports = HitReports::default();

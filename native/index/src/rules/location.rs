@@ -1,4 +1,4 @@
-//! Where copies of blocks are, as events name it.
+//! The location of copies of blocks, in the words of events.
 
 use std::borrow::Cow;
 

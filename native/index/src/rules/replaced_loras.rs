@@ -1,8 +1,9 @@
 //! LoRAs whose weights were replaced under the same name.
 //!
 //! vLLM hashes the name and the path of a LoRA, and events have the name alone. When a name is loaded from another path, the blocks of the
-//! former weights stay in the cache under the keys of the new ones, and no request finds them. The engine announces nothing if the name
-//! returns to a former path. So only blocks that were stored since the last change certainly match.
+//! former weights stay in the cache. Here they have the same keys as blocks of the new weights, but no request finds them in the engine.
+//! The engine announces nothing if the name returns to a former path. So only blocks that were stored since the last change of the path
+//! certainly match.
 
 use std::collections::{HashMap, HashSet};
 
@@ -39,18 +40,19 @@ pub struct StoredBlock {
     pub parent: Option<u32>,
     /// Whether the stream held the block before.
     pub is_known: bool,
-    /// Whether it was stored on the device.
+    /// Whether the block was stored on the device.
     pub is_on_device: bool,
     /// Whether the stream holds the same block of the present weights under another hash on the same placement.
     pub has_current_twin: bool,
 }
 
 impl ReplacedLoras {
-    /// Notes whether a stored block belongs to the weights that are loaded now. A block on the device shows that they were replaced if
+    /// Notes whether a stored block belongs to the weights that are loaded now. A block on the device shows that these weights have
+    /// replaced others if
     ///
-    /// - the stream holds the same block of the present weights under another hash on the same placement, or
-    /// - it follows an outdated block, or is an outdated first block that is announced again: the name has returned to a former path, or a
-    ///   request that began with the former weights goes on. Events do not say which.
+    /// - the stream holds, under another hash on the same placement, the same block of the weights that were loaded so far, or
+    /// - it follows an outdated block, or is an outdated first block that is announced again: either the name has returned to a former
+    ///   path, or a request that began with the former weights continues. Events do not say which.
     ///
     /// Copies on other tiers are no sign, since they can be made long after their blocks were computed. Returns false and notes nothing if
     /// too many LoRAs were replaced.
@@ -89,7 +91,7 @@ impl ReplacedLoras {
         self.current.len()
     }
 
-    /// Their parts of the seed, in no order.
+    /// The replaced LoRAs' parts of the seed, in no order.
     pub fn iter(&self) -> impl Iterator<Item = u64> + '_ {
         self.current.keys().copied()
     }
@@ -112,7 +114,7 @@ impl ReplacedLoras {
         self.begin(lora, true);
     }
 
-    /// Records that the engine lists another path for a LoRA, unless its blocks have shown that before.
+    /// Records that the engine lists another path for a LoRA, unless blocks of the LoRA have already shown this change.
     pub fn replace_listed(&mut self, lora: u64) {
         match self.current.get_mut(&lora) {
             Some(current) if current.is_ahead => current.is_ahead = false,
@@ -133,7 +135,7 @@ impl ReplacedLoras {
         }
     }
 
-    /// Removes the record of a block. Returns whether it was not outdated.
+    /// Removes the record of a block. Returns whether the block was listed as current.
     pub fn remove(&mut self, lora: u64, record: u32) -> bool {
         let is_removed = (self.current.get_mut(&lora)).is_some_and(|current| current.records.remove(&record));
         self.records -= usize::from(is_removed);

@@ -393,7 +393,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         let room = &mut self.room;
         let mut writer = self.shared_lock.write();
         let keyed = writer.contexts.get(context).is_keyed();
-        if page_pool::are_short() || stream.must_resize(room.read.len()) {
+        if page_pool::must_prepare() || stream.must_resize(room.read.len()) {
             let secret = writer.secret;
             writer.unlocked(|| {
                 page_pool::prepare();

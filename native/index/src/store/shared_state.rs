@@ -327,7 +327,7 @@ impl SharedState {
             ..
         } = block;
         let number = self.records.take(parent, 1)?.first;
-        let set = self.sets.moved(EMPTY, placement, stream, last);
+        let set = self.sets.move_block(EMPTY, placement, stream, last);
         self.contexts.add(context, 1);
         let links =
             parent.is_some_and(|parent| !is_twin && Records::next(parent) == Some(number) && self.may_link(parent, context));
@@ -397,7 +397,7 @@ impl SharedState {
     /// Adds or removes a holder of a block.
     #[inline]
     pub fn toggle(&mut self, number: u32, placement: u16, stream: u32, last: &mut Move) {
-        let set = self.sets.moved(self.records.set(number), placement, stream, last);
+        let set = self.sets.move_block(self.records.set(number), placement, stream, last);
         self.records.put_set(number, set);
     }
 
@@ -426,7 +426,7 @@ impl SharedState {
             if !self.records.is_linked(number) {
                 let context = self.records.context(number);
                 if context != same.0 {
-                    self.contexts.release_all(same.0, same.1);
+                    self.contexts.release_uses(same.0, same.1);
                     same = (context, 0);
                 }
                 self.unlist(number, context);
@@ -434,7 +434,7 @@ impl SharedState {
             same.1 += 1;
         }
         self.records.remove(row);
-        self.contexts.release_all(same.0, same.1);
+        self.contexts.release_uses(same.0, same.1);
     }
 
     /// Removes a head, or a block that was stored by its key, from its table.

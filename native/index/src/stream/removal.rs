@@ -90,7 +90,7 @@ impl Stream {
             if !shared.sets.holds(set, placement, self.number) {
                 return false;
             }
-            let rest = shared.sets.moved(set, placement, self.number, &mut self.removed);
+            let rest = shared.sets.move_block(set, placement, self.number, &mut self.removed);
             (pending.from, pending.to, pending.leaves) = (set, rest, !shared.sets.knows(rest, self.number));
         }
         pending.tally += pending.marks.copy(hash, keys.key(&shared.records, number));
@@ -323,7 +323,7 @@ impl Stream {
         });
         for record in numbers {
             let set = writer.records.set(record);
-            let without = writer.sets.without(set, number);
+            let without = writer.sets.remove_stream(set, number);
             writer.records.put_set(record, without);
             writer.leave_twin(number, record);
             writer.sweep(record);

@@ -9,19 +9,19 @@ use super::{Hashes, skewed};
 
 /// Number of entries of a bucket.
 const WAYS: usize = 10;
-/// Number of buckets of a segment that is not small.
+/// Number of buckets of a full-size segment; only a table with one segment has a smaller one.
 pub const SEGMENT: usize = 32;
 /// Number of buckets of a segment of a dense table before it is split.
 pub const WIDE: usize = 48;
-/// Number of entries for each bucket above which a segment is split or grows.
-const FULL: usize = 9;
-/// Number of entries for each bucket below which two segments are merged, or one shrinks.
-const SPARSE: usize = 6;
-/// Number of splits after which tags are computed again, since splits use up their bits.
+/// Average number of entries per bucket from which on a segment is split or grows.
+const MAX_LOAD: usize = 9;
+/// Average number of entries per bucket below which two segments are merged, or one segment shrinks.
+const MIN_LOAD: usize = 6;
+/// Number of splits after which tags are computed again: each split uses up one bit of the tags.
 const SPLITS_BY_TAG: u8 = 4;
 /// Number of bits of a hash that identify a bucket in its segment: the bits of a tag that splits have not used.
 const HOME_BITS: u32 = 16 - SPLITS_BY_TAG as u32 - 1;
-/// Mask of those bits in a tag from which the bits of splits were shifted out.
+/// Mask of these bits in a tag, after the bits that splits have used were shifted out.
 const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
 
 /// A bucket of one cache line.
@@ -30,7 +30,7 @@ const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
 pub struct Bucket {
     tags: [u16; WAYS],
     used: u16,
-    /// Number of entries that belong here and are in a later bucket; it stays at the maximum once it is reached.
+    /// Number of entries whose search passes over this full bucket to a later one. Once the number has reached its maximum, it stays there.
     sent_on: u16,
     records: [u32; WAYS],
 }
@@ -83,7 +83,7 @@ impl Bucket {
         false
     }
 
-    /// Takes an entry if there is room.
+    /// Adds an entry. Returns false if the bucket is full.
     #[inline]
     fn put(&mut self, tag: u16, record: u32) -> bool {
         let used = self.used as usize;
@@ -97,7 +97,8 @@ impl Bucket {
     }
 }
 
-/// A piece, or separate memory for other sizes. It is a pointer, since an enum would need a branch at each access.
+/// The buckets of a segment: a piece of the page pool, or separate memory for other sizes. They are behind a pointer, since an enum would
+/// need a branch at each access.
 struct Buckets {
     at: NonNull<Bucket>,
     count: u32,
@@ -131,7 +132,7 @@ impl Buckets {
 
 impl Drop for Buckets {
     fn drop(&mut self) {
-        // SAFETY: all were made in `new`, by their count in the same three ways.
+        // SAFETY: `new` has allocated the buckets, in the one of these three ways that belongs to their count.
         unsafe {
             match self.count as usize {
                 SEGMENT => drop(Piece::<Bucket, SEGMENT>::from_raw(self.at)),
@@ -147,7 +148,7 @@ impl Deref for Buckets {
 
     #[inline]
     fn deref(&self) -> &[Bucket] {
-        // SAFETY: it owns that many, which were written when they were made.
+        // SAFETY: the value owns `count` buckets, which were written when they were created.
         unsafe { std::slice::from_raw_parts(self.at.as_ptr(), self.count as usize) }
     }
 }
@@ -197,21 +198,21 @@ impl Segment {
         u32::from(self.base)
     }
 
-    /// Whether this many entries fit in that many buckets.
+    /// Whether `buckets` buckets with `used` entries have room for one more.
     #[inline]
-    pub fn takes(used: usize, buckets: usize) -> bool {
-        used < buckets * FULL
+    pub fn fits(used: usize, buckets: usize) -> bool {
+        used < buckets * MAX_LOAD
     }
 
     /// Whether there is room for one more entry.
     #[inline]
     pub fn has_room(&self) -> bool {
-        Self::takes(self.used(), self.size())
+        Self::fits(self.used(), self.size())
     }
 
-    /// Whether this number of entries fits in this smaller number of buckets.
+    /// Whether a segment with `used` entries may shrink to `buckets` buckets.
     pub fn may_shrink(used: usize, buckets: usize) -> bool {
-        used < buckets * SPARSE
+        used < buckets * MIN_LOAD
     }
 
     #[inline]
@@ -219,7 +220,7 @@ impl Segment {
         (skewed << self.base >> 48) as u16
     }
 
-    /// The home bucket of a hash, from bits that are in the tag before and after tags are computed again.
+    /// The home bucket of a hash. It depends only on bits that are in the tag both before and after tags are computed again.
     #[inline]
     pub fn home(&self, skewed: u64) -> usize {
         (((skewed << self.depth) >> (64 - HOME_BITS)) as usize * self.buckets.len()) >> HOME_BITS
@@ -231,7 +232,7 @@ impl Segment {
         ptr::from_ref(&self.buckets[home])
     }
 
-    /// Visits records with a tag, from its home bucket on, until `visit` returns false.
+    /// Visits the records with a tag, from the home bucket on, until `visit` returns false.
     #[inline]
     pub fn for_each_match(&self, home: usize, tag: u16, mut visit: impl FnMut(u32) -> bool) {
         let mut at = home;
@@ -260,7 +261,7 @@ impl Segment {
         }
     }
 
-    /// Removes an entry with this tag, from its home bucket on; false if it is not there.
+    /// Removes an entry with this tag, searching from the home bucket on. Returns false if there is no such entry.
     #[inline]
     pub fn take(&mut self, home: usize, tag: u16, record: u32) -> bool {
         let bucket = &mut self.buckets[home];
@@ -296,7 +297,7 @@ impl Segment {
             .flat_map(|bucket| bucket.records[..bucket.used as usize].iter().copied())
     }
 
-    // --- moving entries to where their tags say
+    // --- moving entries to the places that their tags determine
 
     /// Number of entries whose first bit after the shared ones is 1.
     pub fn in_second_half(&self) -> usize {
@@ -309,8 +310,8 @@ impl Segment {
         self.buckets.iter().map(ones).sum()
     }
 
-    /// Moves all entries into one segment, or into two by the first bit after the shared ones; the numbers of entries in each are known
-    /// before. Tags do not change.
+    /// Copies all entries into one new segment, or into two by the first bit after the shared ones. `used` has the numbers of entries that
+    /// each of them gets. Tags do not change.
     pub fn pour<const N: usize>(&self, into: &mut [Self; N], used: [usize; N]) {
         let bit = 15 - (self.depth - self.base);
         let passed = into[0].depth - self.base;
@@ -335,13 +336,13 @@ impl Segment {
         }
     }
 
-    /// Whether tags have the bits for one split more.
+    /// Whether tags lack the bit for one more split.
     pub fn tags_are_used_up(&self) -> bool {
         self.depth - self.base > SPLITS_BY_TAG
     }
 
-    /// From now on, computes tags from the bits after `base`. The records have the hashes; they are anywhere in memory, so all are
-    /// prefetched before any is read.
+    /// Computes all tags again, from the bits after `base`. The hashes are read from the records, which are scattered in memory, so all
+    /// records are prefetched first.
     pub fn take_tags(&mut self, base: u32, hashes: &impl Hashes) {
         self.records().for_each(|record| hashes.prefetch(record));
         self.base = base as u8;
