@@ -1,17 +1,17 @@
 """The base classes of publishers: the interface, the hooks at exit and after a fork, and the queue of the publisher thread.
 
-Theory of operation of the queue. Accepting a batch costs the engine one append. The number of a batch is its position in the
-queue, so accepting a batch is `deque.append`, and the publisher thread numbers batches by counting. Every exceptional state
-(the queue is full, the publisher thread sleeps, the publisher is closed, the process is a fork) shows in one comparison on the
-engine's side: `_limit` is the capacity while the thread is awake, 0 while it sleeps, and -1 when there is no thread. Only then
-does `publish` take the slow path.
+Theory of operation of the queue. To accept a batch costs the engine one `deque.append`: the number of a batch is its position
+in the queue, which the publisher thread counts. Every exceptional state (the queue is full, the publisher thread sleeps, the
+publisher is closed, the process is a fork) shows in one comparison on the engine's side, `len(queue) >= _limit`: the limit is
+the capacity while the thread is awake, 0 while it sleeps, and -1 without a thread. Only in these states does `publish` take the
+slow path.
 
 A batch that a full queue drops keeps its number: a `_DroppedRange` at the tail of the queue counts such numbers, and consumers
 see a gap when a higher number arrives. If no batch follows, the thread sends an empty one. The slow path takes the lock, and
-the thread takes it once per burst; a batch that is simply accepted takes none.
+the thread takes it once per burst; the fast path takes no lock.
 
-`publish` raises after the user's own `shutdown` and at no other time. When the thread has ended for another reason, or in a
-forked child, batches are dropped and counted, so that the engine continues.
+`publish` raises only after the user has called `shutdown`. If the thread has ended for another reason, or in a forked child,
+batches are dropped and counted, so that the engine continues.
 """
 
 from __future__ import annotations
@@ -116,14 +116,14 @@ _MEAN_WEIGHT: Final = 1 / 8
 _DEVIATION_WEIGHT: Final = 1 / 4
 """Weights with which TCP smooths round-trip times (RFC 6298)."""
 _MAX_RELATIVE_DEVIATION: Final = 1 / 4
-"""Largest deviation, relative to the mean interval, at which the next batch is predictable."""
+"""Maximum deviation, relative to the mean interval, with which the next batch counts as predictable."""
 
 
 class PollPlanner:
     """Predicts the arrival of the next batch from the intervals between the last ones.
 
     While batches arrive steadily, the thread sleeps until shortly before the next one is expected and then polls a few times.
-    `publish` need not wake it, and a batch waits for about `min_poll_interval`. When the intervals are irregular the planner
+    So `publish` need not wake it, and a batch waits for about `min_poll_interval`. When the intervals are irregular the planner
     returns no pauses: the thread waits and `publish` wakes it.
     """
 
@@ -136,7 +136,7 @@ class PollPlanner:
     def record_arrival(self, now: float, *, at_first_poll: bool = False) -> None:
         """Record that batches were found at `now` (monotonic seconds). `at_first_poll` says that the first poll found them."""
         interval = now - self._arrived_at
-        # The batch came at an unknown time before the first poll; without a correction pauses would grow longer and longer.
+        # The batch came at an unknown time before the first poll; without a correction, pauses would grow continually.
         interval -= self._settings.min_poll_interval if at_first_poll else 0.0
         self._arrived_at = now
         if interval > self._settings.max_interval or self._mean > self._settings.max_interval:
@@ -156,7 +156,7 @@ class PollPlanner:
 
 
 class _DroppedRange:
-    """Numbers without a batch at one place in the queue."""
+    """Item of the queue that stands for consecutive numbers whose batches were dropped."""
 
     __slots__ = ("count",)
 
@@ -168,37 +168,37 @@ class QueuedPublisher(EventPublisher):
     """A publisher whose `publish` only queues. A subclass runs the thread that takes batches out and sends them."""
 
     def __init__(self, data_parallel_rank: int, max_queue_size: int, burst: int) -> None:
-        """`burst` is the number of batches that `_take_burst` takes at most."""
+        """`burst` is the maximum number of batches that `_take_burst` takes."""
         super().__init__(data_parallel_rank)
         self._capacity = max_queue_size or sys.maxsize
         self._burst = burst
         self._limit = self._capacity
         self._queue: deque[Any] = deque()
-        # Re-entrant, since a signal handler of the engine may publish while its main thread holds the lock.
+        # Re-entrant, because a signal handler of the engine can publish while the interrupted code holds the lock.
         self._lock = threading.RLock()
-        # Acquiring waits, releasing wakes. It is cheaper than an Event with its Condition.
+        # The thread waits by acquiring this lock, and releasing it wakes the thread, which is cheaper than a `threading.Event`.
         self._wakeup = _thread.allocate_lock()
         self._wakeup.acquire()
         self._is_asleep = False
         self._is_running = True
         self._is_shut_down = False
         self._end_reason = ""
-        """Why the thread ended without `shutdown`; empty otherwise."""
+        """Why the thread ended without `shutdown`; empty while it runs and after `shutdown`."""
         self._dropped_after_end = 0
         self._next_seq = 0
         """Number of the batch at the head of the queue."""
         self._dropped_full = 0
-        """Batches dropped because the queue was full, since the start."""
+        """Number of batches that were dropped because the queue was full."""
         self._dropped_numbers = 0
-        """Numbers of all `_DroppedRange`s in the queue."""
+        """Sum of the counts of all `_DroppedRange`s in the queue."""
         self._dropped_ranges = 0
-        """`_DroppedRange`s in the queue."""
+        """Number of `_DroppedRange`s in the queue."""
         self._own_numbers = 0
-        """Numbers given to batches of the thread's own, since the start."""
+        """Number of batches that the thread itself has created, such as heartbeats."""
         self._encode_failures = 0
         self._send_failures = 0
         self._has_tail_gap = False
-        """Whether the newest number has no batch, which consumers cannot see before a higher number is sent."""
+        """Whether the newest number has no batch; consumers see that only when a higher number is sent."""
 
     def publish(self, events: Any) -> None:
         """Accept one batch and give it the next number. Never blocks, and never raises before `shutdown()`.
@@ -216,8 +216,8 @@ class QueuedPublisher(EventPublisher):
         except Exception:  # noqa: BLE001 - a user's own type may raise anything, and it must not reach the engine
             self._set_attention_rank(events)
         queue = self._queue
-        # _limit is read after the length: in CPython nothing runs between reading it and the append, so a thread about to
-        # sleep cannot be missed. Elsewhere its sleep is bounded.
+        # _limit is read after the length: CPython runs no other thread between this and the append, so the publisher thread
+        # cannot fall asleep unnoticed. Other interpreters rely on the limit of its sleep.
         if len(queue) >= self._limit:
             self._publish_slowly(events)
             return
@@ -225,7 +225,7 @@ class QueuedPublisher(EventPublisher):
 
     def _set_attention_rank(self, events: Any) -> None:
         """Set the rank of a batch without `data_parallel_rank`: SGLang calls it `attn_dp_rank`, users' own types have none."""
-        with suppress(Exception):  # any exception of a user's own type; its encoding reports the problem
+        with suppress(Exception):  # a user's own type can raise anything; its encoding reports the problem
             if getattr(events, "attn_dp_rank", self) is None:
                 events.attn_dp_rank = self._data_parallel_rank
 
@@ -266,7 +266,7 @@ class QueuedPublisher(EventPublisher):
         self._wakeup.release()
 
     def _end_queue(self, reason: str | None) -> None:
-        """End the thread. From now on `publish` drops batches for this reason; it raises if `shutdown` was called (None)."""
+        """End the thread. From now on `publish` drops batches for `reason`, or raises if `reason` is None (a shutdown)."""
         with self._lock:
             if reason is None:
                 self._is_shut_down = True
@@ -278,7 +278,7 @@ class QueuedPublisher(EventPublisher):
                 self._wake()
 
     def _end_in_child(self, reason: str) -> None:
-        """End the queue in a forked child, where the parent's threads do not exist and never release its locks."""
+        """End the queue in a forked child, where the parent's threads do not exist, so that they release no lock."""
         self._lock = threading.RLock()
         self._is_asleep = False
         self._end_queue(reason)
@@ -286,7 +286,7 @@ class QueuedPublisher(EventPublisher):
     # --- called by the publisher thread --------------------------------------------------------------------------------------
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep until a batch arrives or the queue closes, at most `seconds`."""
+        """Sleep until a batch arrives or the queue closes, but at most `seconds`."""
         self._limit = 0 if self._is_running else -1
         with self._lock:
             if self._queue or not self._is_running:
@@ -297,7 +297,7 @@ class QueuedPublisher(EventPublisher):
         with self._lock:
             self._is_asleep = False
             self._limit = self._capacity if self._is_running else -1
-            # A wake-up may have come after the timeout.
+            # `_wake` may have released the lock after the timeout.
             self._wakeup.acquire(blocking=False)
 
     def _take_burst(self, encode: Callable[[Any], bytes]) -> list[SequencedPayload]:
@@ -321,7 +321,7 @@ class QueuedPublisher(EventPublisher):
                 burst.append((seq, encode(item)))
             except BaseException as error:  # noqa: BLE001 - encoding runs code of users' event types; it must not end the thread
                 self._encode_failures += 1
-                with suppress(Exception):  # formatting an exception of a user's type may raise
+                with suppress(Exception):  # to format an exception of a user's type can raise
                     self._on_encode_failure(seq, error)
             seq += 1
         if items:
@@ -329,7 +329,7 @@ class QueuedPublisher(EventPublisher):
         return burst
 
     def _take_queue(self) -> list[Any]:
-        """Empty the queue and return its batches, which get no numbers here."""
+        """Empty the queue and return its batches, without giving them numbers."""
         with self._lock:
             batches = [item for item in self._queue if item.__class__ is not _DroppedRange]
             self._queue.clear()
@@ -337,7 +337,7 @@ class QueuedPublisher(EventPublisher):
             return batches
 
     def _next_own_number(self) -> int:
-        """Return a number for a batch of the thread's own; it precedes all queued batches."""
+        """Return a number for a batch that the thread itself creates; the batch precedes all queued batches."""
         self._has_tail_gap = False
         with self._lock:
             self._next_seq += 1
@@ -351,10 +351,10 @@ class QueuedPublisher(EventPublisher):
             return following, following - self._dropped_full - self._own_numbers
 
     def _count_processed(self) -> int:
-        """Return how many batches given to `publish` were sent or dropped: all that precede the next number."""
+        """Return how many of the batches given to `publish` were sent or dropped: all that have left the queue."""
         with self._lock:
             return self._next_seq - self._own_numbers
 
     def _on_encode_failure(self, seq: int, error: BaseException) -> None:
-        """Note why batch `seq` could not be encoded."""
+        """Record why batch `seq` could not be encoded."""
         raise NotImplementedError

@@ -3,10 +3,10 @@
 `Compactor` stores the blocks of a stream's old batches that are still live. `encode_snapshot` encodes its events as batches
 that subscribers can read. `DigestTracker` computes the digest that heartbeats carry.
 
-A snapshot that is larger than one payload has several parts. A consumer needs all of them, consecutively. But live batches may
-have had the same numbers, and a consumer may hold some of those. So each part ends with a heartbeat whose digest covers all
-parts up to this one, and only the heartbeat of the last part has the trust EXACT. A consumer that misses a part sees a wrong
-digest.
+A snapshot that is larger than one payload has several parts. A consumer needs all of them, consecutively. But the parts have
+the numbers of earlier live batches, which a consumer may hold instead. So each part ends with a heartbeat whose digest covers
+all parts up to and including it, and only the heartbeat of the last part has the trust EXACT. A consumer that misses a part
+sees a wrong digest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Encode: TypeAlias = Callable[[Any], bytes]
 EventTuple: TypeAlias = tuple[Any, ...]
 """An event as `_native.Compactor.events` returns it: its kind, its block hashes, then the other fields of that kind."""
 RankEvents: TypeAlias = tuple[int | None, list[EventTuple]]
-"""The events of one rank; None if payloads have not stated a rank."""
+"""A rank and its events; the rank is None if no payload has stated one."""
 
 _NATIVE_LIMITS: Final = astuple(DEFAULT_WIRE_LIMITS)[:6]
 
@@ -51,10 +51,10 @@ _NATIVE_LIMITS: Final = astuple(DEFAULT_WIRE_LIMITS)[:6]
 class Compactor:
     """Takes the payloads of one stream, oldest first, and stores only blocks that are still live.
 
-    `events` returns its state as stores that rebuild every chain after a clear: a consumer that applies them knows the same as
-    one that saw every batch, and is at least as uncertain of copies that might not exist. Blocks of groups of unknown kinds
-    are stored without tokens. Stores whose lengths disagree are left out. If payloads state several ranks, each rank has a
-    state of its own, as in an index.
+    `events` returns its state as stores that rebuild every chain after a clear. A consumer that applies them has the same state
+    as one that has received every batch, except that it may be uncertain of more copies. Blocks of groups of unknown kinds are
+    stored without tokens. The compactor ignores stores whose lengths disagree. If payloads state several ranks, each rank has
+    its own state, as in an index.
     """
 
     def __init__(self, native: Any) -> None:
@@ -76,7 +76,7 @@ class Compactor:
         self._native.apply_many(batches)
 
     def restore(self, payloads: Sequence[bytes], *, partial: bool = False) -> None:
-        """Load what `payloads` returned in another process. Other input makes the history unavailable."""
+        """Load the payloads that `payloads` returned in another process. Any other input makes the history unavailable."""
         for payload in payloads:
             self._native.apply(payload, own=True)
         if partial:
@@ -85,7 +85,7 @@ class Compactor:
     def events(self) -> list[RankEvents] | None:
         """Return the events of each rank after a clear; None if the history is unavailable, or no order can express it.
 
-        The latter needs equal hashes under different parents, stored repeatedly; it ends when they are removed.
+        No order exists while blocks with equal hashes are stored repeatedly under different parents, until they are removed.
         """
         ranks: list[RankEvents] | None = None if self.unavailable_reason else self._native.events()
         return ranks
@@ -104,9 +104,9 @@ class Compactor:
 
     @property
     def unavailable_reason(self) -> str | None:
-        """The limit that was exceeded, or what makes the history unknown; None if it is available.
+        """The limit that was exceeded, or why the history is unknown; None if it is available.
 
-        `batches` were never seen, `payloads` cannot be read, or `digests` are no numbers.
+        `batches`: some were never received. `payloads`: some cannot be decoded. `digests`: block hashes are not numbers.
         """
         reason: str | None = self._native.lost
         return reason
@@ -118,7 +118,7 @@ class Compactor:
 
     @property
     def live(self) -> int:
-        """Blocks with at least one copy."""
+        """Number of blocks with at least one copy."""
         return int(self._native.live)
 
     @property
@@ -131,7 +131,7 @@ class Compactor:
 
 _STREAM: Final = "own"
 _INDEX_LIMITS: Final = {"max_fences": 0, "max_speculated": 0}
-"""All other limits are the defaults of `kvevents.index.IndexLimits`, since the digest depends on which blocks they reject."""
+"""All other limits are the defaults of `kvevents.index.IndexLimits`, because limits decide which blocks are in the digest."""
 _EMPTY_DIGEST: Final = f"{0:032x}"
 _APPLIED, _CLEARED = "applied", "cleared"
 _OUTCOMES: Final = (_APPLIED, _CLEARED, "duplicate", "void")
@@ -142,22 +142,22 @@ class DigestTracker:
     """Applies a stream as the index of a consumer does, and computes its digest.
 
     `index` is a subclass of `_native.NativeIndex`. It is loaded at run time only, so that publishers work without the native
-    module. Without it both index and digest are None, and only missing numbers are detected.
+    module. Without that module, index and digest are None, and only missing numbers are detected.
     """
 
     def __init__(self, index: Any | None) -> None:
         self._index = index
         self._last_seq = -1
         self._newest_gap: int | None = None
-        """The newest number that was never sent, since the stream was last cleared."""
+        """The newest number that was skipped since the stream was last cleared; None if all were sent."""
 
     @classmethod
     def create(cls) -> DigestTracker:
-        """Return a tracker of a stream without batches. It has no digest if the native module is not installed."""
+        """Return a tracker of an empty stream. The tracker has no digest if the native module is not installed."""
         native = find_native()
         if native is None:
             return cls(None)
-        # An index that drops the report of a payload, such as the publisher's own heartbeats.
+        # `_found` returns only the outcome of a payload, without the report about its events.
         index: Any = type("DigestIndex", (native.NativeIndex,), {"_found": lambda _self, outcome, *_found: outcome})
         return cls(index(_NATIVE_LIMITS, None, _INDEX_LIMITS, _OUTCOMES))
 
@@ -209,24 +209,24 @@ class DigestTracker:
 # --- snapshots ---------------------------------------------------------------------------------------------------------------
 
 MAX_SNAPSHOT_PARTS: Final = 16
-"""Maximum number of batches of a snapshot of one rank. At 32 MiB each they hold some six million blocks of 16 tokens; all are
-in memory at once. Each further rank adds one batch, for at most `MAX_RANKS` ranks."""
+"""Maximum number of batches of a snapshot of one rank, all of which are in memory at once. At 32 MiB each, they hold about six
+million blocks of 16 tokens. Each further rank adds one batch, for at most `MAX_RANKS` ranks."""
 MAX_RANKS: Final = 64
 """Maximum number of ranks of one stream, as in the native compactor."""
 _EVENTS_PER_PART: Final = 8
-"""An event that would fill more than one part in this number is split, so that parts can be filled evenly."""
+"""An event is split if it would fill more than this fraction (1/8) of a part, so that parts can be filled evenly."""
 _FIXED_EVENT_BYTES: Final = 400
-"""Upper bound for an event without its hashes, tokens and names."""
+"""Upper bound in bytes for an event without its hashes, tokens and names."""
 _ARRAY_HEADER_BYTES: Final = 16
 """Maximum number of bytes by which the array headers of a batch grow with its content."""
 _NOT_LAST_PART: Final = "its snapshot is several batches, of which this is not the last one"
 
 _EncodeEvents = Callable[[int | None, list[KVEvent]], bytes]
-"""Encodes a batch of a rank."""
+"""Encodes events of a rank as a batch."""
 _Group = tuple[int | None, list[KVEvent]]
 """The rank and the events of a part."""
 _CLEARS: Final = (AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL}))
-"""The first events of a snapshot. Without the second one, lower tiers might hold blocks from before it."""
+"""The first events of a snapshot. Without the second one, lower tiers might retain blocks from before the snapshot."""
 
 
 def encode_snapshot(
@@ -234,9 +234,9 @@ def encode_snapshot(
 ) -> list[bytes] | None:
     """Return the payloads of a snapshot, each of at most `limit` bytes. The first one begins with a clear.
 
-    Nearly always there is one payload. With several ranks the first one clears all ranks, and each rank has payloads of its
-    own. `rank` is the only rank of a stream whose payloads state none. `incarnation` is the sender's, as in its heartbeats.
-    Returns None if one rank would need more than `MAX_SNAPSHOT_PARTS`, or if a single block takes more than a payload holds.
+    Almost always there is only one payload. With several ranks, the first payload clears all ranks, and further payloads belong
+    to one rank each. `rank` is the only rank of a stream whose payloads state no rank. `incarnation` is the sender's, as in its
+    heartbeats. Returns None if one rank would need more than `MAX_SNAPSHOT_PARTS`, or if a single block is larger than `limit`.
     """
 
     def encode_events(rank: int | None, content: list[KVEvent]) -> bytes:
@@ -257,7 +257,7 @@ def encode_snapshot(
 
 
 def _join(groups: Iterable[_Group], encode_events: _EncodeEvents, max_parts: int, incarnation: int) -> list[bytes] | None:
-    """Encode each group as a part. If there are several, append the digest after each part, and whether it is the last."""
+    """Encode each group as a part. If there are several, each part ends with a heartbeat that shows whether it is the last."""
     tracker = DigestTracker.create()
     parts: list[bytes] = []
     pending: _Group | None = None
@@ -284,7 +284,7 @@ def _group(
     group, min_count = list(first), len(first)
     base_size = len(encode_events(rank, []))
     heartbeat = Heartbeat("0" * 32, MAX_HEARTBEAT, "DEGRADED", _NOT_LAST_PART, 1 << 63)
-    # A clear between the stores does not begin a part: it would be taken for the beginning of another snapshot.
+    # A clear between the stores must not begin a part, because a consumer would take it for the beginning of a snapshot.
     clear = len(encode_events(rank, [AllBlocksCleared()])) - base_size
     part_overhead = _ARRAY_HEADER_BYTES + clear + len(encode_events(rank, [BlockRemoved([], heartbeat=heartbeat)]))
     size = part_overhead + len(encode_events(rank, group)) - base_size
@@ -300,17 +300,17 @@ def _group(
 
 
 def _max_size(event: EventTuple) -> int:
-    """Upper bound of the event's bytes in any dialect."""
+    """Return an upper bound of the event's size in any dialect."""
     kind, hashes, *values = event
     tokens = len(values[1]) * 3 // 2 if kind == "stored" else 0
     names = sum(4 * len(value) for value in values if isinstance(value, str))
     extra = 2 * len(values[_EXTRA]) if kind == "stored" and values[_EXTRA] is not None else 0
-    # A keyed store has a key for each hash.
+    # 18 bytes per hash: a store with block keys has one for each hash.
     return _FIXED_EVENT_BYTES + 18 * len(hashes) + tokens + names + extra
 
 
 def _split(event: EventTuple, room: int) -> Iterable[EventTuple]:
-    """Return the event as several of at most `room` bytes each, unless a single block takes more."""
+    """Split the event into events of at most `room` bytes each, unless a single block is larger."""
     size, count = _max_size(event), len(event[1])
     if size <= room or count < 2:
         return (event,)
@@ -337,7 +337,7 @@ def _split_stored(event: EventTuple, step: int) -> Iterator[EventTuple]:
 
 
 _STORED_FIELDS: Final = (
-    *(*ARRAY_STORED[:3], "pairs", *ARRAY_STORED[3:]),  # `pairs` belongs to `token_ids`
+    *(*ARRAY_STORED[:3], "pairs", *ARRAY_STORED[3:]),  # `pairs` says how to read `token_ids`
     *("locality", "ownership", "cache_salt", "block_keys"),
 )
 _REMOVED_FIELDS: Final = ("block_hashes", "medium", "group_idx", "locality", "ownership")

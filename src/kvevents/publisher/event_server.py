@@ -1,8 +1,8 @@
 """Sends one numbered stream to all subscribers, and serves replay at the same time.
 
-Theory of operation. One thread, the caller's, sends; only it may call `send` and `poll`, and it ends with `close_events`.
-Batches go into the replay buffer first and out afterwards, so that every batch a consumer saw can be requested again. The
-replay server (`replay_server`) has a thread, `zmq-replay`, and a ROUTER socket of its own, if its endpoint is set.
+Theory of operation. Only one thread of the caller sends: it alone may call `send` and `poll`, and it calls `close_events` at
+the end. A batch is stored in the replay buffer before it is sent, so that every batch that a consumer received can be requested
+again. The replay server (`replay_server`) has its own thread, `zmq-replay`, and its own ROUTER socket, if its endpoint is set.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from kvevents.zeromq.zap import SocketSecurity, secure_sockets
 logger = logging.getLogger(__name__)
 
 _EVENT_AFFINITY: Final = 1
-"""ZMQ_AFFINITY of the event socket: the first I/O thread of our own context."""
+"""ZMQ_AFFINITY of the event socket: the first I/O thread of a context that the server has created."""
 _REPLY_AFFINITY: Final = 2
 """ZMQ_AFFINITY of the replay socket: the second I/O thread."""
 _POLL_BUDGET: Final = 0.02
-"""Seconds in which one `poll` reads subscriptions."""
+"""Maximum number of seconds for which one `poll` reads subscriptions."""
 _RECEIVE_LIMIT: Final = 2
-"""Limit of the subscriptions of one peer outside of TCP. libzmq moves them from there into a queue without a limit whenever it
-is called; with more than a few, a peer that sends them without end fills memory faster than `poll` empties the queue."""
+"""Maximum number of subscriptions of one peer in its pipe (ZMQ_RCVHWM). Each call of libzmq moves them from there into a queue
+without a limit. With more than a few, a peer that sends them endlessly fills memory faster than `poll` empties the queue."""
 _CHANGES: Final = {b"\1": 1, b"\0": -1}
 
 
@@ -59,8 +59,8 @@ class EventSocket:
     ) -> None:
         """Bind the socket, or connect it unless `is_bound`. `affinity` selects its I/O threads. Raises `EndpointError`."""
         self.subscriptions = 0
-        """Subscriptions as of the last `poll`; a consumer with two topics counts twice."""
-        # To subscribers XPUB is the same as PUB; it also reports subscriptions.
+        """Number of subscriptions as of the last `poll`; a consumer with two topics counts twice."""
+        # Subscribers see no difference from PUB; XPUB also reports their subscriptions to us.
         with open_socket(context, zmq.XPUB, security, endpoint) as socket:
             socket.sndhwm, socket.rcvhwm = hwm, _RECEIVE_LIMIT
             socket.affinity = affinity
@@ -70,7 +70,7 @@ class EventSocket:
             """The bound endpoint, with the port that the OS chose; for a connecting socket, the peer's endpoint."""
             self._socket = socket
         self._native = libzmq_io()
-        # The send method of pyzmq's backend: send_multipart costs six times as much for three frames.
+        # The send method of pyzmq's backend, because `send_multipart` costs six times as much for three frames.
         self._send: Callable[..., Any] = zmq.backend.Socket.send.__get__(socket)
 
     def send(self, topic: bytes, batches: Sequence[SequencedPayload]) -> None:
@@ -116,8 +116,8 @@ class EventServer:
     incarnation: number of this incarnation of the sender, as in its heartbeats; random by default.
     context: a context to use, which the caller terminates; by default the server creates one, and `close` terminates it.
 
-    Raises `EndpointError` when a socket cannot be bound, and what `kvevents.zeromq.zap.secure_sockets` raises. No socket
-    stays open then.
+    After an exception no socket stays open: `EndpointError` if one cannot be bound, and what
+    `kvevents.zeromq.zap.secure_sockets` raises.
     """
 
     replay_bound: str | None = None
@@ -169,7 +169,7 @@ class EventServer:
         try:
             if self._replay_thread is not None:
                 self._replay_thread.start()
-        except BaseException:  # such as Ctrl-C; a socket that stays open would block the end of its context
+        except BaseException:  # such as KeyboardInterrupt; a socket that stays open would block the end of its context
             self.close(0.0)
             raise
 
@@ -205,7 +205,7 @@ class EventServer:
 
     @property
     def endpoint(self) -> str:
-        """The endpoint at which a consumer on this host subscribes, with the port that the OS chose, or the peer's endpoint."""
+        """The endpoint to which a consumer on this host subscribes, with the port that the OS chose; or the peer's endpoint."""
         return connectable(self.events.bound_endpoint)
 
     @property
@@ -220,12 +220,12 @@ class EventServer:
 
     @property
     def connections_refused(self) -> int:
-        """Connections to any socket by clients that know the server key but are not in `curve.allowed`."""
+        """Number of connections to any socket by clients that know the server key but are not in `curve.allowed`."""
         return 0 if self.security is None else self.security.refusals
 
     @property
     def replays_unfinished(self) -> int:
-        """Replies that `close` left unfinished."""
+        """Number of replies that were unfinished at the end of `close`."""
         return 0 if self._replay is None else self._replay.unfinished_replies
 
     def replay_stats(self) -> ReplayStats:
@@ -233,13 +233,13 @@ class EventServer:
         return ReplayStats() if self._replay is None else self._replay.stats()
 
     def failures(self) -> dict[str, int]:
-        """Return the number of survived exceptions by part; parts without exceptions are left out."""
+        """Return the number of survived exceptions of each part that had any."""
         return self._failures.counts() | ({} if self._replay is None else self._replay.failures.counts())
 
     # --- called by the sending thread -----------------------------------------------------------------------------------------
 
     def send(self, batches: Sequence[SequencedPayload]) -> None:
-        """Store batches for replay and send them, in this order. If they cannot be stored, they are sent nevertheless."""
+        """Store batches for replay, then send them, even if they could not be stored."""
         try:
             self._buffer.extend(batches)
         except Exception as error:  # noqa: BLE001 - live batches do not depend on replay
@@ -263,8 +263,8 @@ class EventServer:
     def close(self, seconds: float = 1.0, *, is_sending: bool = False) -> bool | None:
         """Finish replies, flush and close, all within `seconds`. Return whether everything was flushed.
 
-        Returns None if the context is shared and the server did not wait for it. `is_sending` says that the sending thread did
-        not end; its socket and the context then stay open. A second call does nothing, or completes one that was interrupted.
+        Returns None if the context is shared and the server did not wait for it. If the sending thread has not ended
+        (`is_sending`), its socket and the context stay open. A second call does nothing, or completes an interrupted call.
         """
         if self._is_closed:
             return None
@@ -278,7 +278,7 @@ class EventServer:
         if self.security is not None:
             self.security.close()
         if is_sending or (thread is not None and thread.is_alive()):
-            if self._owns_context:  # it ends when the thread has closed its socket
+            if self._owns_context:  # the context ends when the thread has closed its socket
                 self._start_termination()
             return False
         if replay is not None:
@@ -291,7 +291,7 @@ class EventServer:
         return monotonic() < (self._flush_until if replay is None else min(self._flush_until, replay.flush_until))
 
     def _start_termination(self) -> threading.Thread:
-        """Terminate the context in a thread, which ends when all sockets are closed: ZeroMQ has no limit for this."""
+        """Terminate the context in a thread, because ZeroMQ waits without a limit until all sockets are closed."""
         if self._termination is None:
             self._termination = threading.Thread(target=self._context.term, daemon=True, name="zmq-term")
             with suppress(RuntimeError):  # the interpreter is ending and starts no more threads
@@ -299,9 +299,9 @@ class EventServer:
         return self._termination
 
     def _end_context(self, deadline: float) -> bool:
-        """Return whether ZeroMQ has ended the context, `term_timeout` seconds after `deadline` at the latest."""
+        """Wait until ZeroMQ has ended the context, at most `term_timeout` seconds after `deadline`; return whether it has."""
         termination = self._start_termination()
-        if termination.ident is None:  # it could not be started
+        if termination.ident is None:  # the thread could not be started
             self._context.term()
         else:
             termination.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE + self._settings.term_timeout)

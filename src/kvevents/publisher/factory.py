@@ -15,7 +15,7 @@ _OWN_FIELDS: Final = ("bind", "dialect", "replay_topic", "compact", "curve", "he
 
 
 class PublisherRegistry:
-    """Constructors by name. The factories of kvevents, of vLLM's surface and of SGLang's each have a registry of their own."""
+    """Constructors by name. kvevents, its vLLM interface and its SGLang interface have separate registries."""
 
     _registry: ClassVar[dict[str, Callable[..., EventPublisher]]]
 
@@ -49,13 +49,13 @@ class EventPublisherFactory(PublisherRegistry):
 
     @classmethod
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> EventPublisher:
-        """Return the publisher for one rank; a `NullEventPublisher` without a configuration or if events are not enabled.
+        """Return the publisher for one rank; a `NullEventPublisher` if `config` is None or events are not enabled.
 
         Raises ValueError for a name that is not registered, and what the publisher raises.
         """
         if config is None or not config.enable_kv_cache_events or config.publisher in {None, "null"}:
             return NullEventPublisher(data_parallel_rank)
         settings = {name: getattr(config, name) for name in _ENGINE_FIELDS}
-        # Our own fields only if they are set: a publisher written for an engine does not know them.
+        # A publisher written for an engine does not know our own fields, so they are passed only if they are set.
         settings |= {name: getattr(config, name) for name in _OWN_FIELDS if getattr(config, name) is not None}
         return cls._constructor(config.publisher or "")(data_parallel_rank=data_parallel_rank, **settings)

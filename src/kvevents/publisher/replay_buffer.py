@@ -1,22 +1,24 @@
-"""The batches that can be replayed, and the snapshot that represents older ones.
+"""The batches that can be replayed, and the snapshot that represents older batches.
 
-Theory of operation. Batches that leave the buffer are compacted. A consumer that requests replay from before the buffer gets a
-snapshot first. Consumers treat a snapshot like ordinary batches, so its numbers must express what it contains:
+Theory of operation. Batches that leave the buffer are compacted. A consumer that requests older batches than the buffer has
+gets a snapshot first. Consumers treat a snapshot like ordinary batches, so its numbers must express what it contains:
 
-- No number is missing: the snapshot ends with the number of the last batch it contains. A snapshot larger than one payload has
-  several parts (see `compaction`). A consumer must receive all parts or none, and it may hold live batches of the same numbers.
-  So only a request from before the first part gets the snapshot, and the numbers of two snapshots never overlap: until a new
-  snapshot can have its own numbers, the last one is sent together with the batches evicted since.
-- A number was never sent: the snapshot ends just before that number. Every consumer sees a gap behind the clear, so none takes
-  the state for complete. An empty batch follows with the number of the last batch that the snapshot contains. A consumer that
-  holds that batch itself, and would apply it twice, sees two contents under one number and starts over.
+- If no number was skipped, the snapshot ends with the number of the last batch that it contains. A snapshot larger than one
+  payload has several parts (see `compaction`). A consumer must receive all parts or none, and it may hold live batches of the
+  same numbers. So only a request that starts before the first part gets the snapshot, and the numbers of two snapshots never
+  overlap: until enough batches were evicted for a new snapshot, the last snapshot is sent, followed by the batches that were
+  evicted after it was built.
+- If a number was skipped, the snapshot ends just before that number, so every consumer sees a gap after the clear, and none
+  considers the state complete. An empty batch follows with the number of the last batch that the snapshot contains. A consumer
+  that already holds the original batch of that number sees two contents under one number and starts over, instead of applying
+  the batch twice.
 
-Sending never waits for compaction. `compact_until_stopped` is the body of a thread that evicts and compacts batches; meanwhile
-`extend` only appends. Without that thread, or if its backlog is too large, `extend` compacts, which bounds memory. The thread
-compacts small pieces with pauses in between, so that a publisher thread on the same CPU waits for one piece at most.
+Sending never waits for compaction. `compact_until_stopped` is the body of a thread that evicts and compacts batches; while it
+runs, `extend` only appends. Without that thread, or if its backlog is too large, `extend` compacts, which bounds memory. The
+thread compacts small pieces with pauses in between, so that a publisher thread on the same CPU waits for at most one piece.
 
-If compaction raises any exception, it is switched off, since the compactor may have applied half a batch. From then on the
-buffer keeps `steps` batches and sends no snapshot, and a late consumer sees that its history is truncated.
+If compaction raises any exception, it is switched off, because the compactor may have applied half a batch. Then the buffer
+keeps `steps` batches and sends no snapshot, and a late consumer sees that the history which it receives is truncated.
 
 Locks, outermost first: `_snapshot_lock` (one snapshot is built at a time), `_history_lock` (the compactor, and what was
 evicted), `_buffer_lock` (the buffered batches).
@@ -59,7 +61,7 @@ _payload_of = itemgetter(1)
 
 
 class BatchDeque(deque[SequencedPayload]):
-    """Batches with rising numbers, oldest first, and their size."""
+    """Batches with ascending numbers, oldest first, and their size."""
 
     bytes = 0
     """Payload bytes of all batches."""
@@ -76,13 +78,13 @@ class BatchDeque(deque[SequencedPayload]):
         return batches
 
     def count_within(self, size: int) -> int:
-        """Return how many of the oldest batches have at most `size` bytes together, at least 1. Must not be empty."""
+        """Return how many of the oldest batches have at most `size` bytes in total, but at least 1. Needs a batch."""
         sizes = accumulate(len(payload) for _, payload in self)
         return max(1, sum(1 for _ in takewhile(lambda total: total <= size, sizes)))
 
     def batches_from(self, start: int) -> list[SequencedPayload]:
         """Return the batches numbered `start` or higher."""
-        max_count = max(0, self[-1][0] - start + 1) if self else 0  # some numbers have no batch
+        max_count = max(0, self[-1][0] - start + 1) if self else 0  # an upper bound, because some numbers have no batch
         newest = [*islice(reversed(self), max_count)][::-1]
         return newest[bisect_left(newest, start, key=_seq_of) :]
 
@@ -95,23 +97,23 @@ class CompactedHistory(NamedTuple):
     """The history that has left a buffer, in the form that `ReplayBuffer.restore` takes."""
 
     last_seq: int
-    """Number of the last batch it contains."""
+    """Number of the last batch that it contains."""
     payloads: list[bytes]
     """State of the compactor; not for consumers."""
     partial: bool = False
-    """Whether a number up to `last_seq` was never sent, since the stream was last cleared."""
+    """Whether any number up to `last_seq` was skipped since the stream was last cleared."""
 
 
 class _Snapshot(NamedTuple):
-    """Batches that replace everything up to a number."""
+    """Batches that replace all batches up to a number."""
 
     last_seq: int
-    """Number of the last batch it contains."""
+    """Number of the last batch that it contains."""
     batches: list[SequencedPayload]
     latest_start: int
-    """Highest start of a request that still gets the snapshot."""
+    """Highest first number with which a request still gets the snapshot."""
     has_parts: bool
-    """Whether it has several parts, under the numbers of batches that were sent."""
+    """Whether the snapshot has several parts, which have the numbers of batches that were sent."""
 
 
 class _SnapshotInput(NamedTuple):
@@ -119,7 +121,7 @@ class _SnapshotInput(NamedTuple):
     last_payload: bytes
     gap: int | None
     events: list[RankEvents] | None
-    """None if no new snapshot is needed, or the history is unavailable."""
+    """Events for a new snapshot; None if none is needed, or if the history is unavailable."""
     recently_evicted: list[SequencedPayload]
 
 
@@ -127,8 +129,8 @@ class ReplayBuffer:
     """The last `steps` published batches, in order. Numbers rise but may have gaps.
 
     With a `compactor`, evicted batches are compacted into a snapshot: a clear, and stores that rebuild what was live. `encode`
-    encodes it. Batches are then evicted in groups: the buffer holds up to `settings.group_size` more than `steps`, but at most
-    a sixteenth of `steps`; and fewer if they have more than `settings.max_bytes`.
+    encodes it. Batches are then evicted in groups: the buffer may exceed `steps` by less than `settings.group_size`, and by at
+    most the fraction 1/`settings.min_groups`. If the batches have more than `settings.max_bytes`, it holds fewer.
 
     One thread calls `extend` and one thread calls `batches_from`; all other methods may be called from any thread.
     """
@@ -155,14 +157,14 @@ class ReplayBuffer:
         """The sender's incarnation, as in its heartbeats; the parts of a snapshot carry it too."""
         self._last_evicted: SequencedPayload = (-1, b"")
         self._newest_gap: int | None = None
-        """The newest evicted number that was never sent, since the stream was last cleared."""
+        """The newest evicted number that was skipped since the stream was last cleared; None if none was."""
         self._recently_evicted: deque[SequencedPayload] = deque(maxlen=MAX_SNAPSHOT_PARTS + MAX_RANKS)
         self._snapshot: _Snapshot | None = None
         self._snapshot_failure: str | None = None
-        """Why the last snapshot could not be built."""
+        """Why the last snapshot could not be built; None if it could."""
 
     def extend(self, batches: Sequence[SequencedPayload]) -> None:
-        """Add batches and evict the oldest. Call this before sending them live, so that every batch seen can be requested."""
+        """Add batches and evict the oldest ones. Call this before sending the batches: consumers can then request each."""
         with self._buffer_lock:
             self._batches.add(batches)
             excess = self._count_excess(self._tolerance)
@@ -173,7 +175,7 @@ class ReplayBuffer:
             self._work.set()
 
     def compact_until_stopped(self) -> None:
-        """Evict and compact batches until `stop_compacting`; the body of a thread; another thread calls `extend`."""
+        """Evict and compact batches until `stop_compacting`. This is the body of a thread; another thread calls `extend`."""
         self._has_thread = True
         try:
             while not self._is_stopped:
@@ -186,7 +188,7 @@ class ReplayBuffer:
             self._has_thread = False
 
     def _compact_in_pieces(self) -> None:
-        """Compact the current excess; all of it at once if it is so large that pauses would let it grow."""
+        """Compact the current excess, without pauses if it is so large that it would grow during them."""
         settings = self._settings
         with self._buffer_lock:
             excess = self._count_excess(self._tolerance)
@@ -194,7 +196,7 @@ class ReplayBuffer:
             max_bytes = settings.compaction_bytes if excess <= 2 * settings.group_size else None
             with self._history_lock:
                 count = self._evict(exactly=True, max_bytes=max_bytes)
-            # A replay request may have evicted some batches meanwhile.
+            # The excess is not exact: a replay request may have evicted some of its batches.
             excess = excess - count if count else 0
             if excess > 0:
                 self._pause.wait(settings.compaction_pause)
@@ -206,13 +208,13 @@ class ReplayBuffer:
         self._pause.set()
 
     def _count_excess(self, tolerance: int) -> int:
-        """Return how many of the oldest batches to evict now; 0 unless they are more than `tolerance`."""
+        """Return how many of the oldest batches to evict now; 0 if the number exceeds `steps` by at most `tolerance`."""
         batches = self._batches
         excess = len(batches) - self._steps
         excess = excess if excess > tolerance else 0
         stats = self._history_stats
         if stats is not None and stats.unavailable_reason is None and batches.bytes > self._settings.max_bytes:
-            # Evict some more at once, but never the newest batch, whose number replay needs.
+            # Evict more than needed, so that the next eviction is later; but never the newest batch, whose number replay needs.
             target = self._settings.max_bytes - self._settings.max_bytes // self._settings.min_groups
             sizes = accumulate(batches, lambda size, batch: size - len(batch[1]), initial=batches.bytes)
             excess = max(excess, min(sum(1 for _ in takewhile(lambda size: size > target, sizes)), len(batches) - 1))
@@ -221,8 +223,8 @@ class ReplayBuffer:
     def _evict(self, *, exactly: bool = False, max_bytes: int | None = None) -> int:
         """Evict and compact the excess; return the number of batches. The caller holds `_history_lock`.
 
-        With `exactly` it does not wait for a group of batches. `max_bytes` limits the payload bytes, but at least one batch is
-        evicted.
+        With `exactly`, it evicts the excess even if that is smaller than a group. `max_bytes` limits the evicted payload bytes,
+        but at least one batch is evicted.
         """
         with self._buffer_lock:
             excess = self._count_excess(0 if exactly else self._tolerance)
@@ -251,7 +253,7 @@ class ReplayBuffer:
                 raise
 
     def _compact(self, compactor: Compactor, batches: list[SequencedPayload]) -> None:
-        if batches[-1][0] - self._last_evicted[0] == len(batches):  # no number is missing
+        if batches[-1][0] - self._last_evicted[0] == len(batches):  # no number was skipped
             compactor.extend(batches)
             self._last_evicted = batches[-1]
         else:
@@ -274,8 +276,8 @@ class ReplayBuffer:
     def batches_from(self, start: int) -> list[SequencedPayload]:
         """Return the buffered batches numbered `start` or higher.
 
-        If `start` is older than the buffer: the snapshot of everything before the buffer and all buffered batches; without a
-        snapshot, the last `steps` batches.
+        If `start` is older than the buffer, return the snapshot of all older batches and then all buffered batches; or the last
+        `steps` batches if there is no snapshot.
         """
         with self._snapshot_lock:
             with self._history_lock:
@@ -290,14 +292,14 @@ class ReplayBuffer:
             return prefix + batches
         return batches[-self._steps :] if self._steps else []
 
-    # --- snapshots. They are encoded outside of the inner locks: 50,000 blocks take a tenth of a second.
+    # --- snapshots, which are encoded outside of the inner locks, because 50,000 blocks take a tenth of a second
 
     def _snapshot_input(self) -> _SnapshotInput | None:
         compactor, snapshot = self._compactor, self._snapshot
         if compactor is None:
             return None
         seq, payload = self._last_evicted
-        # A snapshot of n parts is reused for n more batches: a new one could not have its own numbers before.
+        # A snapshot of n parts is reused until n more batches are evicted: before that, a new one would overlap its numbers.
         is_current = snapshot is not None and seq - snapshot.last_seq < (len(snapshot.batches) if snapshot.has_parts else 1)
         snapshot_input = None
         with self._disabling_compaction_on_error():
@@ -306,7 +308,7 @@ class ReplayBuffer:
         return snapshot_input  # noqa: RET504 - None after an exception
 
     def _prefix_for(self, start: int, source: _SnapshotInput) -> list[SequencedPayload]:
-        """Return what precedes the buffered batches in a reply from `start`. A snapshot is encoded once for all requests."""
+        """Return the batches before the buffered ones in a reply from `start`. A snapshot is encoded once for all requests."""
         if source.events is not None:
             with self._disabling_compaction_on_error():
                 self._refresh_snapshot(source, source.events)
@@ -337,7 +339,7 @@ class ReplayBuffer:
         last = source.last_seq if source.gap is None else source.gap - 1
         first = last - len(parts) + 1
         has_parts = source.gap is None and len(parts) > 1
-        if first < has_parts:  # parts need a number below the first one, from which to request them
+        if first < has_parts:  # consumers request the parts from the number before the first one
             return "oversized" if source.gap is None else "batches"
         batches = list(zip(range(first, last + 1), parts, strict=True))
         if source.gap is not None:
@@ -347,7 +349,7 @@ class ReplayBuffer:
     # --- transfer of the history to another buffer
 
     def compacted_history(self) -> CompactedHistory | None:
-        """Return what has left the buffer; None if nothing has, or the history is unavailable."""
+        """Return the history that has left the buffer; None if no batch has, or if the history is unavailable."""
         with self._history_lock:
             seq, last = self._last_evicted
             if self._compactor is None or seq < 0:
@@ -373,7 +375,7 @@ class ReplayBuffer:
         with self._history_lock:
             if payloads:
                 self._last_evicted = (last_seq, payloads[-1])
-                # The missing number is not recorded, and does not matter: no consumer holds any of these batches.
+                # Which number was skipped is unknown, and does not matter: no consumer holds any of these batches.
                 self._newest_gap = last_seq - 1 if partial else None
                 if self._compactor is not None:
                     self._compactor.restore(payloads, partial=partial)
@@ -382,7 +384,7 @@ class ReplayBuffer:
     # --- state
 
     def size(self) -> tuple[int, int]:
-        """Return the number of buffered batches and of their payload bytes."""
+        """Return the number of buffered batches and the number of their payload bytes."""
         with self._buffer_lock:
             return len(self._batches), self._batches.bytes
 
@@ -406,7 +408,7 @@ class ReplayBuffer:
         return {"compaction": 1} if self._compaction_failed else {}
 
     def discard(self) -> None:
-        """Drop all buffered batches and stop compacting; for a sender that could not add a batch."""
+        """Drop all buffered batches and switch compaction off; called after a batch could not be added."""
         with self._history_lock, self._buffer_lock:
             self._batches = BatchDeque()
             if self._compactor is not None:
@@ -419,7 +421,7 @@ class ReplayBuffer:
         return self._last_evicted[0] >= 0
 
     def make_locks(self) -> None:
-        """Make the locks, also in a forked child, where the threads that hold the former ones do not exist."""
+        """Create the locks; again in a forked child, where threads that held the former locks do not exist."""
         self._snapshot_lock, self._history_lock, self._buffer_lock = threading.Lock(), threading.RLock(), threading.Lock()
         self._work, self._pause = threading.Event(), threading.Event()
 

@@ -1,18 +1,18 @@
 """Serves replay beside publishing: a ROUTER socket that streams long replies to many consumers, each at its own pace.
 
 Theory of operation. A request opens a session, which holds the messages of its reply as they are at that moment. Sessions take
-turns; each turn sends a few messages. ROUTER_MANDATORY makes ZeroMQ report that the pipe of a consumer is full, where the
+turns; each turn sends a few messages. With ROUTER_MANDATORY, ZeroMQ reports that the pipe of a consumer is full, whereas the
 engines' sockets drop messages silently. The session then keeps its position and is retried after `retry_delay`. ZeroMQ also
-reports that a consumer is gone. Large messages also wait while too many of their bytes are in flight. So a reply is sent at the
-pace of its reader and loses nothing, and live batches, on another socket and thread, never wait for it. Only the thread of the
-server uses the socket.
+reports that a consumer has disconnected. Large messages also wait while too many of their bytes are in flight. So a reply is
+sent at the pace of its consumer and loses nothing. Live batches have another socket and thread, and never wait for a reply.
+Only the thread of the server uses the socket.
 
-Frames in flight. ZeroMQ limits the pipe of a consumer by the number of messages of any size, and does not report which ones
-have left. But it reports when it has written a frame of our memory to the connection, or dropped both. So
-large frames are sent without a copy and counted until then (`InFlightFrames`). Small ones are copied, which costs less than
-counting them, and the message limit bounds them. A consumer without large frames in flight gets one message of any size, even
-if other consumers have not read theirs: a slow reader does not delay the others. pyzmq reports from a thread of its own,
-`zmq.utils.garbage`, which starts with the first large frame of the process.
+Frames in flight. ZeroMQ limits the number of messages in the pipe of a consumer, not their size, and does not report which ones
+have left it. But it reports when it no longer needs a frame in our memory, because the frame was written to the connection or
+dropped with it. So large frames are sent without a copy and counted until that report (`InFlightFrames`). Small frames are
+copied, which costs less than counting them, and the message limit bounds them. A consumer without large frames in flight gets
+one message of any size, even if other consumers have not read theirs: a slow consumer does not delay the others. pyzmq reports
+from its own thread, `zmq.utils.garbage`, which starts with the first large frame of the process.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _MORE: Final = zmq.SNDMORE
 _MORE_NO_WAIT: Final = zmq.SNDMORE | zmq.DONTWAIT
 
 _frame_lock = threading.Lock()
-"""pyzmq starts its thread with the first tracked frame. Two threads that do so at the same time might start two."""
+"""Held while a tracked frame is created: the first one starts pyzmq's thread, and two at the same time might start two."""
 
 
 def _replace_frame_lock() -> None:
-    """In a forked child the thread that held the lock does not exist."""
+    """Replace the lock in a forked child, where a thread that held it does not exist."""
     global _frame_lock  # noqa: PLW0603
     _frame_lock = threading.Lock()
 
@@ -57,14 +57,14 @@ os.register_at_fork(after_in_child=_replace_frame_lock)
 
 
 class InFlightFrames:
-    """Large frames that ZeroMQ still holds, by the identity of the consumer. One thread uses it; any thread may read `size`."""
+    """Large frames that ZeroMQ still holds, by the consumer's identity. One thread uses the object; any may read `size`."""
 
     def __init__(self, settings: ReplayServerSettings) -> None:
         self._settings = settings
         self._frames: dict[bytes, deque[tuple[zmq.MessageTracker, int]]] = {}
         self._bytes: dict[bytes, int] = {}
         self.size = 0
-        """Bytes in flight to all consumers, as of the last `poll`."""
+        """Number of bytes in flight to all consumers, as of the last `poll`."""
 
     def has_room(self, identity: bytes, size: int) -> bool:
         """Whether a large frame may be sent to this consumer now. Frames to other consumers count as of the last `poll`."""
@@ -74,12 +74,12 @@ class InFlightFrames:
         return not in_flight or fits
 
     def track(self, identity: bytes, frame: bytes) -> zmq.Frame | bytes:
-        """Count a frame as in flight, and return it in the form in which it must be sent."""
+        """Count a frame as in flight, and return the object to send."""
         try:
             with _frame_lock:
                 frame_object = zmq.Frame(frame, track=True, copy=False)
         except RuntimeError:
-            # The interpreter exits and starts no more threads: the last frames are copied.
+            # The interpreter exits and starts no more threads, so the last frames are copied.
             return frame
         self._frames.setdefault(identity, deque()).append((cast("zmq.MessageTracker", frame_object.tracker), len(frame)))
         self._bytes[identity] = self._bytes.get(identity, 0) + len(frame)
@@ -91,7 +91,7 @@ class InFlightFrames:
         return self._bytes.get(identity, 0)
 
     def wait(self, deadline: float) -> None:
-        """Wait until ZeroMQ has sent all frames, whose memory it reads, or until `deadline` (monotonic seconds)."""
+        """Wait until ZeroMQ no longer reads the memory of any frame, or until `deadline` (monotonic seconds)."""
         self.poll()
         while self.size and monotonic() < deadline:
             sleep(self._settings.in_flight_poll_interval)
@@ -106,7 +106,7 @@ class InFlightFrames:
         frames = self._frames.get(identity)
         if frames is None:
             return
-        # Frames of one pipe leave in order.
+        # Frames leave a pipe in order.
         while frames and frames[0][0].done:
             size = frames.popleft()[1]
             self.size -= size
@@ -121,9 +121,10 @@ class ReplySession:
     def __init__(self, identity: bytes, batches: Sequence[SequencedPayload], now: float) -> None:
         self.identity = identity
         self.waiting_starts: deque[int] = deque()
-        """First numbers of further requests of the same consumer."""
+        """First numbers of waiting requests of the same consumer."""
         self.merged_requests = 0
-        """Requests that share the reply of the last waiting one, which begins at the first of their numbers."""
+        """Number of requests that share the reply of the last waiting request; the reply begins at the lowest of their
+        numbers."""
         self.restart(batches, now)
 
     def restart(self, batches: Sequence[SequencedPayload], now: float, requests: int = 1) -> None:
@@ -134,7 +135,7 @@ class ReplySession:
         self.started_at = self.progressed_at = now
 
     def add_request(self, start: int, limit: int) -> bool:
-        """Add a request to the waiting ones. Return whether it shares the reply of the last one, since `limit` wait already."""
+        """Add a waiting request. Return whether it shares the reply of the last waiting one, because `limit` requests wait."""
         is_merged = len(self.waiting_starts) >= limit
         if is_merged:
             self.waiting_starts[-1] = min(self.waiting_starts[-1], start)
@@ -153,21 +154,21 @@ class ReplayServer:
     def __init__(
         self, socket: Socket, buffer: ReplayBuffer, topic: bytes | None, settings: ReplayServerSettings, log_interval: float
     ) -> None:
-        """`topic` is the first frame of every reply; None for the shape before vLLM 0.26 and SGLang 0.5.22."""
+        """`topic` is the first frame of every reply message; None for the format before vLLM 0.26 and SGLang 0.5.22."""
         socket.router_mandatory = True
         self._socket = socket
         self._buffer = buffer
         self._topic = topic
         self._settings = settings
         self._send: Callable[..., None] = zmq.backend.Socket.send.__get__(socket)
-        # A consumer in our own process may leave messages unread as long as it likes; that is its own memory.
+        # A consumer in this process may leave messages unread, because they use the memory of its own process.
         self._counts_in_flight = not cast("bytes", socket.last_endpoint).startswith(b"inproc://")
         self._sessions: dict[bytes, ReplySession] = {}
         self._in_flight = InFlightFrames(settings)
         self._deadline: float | None = None
         self._fruitless_turns = 0
         self.unfinished_replies = 0
-        """Replies that `stop` left unfinished."""
+        """Number of replies that were unfinished when `run` ended."""
         self.flush_until = float("inf")
         """Time at which ZeroMQ stops flushing the socket (monotonic seconds); set when `run` ends."""
         endpoint = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
@@ -191,7 +192,7 @@ class ReplayServer:
                 os.write(self._wake_write, b"\0")
 
     def close(self) -> None:
-        """Free all resources after `run` has ended or if it was never called. Waits until ZeroMQ has flushed the socket."""
+        """Free all resources after `run` has ended, or if it was never called. Wait until ZeroMQ has flushed the socket."""
         if not self._socket.closed:  # `run` was never called
             self.flush_until = close_socket(self._socket, self._deadline)
         self._in_flight.wait(self.flush_until + FLUSH_GRACE)
@@ -201,7 +202,7 @@ class ReplayServer:
             os.close(self._wake_write)
 
     def run(self) -> None:
-        """Serve until `stop`; the body of a thread. No exception ends it except that the ZeroMQ context is terminated."""
+        """Serve until `stop`; this is the body of a thread. Only the termination of the ZeroMQ context ends it earlier."""
         try:
             while self._deadline is None or (self._sessions and monotonic() < self._deadline):
                 try:
@@ -235,7 +236,7 @@ class ReplayServer:
     # --- requests
 
     def _wait(self) -> None:
-        """Wait for a request; while replies are in progress, at most until the next turn."""
+        """Wait for a request; but while replies are in progress, at most until the next turn."""
         sockets: list[tuple[Socket | int, int]] = []
         if self._deadline is None:
             sockets.append((self._wake_read, zmq.POLLIN))
@@ -304,7 +305,7 @@ class ReplayServer:
         return session.position > start
 
     def _send_message(self, identity: bytes, frames: list[bytes]) -> None:
-        """Send all frames to one consumer. Raise `zmq.Again` if none was sent: ZeroMQ can refuse only the identity frame."""
+        """Send all frames to one consumer, or raise `zmq.Again` and send none, as ZeroMQ can refuse only the identity frame."""
         send = self._send
         last = frames.pop()
         is_large = self._counts_in_flight and len(last) >= self._settings.large_frame_bytes
@@ -317,7 +318,7 @@ class ReplayServer:
         send(self._in_flight.track(identity, last) if is_large else last)
 
     def _abandon_if_slow(self, session: ReplySession, now: float) -> None:
-        """Abandon the reply if its consumer reads nothing, or more slowly than `min_read_rate`, for too long."""
+        """Abandon the reply if its consumer has, for too long, read nothing or read more slowly than `min_read_rate`."""
         settings = self._settings
         patience = settings.progress_timeout if self._has_room() else settings.busy_timeout
         in_flight = self._in_flight.bytes_of(session.identity)
@@ -339,7 +340,7 @@ class ReplayServer:
         self._count["finished"] += 1
 
     def _end_session(self, session: ReplySession, reason: str) -> None:
-        # Removed before it is counted, so that a reader of the count finds it removed.
+        # Removed before it is counted, so that a session which is counted as ended is no longer counted as active.
         del self._sessions[session.identity]
         self._count[reason] += 1
 

@@ -17,7 +17,7 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int = 0
     batches: int = 0
-    """Batches sent in replies."""
+    """Number of batches sent in replies."""
     active: int = 0
     """Replies in progress."""
     finished: int = 0
@@ -41,14 +41,14 @@ class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
     batches: int = 0
     """Number of batches, from batch 0 on, that are compacted into the history."""
     blocks: int = 0
-    """Live blocks in the history."""
+    """Number of live blocks in the history."""
     bytes: int = 0
-    """Approximate memory."""
+    """Approximate memory of the history."""
     partial: bool = False
-    """Whether a number is missing from the history since the stream was last cleared. Consumers of its snapshot see a gap."""
+    """Whether any number was skipped since the stream was last cleared. If so, consumers of the snapshot see a gap."""
     unavailable_reason: str | None = None
-    """Why there is no snapshot, in most cases until the stream is cleared; None if there is one. After `failed: ...` compaction
-    is switched off until the process restarts."""
+    """Why there is no snapshot; None if there is one. Most reasons end when the stream is cleared. After `failed: ...`
+    compaction is switched off until the process restarts."""
 
 
 class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,46 +60,46 @@ class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
     accepted: int = 0
     published: int = 0
     queued: int = 0
-    """Batches accepted and not yet published."""
+    """Number of batches that were accepted and are not yet published."""
     dropped: dict[str, int] = {}
-    """Dropped batches by reason: `queue_full` (never accepted, its number is a gap), `encode_failed` and `send_failed`
-    (accepted, then an exception prevented encoding or sending), `ended` (published after the publisher had ended without
-    `shutdown()`, or in a forked child; these have no number)."""
+    """Dropped batches by reason: `queue_full` (not accepted; their numbers are gaps), `encode_failed` and `send_failed`
+    (accepted, but an exception prevented encoding or sending), `ended` (not accepted and without numbers, because the publisher
+    had ended without `shutdown()`, or in a forked child)."""
     failures: dict[str, int] = {}
     """Exceptions by the part of the publisher that raised them; all are logged. `compaction` and `heartbeat` are switched off
-    by their first exception. After an exception in `replay_buffer` the buffer is empty. The threads `thread` and `replay`
-    continue after theirs."""
+    by their first exception. An exception in `replay_buffer` empties the buffer. The publisher thread (`thread`) and the replay
+    thread (`replay`) continue."""
     next_seq: int = 0
     """Number of the next batch."""
     buffered_batches: int = 0
     buffered_bytes: int = 0
     """Payload bytes that a replay from 0 would send, without the snapshot."""
     history: HistoryStats | None = None
-    """None if history is not compacted."""
+    """State of the compacted history; None if history is not compacted."""
     heartbeats: int = 0
-    """Heartbeats sent. They have numbers and count in no other counter."""
+    """Number of heartbeats sent. They have batch numbers, but no other counter includes them."""
     subscribers: int = 0
-    """Subscriptions on the event socket; a consumer with two topics counts twice."""
+    """Number of subscriptions on the event socket; a consumer with two topics counts twice."""
     replay: ReplayStats = ReplayStats()
 
 
 class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The fate of all batches that a publisher accepted."""
+    """What happened to the batches that were given to a publisher."""
 
     sent: int = 0
-    """Batches handed to ZeroMQ since the start."""
+    """Number of batches that were passed to ZeroMQ since the start."""
     unsent: int = 0
-    """Accepted batches still queued when the time was up, or when the publisher ended without `shutdown()`."""
+    """Number of accepted batches that were still queued at the timeout, or when the publisher ended without `shutdown()`."""
     dropped: int = 0
-    """Batches dropped for any reason since the start."""
+    """Number of batches that were dropped for any reason since the start."""
     replays_unfinished: int = 0
-    """Replies that were not finished."""
+    """Number of replies that were not finished."""
     flushed: bool | None = None
     """Whether ZeroMQ sent every frame in time; None if the context is shared and the publisher did not wait for it."""
 
     @property
     def complete(self) -> bool:
-        """Whether no accepted batch and no reply is known to be lost."""
+        """Whether all accepted batches and replies were sent, as far as is known."""
         return not self.unsent and not self.replays_unfinished and self.flushed is not False
 
 
@@ -114,7 +114,7 @@ class FailureLog:
         self._logged_at: dict[str, float] = {}
 
     def record(self, part: str, error: BaseException, consequence: str) -> None:
-        """Count an exception. Log it with its traceback, at most once in `log_interval` seconds for each part."""
+        """Count an exception, and log it with its traceback, but each part at most once in `log_interval` seconds."""
         self.count(part)
         now = monotonic()
         if part not in self._logged_at or now - self._logged_at[part] > self._log_interval:
@@ -126,15 +126,15 @@ class FailureLog:
         self._counts[part] = self._counts.get(part, 0) + 1
 
     def counts(self) -> dict[str, int]:
-        """Return the number of exceptions by part; parts without exceptions are left out."""
+        """Return the number of exceptions of each part that had any."""
         return dict(self._counts)
 
 
 class LossLogger:
-    """Logs the first batch of a run of dropped batches, and their number when the run is over."""
+    """Logs the first drop of a series of dropped batches, and the number of batches when the series is over."""
 
     def __init__(self, logger: logging.Logger, subject: str, quiet_time: float) -> None:
-        """`quiet_time` is the number of seconds without a further drop after which a run is over."""
+        """`quiet_time` is the number of seconds without a further drop after which a series is over."""
         self._logger = logger
         self._subject = subject
         self._quiet_time = quiet_time

@@ -1,10 +1,10 @@
 """Publishes batches over ZeroMQ, with replay.
 
 Theory of operation. `publish` puts a batch into a queue (`base`). One thread, `zmq-publisher`, takes bursts out of the queue,
-encodes and sends them (`event_server`). While batches arrive steadily, the thread sleeps until the next one is expected, since
-waking a sleeping thread is the most expensive thing that `publish` could do; otherwise it sleeps until `publish` wakes it.
-The thread's own batches, such as heartbeats, get numbers before the queued ones. A thread of its own, `zmq-compaction`,
-compacts what leaves the replay buffer, so that no live batch waits for it.
+encodes and sends them (`event_server`). While batches arrive steadily, the thread sleeps until the next one is expected,
+because for `publish` nothing would cost more than to wake the thread. With irregular batches it sleeps until `publish` wakes
+it. Batches that the thread itself creates, such as heartbeats, get numbers before the queued ones. Another thread,
+`zmq-compaction`, compacts batches that leave the replay buffer, so that no live batch waits for compaction.
 
 The publisher fails open. The thread logs and counts every exception and continues with the next batch; the number of a batch
 that could not be sent stays a gap. Compaction and heartbeats are switched off by their first exception. Only `shutdown` and a
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class _EngineInternal:
-    """A private member of the engines' class that ours does not have. Reading, setting or overriding it is an error."""
+    """A private member of the engines' class that kvevents' class lacks. To read, set or override it is an error."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.sentence = f"kvevents has no {name}, a private member of the engines' ZmqEventPublisher, so nothing would use it"
@@ -67,19 +67,19 @@ class ZmqEventPublisher(QueuedPublisher):
 
     data_parallel_rank: added to the ports, and written into batches that carry no rank.
     endpoint, replay_endpoint: `tcp://`, `ipc://` or `inproc://`; without the second there is no replay.
-    buffer_steps: batches kept for replay, or a few more. hwm: batches that one slow subscriber may be behind, 0 for no limit.
-    max_queue_size: batches that may wait for the thread, 0 for no limit. topic: first frame of every batch.
+    buffer_steps: batches in the replay buffer, or a few more. hwm: maximum number that wait for one slow subscriber, or 0.
+    max_queue_size: maximum number of batches that wait for the thread, 0 for no limit. topic: first frame of every batch.
 
-    The others are our own:
+    The engines' class does not have the other parameters:
 
     bind: bind or connect the event socket; None binds wildcards, `ipc://`, `inproc://` and port 0. dialect: the release whose
     consumers read the stream, a `Dialect` or a name such as `vllm-0.33` or `sglang-latest`. None sends what almost all
-    consumers read: arrays, as vLLM up to 0.23, and replies without the topic. An event with a field that the array has no place
-    for is a map. replay_topic: whether replies repeat the topic; None decides by the dialect. compact: collapse what leaves the
-    replay buffer into one snapshot batch, which precedes a replay from before the buffer; None means yes if the native module
-    is installed. curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates. heartbeat: seconds
-    between batches with a digest of the resident blocks, by which consumers verify their state; None for none. Without the
-    native module these batches have no digest. settings: limits and timers.
+    consumers read: arrays, as vLLM up to 0.23, and replies without the topic. An event with a field for which the array has no
+    place is a map. replay_topic: whether replies repeat the topic; None decides by the dialect. compact: collapse batches that
+    leave the replay buffer into one snapshot batch, with which replay from older numbers begins; None means yes if the native
+    module is installed. curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates. heartbeat:
+    seconds between batches with a digest of the resident blocks, by which consumers verify their state, or None. Without
+    the native module these batches have no digest. settings: limits and timers.
 
     Raises `ConfigError` for settings that cannot work, including ports that two ranks would use, `UnknownDialectError`,
     `MissingDependencyError` for settings that need the native module, and `EndpointError`, an OSError, if a socket cannot be
@@ -98,7 +98,7 @@ class ZmqEventPublisher(QueuedPublisher):
     _socket_setup, _service_replay, _publisher_thread = (_EngineInternal() for _ in range(3))
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raises TypeError for a subclass that overrides a member of the engines' class that ours would never call."""
+        """Raises TypeError for a subclass that overrides a member of the engines' class which this class would never call."""
         super().__init_subclass__(**options)
         for name in vars(cls):
             member = vars(ZmqEventPublisher).get(name)
@@ -111,7 +111,7 @@ class ZmqEventPublisher(QueuedPublisher):
     """Whether ports of ranks may be equal, as in the engines: ranks may run on different nodes."""
     _published_count = _heartbeats = 0
     _history_problem: str | None = None
-    """Why there was no snapshot of older history when that was last checked."""
+    """Why there was no snapshot of older history at the last check; None if there was one."""
     _last_encode_failure = ""
     _deadline: float | None = None
     _report: ShutdownReport | None = None
@@ -145,7 +145,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._binds = should_bind(endpoint) if bind is None else bind
         self._role = "bound to" if self._binds else "connecting to"
         self._is_lonely = not self._binds
-        """Whether this publisher connects, no consumer has subscribed, and that has not been logged."""
+        """Whether to log that no consumer has subscribed: True if this publisher connects, until it was logged or one has."""
         collision = port_collision(endpoint, replay_endpoint, data_parallel_rank)
         if collision is not None and self._binds and not self._may_collide:
             raise ConfigError(collision)
@@ -164,12 +164,12 @@ class ZmqEventPublisher(QueuedPublisher):
         self._server = self._create_server(hwm, topic, replay_topic=replay_topic, curve=curve, context=context)
         try:
             self._start(max_queue_size)
-        except BaseException:  # such as Ctrl-C; a socket that stays open would block the end of its context
+        except BaseException:  # such as KeyboardInterrupt; a socket that stays open would block the end of its context
             self.shutdown(0.0)
             raise
 
     def _start(self, max_queue_size: int) -> None:
-        """Start the threads, once the sockets are open."""
+        """Start the threads after the sockets were opened."""
         self._bound_endpoint, self._replay_bound = self._server.bound, self._server.replay_bound
         settings = self._settings
         self._failures = FailureLog(logger, self.endpoint, settings.log_interval)
@@ -212,7 +212,7 @@ class ZmqEventPublisher(QueuedPublisher):
         compactor = Compactor.create()
         if compactor is None and compact:
             require_native("compact=True")
-        # At least the newest batch is kept: a consumer recognises this publisher by it after a reconnect.
+        # At least the newest batch stays in the buffer, because a consumer recognises this publisher by it after a reconnect.
         steps = steps if compactor is None else max(steps, 1)
         return ReplayBuffer(steps, compactor, batch_encoder(self._dialect), settings=settings)
 
@@ -220,7 +220,7 @@ class ZmqEventPublisher(QueuedPublisher):
 
     @property
     def endpoint(self) -> str:
-        """The endpoint at which a consumer on this host subscribes, with the port that the OS chose, or the peer's endpoint."""
+        """The endpoint to which a consumer on this host subscribes, with the port that the OS chose; or the peer's endpoint."""
         return self._server.endpoint
 
     @property
@@ -238,13 +238,13 @@ class ZmqEventPublisher(QueuedPublisher):
 
     @property
     def connections_refused(self) -> int:
-        """Connections to any socket by clients that know the server key but are not in `curve.allowed`."""
+        """Number of connections to any socket by clients that know the server key but are not in `curve.allowed`."""
         return self._server.connections_refused
 
     def get_publisher_config(self) -> Any:
         """Return the settings that the engines know, as `kvevents.config.KVEventsConfig`.
 
-        Endpoints are those of this rank as configured, with the port that the OS chose if it was left to the OS.
+        Endpoints are those of this rank as configured, with the port that the OS chose instead of port 0.
         """
         return KVEventsConfig(
             enable_kv_cache_events=True,
@@ -329,7 +329,7 @@ class ZmqEventPublisher(QueuedPublisher):
         """Return whether the action succeeded; log and count its exception. Raises ZMQError if the context was terminated."""
         try:
             action(*arguments)
-        # A panic of native code, or an exception of a user's type, need not be an Exception.
+        # A panic of native code, or what a user's type raises, can be a BaseException that is not an Exception.
         except BaseException as error:
             if is_context_terminated(error):
                 raise
@@ -374,7 +374,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._failures.record("heartbeat", error, "heartbeats are switched off")
 
     def _reveal_gap(self, encode: Encode) -> None:
-        """Send an empty batch, so that consumers see that the numbers before it were dropped."""
+        """Send an empty batch, so that consumers see that the numbers before it have no batches."""
         payload = encode(KVEventBatch(time(), [], self._data_parallel_rank))
         self._send([(self._next_own_number(), payload)])
 
@@ -451,12 +451,12 @@ class ZmqEventPublisher(QueuedPublisher):
     # --- the end -------------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None) -> ShutdownReport:
-        """Stop accepting, send what is queued, finish replies in progress, close: all within `timeout` seconds.
+        """Stop accepting batches, send queued ones, finish replies in progress, and close: all within `timeout` seconds.
 
         None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread get a tenth of a second more, and the end of ZeroMQ's context at
-        most `PublisherSettings.term_timeout`. It may be called repeatedly and from several threads; all calls return the same
-        report. A call after an interrupted one, as by Ctrl-C, completes the shutdown. The report, and one log warning, list
-        what could not be sent. In a forked child it does nothing.
+        most `PublisherSettings.term_timeout`. The method can be called repeatedly and from several threads; all calls return
+        the same report. If a call was interrupted, such as by Ctrl-C, the next call completes the shutdown. The report and one
+        logged warning list what could not be sent. In a forked child, `shutdown` does nothing.
         """
         if self._pid != os.getpid():
             return self._make_report()
@@ -472,7 +472,7 @@ class ZmqEventPublisher(QueuedPublisher):
             return self._report
 
     def _close(self, seconds: float) -> ShutdownReport:
-        """Shut down. An exception may interrupt it anywhere; a further call completes it."""
+        """Shut down. If an exception interrupts this at any point, a further call completes it."""
         self._deadline = monotonic() + seconds
         self._end_queue(None)
         self._server.stop_replies(self._deadline)
