@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from kvevents.client import protocol, schemas
-from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
+from kvevents.client.protocol import OK, Attempts, Call, Endpoint, Pause, ServiceRequestError
 from kvevents.closeable import AsyncCloseable
 from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
 
@@ -19,8 +19,8 @@ T = TypeVar("T")
 class AsyncClient(AsyncCloseable):
     """A client of one service, for the tasks of one event loop; also a context manager, which closes its connections.
 
-    `deadline` are the seconds of a call with all its attempts, which a call can change. `retries` is the largest number of
-    further attempts. Every method raises `ServiceRequestError`.
+    `deadline` is the time in seconds for a call with all its attempts; a call can have a deadline of its own. `retries` is the
+    maximum number of further attempts. Every method raises `ServiceRequestError`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AsyncClient(AsyncCloseable):
         self._connections: HttpConnections | None = None
 
     async def close(self) -> None:
-        """Close all connections, and abort open calls. Further calls open others."""
+        """Close all connections, and abort open calls. Further calls open new connections."""
         connections, self._connections = self._connections, None
         if connections is not None:
             await connections.close()
@@ -60,7 +60,7 @@ class AsyncClient(AsyncCloseable):
         return await self.send(protocol.select(request), deadline=deadline)
 
     def reserve(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> AsyncReservedWorker:
-        """Return a context manager that selects a worker, and counts the prompt as its load until the end."""
+        """Return a context manager that selects a worker. Until it ends, the prompt counts as load of the worker."""
         return AsyncReservedWorker(self, protocol.with_reservation_name(request), deadline)
 
     async def reservation(self, name: str, *, deadline: float | None = None) -> schemas.Reservation:
@@ -82,11 +82,11 @@ class AsyncClient(AsyncCloseable):
         return await self.send(protocol.unregister(request), deadline=deadline)
 
     async def drain(self, request: schemas.DrainRequest, *, deadline: float | None = None) -> schemas.DrainAnswer:
-        """Exclude an engine, or a rank of it, from selections while its stream is followed; or end that."""
+        """Exclude an engine, or a rank of it, from selections, or include it again. Its stream is followed all the time."""
         return await self.send(protocol.drain(request), deadline=deadline)
 
     async def ready(self, *, deadline: float | None = None) -> schemas.ReadyAnswer:
-        """Return whether the service is ready for queries, and why not."""
+        """Return whether the service is ready for queries, and if not, why."""
         return await self.send(protocol.ready(), deadline=deadline)
 
     async def wait_ready(self, seconds: float = 60.0) -> schemas.ReadyAnswer:
@@ -101,12 +101,14 @@ class AsyncClient(AsyncCloseable):
 
     # --- transport
 
-    async def get(self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, also: int = protocol.OK) -> T:
-        """Return the response to GET as `kind`. Accept the status `also` like 200."""
-        return await self.send(protocol.get(path, kind, parameters, also=also))
+    async def get(
+        self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, accepted_status: int = OK
+    ) -> T:
+        """Return the response to GET as `kind`. Its status must be 200 or `accepted_status`."""
+        return await self.send(protocol.get(path, kind, parameters, accepted_status=accepted_status))
 
     async def send(self, call: Call[T], *, deadline: float | None = None) -> T:
-        """Send a call until it has a response."""
+        """Send a call, again if necessary, and return its response."""
         seconds = self._deadline if deadline is None else deadline
         attempts = Attempts(self._endpoint, call, deadline=seconds, retries=self._retries, now=time.monotonic)
         while True:
@@ -131,7 +133,7 @@ class AsyncClient(AsyncCloseable):
 
 
 class AsyncReservedWorker(protocol.Reserving[AsyncClient]):
-    """A worker that counts a request as its load: a context manager, which ends the reservation whatever happens."""
+    """A reserved worker: the request counts as its load until this context manager ends, with or without an error."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -148,15 +150,15 @@ class AsyncReservedWorker(protocol.Reserving[AsyncClient]):
         await self._finish()
 
     async def first_token(self) -> schemas.Reservation | None:
-        """Report the first token of the answer; None if the service did not take it."""
+        """Report that the answer has its first token; return None if the report failed."""
         return await self._send(protocol.update(self.id, schemas.ReservationUpdate(first_token=True)))
 
     async def output(self, tokens: int) -> schemas.Reservation | None:
-        """Report the number of tokens of the answer so far; None if the service did not take it."""
+        """Report the number of tokens of the answer so far; return None if the report failed."""
         return await self._send(protocol.update(self.id, schemas.ReservationUpdate(output_tokens=tokens)))
 
     async def _finish(self, deadline: float | None = None) -> None:
-        """End the reservation, also if the task is cancelled meanwhile."""
+        """End the reservation, even if the task is cancelled during the request."""
         request = self._send(protocol.finish(self.id), deadline)
         await asyncio.shield(asyncio.ensure_future(request))
 

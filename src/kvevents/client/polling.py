@@ -14,10 +14,10 @@ from kvevents.client.sync import Client
 
 
 class PolledSource(SourceView, frozen=True, kw_only=True):
-    """One source, with what two polls say about it."""
+    """One source, with its rate between two polls."""
 
     rate: float | None = None
-    """Batches per second since the previous poll; None at the first one."""
+    """Batches per second since the previous poll; None in the first poll."""
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -45,7 +45,7 @@ class PollResult(msgspec.Struct, frozen=True, kw_only=True):
     ready: ReadyAnswer | None = None
     stats: StatsAnswer | None = None
     lookups_per_second: float | None = None
-    """Lookups per second since the previous poll; None at the first one."""
+    """Lookups per second since the previous poll; None in the first poll."""
     sources: list[PolledSource] = msgspec.field(default_factory=list)
     faults: dict[str, list[str]] = msgspec.field(default_factory=dict)
 
@@ -60,7 +60,7 @@ SOURCE_ORDERS: Final[dict[str, Callable[[PolledSource], Any]]] = {
     "age": lambda source: source.last_event or 0.0,
     "lost": lambda source: -source.lost,
 }
-"""Sort orders of sources. Each puts first what an operator looks for."""
+"""Sort orders of sources. Each begins with the sources that an operator looks for."""
 
 
 def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSource]:
@@ -69,7 +69,7 @@ def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSour
 
 
 class Poller:
-    """Polls one service. Rates are between the last two successful polls."""
+    """Polls one service. Its rates are averages between the last two successful polls."""
 
     def __init__(self, client: Client, order: str) -> None:
         self._client = client
@@ -101,7 +101,7 @@ class Poller:
         return self._previous
 
     def poll_or_error(self) -> PollResult:
-        """Poll the service, or return a frame with the error."""
+        """Poll the service; if that fails, return a result with the error."""
         try:
             return self.poll()
         except ServiceRequestError as problem:
@@ -111,5 +111,5 @@ class Poller:
 
 
 def _rate(former: int | None, now: int, seconds: float) -> float | None:
-    """Return a rate per second; None if the counter has restarted."""
+    """Return a rate per second; None without a former value, or if the counter has restarted."""
     return None if former is None or now < former else (now - former) / seconds

@@ -1,9 +1,9 @@
-"""The protocol core of the client: it builds requests, decodes responses, and decides what is sent again.
+"""The protocol core of the client: it builds requests, decodes responses, and decides which requests are sent again.
 
-It does no input or output: `kvevents.client.sync` and `kvevents.client.aio` send what it says, and report what happened.
+It does no input or output: `kvevents.client.sync` and `kvevents.client.aio` send the calls, and report their outcomes.
 
-A request is sent again if the service has refused it for now (429, 503), and if its connection failed. The latter only if the
-request has had no effect, or has the same effect twice. A reservation with an `id` has: a name that is used again replaces.
+A request is sent again if the service has refused it temporarily (429, 503). If its connection failed, it is sent again only if
+it had no effect, or if a repetition has none: a reservation with an `id` replaces the one with this name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _decoders: Final[dict[Any, msgspec.json.Decoder[Any]]] = {}
 _decoders_lock: Final = threading.Lock()
 TOKEN_VARIABLE: Final = "KVEVENTS_TOKEN"  # noqa: S105 - the name of the variable
 DEADLINE: Final = 5.0
-"""Seconds for a call with all its attempts, unless the client or the call has another deadline."""
+"""Default time in seconds for a call with all its attempts."""
 RETRIES: Final = 3
 """Maximum number of further attempts of a call."""
 MAX_RESPONSE_BYTES: Final = 64 << 20
@@ -41,12 +41,12 @@ MAX_RESPONSE_BYTES: Final = 64 << 20
 IDLE_SECONDS: Final = 20.0
 """Time after which an unused connection is not used again. The service closes it after 30."""
 FINISH_SECONDS: Final = 2.0
-"""Deadline of the end of a reservation after an error."""
+"""Seconds for the request that ends a reservation after an error."""
 INITIAL_DELAY: Final = 0.05
-"""Seconds before the second attempt, of which a random part of up to half is left out. It doubles with each attempt."""
+"""Pause in seconds before the second attempt, less a random part of up to a half. It doubles with each attempt."""
 MAX_DELAY: Final = 1.0
 POLL_SECONDS: Final = 0.1
-"""Interval at which `wait_ready` asks."""
+"""Pause in seconds between two requests of `wait_ready`."""
 _MAX_QUOTED: Final = 80
 """Maximum number of characters of an unknown response, or of the detail of an error, that an error message quotes."""
 OK: Final = 200
@@ -61,7 +61,7 @@ class ServiceRequestError(ExternalError):
         super().__init__(f"{sentence}; {hint}" if hint else sentence)
         self.sentence = sentence
         self.reason = reason
-        """The reason for programs: that of the service, or a `HttpErrorKind` of the HTTP client, or `not-kvevents`."""
+        """A code for programs: the reason in the service's error, an `HttpErrorKind` of the HTTP client, or `not-kvevents`."""
         self.hint = hint
         self.status = status
         """HTTP status; None without a response."""
@@ -78,30 +78,29 @@ class Call(Generic[T]):
     path: str
     kind: type[T]
     body: bytes | None = None
-    also: int = OK
-    """Another status of a response of this type."""
+    accepted_status: int = OK
+    """A status, beside 200, of responses that have this type too."""
     is_repeatable: bool = True
     """Whether sending it twice has the same effect as sending it once."""
 
 
-def get(path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, also: int = OK) -> Call[T]:
-    """Return the call of an endpoint that is only read."""
-    return Call("GET", f"{path}?{urlencode(parameters)}" if parameters else path, kind, also=also)
+def get(path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, accepted_status: int = OK) -> Call[T]:
+    """Return a call that reads an endpoint."""
+    return Call("GET", f"{path}?{urlencode(parameters)}" if parameters else path, kind, accepted_status=accepted_status)
 
 
-def post(path: str, request: msgspec.Struct, kind: type[T], *, also: int = OK, is_repeatable: bool = True) -> Call[T]:
-    """Return the call of an endpoint with a request, of which the fields that are not as by default are sent.
-
-    So the service's own defaults count.
-    """
+def post(
+    path: str, request: msgspec.Struct, kind: type[T], *, accepted_status: int = OK, is_repeatable: bool = True
+) -> Call[T]:
+    """Return a call that sends a request. It omits fields with default values, so that the service's own defaults apply."""
     given = ((field, getattr(request, field.name)) for field in _fields(type(request)))
     body = {field.encode_name: value for field, value in given if value is not msgspec.UNSET and value != _default(field)}
-    return Call("POST", path, kind, msgspec.json.encode(body), also, is_repeatable)
+    return Call("POST", path, kind, msgspec.json.encode(body), accepted_status, is_repeatable)
 
 
 @cache
 def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(kind)  # it reads annotations, which takes long
+    return msgspec.structs.fields(kind)  # cached, because reading annotations takes long
 
 
 def _default(field: msgspec.structs.FieldInfo) -> object:
@@ -120,14 +119,14 @@ def match_many(request: schemas.MatchManyRequest) -> Call[schemas.MatchManyAnswe
 
 
 def select(request: schemas.SelectRequest) -> Call[schemas.Selection]:
-    """Ask for the worker of a prompt. A reservation gets a name here, so that the call can be repeated."""
+    """Ask for the worker that should take a prompt. A reservation without a name gets one, so that the call can be repeated."""
     if request.reserve is True or (isinstance(request.reserve, schemas.Reserve) and request.reserve.id is None):
         request = with_reservation_name(request)
     return post("/v1/select", request, schemas.Selection, is_repeatable=isinstance(request.reserve, schemas.Reserve))
 
 
 def with_reservation_name(request: schemas.SelectRequest) -> schemas.SelectRequest:
-    """Return a request with a reservation that has a name."""
+    """Return a copy of the request whose reservation has a name."""
     reserve = request.reserve if isinstance(request.reserve, schemas.Reserve) else schemas.Reserve()
     return msgspec.structs.replace(request, reserve=msgspec.structs.replace(reserve, id=reserve.id or str(uuid4())))
 
@@ -154,21 +153,21 @@ def sources(filters: Mapping[str, str]) -> Call[schemas.SourcesAnswer]:
 
 def ready() -> Call[schemas.ReadyAnswer]:
     """Ask whether the service is ready for queries."""
-    return get("/readyz", schemas.ReadyAnswer, also=UNAVAILABLE)
+    return get("/readyz", schemas.ReadyAnswer, accepted_status=UNAVAILABLE)
 
 
 def register(request: schemas.RegisterRequest) -> Call[dict[str, Any]]:
     """Register a rank of an engine. An equal registration changes nothing, so the call can be repeated."""
-    return post("/register", request, dict[str, Any], also=201)
+    return post("/register", request, dict[str, Any], accepted_status=201)
 
 
 def unregister(request: schemas.UnregisterRequest) -> Call[dict[str, Any]]:
-    """Unregister an engine. Repeated, it would be an error."""
+    """Unregister an engine. A repeated call would be an error."""
     return post("/unregister", request, dict[str, Any], is_repeatable=False)
 
 
 def drain(request: schemas.DrainRequest) -> Call[schemas.DrainAnswer]:
-    """Exclude an engine from selections, or end that. Repeated, it changes nothing."""
+    """Exclude an engine from selections, or include it again. A repeated call changes nothing."""
     return post("/v1/drain", request, schemas.DrainAnswer)
 
 
@@ -179,10 +178,10 @@ def unusable(selection: schemas.Selection) -> ServiceRequestError:
 
 
 class Reserving(Generic[T]):
-    """What both clients know of a worker that counts a request as its load, until the end of a context manager.
+    """The common part of `ReservedWorker` and `AsyncReservedWorker`.
 
-    Updates improve the choices for other requests only. So a failed update raises nothing, and the reservation expires by
-    itself if its end could not be sent.
+    Updates improve the choices for other requests only. So a failed update raises no error. The reservation expires by itself
+    if the request to end it fails.
     """
 
     def __init__(self, client: T, request: schemas.SelectRequest, deadline: float | None) -> None:
@@ -217,7 +216,7 @@ class Endpoint:
         self.url = url
         self.base = url.rstrip("/")
         self.prefix = parts.path.rstrip("/")
-        """Path before those of calls."""
+        """Path of the service, below which the paths of calls are."""
         self.host = parts.hostname
         self.max_bytes = max_response_bytes
         self.tls = _tls(ca_file) if parts.scheme == "https" else None
@@ -227,7 +226,7 @@ class Endpoint:
 
     def decode(self, call: Call[T], status: int, content: bytes) -> T:
         """Return the value of a response. Raises `ServiceRequestError`."""
-        if status not in {OK, call.also}:
+        if status not in {OK, call.accepted_status}:
             raise self.response_error(status, content)
         try:
             return decode_json(content, call.kind)
@@ -242,7 +241,7 @@ class Endpoint:
     def transport_error(self, kind: HttpErrorKind, detail: str, seconds: float) -> ServiceRequestError:
         """Return the error of a request without a response."""
         sentence, hint = _TROUBLES[kind]
-        detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # it can be a line of another protocol
+        detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # which another protocol may have sent
         text = sentence.format(url=self.url, host=self.host, seconds=f"{seconds:g}", detail=detail, most=self.max_bytes >> 20)
         return ServiceRequestError(text, kind, hint)
 
@@ -261,7 +260,7 @@ class Endpoint:
 def decode_json(data: bytes, kind: type[T]) -> T:
     """Return JSON as a value of `kind`, in any thread. Raises `msgspec.MsgspecError` and `RecursionError`.
 
-    A decoder of each type is made by one thread at a time, for the reason in `kvevents.settings.build_decoder_now`.
+    Only one thread at a time creates a decoder; `kvevents.settings.build_decoder_now` has the reason.
     """
     decoder = _decoders.get(kind)
     if decoder is None:
@@ -302,13 +301,13 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The call is to be sent again after this time."""
+    """The call must be sent again after this time."""
 
     seconds: float
 
 
 class Attempts(Generic[T]):
-    """The attempts of one call until its deadline. Send it, and report the outcome; wait for a `Pause`, and repeat."""
+    """The attempts of one call. A client sends the call, reports the outcome, and does both again after a `Pause`."""
 
     def __init__(self, endpoint: Endpoint, call: Call[T], *, deadline: float, retries: int, now: Callable[[], float]) -> None:
         self._endpoint = endpoint
@@ -321,14 +320,14 @@ class Attempts(Generic[T]):
 
     @property
     def seconds(self) -> float:
-        """Time for the next attempt."""
+        """Seconds for the next attempt."""
         return max(self._end - self._now(), 0.001)
 
     def on_answer(self, status: int, content: bytes) -> T | Pause:
         """Return the value of a response, or the pause before the next attempt. Raises `ServiceRequestError`."""
-        if status in _BUSY and status != self._call.also:
+        if status in _BUSY and status != self._call.accepted_status:
             error = self._endpoint.response_error(status, content)
-            # A proxy may have passed a request on; the service itself has not begun it.
+            # A proxy that refuses may have forwarded the request. If the service itself refuses, the request had no effect.
             if self._call.is_repeatable or error.reason != "not-kvevents":
                 return self._pause(error)
         return self._endpoint.decode(self._call, status, content)
@@ -367,11 +366,11 @@ class ReadyWait:
         return answer
 
     def check_error(self, error: ServiceRequestError) -> None:
-        """Raise an error that waiting does not heal, and every error at the end."""
+        """Raise an error that does not pass by itself; after the deadline raise every error."""
         if self._now() >= self._end or (error.status is not None and error.status not in _BUSY):
             raise error
 
 
 def may_have_effect(error: BaseException) -> bool:
-    """Whether a request that ended so may have had an effect."""
+    """Whether a request that ended with this error may have had an effect."""
     return not isinstance(error, ServiceRequestError) or error.reason in {"timeout", "closed", "not-http", "too-large"}

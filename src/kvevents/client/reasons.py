@@ -1,7 +1,7 @@
-"""Reasons why a source is not EXACT: a code for programs, and what to do. The sentences can change in any release.
+"""Reasons why a source is not EXACT: codes for programs, and advice for people. The advice can change in any release.
 
-The codes are in each answer's `trust`, in `/v1/events`, in the label `reason` of `kvevents_source_reason`, and in
-the runbook, which says more about each.
+The codes are in each answer's `trust`, in `/v1/events`, and in the label `reason` of `kvevents_source_reason`. The runbook
+explains each code.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _INDEX = "update the engine, or report it with a recording (kvevents record)"
 
 
 class Reason(enum.StrEnum):
-    """One code for each reason, with what to do. Of several reasons, the advice of the first one here counts."""
+    """One code for each reason, with advice. For several reasons, the advice is that of the one defined first here."""
 
     _text: str
     _page: str
 
     def __new__(cls, code: str, text: str = "", page: str = "") -> Self:
-        """Make a member from its code, what to do, and the page of the documentation that says more."""
+        """Make a member from its code, its advice, and the page of the documentation that explains it."""
         self = str.__new__(cls, code)
         self._value_, self._text, self._page = code, text, page
         return self
 
     @property
     def advice(self) -> str:
-        """What to do; `{endpoint}` is that of the source."""
+        """What to do. It can contain `{endpoint}`, for the endpoint of the source."""
         return f"{self._text}; see {documented(self._page)}" if self._page else self._text
 
     UNRESOLVED = "unresolved", _NAME
@@ -76,9 +76,9 @@ class Reason(enum.StrEnum):
         "install kvevents in the engine: its plugin omits repeated announcements",
         "guides/engines",
     )
-    """Some blocks of this answer might be gone. Only answers about a prompt have it, not sources."""
+    """Some blocks of this answer might be gone. Answers about a prompt have this reason, but sources never do."""
     STORES_ONLY = "stores-only", "none is needed: the configuration says that removals of a tier are not announced"
-    """Its engine announces no removals from some tiers: the state, which is EXACT, is about the others."""
+    """The engine announces no removals from some tiers. The state is EXACT, but it applies to the other tiers only."""
     SENDER = "sender", "see the reason: the upstream of a relay is not exact, or the engine does not announce everything"
     RANK = "rank", "compare the registered ports with those of the engine's ranks: those of two ranks are swapped"
     SHARED = "shared", "give each publisher its own topic, or its own endpoint"
@@ -89,14 +89,14 @@ class Reason(enum.StrEnum):
     BLOCK_SIZE = "block-size", "register it with its block size, or without one"
     ORPHANS_DROPPED = "orphans-dropped", _INDEX
     SET_ASIDE = "set-aside", _INDEX
-    """Its events have stores that cannot be used."""
+    """Some of its events store blocks in a way that the index cannot use."""
     UNKNOWN_PARENTS = "unknown-parents", _INDEX
-    """No batch is missing, and its events name blocks on the GPU whose parents or tokens were never announced."""
+    """No batch is missing, but its events name blocks on the GPU whose parents or tokens were never announced."""
     ESTIMATED_MATCHES = "estimated-matches", "read the reason", "concepts/prefix-match#estimates"
     """Its matches can differ from what the engine finds, for the reason in `WorkerInfo.estimate`."""
 
     FAILED = "failed", "restart the service, and report the traceback in its log"
-    """The service has stopped to follow all sources."""
+    """The service no longer follows any source."""
     REPLAY_UNPROVEN = (
         "replay-unproven",
         "send the engine a request; if its batch does not end this, the replay endpoint belongs to another engine or rank",
@@ -117,9 +117,9 @@ class Reason(enum.StrEnum):
 
 
 def advise(state: str, reasons: Collection[Reason], endpoint: str) -> str:
-    """Return what to do about a source in a state, from the first of its reasons; empty if it is EXACT."""
+    """Return the advice for a source in this state: that of the first of its reasons; empty if the state is EXACT."""
     if state == "EXACT":
         return ""
-    # It is true of every stream that connects or catches up.
+    # Every stream that connects or catches up has this reason.
     relevant = set(reasons) - ({Reason.REPLAY_UNPROVEN} if state != "DEGRADED" else set())
     return next((reason for reason in Reason if reason in relevant), Reason.OTHER).advice.format(endpoint=endpoint)

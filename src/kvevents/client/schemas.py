@@ -21,7 +21,7 @@ MAX_NAME_BYTES: Final = 512
 MAX_RESERVATION_ID: Final = 128
 """Longest name of a reservation."""
 RESERVATION_ID: Final = "^[.]*[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*$(?!\\n)"
-"""Pattern of such a name: not dots alone, which clients remove from a path, and no line feed, which may follow `$`."""
+"""Pattern of the name of a reservation: not dots alone, which clients remove from paths, and no line feed, which `$` allows."""
 MAX_RESERVATION_SECONDS: Final = 86_400
 """Longest time after which a reservation expires."""
 MAX_LABELS: Final = 32
@@ -42,7 +42,7 @@ Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 class Problem(Struct, frozen=True, kw_only=True):
     """An error: problem details (RFC 9457) with extension members.
 
-    `native/server/src/problems.rs` writes the same for errors of connections.
+    `native/server/src/problems.rs` writes errors of connections in the same form.
     """
 
     type: str
@@ -83,7 +83,7 @@ class TrustStatus(Struct, frozen=True):
     reason_codes: tuple[Reason, ...] = ()
     """Codes of the reasons; the runbook lists them."""
     attested: bool = False
-    """Whether the state is EXACT, and the engine's own cache was the same at the newest attestation."""
+    """Whether the state is EXACT, and the engine's newest attestation has confirmed what the index knows."""
 
 
 class Media(Struct, frozen=True, kw_only=True, gc=False):
@@ -133,7 +133,7 @@ class ScopedRequest(Struct, frozen=True, kw_only=True):
     expected: bool = False
     """Include speculative entries: selections that no event has confirmed yet."""
     whole_prompt: bool = False
-    """Look up the last token too. Engines recompute it and its block."""
+    """Look up the last token too, although engines recompute it with its block."""
 
 
 class MatchRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -171,8 +171,8 @@ class WorkerMatch(Worker, frozen=True, kw_only=True):
     tokens: int
     """Tokens of the longest prefix on any tiers."""
     certain: int
-    """How many of them the worker certainly holds: fewer if some of its blocks might be gone, are of former weights of a LoRA,
-    or are only expected. `trust` is not EXACT then, with the code `uncertain-copies`."""
+    """How many of these tokens the worker certainly holds: fewer if some of its blocks might be gone, are of former weights of
+    a LoRA, or are only expected. Then `trust` is not EXACT and has the code `uncertain-copies`."""
     tiers: dict[str, int]
     """Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and continues in host memory."""
     trust: TrustStatus
@@ -207,15 +207,15 @@ class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     instance: RequestName
     rank: Rank = 0
     load: Annotated[float, Meta(ge=0)] | None = None
-    """Requests in flight there. If a candidate has one, those without have 0; if none has one, the loads that engines report
-    count, and if no engine reports, the recent selections of the service."""
+    """Requests in flight at the worker; 0 by default if another candidate has a load. If no candidate has one, the loads that
+    engines report count; if no engine reports one, the recent selections of the service count."""
 
 
 class Reserve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a selected worker is reserved."""
 
     id: ReservationId | None = None
-    """Name of the reservation, which replaces an open one of this name; by default the service makes one."""
+    """Name of the reservation, by default a new one; the reservation replaces an open one with the same name."""
     seconds: ExpirySeconds | None = None
     """Seconds after which it expires unless it is updated; by default `limits.reservation_seconds`."""
 
@@ -230,8 +230,8 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     """Value of a token on each tier; 1 is the cost of computing it. `other` are all tiers whose medium is not known. They have
     the lowest weight of all."""
     wait_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.15
-    """Weight of a token of waiting work beside that of a token to compute. Each request counts as 256 tokens of work.
-    The decision record 0008 explains the defaults."""
+    """Weight of a token of waiting work, compared with a token that the prompt must compute. Each request counts as 256 tokens
+    of work. The decision record 0008 explains the defaults."""
     load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.05
     """Cost of the mean load; 1 is the cost of computing the whole prompt."""
     trust: dict[TrustState, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
@@ -242,7 +242,7 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds for which the prompt counts as held by the selected worker; 0 adds no speculative entry."""
     explain: bool = False
     ignores_cache: bool = False
-    """Whether the engine will compute the whole prompt, as for `prompt_logprobs`. Then caches do not count."""
+    """Whether the engine will compute the whole prompt, as for `prompt_logprobs`, so that caches do not count."""
     labels: Annotated[dict[RequestName, RequestName], Meta(max_length=MAX_LABELS)] = {}
     """Labels that a candidate must have, such as `{"role": "decode"}`."""
     session: RequestName | None = None
@@ -282,7 +282,7 @@ class ReservationUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     output_tokens: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
     """Tokens of the answer so far."""
     seconds: ExpirySeconds | None = None
-    """Seconds after which it expires from now on; by default as before."""
+    """New number of seconds after which the reservation expires without an update; unchanged by default."""
 
 
 class ReservationsAnswer(Struct, frozen=True, kw_only=True):
@@ -302,25 +302,25 @@ class ScoredCandidate(Worker, frozen=True, kw_only=True):
     uncached: float
     """Fraction of the prompt to compute, 0 to 1, after the weights of trust and tiers."""
     load: float
-    """What its requests add to the score."""
+    """The part of the score that the requests of the worker add."""
     hot: bool
-    """Whether its cache did not count because it has more than its share of requests."""
+    """Whether the cache of the worker did not count because the worker has more than its share of requests."""
     session: bool
-    """Whether it is the session's own, which lowers its score by 0.1."""
+    """Whether it is the worker of the session, which lowers its score by 0.1."""
     tokens: int
     tiers: dict[str, int]
     trust: TrustStatus
     inexact_tiers: list[str]
-    """Tiers from which the engine announces no removals: what an EXACT worker holds there had the weight of DEGRADED."""
+    """Tiers from which the engine announces no removals. Tokens that an EXACT worker holds there had the weight of DEGRADED."""
     requests: float | None
-    """Requests that counted as its load. null if they are unknown: then the mean of the others counted."""
+    """Requests that counted as load of the worker; null if they are unknown, so that the mean of the other workers counted."""
 
 
 class Selection(Worker, frozen=True, kw_only=True):
     """The worker that should take a prompt."""
 
     usable: bool
-    """Whether it can be reached. If not, no candidate can: it is the least bad one, and nothing was reserved."""
+    """Whether the worker can be reached. If not, no candidate can: it is the least bad one, and nothing was reserved."""
     score: float
     trust: TrustStatus
     """Trust in the worker; CONNECTING or STALE only if no candidate has a connection."""
@@ -333,7 +333,7 @@ class Selection(Worker, frozen=True, kw_only=True):
     considered: list[ScoredCandidate] | None = None
     """Scored candidates, best first, if the request has `explain`."""
     unreachable: list[WorkerTrust] | None = None
-    """Candidates that were left out because they have no connection, if the request has `explain`."""
+    """Candidates that were excluded because they have no connection, if the request has `explain`."""
 
 
 class Decision(Struct, frozen=True, kw_only=True):
@@ -374,7 +374,7 @@ class LoadView(Struct, frozen=True, kw_only=True):
     waiting: int
     """Requests in the queue."""
     waiting_uncached_tokens: int | None
-    """Prompt tokens of those that must be computed; null if the engine does not report them, as vLLM."""
+    """Prompt tokens of the waiting requests that must be computed; null if the engine, such as vLLM, does not report them."""
     used_tokens: int
     """Tokens of KV cache in use; 0 if unknown."""
     max_tokens: int
@@ -390,7 +390,7 @@ class DrainRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     rank: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
     """None means all ranks."""
     model: str | None = None
-    """None means the model that it serves; another one is an error."""
+    """Model of the engine, as a check: another model is an error. None means any model."""
     tenant: str = DEFAULT_GROUP
     group: str = DEFAULT_GROUP
     draining: bool = True
@@ -441,7 +441,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     fault: str | None
     """Problem with an endpoint: nothing listens, a name does not resolve, or it is another kind of socket."""
     incarnation: int
-    """Number of the publisher's present incarnation, as gaps name it. Only its changes mean something."""
+    """Number of the publisher's current incarnation, to which gaps refer. Only changes of the number have a meaning."""
     last_seq: int
     """Sequence number of the newest batch; -1 before the first."""
     last_event: float | None
@@ -475,7 +475,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     gaps: list[GapView]
     """The newest gaps."""
     resets: int
-    """How often its blocks were dropped since the service follows it, because the publisher had restarted or lost its past."""
+    """How often the service has dropped the blocks of the source, because the publisher had restarted or lost its history."""
     reconnects: int
     load: LoadView | None = None
     """Load of the engine; null if it reports none, or the newest one is older than `load.max_age_seconds`."""
@@ -612,7 +612,7 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
 
     instance_id: EngineId
     endpoint: str = ""
-    """Where it publishes. Without one the engine at `url` is asked for the endpoints of all its ranks."""
+    """Where it publishes. Without an endpoint the engine at `url` is queried for the endpoints of all its ranks."""
     block_size: int | None = None
     dp_rank: int | None = None
     replay_endpoint: str | None = None
@@ -628,7 +628,7 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     lease_seconds: Annotated[int, Meta(ge=1, le=7 * 86_400)] | None = None
     """The rank is unregistered after this time unless an equal registration renews it; no field of the original APIs."""
     url: str | None = None
-    """Where the engine takes requests, which answers return; no field of the original APIs."""
+    """URL at which the engine takes requests, for answers to clients; no field of the original APIs."""
     labels: Annotated[dict[str, str], Meta(max_length=MAX_LABELS)] = {}
     """Labels by which `/v1/select` filters; no field of the original APIs."""
 
@@ -645,7 +645,7 @@ class UnregisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class RegistrationAnswer(TypedDict):
-    """The response to both."""
+    """The response to a `RegisterRequest` or an `UnregisterRequest`."""
 
     status: str
     instance_id: NotRequired[EngineId]

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast
 
 from kvevents.client import protocol, schemas
-from kvevents.client.protocol import Attempts, Call, Endpoint, Pause, ServiceRequestError
+from kvevents.client.protocol import OK, Attempts, Call, Endpoint, Pause, ServiceRequestError
 from kvevents.closeable import Closeable
 from kvevents.errors import reason_of
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MAX_IDLE: Final = 16
-"""Maximum number of connections that are left open for further calls."""
+"""Maximum number of idle connections that are kept open for further calls."""
 
 
 class Client(Closeable):
     """A client of one service, for any number of threads; also a context manager, which closes its connections.
 
-    `deadline` are the seconds of a call with all its attempts, which a call can change. `retries` is the largest number of
-    further attempts. Every method raises `ServiceRequestError`.
+    `deadline` is the time in seconds for a call with all its attempts; a call can have a deadline of its own. `retries` is the
+    maximum number of further attempts. Every method raises `ServiceRequestError`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Client(Closeable):
         self.close()
 
     def close(self) -> None:
-        """Close the connections that are not in use. Further calls open others."""
+        """Close the connections that are not in use. Further calls open new connections."""
         while self._idle:
             self._idle.pop()[1].close()
 
@@ -74,7 +74,7 @@ class Client(Closeable):
         return self.send(protocol.select(request), deadline=deadline)
 
     def reserve(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> ReservedWorker:
-        """Return a context manager that selects a worker, and counts the prompt as its load until the end."""
+        """Return a context manager that selects a worker. Until it ends, the prompt counts as load of the worker."""
         return ReservedWorker(self, protocol.with_reservation_name(request), deadline)
 
     def reservation(self, name: str, *, deadline: float | None = None) -> schemas.Reservation:
@@ -96,11 +96,11 @@ class Client(Closeable):
         return self.send(protocol.unregister(request), deadline=deadline)
 
     def drain(self, request: schemas.DrainRequest, *, deadline: float | None = None) -> schemas.DrainAnswer:
-        """Exclude an engine, or a rank of it, from selections while its stream is followed; or end that."""
+        """Exclude an engine, or a rank of it, from selections, or include it again. Its stream is followed all the time."""
         return self.send(protocol.drain(request), deadline=deadline)
 
     def ready(self, *, deadline: float | None = None) -> schemas.ReadyAnswer:
-        """Return whether the service is ready for queries, and why not."""
+        """Return whether the service is ready for queries, and if not, why."""
         return self.send(protocol.ready(), deadline=deadline)
 
     def wait_ready(self, seconds: float = 60.0) -> schemas.ReadyAnswer:
@@ -115,12 +115,12 @@ class Client(Closeable):
 
     # --- transport
 
-    def get(self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, also: int = protocol.OK) -> T:
-        """Return the response to GET as `kind`. Accept the status `also` like 200."""
-        return self.send(protocol.get(path, kind, parameters, also=also))
+    def get(self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, accepted_status: int = OK) -> T:
+        """Return the response to GET as `kind`. Its status must be 200 or `accepted_status`."""
+        return self.send(protocol.get(path, kind, parameters, accepted_status=accepted_status))
 
     def send(self, call: Call[T], *, deadline: float | None = None) -> T:
-        """Send a call until it has a response."""
+        """Send a call, again if necessary, and return its response."""
         seconds = self._deadline if deadline is None else deadline
         attempts = Attempts(self._endpoint, call, deadline=seconds, retries=self._retries, now=time.monotonic)
         while True:
@@ -184,7 +184,7 @@ class Client(Closeable):
 
 
 class ReservedWorker(protocol.Reserving[Client]):
-    """A worker that counts a request as its load: a context manager, which ends the reservation whatever happens."""
+    """A reserved worker: the request counts as its load until this context manager ends, with or without an error."""
 
     def __enter__(self) -> Self:
         try:
@@ -201,11 +201,11 @@ class ReservedWorker(protocol.Reserving[Client]):
         self._send(protocol.finish(self.id))
 
     def first_token(self) -> schemas.Reservation | None:
-        """Report the first token of the answer; None if the service did not take it."""
+        """Report that the answer has its first token; return None if the report failed."""
         return self._send(protocol.update(self.id, schemas.ReservationUpdate(first_token=True)))
 
     def output(self, tokens: int) -> schemas.Reservation | None:
-        """Report the number of tokens of the answer so far; None if the service did not take it."""
+        """Report the number of tokens of the answer so far; return None if the report failed."""
         return self._send(protocol.update(self.id, schemas.ReservationUpdate(output_tokens=tokens)))
 
     def _send(self, call: Call[T], deadline: float | None = None) -> T | None:
@@ -223,9 +223,9 @@ class _TooLargeError(HTTPException):
 
 
 class _TimedSocket(io.RawIOBase):
-    """A connected socket whose operations end at `end`, as `HTTPConnection` uses it; also the file of what it receives.
+    """A connected socket, as `HTTPConnection` uses it, whose operations time out at `end`; also the file of received data.
 
-    To close it leaves the socket open: the reader of the response needs it, and its owner closes it.
+    `close` leaves the socket open: the reader of the response still needs the socket, and `Client` closes it.
     """
 
     def __init__(self, inner: socket.socket, end: float) -> None:
@@ -250,7 +250,7 @@ class _TimedSocket(io.RawIOBase):
         pass
 
     def _limit_next(self) -> None:
-        """Let the next operation end in time. Raises `TimeoutError` if the time is over."""
+        """Set the timeout of the next operation. Raises `TimeoutError` if no time is left."""
         seconds = self._end - time.monotonic()
         if seconds <= 0:
             raise TimeoutError("timed out")

@@ -50,7 +50,7 @@ class ServiceChecks:
         return fail("service", text, f"use the service's port, 8090 by default; kvevents doctor {place} checks the engine")
 
     def _findings(self) -> Iterator[CheckResult]:
-        health = self._client.get("/health", HealthAnswer, also=UNAVAILABLE)
+        health = self._client.get("/health", HealthAnswer, accepted_status=UNAVAILABLE)
         ready = self._client.ready()
         yield from check_ready(ready)
         stats = self._client.get("/v1/stats", StatsAnswer)
