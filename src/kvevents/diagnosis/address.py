@@ -51,13 +51,13 @@ def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_T
                 if outcome is not None:
                     return outcome
         finally:
-            disable_monitor(socket)  # before it is closed: libzmq's I/O thread waits for ever to report to a closed one
+            disable_monitor(socket)  # before it is closed: libzmq's I/O thread would block for ever on a closed monitor
     return "silent"
 
 
 MAX_PROBED_RANKS: Final = 64
 NEIGHBOUR_TIMEOUT: Final = 1.0
-"""Maximum time to probe one port after that of the engine."""
+"""Maximum time to probe one of the ports that follow the engine's port."""
 
 BOTH_CONNECT: Final = (
     "an engine whose own endpoint has a concrete host connects instead of listening;"
@@ -131,7 +131,7 @@ def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
 
 
 def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handshake | CheckResult:
-    """Return the handshake with a socket that accepts the keys, if there are any; else what is wrong."""
+    """Return the handshake if there is a socket that accepts the keys (or needs none); otherwise a finding."""
     handshake = perform_handshake(endpoint)
     if curve is not None and handshake.outcome == "socket":
         text = "it does not use CURVE, but keys are given"
@@ -176,13 +176,13 @@ def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResu
 
 
 def next_ranks(endpoint: str) -> int:
-    """Return the number of publishers on the next ports, such as those of further ranks."""
+    """Return the number of consecutive ports after this one with publishers, such as those of further ranks."""
     neighbours = (endpoint_of_rank(endpoint, distance) for distance in range(1, MAX_PROBED_RANKS))
     return sum(1 for _ in takewhile(lambda neighbour: neighbour is not None and _is_publisher(neighbour), neighbours))
 
 
 def endpoint_of_rank(endpoint: str, distance: int) -> str | None:
-    """Return the endpoint `distance` ports further; None if it is not TCP or there is no such port."""
+    """Return the endpoint whose port is `distance` higher; None if it is not TCP or there is no such port."""
     target = split_tcp(endpoint)
     if target is None or not 0 < target[1] + distance <= MAX_PORT:
         return None

@@ -46,15 +46,14 @@ class EngineChecks:
     def __init__(self, source: Source, stop: AbstractContextManager[Stop], seconds: float, *, searches: bool = True) -> None:
         """`searches` is whether the next port is checked for a replay endpoint if the source has none.
 
-        `stop` is entered when messages are received, which takes `seconds`, and at most the same again until a replay is
-        complete.
+        `stop` is entered while messages are received: for `seconds`, and for at most as long again until a replay is complete.
         """
         self.source = source
         """The engine, with the replay endpoint that was found."""
         self._stop = stop
         self._seconds = seconds
         self._searches = searches and not source.bind
-        self._earlier = 0  # batches from before the first received one, which nothing has
+        self._earlier = 0  # batches before the first received one that cannot be replayed
 
     def findings(self) -> Iterator[CheckResult]:
         """Run every check whose preconditions hold, from the address to trust, and yield the findings."""
@@ -77,7 +76,7 @@ class EngineChecks:
         yield check_trust(status, self._seconds, self._earlier)
 
     def _find_replay(self, sample: TrafficSample, stop: Stop) -> CheckResult:
-        """Look for a replay endpoint, and use it if it is verified to belong to the stream."""
+        """Look for a replay endpoint, and use it if it verifiably belongs to the stream."""
         if not self._searches:
             return warn("replay", "no replay endpoint given, so lost batches stay lost", USE_REPLAY)
 
@@ -101,10 +100,10 @@ class EngineChecks:
             yield losses
 
     def _watch(self, sample: TrafficSample, stop: Stop) -> StreamStatus:
-        """Take the sample and subscribe to the stream, at the same time if both can connect."""
+        """Take the sample and subscribe to the stream: at the same time, or one after the other if the socket must listen."""
         if self.source.bind:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS))
-            # Only one socket can listen at an address. The engine reconnects to the next one.
+            # Only one socket at a time can listen at an address. The engine then reconnects to the subscriber.
             sample.close()
         with self._subscriber() as subscriber:
             turn = partial(self._turn, subscriber, sample)
@@ -114,7 +113,7 @@ class EngineChecks:
             return subscriber.statuses()[0]
 
     def _subscriber(self) -> Subscriber[Batch] | Subscriber[RawBatch]:
-        """Return a subscriber that fills an index, which finds contradictions. That needs the native module."""
+        """Return a subscriber. If there is the native module, it fills an index, which detects contradictory events."""
         if find_native() is None:
             return Subscriber(self.source)
         from kvevents.index import PrefixIndex  # noqa: PLC0415 - needs the native module
@@ -138,12 +137,12 @@ class EngineChecks:
                 self._earlier += delivery.last + 1
 
     def _traffic(self, sample: TrafficSample, response: ReplaySample | None, is_connected: bool) -> Iterator[CheckResult]:
-        """Check the received messages. If nothing does, check topic and dialect of the replayed batches."""
+        """Check the received messages. If none arrived, check topics and dialect of the replayed batches instead."""
         yield check_traffic(sample, is_connected=is_connected)
         contents, topics, origin = sample.contents, sample.topics, "live"
         if response is not None and not sample.messages:
             contents, origin = DecodedContents(), "replayed"
-            topics = Counter(batch.topic for batch in response.batches if batch.topic is not None)  # older engines send none
+            topics = Counter(batch.topic for batch in response.batches if batch.topic is not None)  # None: older engines
             for batch in response.batches:
                 contents.add(batch.payload)
         neighbours = 0 if self.source.bind else next_ranks(self.source.endpoint)

@@ -37,7 +37,7 @@ class Handshake(NamedTuple):
 
     @property
     def is_publisher(self) -> bool:
-        """Whether a SUB socket can connect here."""
+        """Whether the peer is a socket to which a SUB socket can connect."""
         return self.outcome == "socket" and self.detail in {"PUB", "XPUB"}
 
 
@@ -88,7 +88,7 @@ async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIME
 
 
 async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
-    # Send the greeting only up to the version: a peer that sees another mechanism than its own closes before it names its own.
+    # Send the greeting only up to the version: a peer closes the connection, and does not name its mechanism, if ours differs.
     writer.write(_GREETING[: MECHANISM.start])
     greeting = await _read_bytes(reader, len(_GREETING))
     if not greeting:
@@ -98,7 +98,7 @@ async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.Stre
     mechanism = greeting[MECHANISM].rstrip(b"\0").decode("ascii", "replace")
     if mechanism != "NULL":
         return Handshake("curve" if mechanism == "CURVE" else "not-zeromq", mechanism)
-    # The peer now names its socket type. If it got ours first, it would close when the types do not fit.
+    # The peer now names its socket type. If it knew ours, it would close the connection when the types do not fit.
     writer.write(_GREETING[MECHANISM.start :])
     head = await _read_bytes(reader, 2)
     body = await _read_bytes(reader, head[1]) if len(head) == 2 else b""

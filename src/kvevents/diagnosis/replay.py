@@ -15,7 +15,7 @@ from kvevents.wire.decode import begins_with_clear
 from kvevents.zeromq.keys import Curve
 
 PATIENCE: Final = Patience(silence=2.0, seconds=10.0)
-"""Engines pause for 0.2 s at most."""
+"""Limits of an answer with all batches. Engines pause for 0.2 s at most."""
 COMPARE_PATIENCE: Final = Patience(silence=1.0, seconds=5.0)
 """Limits of an answer that is compared with live batches."""
 COMPARE_REQUESTS: Final = 3

@@ -86,7 +86,7 @@ class LiveComparison(NamedTuple):
 
     is_answered: bool
     agreeing: int
-    """Number of batches that the endpoint has as published."""
+    """Number of live batches that the endpoint has exactly as they were published."""
     difference: str
     """Why the endpoint belongs to another stream; empty if a batch agrees, or if nothing could be compared."""
 
@@ -106,13 +106,13 @@ class LiveComparison(NamedTuple):
 
 
 def missing_ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last of the numbers that are missing between consecutive ones."""
+    """Return the first and the last number of each range that is missing in ascending numbers."""
     return [(number + 1, successor - 1) for number, successor in pairwise(numbers) if successor > number + 1]
 
 
 def send_request(socket: zmq.Socket[bytes], start: int) -> None:
     """Request all batches from number `start` on."""
-    # libzmq has closed the connection to a peer that broke the protocol, so the message cannot be queued.
+    # The message cannot be queued if libzmq has closed the connection, because the peer broke the protocol.
     with suppress(zmq.Again):
         socket.send_multipart(replay_request_frames(start), zmq.DONTWAIT)
 
@@ -134,7 +134,7 @@ def open_client(kind: int, endpoint: str, curve: Curve | None) -> Iterator[zmq.S
 def sample_replay(
     endpoint: str, numbers: Collection[int], patience: Patience, curve: Curve | None, *, requests: int = 1, any_of: bool = False
 ) -> ReplaySample:
-    """Request batches from the first missing one on, at most `requests` times, until all of `numbers` arrived, or any of them.
+    """Request batches from the first missing one on, up to `requests` times, until all `numbers` (or `any_of` them) arrived.
 
     Stop after a request without an answer. Raise `EndpointError` if the socket cannot connect.
     """

@@ -17,7 +17,7 @@ from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.text_format import duration, first_names, percentage, plural, size
 
 ENOUGH_LOOKUPS: Final = 20
-"""Number of lookups without any hit from which on there is a fault."""
+"""If none of this many lookups had a hit, that is a fault."""
 _LOGS: Final = "see the service's log"
 _NOT_HTTP: Final = frozenset({"timeout", "closed", "not-http"})
 """Errors that a port without an HTTP server can cause."""
@@ -143,16 +143,16 @@ def check_snapshot(stats: StatsAnswer, now: float) -> CheckResult:
 MAX_LISTED: Final = 10
 """Maximum number of sources that one check lists, the worst first; others are counted."""
 PATIENCE_SECONDS: Final = 10.0
-"""Time that a source may take to connect or to catch up; longer is a fault. Seconds are normal."""
+"""Time that a source may take to connect or to catch up without a fault. It normally takes seconds."""
 LATE_SECONDS: Final = 1.0
-"""Lag above which there is a warning: a router with older events sends prompts to blocks that are gone."""
+"""Lag above which there is a warning: with older events a router selects workers for blocks that are gone."""
 _PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING, Reason.REPLAY_UNPROVEN})
 """Reasons that are normal for a short time."""
 
 
 def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
     """Check the faults of discovery, and whether there is any source."""
-    advice = "the service does not know these engines; correct the cause, or the service's settings"
+    advice = "its engines may be missing from answers; repair what the fault names, or correct the service's settings"
     faults = [fail("discovery", f"{name}: {text}", advice) for name, texts in answer.faults.items() for text in texts]
     yield from _worst_of(faults, "discovery", "fault")
     if not answer.sources:
@@ -250,7 +250,7 @@ def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
     loads = [source.load for source in sources if source.load is not None]
     faults = [f"{source.name}: {source.load_fault}" for source in sources if source.load_fault is not None]
     if faults:
-        advice = "selections take the mean of the other engines for their load; check that endpoint, or remove it (load)"
+        advice = "until it is known, selections assume the mean load of the other engines; check the setting load, or remove it"
         return warn("load", f"unknown of {first_names(faults)}", advice)
     if not loads:
         return None
@@ -260,7 +260,7 @@ def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
 
 
 def check_requests(sources: Sequence[SourceView]) -> CheckResult | None:
-    """Check whether selections leave out EXACT sources; None if they leave out none."""
+    """Check whether selections exclude EXACT sources; None if they exclude no such source."""
     faults = {source.name: source.fault for source in sources if source.fault and source.trust.state == "EXACT"}
     if not faults:
         return None

@@ -22,7 +22,7 @@ from kvevents.zeromq.zap import secure_sockets
 
 
 class SequenceNumbers:
-    """The live batches of one stream since its publisher began. With several topics there are several streams: none is kept."""
+    """The live batches of one stream since its publisher began. Several topics mean several streams: then no batch is kept."""
 
     def __init__(self, topic: str) -> None:
         self.received: list[int] = []
@@ -78,7 +78,7 @@ class DecodedContents:
         if decoding.batch.data_parallel_rank is not None:
             self.ranks.add(decoding.batch.data_parallel_rank)
         if decoding.batch.events and decoding.dialect is not None:  # an empty batch has the same bytes in every release
-            # What one batch contains fits older releases too, whose rows are above that of the writer.
+            # Older releases, whose rows precede that of the writer, can often have written the same batch.
             self.dialect = max(self.dialect or decoding.dialect, decoding.dialect, key=dialects().index)
 
 
@@ -240,7 +240,7 @@ IDLE_ADVICE: Final = "send the engine a request; the next batch confirms the rep
 
 
 def is_idle(status: StreamStatus) -> bool:
-    """Return whether a stream only lacks a live batch that confirms what the replay endpoint says."""
+    """Return whether a stream lacks nothing but a live batch that confirms the replay endpoint."""
     is_unproven = status.trust == Trust.DEGRADED and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     return is_unproven and not status.counters.live
 
