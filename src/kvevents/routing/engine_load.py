@@ -1,8 +1,8 @@
 """The load that an engine reports of itself, as SGLang from 0.5.23 publishes it.
 
 `--load-publish-endpoint` opens a second PUB socket per rank. Each message is `[topic "load", sequence number, payload]`. The
-payload is one `LoadStat` (`sglang/srt/managers/scheduler_components/load_publisher.py`). It is sent when it changes and about
-once a second otherwise. It is a reading, not an event: a lost one is replaced by the next.
+payload is one `LoadStat` (`sglang/srt/managers/scheduler_components/load_publisher.py`). It is sent when it changes, and
+otherwise about once a second. It is a reading, not an event: the next one makes up for a lost one.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class EngineLoad(msgspec.Struct, array_like=True, tag="LoadStat", frozen=True, g
     rank: int | None = None
     """Data-parallel rank, as the engine counts it; for people."""
     waiting_uncached_tokens: _Count | None = None
-    """Prompt tokens of waiting requests that must be computed; None if the engine does not report them, as vLLM."""
+    """Prompt tokens of waiting requests that must be computed; None if the engine, such as vLLM, does not report them."""
     total_tokens: _Count = 0
-    """Tokens in use and tokens of waiting requests."""
+    """Tokens in use plus tokens of waiting requests."""
     max_running: _Count = 0
     """Maximum number of requests in the running batch; 0 if unknown."""
     prefill_uncached_tokens: _Count = 0
-    """Prompt tokens computed since the engine's start."""
+    """Number of prompt tokens computed since the engine's start."""
     prefill_busy_us: _Count = 0
-    """Microseconds spent on them."""
+    """Microseconds spent on computing these prompt tokens."""
 
     @property
     def requests(self) -> int:
-        """Requests that the engine has."""
+        """Number of requests that run or wait."""
         return self.running + self.waiting
 
 

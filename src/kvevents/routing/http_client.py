@@ -1,4 +1,4 @@
-"""The HTTP client for requests to engines, and from commands to a service.
+"""The HTTP client for requests to engines, and of `AsyncClient` for requests to a service.
 
 It adds to aiohttp a time limit for a whole response, a size limit, and one error type, `HttpError`, with a kind for programs.
 It does not follow redirects and does not decompress responses, since it does not request compression.
@@ -52,15 +52,15 @@ class RequestLimits:
     """Limits of each request."""
 
     seconds: float
-    """Time for the whole request."""
+    """Maximum time for the whole request."""
     max_bytes: int
-    """Size of the response's body."""
+    """Maximum size of the response's body."""
     connect_seconds: float | None = None
-    """Time for name resolution, connection and TLS; `seconds` then count from their end."""
+    """Maximum time for name resolution, connection and TLS; if it is given, `seconds` begin after these."""
 
 
 class HttpConnections(AsyncCloseable):
-    """A pool of connections with these limits, and a context manager that closes it. It belongs to one event loop.
+    """A pool of connections of one event loop. Each request has the same limits. As a context manager the pool closes itself.
 
     An idle connection is reused for `idle_seconds`. `tls` is for `https` URLs; by default the system's certificate authorities
     are trusted.
@@ -75,7 +75,7 @@ class HttpConnections(AsyncCloseable):
             connector=aiohttp.TCPConnector(
                 limit=0,
                 ssl=True if tls is None else tls,
-                resolver=aiohttp.ThreadedResolver(),  # the system's resolver, even if others are installed
+                resolver=aiohttp.ThreadedResolver(),  # the system's resolver, even if aiodns is installed
                 use_dns_cache=False,
                 # Without reuse, connections stay open until `close` aborts them: closing TLS in order takes another round trip.
                 keepalive_timeout=idle_seconds or None,
@@ -109,7 +109,7 @@ class HttpConnections(AsyncCloseable):
     ) -> Answer:
         """Send a request and return the response, within `seconds` if given. Raises `HttpError`.
 
-        If a reused connection closes before a response begins, the request is sent once more, unless it must not be.
+        If a reused connection closes before a response begins, the request is sent once more if it is repeatable.
         """
         bounds, loop = self._bounds, asyncio.get_running_loop()
         limit = bounds.connect_seconds or bounds.seconds if seconds is None else seconds

@@ -1,9 +1,9 @@
 """Polls the HTTP servers of engines that publish no load.
 
-Theory of operation. There is one task for each URL, for any number of ranks behind it. A task requests the URL, reads the load
-of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and few run at one time, so a server
-that is slow or hostile costs its own load and nothing else. While a server fails, pauses grow up to `MAX_PAUSE_SECONDS`. The
-reason of a failure is stored with each rank, and is logged when it begins and when it ends.
+Theory of operation. There is one task for each URL, even if several ranks have the same URL. A task requests the URL, reads the
+load of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and few run at one time, so a
+slow or hostile server affects no load but its own. While a server fails, pauses grow up to `MAX_PAUSE_SECONDS`. The reason of a
+failure is stored with each rank, and is logged when it begins and when it ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvevents.routing.load_readings import MAX_METRICS_BYTES, LoadError, LoadSet
 
 _logger: Final = logging.getLogger(__name__)
 MAX_PAUSE_SECONDS: Final = 2.0
-"""Longest pause after a failure, unless the usual one is longer. A server that has come back is noticed after this time."""
+"""Longest pause after a failure, unless `poll_seconds` is longer. Within this pause a server that answers again is noticed."""
 _IDLE_INTERVALS: Final = 4
 """Number of intervals for which an idle connection is kept for the next request."""
 _HEADERS: Final = {"Accept": "text/plain, application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
@@ -59,7 +59,7 @@ class LoadPoller:
         self._http: HttpConnections | None = None
 
     def add(self, readings: Readings) -> None:
-        """Poll the URL of a source, and store what it reports of its rank."""
+        """Poll the URL of a source, and store the load that the answers have for its rank."""
         url = check_load_url(readings.source.endpoint)
         if url not in self._targets:
             target = self._targets[url] = _Target(url)
@@ -105,11 +105,11 @@ class LoadPoller:
                     await asyncio.sleep(jittered(interval, random.random))
         except Exception:
             _logger.exception("polling %s has failed; its load is unknown from now on", target.url)
-            for readings in target.ranks:  # the engine is not left out for ever
+            for readings in target.ranks:  # do not exclude the engine for ever
                 readings.silence = ""
 
     async def _request(self, target: _Target) -> str:
-        """Request one answer and store what it reports. Return what has failed; empty if nothing has."""
+        """Request one answer and store its loads. Return the fault; empty without a fault."""
         try:
             if self._http is None:
                 limits = RequestLimits(self._settings.request_seconds, MAX_METRICS_BYTES)

@@ -33,11 +33,11 @@ _logger: Final = logging.getLogger(__name__)
 MAX_METRICS_BYTES: Final = 4 << 20
 """Maximum size of an answer. A vLLM server with two ranks has 80 kB."""
 MAX_SERIES: Final = 4_096
-"""Maximum number of series of load in one answer: some for each rank."""
+"""Maximum number of time series about load in one answer. Each rank has a few."""
 METRICS_PATH: Final = "/metrics"
 _CACHE_INFO: Final = "vllm:cache_config_info"
 _CAPACITY_LABELS: Final = re.compile(r'[{,](engine|num_gpu_blocks|block_size)="([^"]*)"')
-"""The labels of `_CACHE_INFO` that are read. The parser takes three times as long for all of them as for the other series."""
+"""The labels of `_CACHE_INFO` that are read. Parsing all its labels would take three times as long as all other series."""
 
 
 class LoadError(ExternalError):
@@ -50,13 +50,13 @@ class _Names(NamedTuple):
     rank: str
     """Label with the data-parallel rank."""
     usage: tuple[str, ...]
-    """Share of the KV cache in use, 0 to 1; the first that is present counts."""
+    """Metrics for the share of the KV cache in use, 0 to 1; the first one that is present counts."""
     used: str | None = None
     """Tokens in use."""
     capacity: str | None = None
     """Capacity in tokens."""
     cache_info: str | None = None
-    """A metric whose labels `num_gpu_blocks` and `block_size` are the capacity."""
+    """A metric with the labels `num_gpu_blocks` and `block_size`, whose product is the capacity."""
 
 
 _VLLM: Final = _Names(
@@ -84,7 +84,7 @@ def _all_names() -> Iterable[str]:
 
 
 _LINES: Final = re.compile(rb"\n(%b)([ \t{][^\n]*)" % b"|".join(re.escape(name.encode()) for name in _all_names()))
-"""The lines of these metrics. All others of an answer, which are more than nine tenths, are not parsed."""
+"""The lines of these metrics. All other lines, which are more than nine tenths of an answer, are not parsed."""
 
 
 class _Series(NamedTuple):
@@ -123,7 +123,7 @@ class ReportedLoad:
         return cls(series)
 
     def of_rank(self, rank: int) -> EngineLoad:
-        """Return the load of a data-parallel rank; of the only rank, regardless of its number. Raises `LoadError`."""
+        """Return the load of a data-parallel rank. If there is only one, its number does not matter. Raises `LoadError`."""
         if self._server_load is not None:
             return EngineLoad(running=self._server_load, waiting=0, used_tokens=0, max_tokens=0)
         names = next((names for names in _ENGINES if {names.running, names.waiting} & self._series.keys()), None)
@@ -154,7 +154,7 @@ class ReportedLoad:
         return 0.0
 
     def _value(self, names: _Names, name: str, rank: int) -> float | None:
-        """Return the value of a rank; the largest if there are several series of it."""
+        """Return the value of a metric for a rank; the largest one if there are several series."""
         return max((row.value for row in self._series_of(names, name, rank)), default=None)
 
     def _series_of(self, names: _Names, name: str, rank: int) -> list[_Series]:
@@ -168,7 +168,7 @@ def _is_number(text: str) -> bool:
 
 
 def _count(value: float) -> int:
-    if not 0 <= value <= 1 << 53:  # above, a double is not exact
+    if not 0 <= value <= 1 << 53:  # larger doubles are not exact
         raise LoadError(f"has the number {value:g} where a count is expected")
     return round(value)
 
@@ -201,7 +201,7 @@ def is_load_url(text: str) -> bool:
 
 
 def check_load_url(text: str) -> str:
-    """Return the URL to poll: `/metrics` if it has no path. Raises `ConfigError` for another form."""
+    """Return the URL to poll, with the path `/metrics` if the given URL has none. Raises `ConfigError` for an invalid URL."""
     parts = split_url(text, HTTP_SCHEMES)
     if parts is None or parts.fragment or not text.isascii() or not text.isprintable() or " " in text:
         raise ConfigError(f"invalid load {text!r}: expected http://HOST:PORT or https://HOST:PORT, optionally with a path")
@@ -211,30 +211,30 @@ def check_load_url(text: str) -> str:
 # --- settings, sources and readings
 
 OnLoad: TypeAlias = Callable[[Worker, EngineLoad], None]
-"""Called with each load that arrives, in the thread that received it. It must not wait."""
+"""Called with each load that arrives, in the thread that received it. It must not block."""
 MAX_AGE_SECONDS: Final = 3_600.0
 
 
 class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the load of engines is read. Raises `ConfigError`."""
+    """Settings for reading the load of engines. Raises `ConfigError`."""
 
     max_age_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_AGE_SECONDS, is_open=True)] = 5.0
-    """Seconds after which the newest load of an engine no longer counts. SGLang repeats an unchanged one every second, and a
-    step of a large prompt takes a few seconds."""
+    """Seconds after which the newest load of an engine no longer counts. SGLang repeats an unchanged load every second, but a
+    step of a large prompt delays that by a few seconds."""
     poll_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_AGE_SECONDS, is_open=True)] = 1.0
     """Seconds between two requests to a server that is polled, such as vLLM's `/metrics`. Each request costs the server some
     milliseconds."""
     resolve_seconds: Seconds = 5.0
     """Seconds without a message after which the host name of an engine that publishes load is resolved again, since it may have
-    another address. They double with each further lookup, up to a minute."""
+    another address. This time doubles with each further lookup, up to a minute."""
     request_seconds: Seconds = 1.5
-    """Longest time for one answer. A server that answered before, and now does not, gets no requests from `/v1/select`: a pause
-    and an answer's time are less than 3 s."""
+    """Longest time for one answer. A server that answered before and now does not gets no more requests from `/v1/select`, by
+    default after less than 3 s: one pause and the time for one answer."""
     at_once: Positive = 64
     """Maximum number of requests at one time."""
     polls_per_second: Positive = 500
-    """Maximum number of requests in a second, each of which takes about 0.4 ms of CPU. With more servers `poll_seconds` grows,
-    up to four fifths of `max_age_seconds`."""
+    """Maximum number of requests per second to all servers. Each takes about 0.4 ms of CPU. If there are too many servers,
+    `poll_seconds` grows, up to four fifths of `max_age_seconds`."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -245,18 +245,18 @@ class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     def interval(self, servers: int) -> float:
-        """Return the seconds between two requests to a server when this number of servers is polled."""
+        """Return the seconds between two requests to the same server if this number of servers is polled."""
         max_interval = max(self.poll_seconds, 0.8 * self.max_age_seconds)
         return min(max(self.poll_seconds, servers / self.polls_per_second), max_interval)
 
 
 class LoadSource(Struct, frozen=True):
-    """Where the load of one rank is read."""
+    """The place from which the load of one rank is read."""
 
     endpoint: str
     """Endpoint at which the rank publishes its load, such as `tcp://10.0.0.7:5559`: SGLang's `load_endpoint_port_base` plus the
-    rank. Or the URL of an HTTP server to poll, such as `http://10.0.0.7:8000`, whose `/metrics` are those of vLLM or SGLang; or
-    that of vLLM's `/load`. All ranks behind one server have the same URL."""
+    rank. Or the URL of an HTTP server to poll, such as `http://10.0.0.7:8000` with the `/metrics` of vLLM or SGLang, or the URL
+    of vLLM's `/load`. All ranks behind one server have the same URL."""
     name: str
     """Name of the engine, as in `Source.name`."""
     rank: int = 0
@@ -264,7 +264,7 @@ class LoadSource(Struct, frozen=True):
     """Prefix of the topics to receive."""
     curve: Curve | None = None
     reads_load: bool = True
-    """Whether its answers must have a load. Without one they only say that the server answers (`LoadReading.silence`)."""
+    """Whether the load is read from the answers. Otherwise they only show that the server answers (`LoadReading.silence`)."""
 
     def __post_init__(self) -> None:
         if is_load_url(self.endpoint):
@@ -294,7 +294,7 @@ class LoadReading(Struct, frozen=True):
     fault: str
     """Why the newest load is unknown; empty if it is known."""
     silence: str = ""
-    """The fault of a server that answered before, and now does not; empty if it answers, or never has."""
+    """Why a server that answered before no longer answers; empty if it answers, or has never answered."""
 
 
 class Readings:
@@ -307,7 +307,7 @@ class Readings:
         self.received = 0
         self.rejected = 0
         self.fault = ""
-        """Why the last request brought no load; empty if it did."""
+        """Why the last request returned no load; empty if it returned one."""
         self.has_answered = False
         """Whether the server has ever answered."""
         self.silence = ""
@@ -322,7 +322,7 @@ class Readings:
         if self._on_load is not None:
             try:
                 self._on_load(self.source.worker, load)
-            except Exception as error:  # of the application: it must not end the thread that receives the load of all
+            except Exception as error:  # an error of the application must not end the thread that receives all loads
                 if self._logged_error != repr(error):
                     self._logged_error = repr(error)
                     _logger.exception("on_load has failed for a load of %s rank %d", *self.source.worker)

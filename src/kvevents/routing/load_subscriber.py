@@ -1,10 +1,10 @@
 """Follows the load of engines, and keeps the newest reading of each.
 
 Theory of operation: readings have no time of their own, and only the newest one matters. The event loop of one thread receives
-them as they come, so that the age of a reading is that of its arrival; a reading older than `max_age_seconds` is not returned.
-A stream that is absent, silent or invalid therefore costs its signal and nothing else. One reading is stored for each source.
+them at once, so that the age of a reading is the time since its arrival. A reading older than `max_age_seconds` is not
+returned, so a stream that is absent, silent or invalid affects no load but its own. One reading is stored for each source.
 Engines that publish no load are polled in the same loop (`load_polling`). Host names are resolved in threads of their own
-(`zeromq.name_resolver`): while a stream with a name is silent, its socket goes through the addresses of the name.
+(`zeromq.name_resolver`): while a stream with a name is silent, its socket tries one address of the name after the other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DEFAULT_SETTINGS: Final = LoadSettings()
 
 
 class _Stream(Readings):
-    """The load stream of one engine. The thread of the subscriber writes it."""
+    """The load stream of one engine. Only the subscriber's thread changes it."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class _Stream(Readings):
         self._attempts = 0
 
     def connect(self, names: NameResolver[_Stream], now: float) -> None:
-        """If the stream is silent, connect to the next address of its host name; `names` reports when that is known."""
+        """If the stream is silent, connect to the next address of its host name. `names` reports when a lookup is done."""
         if now < self._resolve_at:
             return
         lookup = self._lookup or names.resolve(self.source.endpoint, self)
@@ -77,7 +77,7 @@ class _Stream(Readings):
 
     def _connect_to(self, address: str) -> None:
         if address != self._address:
-            with contextlib.suppress(zmq.ZMQError):  # there was no address before
+            with contextlib.suppress(zmq.ZMQError):  # without an address before
                 self.socket.disconnect(self._address)
             self.socket.set(zmq.IPV6, int(needs_ipv6(address)))
             connect_or_bind(self.socket, address, bind=False)
@@ -109,9 +109,9 @@ class _Stream(Readings):
 class LoadSubscriber(Closeable):
     """Receives the loads that engines publish, and polls engines that publish none. Any thread may call every method.
 
-    `load(worker)` fits `Router(engine_load=...)`. `on_load` is called with each load that arrives, in another thread; what it
-    raises is logged. Raises `ConfigError` and `EndpointError`, and `MissingDependencyError` for a source to poll without the
-    extra `service`.
+    `load(worker)` fits `Router(engine_load=...)`. `on_load` is called with each load that arrives, in another thread; its
+    exceptions are logged. Raises `ConfigError` and `EndpointError`, and `MissingDependencyError` if a source must be polled and
+    the extra `service` is not installed.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class LoadSubscriber(Closeable):
         self._thread.start()
 
     def add(self, source: LoadSource) -> None:
-        """Follow the load of a worker, in place of the source that it had. Raises `EndpointError`."""
+        """Follow the load of a worker. The source replaces the former one of the worker. Raises `EndpointError`."""
         is_polled = is_load_url(source.endpoint)
         readings = Readings(source, self._on_load) if is_polled else self._connect(source)
         with self._lock:
@@ -171,12 +171,12 @@ class LoadSubscriber(Closeable):
             self._call(self._end, self._readings.pop(worker, None))
 
     def load(self, worker: Worker) -> EngineLoad | None:
-        """Return the newest load of a worker; None if it is unknown, silent, or older than `max_age_seconds`."""
+        """Return the newest load of a worker; None without a load, or if it is older than `max_age_seconds`."""
         readings = self._readings.get(worker)
         return None if readings is None else readings.load(time.monotonic(), self._settings.max_age_seconds)
 
     def reading(self, worker: Worker) -> LoadReading | None:
-        """Return the newest reading of a worker with its age; None if it is not followed."""
+        """Return the newest reading of a worker with its age; None if the worker is not followed."""
         readings = self._readings.get(worker)
         return None if readings is None else readings.reading(time.monotonic(), self._settings.max_age_seconds)
 
@@ -234,7 +234,7 @@ class LoadSubscriber(Closeable):
             self._poller.add(readings)
 
     def _receive(self, stream: _Stream) -> None:
-        # The descriptor reports only that something has changed, so all messages are read before the next wait.
+        # The descriptor is edge-triggered: it reports only new messages, so all messages are read before the next wait.
         if not stream.socket.closed and stream.receive(time.monotonic()):
             self._loop.call_soon(self._receive, stream)
 

@@ -61,14 +61,14 @@ A = TypeVar("A")
 def nearest(candidates: Sequence[A], distances: list[int]) -> Sequence[A]:
     """Return the candidates with the lowest distance, in their order.
 
-    With `distance_of` a STALE worker is returned only if no other worker is connected or connecting.
+    If `distance_of` returned the distances, a STALE worker is included only if no other worker is connected or connecting.
     """
     places = _native.nearest(distances)
     return candidates if len(places) == len(candidates) else [candidates[place] for place in places]
 
 
 def break_tie(ties: Ties, equal: Sequence[Candidate], how: str = "rotate") -> Candidate:
-    """Choose one of several equal candidates. It is the last to be chosen by the next rotation."""
+    """Choose one of several equal candidates. In the rotation it is then the last one."""
     chosen = equal[ties.pick(how, [one.worker for one in equal]) if len(equal) > 1 else 0]
     ties.took(chosen.worker)
     return chosen
@@ -77,11 +77,11 @@ def break_tie(ties: Ties, equal: Sequence[Candidate], how: str = "rotate") -> Ca
 # --- policies that ignore caches
 
 DECODING_WEIGHT: Final = 256.0
-"""Prompt tokens that one request after its first token counts as.
+"""Number of prompt tokens of work that a request counts as once it has its first token.
 
-A step that makes one token for it takes as long as about ten prompt tokens, since it reads the keys and values of all tokens
-before. Answers take some hundred steps, and a new prompt waits only for its own share of them. 64 and 1,024 are worse, each
-for other traffic (decision record 0008).
+A step that generates one token for it takes as long as computing about ten prompt tokens, since it reads the keys and values of
+all earlier tokens. An answer takes some hundred steps, and a new prompt waits for a part of them only. The values 64 and 1,024
+are worse, for different kinds of traffic (decision record 0008).
 """
 
 
@@ -94,7 +94,7 @@ MEASURES: Final[dict[str, Callable[[Load], float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class NoSettings:
-    """Settings of a policy that has none."""
+    """The empty settings of a policy without settings."""
 
 
 class RandomChoice:
@@ -112,7 +112,7 @@ class RandomChoice:
 
 
 class RoundRobin:
-    """Chooses the worker that was chosen longest ago, which stays fair while workers come and go."""
+    """Chooses the worker that was chosen longest ago, so that the rotation stays fair when workers are added or removed."""
 
     name = "round-robin"
     uses_index = False
@@ -130,7 +130,7 @@ class LeastLoadedSettings:
     """Settings of `LeastLoaded`."""
 
     by: str = "tokens"
-    """What is compared: `tokens` (waiting ones, plus 256 for each request after its first token), or `requests` in flight.
+    """What is compared: `tokens` (those that wait, plus 256 for each request after its first token), or `requests` in flight.
     Tokens distinguish prompts of a hundred tokens from prompts of a hundred thousand."""
     sample: int = 0
     """Compare only this many random workers; 0 compares all. 2 is "the power of two choices": many routers that do not know
@@ -142,7 +142,7 @@ class LeastLoadedSettings:
 
 
 class LeastLoaded:
-    """Chooses the worker with the least work of those that this router sent to; equal ones in rotation."""
+    """Chooses the worker with the least work in flight; among equal workers it rotates."""
 
     name = "least-loaded"
     uses_index = False
@@ -177,10 +177,10 @@ class SessionAffinitySettings:
     """Settings of `SessionAffinity`."""
 
     factor: float = 1.25
-    """A worker may have this many times the mean of requests in flight, at least 1; with infinity sessions never move. The
-    default is the paper's. Lower values move more sessions, higher values allow hotter workers."""
+    """A worker may have this many times the mean number of requests in flight. It is at least 1; with infinity sessions never
+    move. Lower values move more sessions, higher values allow more load on one worker."""
     spare: int = 8
-    """Requests that a worker may always have: an engine answers that many at once anyway, and in a fleet with little to do one
+    """Number of requests that a worker may always have: an engine can answer that many at once, and in a nearly idle fleet one
     request is many times the mean."""
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class SessionAffinity:
         self._ties = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
-        """Choose the worker with the session's highest value that is below its bound of requests."""
+        """Choose the worker whose hash with the session is the highest of all workers below the bound of requests."""
         if prompt.session is None:
             fewest = min(one.load.requests for one in candidates)
             equal = [one for one in candidates if one.load.requests == fewest]
@@ -217,7 +217,7 @@ class SessionAffinity:
         raise AssertionError("no worker is below a bound of at least the mean load")  # pragma: no cover
 
     def max_requests(self, requests: int, workers: int) -> float:
-        """Return the bound of requests in flight on one worker, including the new one, if all workers have `requests`."""
+        """Return the bound of requests in flight on one worker, with the new one, if all workers together have `requests`."""
         if math.isinf(self.settings.factor):
             return math.inf
         return max(self.settings.spare, math.ceil(self.settings.factor * ((requests + 1) / workers)))
@@ -254,31 +254,31 @@ class PrefixAwareSettings:
     """Settings of `PrefixAware`."""
 
     wait_weight: float = 0.15
-    """Weight of a waiting token beside that of a token to compute, at least 0. With 1 only the TTFT of this request counts."""
+    """Weight of a token that waits; a token to compute has 1. At least 0. With 1 only the TTFT of this request counts."""
     load_weight: float = 0.05
-    """Weight of work equal to the mean of all candidates against computing the whole prompt, at least 0. With 0 in both weights
-    only caches count."""
+    """Cost of a load that equals the mean of all candidates, if computing the whole prompt costs 1; at least 0. If both weights
+    are 0, only caches count."""
     decoding_weight: float = DECODING_WEIGHT
-    """Tokens of work that each request after its first token counts as, at least 0."""
+    """Tokens of work that a request counts as once it has its first token; at least 0."""
     context_weight: float = 0.0
-    """Tokens of work that each prompt token of such a request counts as, at least 0: for engines that are short of memory. 1
-    balances what is resident rather than what waits."""
+    """Tokens of work that each prompt token of such a request counts as, for engines that are short of memory; at least 0. With
+    1 the tokens in memory are balanced rather than those that wait."""
     tiers: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TIER_WEIGHTS.items()))
-    """Value of a token that a tier holds against computing it, 0 to 1. Missing tiers keep their weight of `TIER_WEIGHTS`;
-    unknown tiers have the lowest of all."""
+    """Value of a token by the tier that holds it, from 0 (as bad as computing it) to 1. Missing tiers have their weight in
+    `TIER_WEIGHTS`; unknown tiers have the lowest weight of all."""
     trust: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TRUST_WEIGHTS.items()))
-    """Factor for what a worker holds, by the state of its stream, 0 to 1. Missing states keep that of `TRUST_WEIGHTS`.
-    Tokens that might be gone (`Candidate.uncertain`) have the factor of DEGRADED, or that of the stream if it is lower."""
+    """Factor for tokens that a worker holds, by the state of its stream, 0 to 1. Missing states have that of `TRUST_WEIGHTS`.
+    Tokens that might be gone (`Candidate.uncertain`) have the factor of DEGRADED, or that of the state if it is lower."""
     guard: float = 2.0
-    """A worker gets no credit for its cache if its requests in flight are more than `guard` times the mean of the others, and
-    more than `guard_requests`; at least 1. Infinity disables this."""
+    """A worker gets no credit for its cache if it has more requests in flight than `guard_requests`, and more than `guard`
+    times the mean of the other workers. `guard` is at least 1; infinity disables this."""
     guard_requests: int = 16
-    """Number of requests in flight up to which a worker gets credit for its cache, however few the others have. A GPU of 80 GB
+    """Number of requests in flight up to which a worker always gets credit for its cache. A GPU of 80 GB
     holds about 16 prompts of 12,000 tokens at once."""
     tie: str = "rotate"
     """How to choose between equal candidates: `rotate`, `random` or `first`."""
     sample: int = 0
-    """Consider only the candidate that holds most and this many random others; 0 considers all."""
+    """Consider only the candidate that holds most of the prompt, and this many random others; 0 considers all."""
 
     def __post_init__(self) -> None:
         for name in ("wait_weight", "load_weight", "decoding_weight", "context_weight"):
@@ -308,7 +308,7 @@ class PrefixAware:
         )
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
-        """Choose the lowest score; of equal ones the one that computes less, since that saves work; then by `tie`."""
+        """Choose the lowest score. Among equal scores prefer the candidate that must compute less; then `tie` decides."""
         sampled = self._sample(candidates)
         loads = [one.load for one in sampled]
         scores, best = self._scorer.weigh(
@@ -329,7 +329,7 @@ class PrefixAware:
     def _sample(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         if not 0 < self.settings.sample < len(candidates) - 1:
             return candidates
-        # Shuffled, so that of equal holders not always the same one is considered.
+        # Shuffled, so that not always the same one of several equal holders is considered.
         order = self._random.sample(candidates, len(candidates))
         longest = max(range(len(order)), key=lambda place: order[place].tokens)
         return [order.pop(longest), *order[: self.settings.sample]]

@@ -19,15 +19,15 @@ Worker: TypeAlias = tuple[str, int]
 
 
 class Load(Struct, frozen=True, gc=False):
-    """The work of a worker as the router knows it: requests that it sent and that have not finished.
+    """The work of a worker: requests that the router has sent to it and that have not ended.
 
-    If the engine reports more work, its report counts instead (`Router`).
+    If the engine reports its load, the report counts instead (`Router`).
     """
 
     requests: int = 0
     """Requests in flight."""
     waiting_tokens: int = 0
-    """Prompt tokens that the worker is expected to compute, of requests before their first token."""
+    """Prompt tokens that the worker must still compute, for requests before their first token."""
     decoding: int = 0
     """Requests after their first token."""
     decoding_tokens: int = 0
@@ -49,9 +49,9 @@ class Candidate(Struct, frozen=True, gc=False):
     trust: str = "EXACT"
     """State of its stream, as `kvevents.Trust` names it."""
     inexact_tiers: tuple[str, ...] = ()
-    """Tiers that the state is not about, as in `Trust.inexact_tiers`; what an EXACT worker holds there counts as DEGRADED."""
+    """Tiers to which `trust` does not apply, as in `Trust.inexact_tiers`; tokens there count as DEGRADED if it is EXACT."""
     uncertain: int = 0
-    """Number of tokens at the end of `tokens` that might be gone (`WorkerMatch.certain` has the others)."""
+    """How many of these tokens, at the end of the prefix, might be gone; `WorkerMatch.certain` counts the others."""
 
 
 class Prompt(Struct, frozen=True, gc=False):
@@ -72,7 +72,7 @@ class ScoredCandidate(Struct, frozen=True, gc=False):
     uncached: float
     """Share of the prompt that the worker would have to compute, 0 to 1, after weights of tiers and trust."""
     load: float
-    """Part of the score that its load adds."""
+    """Part of the score that the load of the worker adds."""
     hot: bool = False
     """Whether its cache was ignored because it has too many requests."""
 
@@ -87,7 +87,7 @@ class Choice(Struct, frozen=True, gc=False):
 
     chosen: Candidate
     reason: str
-    """Continues "POLICY chose WORKER, ...". `{candidates}` and `{equal}` in it are replaced by their numbers."""
+    """Continues the sentence "POLICY chose WORKER, ...", with `{candidates}` and `{equal}` for these numbers."""
     equal: int = 1
     """Number of candidates that are as good as the chosen one, including it."""
     scored: Sequence[ScoredCandidate] = ()
@@ -104,7 +104,7 @@ class Policy(Protocol):
 
     @property
     def uses_index(self) -> bool:
-        """Whether the router must look up the prompt before `choose`, so that candidates say what they hold."""
+        """Whether the router must look up the prompt before `choose`, so that candidates have their matches."""
         ...
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:

@@ -20,20 +20,20 @@ from kvevents.routing.weights import describe_tiers, distance_of
 from kvevents.stream import Trust
 
 MAX_IN_FLIGHT: Final = 65_536
-"""Default limit of remembered requests, about 250 bytes each: four times those of 64 workers with 256 requests each."""
+"""Default limit of requests in flight, about 250 bytes each: four times as many as 64 workers with 256 requests each have."""
 EXPIRY_SECONDS: Final = 300.0
-"""Default time after which a request without an end counts as finished."""
+"""Default time after which a request counts as finished although its end was not reported."""
 HALF_LIFE: Final = 10.0
-"""Half-life in seconds of the load with which a new worker begins."""
+"""Half-life, in seconds, of the initial load of a new worker."""
 MAX_HALVINGS: Final = 16
-"""Number of halvings after which that load no longer counts."""
+"""Number of halvings after which the initial load no longer counts."""
 
 
 class _WorkerLoad:
-    """The load of a worker. Requests of a removed worker keep its object, and a new worker of the same name gets another.
+    """The load of a worker. Requests of a removed worker still change its object; a new worker with its name has another.
 
-    A worker that is added while others work begins with their mean load, which is halved regularly. Otherwise every
-    prompt would go to it until it has as many requests as they have, some of which might have ended without a report.
+    A worker that is added while others work begins with their mean load, which is halved regularly. Otherwise every prompt
+    would go to it until it has as many requests as the others, which may count some that have ended.
     """
 
     __slots__ = ("_added_at", "_initial", "_reading", "_sent_requests", "_sent_tokens", "load")
@@ -45,19 +45,19 @@ class _WorkerLoad:
         self._reading: EngineLoad | None = None
         """The newest load that the engine has reported."""
         self._sent_requests = 0
-        """Requests that were sent since."""
+        """Number of requests sent since that report."""
         self._sent_tokens = 0
-        """Tokens of their prompts that the worker must compute."""
+        """Prompt tokens of these requests that the worker must compute."""
 
     def add(self, tokens: int) -> None:
-        """Add a request of `tokens` to compute."""
+        """Add a request for which the worker must compute this number of tokens."""
         load = self.load
         self.load = Load(load.requests + 1, load.waiting_tokens + tokens, load.decoding, load.decoding_tokens)
         self._sent_requests += 1
         self._sent_tokens += tokens
 
     def current(self, reading: EngineLoad | None, now: float) -> Load:
-        """Return the load that counts: what the engine has reported and what was sent since; without a report the own count."""
+        """Return the load that counts: the engine's report plus requests sent since, or without a report our own count."""
         load = self.load if reading is None else self._combine(reading)
         halvings = int((now - self._added_at) / HALF_LIFE)
         if self._initial is IDLE or halvings > MAX_HALVINGS:
@@ -104,7 +104,7 @@ class Decision(Struct, frozen=True):
     used_index: bool
     """Whether the index was queried."""
     unreachable: int = 0
-    """Number of workers that were excluded because they have no connection, unlike others."""
+    """Number of workers that were excluded because they have no connection while others have one."""
     key: Hashable = None
     """The key under which the request is in flight."""
 
@@ -182,16 +182,16 @@ class Router:
     - `index` is needed by policies that use it. The caller keeps it up to date.
     - `trust` returns the trust in a worker's stream, or the name of its state (`lambda worker: subscriber.trust(*worker)`);
       without it, EXACT. It must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED. With
-      any policy a STALE worker is chosen only if no other one is left, and a CONNECTING one only if none has a connection.
+      any policy a STALE worker is chosen only if all are STALE, and a CONNECTING one only if no worker has a connection.
     - `engine_load` returns the newest load of a worker, or None if that is unknown or too old (`LoadSubscriber.load`). It must
-    not call the router, and return the same object until the engine reports again. A report counts instead of the router's own
-    count: it includes the requests of other routers, and not those that ended unnoticed. Requests that this router has sent
-    since are added. For an engine that does not report how many tokens wait, such as vLLM, each waiting request counts as the
-    mean of this router's own, or as `DECODING_WEIGHT` tokens if it has none.
-    - With `overlay_seconds` above 0 a prompt counts as cached where it was sent, for this time or until events confirm it, if
-      the policy uses the index.
+      not call the router, and must return the same object until the engine reports again. A report counts instead of the
+      router's own count: it includes the requests of other routers, and no requests that ended unnoticed. Requests that this
+      router has sent since are added. For an engine that does not report how many tokens wait, such as vLLM, each waiting
+      request counts as the mean of this router's waiting ones, or as `DECODING_WEIGHT` tokens without any.
+    - With `overlay_seconds` above 0, and a policy that uses the index, a prompt counts as cached by the worker that it was sent
+      to, for this time or until events confirm it.
     - `max_in_flight` limits the requests that are remembered; beyond it the oldest count as finished. So does each request
-      `expiry_seconds` after it was routed, because clients hang up, and callers forget `finish`. `request` never forgets.
+      `expiry_seconds` after it was routed, because clients hang up and callers may forget `finish`. `request` always calls it.
     - A worker that is added while others work begins with their mean load, of which half is left after `HALF_LIFE`.
     - The last token of a prompt is not looked up, since engines compute it and its block again, except with `whole_prompt`.
 
@@ -229,7 +229,7 @@ class Router:
         self._requests: dict[Hashable, _Request] = {}
         self._lock = threading.RLock()
         self.evicted = 0
-        """Requests that counted as finished because more than `max_in_flight` existed: a caller of `route` omits `finish`."""
+        """Requests that counted as finished because of `max_in_flight`: a caller of `route` omits `finish`."""
         self.expired = 0
         """Requests that counted as finished `expiry_seconds` after they were routed."""
 
@@ -310,9 +310,9 @@ class Router:
         without: Collection[Worker] = (),
         ignores_cache: bool = False,
     ) -> Iterator[Decision]:
-        """Choose a worker as `route` does, for a request that ends with the block of a `with` statement, also by an exception.
+        """Choose a worker as `route` does. The request ends with the block of the `with` statement, even after an error.
 
-        `record_first_token(decision.key)` records that the answer begins.
+        Call `record_first_token(decision.key)` when the answer begins.
         """
         decision = self.route(
             object(), tokens, namespace=namespace, session=session, without=without, ignores_cache=ignores_cache
@@ -323,7 +323,7 @@ class Router:
             self.finish(decision.key)
 
     def record_first_token(self, key: Hashable) -> None:
-        """Record that the answer begins, so that the prompt waits no more. Does nothing for an unknown key or a second call."""
+        """Record that the answer has begun: the prompt no longer waits. Does nothing for an unknown key or a second call."""
         with self._lock:
             request = self._requests.get(key)
             if request is None or request.is_decoding:
@@ -371,7 +371,7 @@ class Router:
             self.finish(key)
 
     def _look_up(self, tokens: Any, length: int, namespace: Namespace | None) -> dict[Worker, tuple[int, dict[str, int], int]]:
-        """Return what each worker holds of the prompt: tokens on any tiers, tokens by tier, and how many might be gone."""
+        """Return the tokens of the prompt that each worker holds: on any tiers, by tier, and how many of them might be gone."""
         if self._index is None:
             return {}
         max_tokens = length if self._whole_prompt else max(length - 1, 0)
@@ -393,7 +393,7 @@ class Router:
             tokens, tiers, uncertain = matches.get(worker, _NOTHING)
             report = "EXACT" if trust is None else trust(worker)
             inexact: tuple[str, ...] = () if isinstance(report, str) else report.inexact_tiers
-            # An idle engine has proven nothing yet, and nothing contradicts it.
+            # The replay endpoint of an idle engine is still unproven, but nothing contradicts it.
             state = report if isinstance(report, str) else "EXACT" if report.unproven else report.name
             candidates.append(Candidate(worker, load, tokens, tiers, state, inexact, uncertain))
         return candidates

@@ -13,7 +13,7 @@ from kvevents.events import TIERS
 from kvevents.stream.trust import TrustState
 
 Tier: TypeAlias = Literal["gpu", "cpu", "disk", "other"]
-"""A tier that `/v1/select` weighs; `other` are all tiers whose medium is not known."""
+"""A tier that `/v1/select` weighs; `other` stands for all unknown media."""
 TIER_WEIGHTS: Final[Mapping[Tier, float]] = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
 """Value of a cached token by tier; 1 is as good as in GPU memory, 0 as bad as computing it."""
 TRUST_WEIGHTS: Final[Mapping[TrustState, float]] = {
@@ -28,7 +28,7 @@ TRUST_WEIGHTS: Final[Mapping[TrustState, float]] = {
 _DISTANCE: Final[Mapping[str, int]] = {"CONNECTING": 1, "STALE": 2}
 """Reachability of a worker by its trust state: 0 connected, 1 not yet connected, 2 connection lost."""
 DISTANCE_SILENT: Final = 1
-"""Distance of a worker whose stream is connected and whose server does not answer."""
+"""Distance of a worker whose stream is connected but whose server does not answer."""
 DISTANCE_LOST: Final = 2
 """Distance of a worker whose connection is lost, or that cannot be reached."""
 
@@ -39,7 +39,7 @@ def distance_of(state: str) -> int:
 
 
 def tokens_by_tier(tiers: Mapping[str, int]) -> dict[str, int]:
-    """Return how many tokens of a prefix each tier adds to the faster ones, from cumulative counts; they sum up to the prefix.
+    """Return how many tokens of a prefix each tier adds to the faster tiers, from cumulative counts. Their sum is the prefix.
 
     Tiers that add nothing are left out.
     """
