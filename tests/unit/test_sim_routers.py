@@ -8,7 +8,7 @@ from kvevents.events import BlockStored, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.routing import Candidate, Load, Prompt, RandomChoice
 from kvevents.sim.audit import Audit
-from kvevents.sim.routers import ESTIMATING, POLICIES, ApproximateTree, make_routers, needs_events
+from kvevents.sim.routers import ESTIMATING_POLICIES, POLICIES, ApproximateTree, make_routers, needs_events
 from kvevents.sim.settings import FleetSettings
 from kvevents.stream import RawBatch
 from kvevents.wire.encode import batch_encoder
@@ -46,7 +46,7 @@ def test_only_one_policy_needs_events() -> None:
     assert [name for name in POLICIES if needs_events(name)] == ["prefix-aware"]
 
 
-@pytest.mark.parametrize("name", ESTIMATING)
+@pytest.mark.parametrize("name", ESTIMATING_POLICIES)
 def test_an_estimating_router_knows_its_own_decisions_and_no_others(name: str) -> None:
     settings = FleetSettings(engines=4, routers=2, block_size=4)
     first, second = make_routers(settings, name, Audit(PrefixIndex()), clock=lambda: 0.0)

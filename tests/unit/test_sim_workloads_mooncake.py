@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvevents.sim.requests import Drawn, Request, Text
-from kvevents.sim.workload_traces import ANSWERS, PIECE_TOKENS, MooncakeRow, Sessions, mooncake_request
+from kvevents.sim.workload_traces import FIRST_ANSWER, PIECE_TOKENS, MooncakeRow, Sessions, mooncake_request
 from kvevents.sim.workloads import workload
 from mooncake_cases import mooncake_rows
 
@@ -23,7 +23,7 @@ def test_a_line_is_read_as_a_request() -> None:
     request = mooncake_request(Sessions(), make_row(unknown="left alone"), 3)
     assert request.at == 1.5
     assert request.prompt.pieces == (Drawn(0, 512), Drawn(4, 512), Drawn(5, 76))
-    assert request.output.pieces == (Drawn(ANSWERS + 3, 7),)
+    assert request.output.pieces == (Drawn(FIRST_ANSWER + 3, 7),)
     assert request.session == "session-1"
 
 

@@ -300,7 +300,7 @@ def test_an_unreadable_recording_raises_and_a_truncated_one_is_reported(tmp_path
     (tmp_path / "torn.jsonl").write_text('{"socket":"pub"')
     requests = from_recording(tmp_path / "torn.jsonl")
     assert list(requests) == []
-    assert requests.torn is not None
+    assert requests.truncation is not None
 
 
 def test_messages_that_are_not_batches_are_ignored(tmp_path: Path) -> None:

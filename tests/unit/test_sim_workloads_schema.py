@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from kvevents.sim.requests import Drawn, Request, Text
-from kvevents.sim.workload_traces import ANSWERS, plain_request, plain_row
+from kvevents.sim.workload_traces import FIRST_ANSWER, plain_request, plain_row
 
 
 def read(line: str, number: int = 1) -> Request:
@@ -16,7 +16,7 @@ def read(line: str, number: int = 1) -> Request:
 def test_a_line_with_only_the_required_keys_is_read() -> None:
     """It has token ids and the length of an answer, whose text no other request has."""
     request = read('{"at": 1.5, "tokens": [5, 4294967295], "output_tokens": 120}', 7)
-    assert request == Request(1.5, Text.of([5, 2**32 - 1]), Text([Drawn(ANSWERS + 7, 120)]))
+    assert request == Request(1.5, Text.of([5, 2**32 - 1]), Text([Drawn(FIRST_ANSWER + 7, 120)]))
 
 
 def test_a_line_with_all_keys_is_read() -> None:

@@ -32,8 +32,8 @@ def run(args: Namespace) -> int:
     # An existing trace is not replaced if the recording cannot be read or has no request.
     first = next(requests, None)
     count = 0 if first is None else write_trace(args.trace, chain([first], requests))
-    if found.torn is not None:
-        console.note(Span(found.torn, "warn"))
+    if found.truncation is not None:
+        console.note(Span(found.truncation, "warn"))
     if found.skipped:
         console.note(f"{plural(found.skipped, 'event')} left out: their parent blocks were stored before the recording")
     if not count:

@@ -229,17 +229,17 @@ def attach_publisher(
     )
 
 
-_HOOKED: Final = "_kvevents_hooked"
+_HOOK_NAMES: Final = "_kvevents_hooked"
 """Attribute of an engine's class: the names of its methods that have a hook, so that none gets two."""
 
 
 def hook(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a method of an engine's class by `wrap(method)`; do nothing if it is replaced already."""
-    hooks: set[str] = owner.__dict__.get(_HOOKED, set())
+    hooks: set[str] = owner.__dict__.get(_HOOK_NAMES, set())
     if name not in hooks:
         original = getattr(owner, name)
         setattr(owner, name, functools.wraps(original)(wrap(original)))
-        setattr(owner, _HOOKED, hooks | {name})
+        setattr(owner, _HOOK_NAMES, hooks | {name})
 
 
 class _EngineLogHandler(logging.Handler):

@@ -19,9 +19,9 @@ class MultiModal(Struct, frozen=True):
     """
 
     id: str | int | bytes
-    """The hash as the engine sends it in `extra_keys`; in `mm_keys` (TensorRT-LLM) the `uuid`, or the `hash` without one. A
-    number is Dynamo's `mm_hash`; its lowest 64 bits count, at any position of the item in a block. Text and bytes count
-    together with that position."""
+    """The hash as the engine sends it in `extra_keys`; in `mm_keys` (TensorRT-LLM) the `uuid`, or the `hash` of an item without
+    `uuid`. A number is Dynamo's `mm_hash`, of which the lowest 64 bits count, at any position of the item in a block. Text and
+    bytes count together with that position."""
     start: int
     """Position of its first token in the prompt."""
     length: int
@@ -32,9 +32,9 @@ class Namespace(Struct, frozen=True):
     """Separates equal tokens: blocks of different namespaces never match each other."""
 
     model: str | None = None
-    """Match only workers with this model (`PrefixIndex.set_model`), or without one if None. It is not part of the keys."""
+    """Match only workers with this model (`PrefixIndex.set_model`), or workers without one if None. Not part of the keys."""
     lora: str | int | None = None
-    """Name of the LoRA adapter; its number, a signed 64-bit integer, for engines that send only that (vLLM before 0.14)."""
+    """Name of the LoRA adapter, or its number, a signed 64-bit integer, for engines that send no name (vLLM before 0.14)."""
     salt: str | None = None
     """Cache salt of the request."""
     mm: Sequence[MultiModal] = ()
@@ -60,8 +60,8 @@ def keys_from_local_hashes(hashes: list[int]) -> list[int]:
 def extract_token_array(text: bytes, name: str) -> tuple[bytes, memoryview] | None:
     """Extract the array of token ids `name` from a JSON object, without a Python object for each token.
 
-    Returns the text with an empty array in its place, and the token ids as a buffer of unsigned 32-bit integers. Returns None
-    if the array is missing, or contains anything that is not a token id: a JSON decoder must read the text then.
+    Returns the text with an empty array in place of the token ids, and the token ids as a buffer of unsigned 32-bit integers.
+    Returns None if the array is missing or contains anything else: then a JSON decoder must read the text.
     """
     parts = _native.lifted(text, name)
     return None if parts is None else (parts[0], memoryview(parts[1]).cast("I"))
@@ -73,15 +73,15 @@ class StoredKeys(NamedTuple):
     keys: list[int]
     """Keys of the blocks before the first block that has no key."""
     salt: int | None
-    """What the cache salt adds to the seed of local hashes: 0 for a root without salt, None if the parent's applies."""
+    """The salt's part of the seed of local hashes: 0 for a root without salt, None if the parent's part applies."""
     unkeyed: str | None
-    """Why the rest has no keys: `other-group`, `no-tokens`, `length-mismatch`, `bad-token` or `parent-unknown`."""
+    """Why the remaining blocks have no keys: `other-group`, `no-tokens`, `length-mismatch`, `bad-token` or `parent-unknown`."""
 
 
 def stored_keys(event: BlockStored, parent: tuple[int, int] | None = None) -> StoredKeys:
     """Return the keys of the blocks of a store, as an index computes them.
 
-    `parent` is the key of the parent of the first block, and what the salt adds to the seed (`StoredKeys.salt`); None if the
+    `parent` has the key of the first block's parent, and the salt's part of the seed (`StoredKeys.salt`). It is None if the
     parent is unknown, or the first block has no parent. Raises `TypeError`, `ValueError` or `OverflowError` for an event whose
     fields do not have the declared types.
     """
@@ -94,7 +94,7 @@ def tier_of(medium: str | None) -> str:
 
 
 def local_hashes(tokens: Any, block_size: int, namespace: Namespace | None = None, *, eagle: bool = False) -> list[int]:
-    """Return a hash of each complete block of a prompt by itself: `XXH3-64(u32-LE tokens, seed)`.
+    """Return a hash of each complete block of a prompt, independent of the other blocks: `XXH3-64(u32-LE tokens, seed)`.
 
     The seed is 1337, plus `XXH3-64(LoRA name)`, plus `XXH3-64(salt, seed 1)`, modulo 2**64. Hashes of multimodal items in a
     block are appended to its tokens, sorted, as u64-LE. Arguments and errors as in `block_keys`.

@@ -23,12 +23,12 @@ from kvevents_native import _native
 
 
 class IndexLimits(Struct, frozen=True):
-    """Limits of an index besides its memory. `IndexStats` counts what exceeds them."""
+    """Limits of an index besides its memory limit. `IndexStats` counts the data beyond them."""
 
     max_orphans: int = 65_536
     """Maximum number of orphans: blocks of one stream that wait for their parent or their tokens, each about 200 bytes."""
     max_orphan_bytes: int = 64 << 20
-    """Maximum bytes of orphans, as a block can have as many tokens as a payload; at most an eighth of a memory limit."""
+    """Maximum bytes of orphans, since a block can have as many tokens as a payload; never above an eighth of a memory limit."""
     max_places: int = 64
     """Maximum number of placements (tier, locality, ownership, group) of one incarnation of a stream; an engine has a few."""
     max_groups: int = 64
@@ -36,7 +36,7 @@ class IndexLimits(Struct, frozen=True):
     max_block_sizes: int = 16
     """Maximum number of block sizes of one incarnation of a stream: each needs another search per prompt. An engine has one."""
     max_records_per_key: int = 16
-    """Maximum number of records that lookups find per block key: a stream holds one for each hash of a block, usually a few."""
+    """Maximum number of records that lookups examine per block key. A stream has one for each hash of a block, usually few."""
     max_blocks_per_hash: int = 1_024
     """Maximum number of blocks of one stream with the same hash. Engines that hash pages without their prefix have several."""
     max_ranks: int = 64
@@ -61,7 +61,7 @@ class ApplyResult(Struct, frozen=True):
     status: Literal["applied", "duplicate", "void"]
     """`duplicate`: it was applied before. `void`: it belongs to an earlier incarnation, or to a removed worker."""
     report: BatchReport | None = None
-    """The argument for the subscriber's `report`; usually None, which means that there is nothing to report."""
+    """The argument for the subscriber's `report`, or None if there is nothing to report, as for most batches."""
 
 
 class Block(Struct, frozen=True):
@@ -78,8 +78,8 @@ class Block(Struct, frozen=True):
     copies: int
     """Maximum number of copies: how many more times the engine has stored the block than removed it."""
     certain_copies: int
-    """Minimum number of copies. 0 if the block might be gone: an engine can announce a block again that is resident already, so
-    one of several stores adds no certain copy."""
+    """Minimum number of copies; 0 if the block might be gone. An engine can announce a resident block again, so that a repeated
+    store adds no certain copy."""
 
 
 class Counters(Struct, frozen=True):
@@ -90,7 +90,7 @@ class Counters(Struct, frozen=True):
     orphans: int
     """Blocks that wait for their parent or their tokens."""
     copies: int
-    """Copies beyond the first of each block on a tier, at most."""
+    """Maximum number of copies beyond the first of each block on a tier."""
     uncertain: int
     """Blocks that might be gone, once for each tier and group: they were announced several times and removed less often."""
     rejected: dict[tuple[str, str], int]
@@ -123,17 +123,15 @@ class WorkerInfo(Counters, frozen=True):
     last_seq: int
     """Sequence number of the newest batch; -1 before the first."""
     block_sizes: list[int]
-    """Tokens per block in its current incarnation; several if its KV cache groups differ in that, or cache blocks in part."""
+    """Tokens per block in the current incarnation; several if KV cache groups differ in them, or cache parts of blocks."""
     estimate: str | None
-    """Why matches of this worker can differ from what its engine finds, even if the index has all of its events; None if they
-    cannot.
-
-    The codes are the keys of `ESTIMATES`."""
+    """Why matches of this worker can differ from those of its engine even if the index has all of its events: a key of
+    `ESTIMATES`. None if they cannot differ."""
     attested: bool | None
-    """Whether the worker held exactly what its engine's own cache does at the last attestation of the current incarnation; None
-    before the first. Only a publisher inside the engine sends attestations."""
+    """Whether the worker's blocks were exactly those of its engine's own cache at the last attestation of the current
+    incarnation; None before the first. Only a publisher inside the engine sends attestations."""
     tiers: dict[str, int]
-    """Blocks by tier; a block counts on each tier that holds it, and once for each group of a hybrid model."""
+    """Number of blocks by tier. A block counts on each tier that holds it, and once for each group of a hybrid model."""
 
 
 class IndexStats(Counters, frozen=True):
@@ -147,7 +145,7 @@ class IndexStats(Counters, frozen=True):
     wire_rejected: dict[str, int] = {}
     """Events and fields of payloads that could not be decoded, by reason."""
     speculated: int = 0
-    """Blocks of the overlay."""
+    """Number of blocks in the overlay."""
     confirmed: int = 0
     """Decisions of the overlay whose prompt was stored before they expired."""
     expired: int = 0
@@ -161,8 +159,8 @@ Worker: TypeAlias = tuple[str, int] | str
 """Source and rank, or the source alone for rank 0."""
 
 MAX_PAYLOAD_EXPANSION: Final = 100
-"""Maximum number of bytes of memory that one byte of a payload can need, while it is decoded or as blocks, orphans and names
-that stay. Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
+"""Maximum number of bytes of memory for each byte of a payload, both while it is decoded and for its blocks, orphans and names
+afterwards. Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
 
 ESTIMATES: Final = {
     "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, a limit was exceeded, or "
@@ -175,7 +173,7 @@ ESTIMATES: Final = {
     "several-block-sizes": "its blocks differ in size, and its events state no KV cache groups",
 }
 """The meaning of each value of `WorkerInfo.estimate`."""
-_OF_LOOKUPS: Final = frozenset({"unknown-kind", "unknown-hashing", "several-block-sizes"})
+_LOOKUP_ESTIMATES: Final = frozenset({"unknown-kind", "unknown-hashing", "several-block-sizes"})
 """Estimates that follow from the lookup rules of a model. Its events are complete and right, so its stream may be EXACT."""
 
 
@@ -194,11 +192,11 @@ _BLOCKS_PER_PAGE: Final = 1_000
 
 
 class PrefixIndex(_native.NativeIndex):
-    """Finds which worker holds how long a prefix of a prompt, on which tier: exactly what the streams announced.
+    """Finds the prefix of a prompt that each worker holds, by tier, exactly as the streams announced it.
 
     Thread-safe. Deliveries of one stream must be applied in the order in which a subscriber returns them. `memory_limit` is in
     bytes. At the limit new blocks are rejected and counted as `evicted`, first those of workers with at least the average
-    number of blocks; blocks that are held stay. `clock` times the overlay.
+    number of blocks; existing blocks stay. Entries of the overlay expire by `clock`.
     """
 
     def __new__(
@@ -233,11 +231,11 @@ class PrefixIndex(_native.NativeIndex):
         If the payloads of one stream state several ranks, each rank becomes a worker of its own, named by that rank. A batch
         with a rank concerns that rank alone; a clear, a gap or a reset without a rank concerns all of them.
 
-        A gap removes nothing: the lost batches can have been removals, so its stream is not exact any more. A compacted gap
-        changes nothing: the snapshot that follows it contains all that was skipped. Content that a peer sent never raises.
-        Raises `UsageError` for events whose fields do not have the types that `kvevents.events` declares.
+        A gap removes nothing, but the stream is not exact any more: the lost batches might have had removals. A compacted gap
+        changes nothing: the snapshot after it contains all skipped batches. Content that a peer sent never raises. Raises
+        `UsageError` for events whose fields do not have the types that `kvevents.events` declares.
 
-        After a batch with a heartbeat the heartbeat's digest and its attestation are compared with the stream in this index.
+        After a batch with a heartbeat, the digest and the attestation in it are compared with the stream in this index.
         """
         if isinstance(delivery, RawBatch):
             stream = (delivery.source, delivery.rank)
@@ -251,7 +249,7 @@ class PrefixIndex(_native.NativeIndex):
         return self._reset(delivery.source, delivery.rank, delivery.incarnation)
 
     def apply_many(self, deliveries: Iterable[Batch | RawBatch | Reset | Gap]) -> list[ApplyResult]:
-        """Apply several deliveries in order. Raw batches in sequence are applied without the interpreter lock."""
+        """Apply several deliveries in order. Consecutive raw batches are applied without the interpreter lock."""
         results: list[ApplyResult] = []
         raw: list[RawBatch] = []
         for delivery in deliveries:
@@ -299,14 +297,14 @@ class PrefixIndex(_native.NativeIndex):
         attestation_matches: bool | None,
         estimate: tuple[str, int] | None,
     ) -> ApplyResult:
-        """Called by native code, with findings in the order of the fields of `Rejected` and `Heartbeat`.
+        """Return a result with its report. Native code calls this with the fields of `Rejected` and `Heartbeat` in their order.
 
         `estimate` is a new code with a count, or an empty code if answers are no longer estimates.
         """
         sender_heartbeat = None if heartbeat is None else Heartbeat(*heartbeat)
         sentence = None
         if estimate is not None:
-            sentence = "" if estimate[0] in _OF_LOOKUPS else describe_estimate(*estimate)
+            sentence = "" if estimate[0] in _LOOKUP_ESTIMATES else describe_estimate(*estimate)
         records = tuple(Rejected(*rejection) for rejection in rejections)
         return self._with_report(result, records, sender_heartbeat, agrees, attestation_matches, sentence)
 
@@ -338,25 +336,25 @@ class PrefixIndex(_native.NativeIndex):
     def set_drafts(self, source: str, groups: Iterable[int] | None) -> None:
         """Set the KV cache groups of the draft model (EAGLE, MTP) of all present and future ranks of `source`.
 
-        An empty iterable means all groups, None no draft model, which is the default. vLLM computes the last block of a hit in
-        such groups again, and no event says so. Snapshots do not contain this setting.
+        An empty iterable means all groups. None, the default, means that there is no draft model. vLLM computes the last block
+        of a hit in such groups again, which no event shows. Snapshots do not contain this setting.
         """
         self._set_drafts(source, None if groups is None else list(groups))
 
     def replace_lora(self, source: str, lora: str) -> None:
         """Record that an engine lists another path for a LoRA name.
 
-        Unless its events have shown that since the last call, no block that the ranks of `source` hold of this name is certain
-        any more. Blocks that are stored later are certain.
+        If the engine's events have not shown this since the last call, the blocks of this LoRA on the ranks of `source` become
+        uncertain. Blocks that are stored later are certain.
         """
         self._replace_lora(source, lora)
 
     def remove_worker(self, source: Worker, rank: int | None = None) -> int:
-        """Remove a worker, or all ranks of a source if no rank is given. Returns the number of blocks that it held.
+        """Remove a worker, or all ranks of a source if no rank is given. Returns the number of removed blocks.
 
-        With a worker go the other ranks that its stream carries.
+        The other ranks that a worker's stream carries are removed with it.
 
-        Further deliveries of its current incarnation are void. A new incarnation is accepted again, or any after `readmit`.
+        Later deliveries of the current incarnation are void. A new incarnation is accepted; any is accepted after `readmit`.
         """
         if isinstance(source, tuple):
             source, rank = source
@@ -378,11 +376,11 @@ class PrefixIndex(_native.NativeIndex):
         """Return statistics. Reads one stream after the other, and waits for streams that are being written to."""
         totals, infos = self._totals(), self._workers()
         rejections: Counter[tuple[str, str]] = Counter(totals.pop("rejected"))
-        sums: Counter[str] = Counter({name: totals.pop(name) for name in _SUMMED})
+        sums: Counter[str] = Counter({name: totals.pop(name) for name in _TOTAL_COUNTERS})
         for info in infos:
             rejections.update(info["rejected"])
-            sums.update({name: info[name] for name in (*_HELD, *_SUMMED)})
-        counts = {name: sums[name] for name in (*_HELD, *_SUMMED)} | totals
+            sums.update({name: info[name] for name in (*_CURRENT_COUNTERS, *_TOTAL_COUNTERS)})
+        counts = {name: sums[name] for name in (*_CURRENT_COUNTERS, *_TOTAL_COUNTERS)} | totals
         return IndexStats(**counts, rejected=dict(rejections), workers=len(infos), wire_rejected=dict(self._wire_rejected))
 
     def blocks(self, worker: Worker) -> Iterator[Block]:
@@ -391,44 +389,44 @@ class PrefixIndex(_native.NativeIndex):
         return (Block(*block) for page in iter(lambda: pages.take(_BLOCKS_PER_PAGE), []) for block in page)
 
     def digest(self, stream: Worker) -> str:
-        """Return 32 hex digits that are equal for equal blocks, with the same hashes, tiers, groups and copies.
+        """Return 32 hex digits, which are equal for streams with equal blocks, hashes, tiers, groups and copies.
 
-        If a stream carries several ranks, the digest covers all of them. The order of events, sequence numbers and orphans do
-        not count. Raises `UnknownSourceError`.
+        If a stream carries several ranks, the digest covers all of them. It does not depend on the order of events, on sequence
+        numbers or on orphans. Raises `UnknownSourceError`.
         """
         return f"{_known(stream, self._digest):032x}"
 
     # --- snapshots
 
     def snapshot(self, file: str | os.PathLike[str] | BinaryIO, workers: Iterable[tuple[str, int]] | None = None) -> None:
-        """Write everything except the overlay. A path is replaced when everything is written. Raises `SnapshotError`.
+        """Write everything except the overlay. A file at a path is replaced when all is written. Raises `SnapshotError`.
 
-        With `workers` (sources and ranks) only their streams are written, with all ranks that these carry, the models of their
-        sources and records of their removal. Unknown workers are skipped.
+        With `workers` (sources and ranks), only their streams with all carried ranks are written, and for these workers the
+        models of their sources and the records of their removal. Unknown workers are skipped.
         """
         write_snapshot(self, file, None if workers is None else list(workers))
 
     def restore(self, file: str | os.PathLike[str] | BinaryIO) -> None:
-        """Replace everything with a snapshot. Raises `SnapshotError`, and has changed nothing then."""
+        """Replace the whole content with a snapshot. If it raises `SnapshotError`, it has changed nothing."""
         read_snapshot(self, file)
 
     def merge(self, file: str | os.PathLike[str] | BinaryIO) -> list[tuple[str, int]]:
         """Add the workers of a snapshot of an index. Returns them, sorted by source and rank, without carried ranks.
 
-        Other threads can query and apply meanwhile; they find each of these workers with all of its blocks or not at all. Their
-        streams continue after the sequence numbers in the snapshot: deliver nothing of them before. They are accepted even if
-        they were removed here. Models are set for sources that have none here. Blocks above a memory limit are rejected
-        (`evicted`).
+        Other threads can query and apply during the call. They find each added worker with all of its blocks or not at all. The
+        streams of added workers continue after the sequence numbers in the snapshot: apply none of their deliveries before the
+        call. Workers that were removed here are added too. Models are set for sources that have none here. Blocks above a
+        memory limit are rejected (`evicted`).
 
-        Raises `SnapshotError`, and has added nothing then, for example if the index already has one of the workers: remove that
-        worker first.
+        If the call raises `SnapshotError`, it has added nothing. It does so, for example, if the index already has one of the
+        workers: remove that worker first.
         """
         return merge_snapshot(self, file)
 
     # --- the overlay
 
     def speculate(self, worker: Worker, tokens: Any, namespace: Namespace | None = None, ttl: float = 2.0) -> None:
-        """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, because it was sent there.
+        """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, since the prompt was sent to it.
 
         The entry counts in `match(..., overlay=True)` only, and only if it is longer than the prefix that the worker holds. It
         has at most the first 65,536 blocks of the prompt.
@@ -445,8 +443,8 @@ class PrefixIndex(_native.NativeIndex):
         return f"<PrefixIndex {stats.workers} workers, {stats.blocks} blocks, {stats.bytes} bytes>"
 
 
-_HELD: Final = ("blocks", "orphans", "copies", "uncertain")
-_SUMMED: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps")
+_CURRENT_COUNTERS: Final = ("blocks", "orphans", "copies", "uncertain")
+_TOTAL_COUNTERS: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps")
 
 
 def _parts(worker: Worker) -> tuple[str, int]:

@@ -21,11 +21,11 @@ File: TypeAlias = str | os.PathLike[str] | BinaryIO
 Workers: TypeAlias = list[tuple[str, int]]
 
 _CANNOT_SYNC: Final = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP})
-"""Errors for a folder that the process cannot read, or whose file system syncs no folders."""
-_PIECE: Final = 1 << 20
+"""Errors for a folder that the process cannot read, or that its file system cannot sync."""
+_PIECE_BYTES: Final = 1 << 20
 """Number of bytes that are read from or written to a file object at once."""
 _NOT_RESTORED: Final = "the index was not changed: restore another file, or start without a snapshot"
-_NOT_MERGED: Final = "the index was not changed: correct the cause, or merge another file"
+_NOT_MERGED: Final = "the index was not changed: check the file, or merge another one"
 _INCOMPLETE: Final = "its content is not a valid snapshot: write the snapshot again to another place"
 _NOT_WRITTEN: Final = "an existing file was not changed: free some space or choose another place, and write the snapshot again"
 
@@ -36,13 +36,13 @@ def write_snapshot(index: NativeIndex, file: File, workers: Workers | None) -> N
         with _as_snapshot_error("write", os.fspath(file), _NOT_WRITTEN):
             _write(index, Path(os.path.realpath(file)), workers)
         return
-    # The index locks a stream while it writes it, which must not depend on the speed of a file object.
+    # The index locks each stream while it writes the stream, so it must not wait for a slow file object.
     with _as_snapshot_error("write", _name_of(file), _INCOMPLETE), TemporaryDirectory(prefix="kvevents-") as folder:
         spool = Path(folder, "snapshot")
         with _as_snapshot_error("write", f"{_name_of(file)} by way of {spool}", _NOT_WRITTEN):
             index._snapshot(spool, workers)  # noqa: SLF001 - this module is part of the index
         with spool.open("rb") as spool_file:
-            while piece := spool_file.read(_PIECE):
+            while piece := spool_file.read(_PIECE_BYTES):
                 _write_all(file, piece)
 
 

@@ -1,8 +1,8 @@
-"""Compares, for every lookup of an engine, what the index says with what the engine found in its cache.
+"""Compares the index with the engine's cache at every lookup of an engine.
 
 An engine looks up a prompt between two of its events: after all batches before number `seq`, and after the first `position`
-events of that batch. So the index is queried at exactly this position, however late the batch arrives, and both must agree to
-the token if the stream is exact. If the position is inside a batch, the parts of the batch are applied one after the other.
+events of batch `seq`. So the index is queried at exactly this position, however late the batch arrives. If the stream is exact,
+both must find the same number of tokens. If the position is inside a batch, the batch is applied in parts.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Mark(NamedTuple):
     incarnation: int
     """Incarnation of the engine, from 0."""
     seq: int
-    """Sequence number of the batch of its step, also if that published none."""
+    """Sequence number of the step's batch, or that of the next batch if the step published none."""
     position: int
-    """Events of that batch before the lookup."""
+    """Number of events of this batch before the lookup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class AuditCounts(msgspec.Struct):
 
 @dataclass(slots=True)
 class _Stream:
-    """Position in one worker's stream, and lookups that wait."""
+    """Position in one worker's stream, and the lookups that are not compared yet."""
 
     incarnation: int = 0
     next: int = 0
     """Sequence number of the next batch."""
     numbered: int = 0
-    """Batches and parts of batches applied to the index."""
+    """Number of batches and parts of batches applied to the index."""
     pending: deque[Expected] = field(default_factory=deque)
 
 
@@ -78,7 +78,7 @@ class Audit:
     def __init__(self, index: PrefixIndex, exact: Callable[[Worker], bool] = lambda _: True) -> None:
         self.index: Final = index
         self.others: Final[list[PrefixIndex]] = []
-        """Further indexes that get the same deliveries, and are not compared."""
+        """Further indexes that get the same deliveries but are not compared."""
         self.counts: Final = AuditCounts()
         self._exact: Final = exact
         self._streams: Final[dict[Worker, _Stream]] = {}
@@ -88,7 +88,7 @@ class Audit:
         self._streams[worker] = _Stream()
 
     def expect(self, worker: Worker, expected: Expected) -> None:
-        """Compare this lookup when the index has reached its position."""
+        """Compare this lookup as soon as the index has reached the lookup's position."""
         self._streams[worker].pending.append(expected)
 
     def apply(self, delivery: Batch | RawBatch | Reset | Gap, incarnation: int | None = None) -> ApplyResult:
@@ -128,7 +128,7 @@ class Audit:
         if (incarnation, batch.seq) != (stream.incarnation, stream.next):
             self._move(worker, stream, Mark(incarnation, batch.seq, 0))
         self.settle(worker)
-        # A copy, since another thread can call `expect` meanwhile.
+        # A copy, since another thread can call `expect` at the same time.
         splits = sorted({one.mark.position for one in list(stream.pending) if one.mark[:2] == (incarnation, batch.seq)})
         if splits:
             decoded, start = batch.decode() if isinstance(batch, RawBatch) else batch, 0

@@ -1,15 +1,15 @@
 """The prefix cache of one engine: its blocks, its events, and the lookup of prompts.
 
 The rules are those of vLLM 0.32 (`vllm/v1/core/kv_cache_manager.py`, `kv_cache_coordinator.py`,
-`single_type_kv_cache_manager.py`); `tests/system/vllm_oracle` drives both with the same histories. Complete blocks get their
-contents when the step that computes them is scheduled. The last token of a prompt never counts as cached, since its logits must
-be computed. A sequence is admitted if all of it fits.
+`single_type_kv_cache_manager.py`); `tests/system/vllm_oracle` drives vLLM and this cache with the same histories. Complete
+blocks get their contents when the step that computes them is scheduled. The last token of a prompt never counts as cached,
+since its logits must be computed. A sequence is admitted if all of it fits.
 
 A hybrid model has a second group, whose sliding window needs only the blocks that it reaches from the next token. That group
 comes first, as in gpt-oss and Gemma 3. It keeps contents only where a later prompt can continue (vLLM 0.32's
 `prefix_cache_retention_interval` 0): at the end of the prompt, and where full attention found more than the window.
 
-Host memory is a model that is simpler than any engine's: every complete block is copied there when it is computed, the least
+The model of host memory is simpler than that of any engine: every complete block is copied there when it is computed, the least
 recently used block is evicted, and a prompt finds each block on either tier.
 """
 
@@ -36,7 +36,7 @@ class EventStyle:
     has_salt_field: bool
     """Whether events have a field for the salt, instead of an extra key of the first block."""
     counts_copies: bool
-    """Whether each copy of a block is announced when it is removed, as in vLLM, instead of the last one alone."""
+    """Whether the removal of each copy of a block is announced, as in vLLM, and not only the removal of the last copy."""
 
 
 EVENT_STYLES: Final = {
@@ -50,7 +50,7 @@ class CacheSize(Settings, frozen=True):
     """Size of an engine's cache. Raises `ConfigError`."""
 
     blocks: Positive
-    """Blocks on the GPU, of all groups together."""
+    """Number of blocks on the GPU, shared by all groups."""
     block_size: Positive
     """Tokens of a block."""
     host_blocks: Annotated[int, Range()] = 0
@@ -69,7 +69,7 @@ class CachedPrefix(NamedTuple):
 
     tokens: int
     tables: tuple[list[int], ...]
-    """Blocks by group, like a sequence's tables; `NULL` for blocks that are loaded from the host."""
+    """Blocks by group, as in `Sequence.tables`; `NULL` for blocks that must be loaded from the host."""
     loaded: int = 0
     """Blocks that are loaded from the host."""
     boundary: int = 0
@@ -83,7 +83,7 @@ class PrefixCache:
         self.size: Final = size
         self.pool: Final = Pool(size.blocks)
         self._changes: Final[list[Change]] = []
-        self._spelling: Final = event_style
+        self._event_style: Final = event_style
         windows = [None] if size.window is None else [size.window, None]
         self._groups: Final = [_Group(place, window, size.block_size, max_step_tokens) for place, window in enumerate(windows)]
         self._full: Final = self._groups[-1].table
@@ -93,8 +93,8 @@ class PrefixCache:
     def take_events(self) -> list[KVEvent]:
         """Return the events of all changes since the last call.
 
-        Events are created only now, since those of a step have half a megabyte of token ids and hashes. Created earlier, they
-        would leave the CPU's caches until the end of the step.
+        Events are created only here: those of a step have half a megabyte of token ids and hashes. If they were created
+        earlier, they would have left the CPU's caches by the end of the step.
         """
         events: list[KVEvent] = []
         for change in self._changes:
@@ -182,15 +182,15 @@ class PrefixCache:
 
     def could_hold(self, tokens: int) -> bool:
         """Return whether a single sequence of `tokens` tokens fits."""
-        return sum(group.most(tokens) for group in self._groups) <= self.size.blocks
+        return sum(group.max_blocks(tokens) for group in self._groups) <= self.size.blocks
 
     # --- blocks
 
     def _count_needed(self, tokens: int, prefix: CachedPrefix, *, capped: bool = False) -> int:
-        """Return how many blocks `tokens` tokens need besides the found ones; `capped` by the blocks that a window can use."""
+        """Return the number of blocks for `tokens` tokens besides those in `prefix`; if `capped`, only those a window uses."""
         needed = -(-tokens // self.size.block_size)
         return sum(
-            max(0, (group.most(tokens) if capped else needed) - len(table))
+            max(0, (group.max_blocks(tokens) if capped else needed) - len(table))
             for group, table in zip(self._groups, prefix.tables, strict=True)
         )
 
@@ -209,7 +209,7 @@ class PrefixCache:
 
     def _take(self, count: int) -> list[int]:
         blocks, gone = self.pool.take(count)
-        counts = self._spelling.counts_copies
+        counts = self._event_style.counts_copies
         self._changes.extend(change for change in gone if counts or change[1] not in self._groups[change[0]].table.whole)
         return blocks
 
@@ -227,7 +227,7 @@ class PrefixCache:
         size, names = self.size.block_size, sequence.hashes[start : start + len(blocks)]
         keys = _extra_keys(sequence, start, len(blocks))
         if NULL in blocks:
-            # Blocks that the window does not keep are announced with tokens only.
+            # The tokens of blocks that the window does not keep are announced, but not their hashes.
             keys = [key for key, block in zip(keys, blocks, strict=True) if block]
             names = [name for name, block in zip(names, blocks, strict=True) if block]
         return BlockStored(
@@ -242,11 +242,11 @@ class PrefixCache:
             group_idx=group.place,
             kv_cache_spec_kind=group.kind,
             kv_cache_spec_sliding_window=group.window,
-            cache_salt=sequence.salt if self._spelling.has_salt_field else None,
+            cache_salt=sequence.salt if self._event_style.has_salt_field else None,
         )
 
     def _load(self, sequence: Sequence) -> None:
-        """Take blocks for contents that are loaded from the host, announced in runs of neighbours."""
+        """Take blocks for contents that are loaded from the host, and announce consecutive blocks together."""
         table = sequence.tables[0]
         places = [place for place, block in enumerate(table) if block == NULL]
         for place, block in zip(places, self._take(len(places)), strict=True):
@@ -281,12 +281,12 @@ class _Group:
         self.kind: Final = "full_attention" if window is None else "sliding_window"
         self._block_size: Final = block_size
         self._needed: Final = -(-((window or 1) - 1) // block_size)
-        self._most: Final = None if window is None else -(-(window - 1 + max_step_tokens) // block_size) + 1
+        self._max_blocks: Final = None if window is None else -(-(window - 1 + max_step_tokens) // block_size) + 1
 
-    def most(self, tokens: int) -> int:
+    def max_blocks(self, tokens: int) -> int:
         """Return the largest number of blocks that a sequence of `tokens` tokens uses at a time."""
         needed = -(-tokens // self._block_size)
-        return needed if self._most is None else min(needed, self._most)
+        return needed if self._max_blocks is None else min(needed, self._max_blocks)
 
     def find(self, names: Items[int]) -> list[int]:
         """Return the longest prefix of `names` whose last blocks within the window are cached, with `NULL` before them."""
@@ -298,7 +298,7 @@ class _Group:
         return [whole[name] for name in names[:run]]
 
     def retained_blocks(self, sequence: Sequence, start: int, blocks: list[int]) -> list[int]:
-        """Return `blocks`, which begin at number `start`, with `NULL` for those from which no later prompt can continue."""
+        """Return `blocks`, which begin at number `start`, with `NULL` for blocks after which no later prompt can continue."""
         if self.window is None:
             return blocks
         ends = [end // self._block_size for end in (sequence.prompt - 1, sequence.boundary)]
@@ -310,7 +310,7 @@ class _Group:
 
 @dataclass(slots=True)
 class _Filled:
-    """Blocks of a sequence that got their contents, from block number `start` on."""
+    """Blocks of a sequence that have got their contents, from block number `start` on."""
 
     sequence: Sequence
     group: _Group
@@ -320,7 +320,7 @@ class _Filled:
 
 
 Change: TypeAlias = "_Filled | tuple[int, int] | KVEvent"
-"""A change that is not an event yet, or an event. A tuple is a block evicted from the GPU: place of its group, hash."""
+"""A change that will become an event, or an event. A tuple is a block evicted from the GPU: place of its group, hash."""
 
 
 class HostMemory:
@@ -339,7 +339,7 @@ class HostMemory:
         return name in self._held
 
     def touch(self, names: Items[int]) -> None:
-        """Record a use of these blocks, the first one last, so that the end of a prompt is evicted before its beginning."""
+        """Record a use of these blocks, the first block last, so that the end of a prompt is evicted before its beginning."""
         for name in reversed(names):
             if name in self._held:
                 self._held.move_to_end(name)
@@ -361,7 +361,7 @@ class HostMemory:
 
 
 def _extra_keys(sequence: Sequence, start: int, count: int) -> list[tuple[str, ...] | None]:
-    """Return extra keys as vLLM sends them: the LoRA name with every block, the salt with the first one only."""
+    """Return extra keys as vLLM sends them: every block has the LoRA name, only the first block of a prompt has the salt."""
     lora = () if sequence.lora is None else (sequence.lora,)
     keys: list[tuple[str, ...] | None] = [lora or None] * count
     if start == 0 and sequence.salt is not None:

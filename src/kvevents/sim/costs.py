@@ -1,10 +1,10 @@
 """The duration of an engine's step: a roofline of its arithmetic and its memory traffic, or figures of your own.
 
 A step computes the tokens of its prefill chunks and one token for each decoding sequence. Its arithmetic takes `2 x parameters`
-floating point operations a token, and attention `4 x layers x attention width` for each pair of a token and one before it (the
-usual counting, as in "Scaling Laws for Neural Language Models", arXiv 2001.08361, 2.1). Its memory traffic is the weights once
-and the cached keys and values of what it attends to. The slower of the two decides, since they overlap; a constant for the
-work of the host is added.
+floating point operations for each token, and `4 x layers x attention width` for each pair of a token and an earlier token that
+it attends to (the usual count, as in "Scaling Laws for Neural Language Models", arXiv 2001.08361, 2.1). Its memory traffic is
+the weights once, and the cached keys and values that it reads. Arithmetic and traffic overlap, so the slower one determines the
+duration; a constant for the work of the host is added.
 
 Real kernels reach a share of the data sheet's figures: `COMPUTE_SHARE` and `BANDWIDTH_SHARE`. These two are assumptions, not
 measurements; the guide to simulation says how to replace a preset by figures of your own.
@@ -30,7 +30,7 @@ STEP_SECONDS: Final = 0.004
 MEMORY_SHARE: Final = 0.9
 """vLLM's default `--gpu-memory-utilization`."""
 WORKSPACE_BYTES: Final = 3e9
-"""Memory of each GPU for activations and graphs."""
+"""Memory of each GPU that activations and CUDA graphs take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class CostModel(Settings, frozen=True, kw_only=True):
     token: Cost
     """Seconds for each computed token."""
     pair: Cost = 0.0
-    """Seconds for each pair of a computed token and one that it attends to."""
+    """Seconds for each pair of a computed token and a token that it attends to."""
     weights: Cost = 0.0
     """Seconds for reading the weights once."""
     context: Cost = 0.0
@@ -98,8 +98,8 @@ class CostModel(Settings, frozen=True, kw_only=True):
     def seconds(self, prefilled: int, pairs: int, decoding: int, context: int) -> float:
         """Return the duration of a step in seconds.
 
-        It computes `prefilled` tokens of prompts, which attend to `pairs` tokens in all, and one token for each of `decoding`
-        sequences that hold `context` tokens together.
+        The step computes `prefilled` tokens of prompts, which attend to `pairs` tokens in total, and one token for each of
+        `decoding` sequences, which have `context` tokens in total.
         """
         compute = self.token * (prefilled + decoding) + self.pair * (pairs + context)
         return self.step + max(compute, self.weights + self.context * context)

@@ -1,8 +1,8 @@
 """A fleet in real time: simulated engines that publish over real sockets, routers that follow them, and faults.
 
-Engines, routers and traffic are those of `kvevents.sim.simulated_fleet`, in real time or `pace` times as fast. Their events
-pass publishers, sockets, a subscriber and an index like those of real engines. Any other consumer can subscribe to the same
-sockets.
+Engines, routers and traffic are those of `kvevents.sim.simulated_fleet`, in real time or `pace` times as fast. The events of
+engines pass through publishers, sockets, a subscriber and an index, as those of real engines do. Any other consumer can
+subscribe to the same sockets.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from kvevents.stream import Batch, DegradedReason, Gap, RawBatch, Reset, Source
 from kvevents.subscriber import StreamStatus, Subscriber
 from kvevents.testing import FaultProxy
 
-PAUSE: Final = 0.02
+RECEIVE_SECONDS: Final = 0.02
 """Seconds without a delivery after which waiting lookups and the trust of streams are checked."""
-AT_ONCE: Final = 256
+DELIVERIES_PER_CHECK: Final = 256
 """Maximum number of deliveries that are applied between two checks."""
 STOP_SECONDS: Final = 10.0
-"""Time for the thread to end."""
+"""Maximum time for the thread to end."""
 
 
 class AuditingFollower:
     """Applies deliveries to an index and audits them.
 
-    `incarnation` returns the incarnation of a worker in which a batch with some timestamp was published.
+    `incarnation` returns the incarnation of a worker that published a batch with a given timestamp.
     """
 
     def __init__(self, index: PrefixIndex, incarnation: Callable[[Worker, float], int]) -> None:
@@ -74,10 +74,10 @@ class AuditingFollower:
                 self._failure = ExternalError(f"the fleet's subscriber did not stop within {STOP_SECONDS:g} s")
 
     def exact(self, worker: Worker) -> bool:
-        """Return whether everything before the last delivery was delivered. The audit calls it in this thread.
+        """Return whether all batches before the last delivery were delivered. The audit calls it in the follower's thread.
 
-        An EXACT stream is also up to date. For this function a stream can be behind, for example while a gap is filled. It can
-        also be DEGRADED because no live batch has verified its replay endpoint, since the fleet owns that endpoint.
+        Unlike an EXACT stream, the stream need not be up to date: a gap can be filled at the moment. It may be DEGRADED because
+        no live batch has verified its replay endpoint, since the fleet owns that endpoint.
         """
         return self._subscriber is not None and self._subscriber.status(*worker).degraded_reasons <= {
             DegradedReason.REPLAY_UNPROVEN
@@ -94,9 +94,9 @@ class AuditingFollower:
         try:
             with subscriber:
                 while not self._stop.is_set():
-                    # One by one, since the audit of the next one depends on whether the stream is exact.
-                    timeout = PAUSE
-                    for _ in range(AT_ONCE):
+                    # One delivery at a time, since the audit of a delivery depends on whether the stream is exact.
+                    timeout = RECEIVE_SECONDS
+                    for _ in range(DELIVERIES_PER_CHECK):
                         if subscriber.receive(timeout) is None:
                             break
                         timeout = 0.0
@@ -126,10 +126,10 @@ class AuditingFollower:
 
 
 CONFIRM_SECONDS: Final = 0.5
-"""Time between two empty batches of a stream that is not settled, after the traffic has ended."""
-LOOK: Final = 0.1
+"""Time between two empty batches of an engine whose batches have not all arrived after the traffic has ended."""
+CHECK_SECONDS: Final = 0.1
 """Seconds between two checks of the stop request and of the consumer."""
-POLL: Final = 0.01
+POLL_SECONDS: Final = 0.01
 _STREAM_COUNTERS: Final = ("replayed", "gaps_repaired", "lost", "resets", "reconnects")
 
 
@@ -153,7 +153,7 @@ class LiveFleet:
         self.timers = timers = timers or LiveTimers()
         self.pace = pace
         self.behind = 0.0
-        """Largest delay of the fleet behind real time, in seconds. A large value means that this machine is too slow."""
+        """Maximum delay of the fleet behind real time, in seconds. A large value means that this machine is too slow."""
         self.injected: Counter[str] = Counter()
         """Number of recurring faults that were injected, by kind."""
         self.stalled: set[Worker] = set()
@@ -192,28 +192,28 @@ class LiveFleet:
         self._timeline.after(seconds * self.pace, action)
 
     def stop(self) -> None:
-        """Make `run` return within a step. Any thread or signal handler can call it."""
+        """Make `run` return after the current step. Any thread or signal handler can call this."""
         self._stop.set()
 
     def run(self, requests: Iterable[Request], *, look: Callable[[LiveFleet], object] = lambda _: None) -> PolicyResult:
-        """Send requests until all are answered or `stop` is called. `look` is called regularly.
+        """Send requests until all are answered or `stop` is called, and call `look` regularly.
 
-        Call it once. Raises the exception that ended the consumer, and `ConfigError` for a request that the dialect cannot
-        express.
+        Call this method once. Raises the exception that ended the consumer, and `ConfigError` for a request that the dialect
+        cannot express.
         """
         self.fleet.feed(requests)
         begin_faults(self)
         began, looked = time.monotonic(), 0.0
         while (due := self._timeline.next) is not None and not self.fleet.done and not self._stop.is_set():
             now = time.monotonic()
-            if now - looked >= LOOK:
+            if now - looked >= CHECK_SECONDS:
                 looked = now
                 self.follower.check()
                 look(self)
             wait = began + due / self.pace - now
             if wait > 0:
-                self._stop.wait(min(wait, LOOK))
-                if wait > LOOK:
+                self._stop.wait(min(wait, CHECK_SECONDS))
+                if wait > CHECK_SECONDS:
                     continue
             self.behind = max(self.behind, -wait)
             self._timeline.step()
@@ -223,7 +223,7 @@ class LiveFleet:
         return self.fleet.result(self.name)
 
     def streams(self) -> list[StreamResult]:
-        """Return what the subscriber received of every stream."""
+        """Return the subscriber's status and counters of every stream."""
         return [
             StreamResult(
                 source=status.source,
@@ -245,21 +245,21 @@ class LiveFleet:
     def _wait_for_subscriber(self) -> None:
         """Wait until the subscriber follows all streams.
 
-        Batches published before a connection is up, or before history is replayed, arrive by replay. A run should not begin
-        with those.
+        Batches that are published before a connection is up, or before history is replayed, arrive by replay: a run should not
+        begin with such batches.
         """
         until = time.monotonic() + self.timers.connect
         while time.monotonic() < until:
             self.follower.check()
             if self.sockets.subscribers() > 0 and {"CONNECTING", "REPLAYING"}.isdisjoint(self.follower.trust.values()):
                 return
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
 
     def _settle(self) -> None:
         """End the network's faults, and wait until all published batches have arrived, or the timeout has passed.
 
-        A fault may have cut a connection of which the subscriber does not know yet, so each engine behind proxies publishes an
-        empty batch afterwards. A stream whose last batches arrived by replay is not EXACT. Its engine publishes others.
+        A fault may have cut a connection and the subscriber not have noticed, so each engine behind proxies first publishes an
+        empty batch. A stream whose last batches arrived by replay is not EXACT until its engine publishes another empty batch.
         """
         for worker, proxies in self.sockets.proxies.items():
             for proxy in proxies:
@@ -275,11 +275,11 @@ class LiveFleet:
                 confirm_at = now + CONFIRM_SECONDS
                 for worker in waiting:
                     self.fleet.publish_empty(worker)
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
             now = time.monotonic()
 
     def _not_settled(self) -> list[Worker]:
-        """Return the running engines that have published, and of which batches are missing or not confirmed."""
+        """Return the running engines that have published, but of which batches are missing or not confirmed."""
         waiting: list[Worker] = []
         for status in self.follower.statuses:
             simulated = self.fleet.workers[status.source, status.rank]
@@ -304,11 +304,11 @@ class FaultKind:
     effect: str
     """Description of its effect with that amount, for `--help`."""
     inject: Callable[[LiveFleet, Worker], bool] | None = None
-    """Injects the fault into one engine each time the duration has passed; returns False if there was nothing to do."""
+    """Injects the fault into one engine, each time the duration has passed. Returns False if it had nothing to do."""
     lasting: Callable[[FaultProxy, float, int], None] | None = None
     """Applies a lasting fault to the live events of an engine from the beginning: amount and seed."""
     network: bool = True
-    """Whether it needs proxies before the engines."""
+    """Whether it needs proxies in front of the engines."""
 
     @property
     def share(self) -> bool:

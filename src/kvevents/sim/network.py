@@ -20,9 +20,9 @@ from kvevents.testing import FaultProxy
 from kvevents.zeromq.sockets import destroy_context
 
 REBIND_SECONDS: Final = 5.0
-"""How long a restarted engine waits for its port. The socket of its last incarnation closes within milliseconds."""
+"""Maximum time that a restarted engine waits for its port. The socket of the last incarnation closes within milliseconds."""
 BUFFER_STEPS: Final = 10_000
-"""Number of batches in the replay buffer of each engine, as engines have by default."""
+"""Number of batches in the replay buffer of each engine: the default of real engines."""
 KILL_SECONDS: Final = 0.05
 """Time for a publisher to pass queued batches to ZeroMQ when its engine is killed. ZeroMQ does not send all of them."""
 SHUTDOWN_SECONDS: Final = 2.0
@@ -45,8 +45,8 @@ class WorkerEndpoints(NamedTuple):
 class Sockets:
     """Publishers of all workers; a context manager.
 
-    With `base_port` worker number `n` publishes at port `base_port + 2n` and answers replay requests at the next port; without
-    it the operating system chooses ports. With `proxied` proxies listen there, and publishers at other ports. Raises
+    With `base_port`, worker number `n` publishes at port `base_port + 2n` and answers replay requests at the next port. Without
+    it the operating system chooses ports. With `proxied`, proxies listen at these ports, and publishers at other ones. Raises
     `EndpointError` for a port in use, and `ConfigError` if a port would exceed 65535.
     """
 
@@ -76,10 +76,10 @@ class Sockets:
     # --- event sink
 
     def open(self, worker: Worker) -> None:
-        """Bind a worker's sockets; after a restart to the same endpoints as before."""
+        """Bind a worker's sockets, after a restart to the same endpoints as before."""
         first = worker not in self._bound
         publisher = self._publishers[worker] = self._publisher(worker)
-        # The replay endpoint exists because one was requested.
+        # The publisher has a replay endpoint, because one was requested.
         ends = self._bound[worker] = publisher.endpoint, publisher.replay_endpoint or ""
         if first and self._proxied:
             listen = self._configured_endpoints(worker)
@@ -95,13 +95,13 @@ class Sockets:
         self._publishers[worker].publish(batch)
 
     def close(self, worker: Worker) -> None:
-        """End an incarnation of a worker like a kill: batches that were not sent are lost."""
+        """End an incarnation of a worker as if it were killed: batches that were not sent are lost."""
         self._publishers.pop(worker).shutdown(KILL_SECONDS)
 
     # --- information for the consumer
 
     def incarnation(self, worker: Worker, ts: float) -> int:
-        """Return the incarnation of a worker in which a batch with this timestamp was published."""
+        """Return the incarnation of a worker that published a batch with this timestamp."""
         return bisect_right(self._born[worker], ts) - 1
 
     def subscribers(self) -> int:

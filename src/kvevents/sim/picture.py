@@ -1,4 +1,4 @@
-"""The picture of a comparison of policies, which matplotlib draws: what `report_text` has as text."""
+"""Draws a comparison of policies with matplotlib: the picture shows figures that `report_text` has as text."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The blocks of one GPU's KV cache: their use, their contents, and the order of eviction.
 
-The rules are those of vLLM 0.32 (`vllm/v1/core/block_pool.py`). An unused block waits in the free queue with its
-contents, which can be found by hash until the block is taken from the front of the queue and reused. The blocks that a sequence
-gives back join the end of the queue, the last one first, so that the tail of a sequence is evicted before its beginning. Blocks
-without contents, such as an incomplete one, join the front (earlier releases appended them, too). Two blocks can have the same
-contents if they were computed at the same time; the older one is found.
+The rules are those of vLLM 0.32 (`vllm/v1/core/block_pool.py`). An unused block waits in the free queue with its contents. They
+can be found by hash until the block is taken from the front of the queue and reused. The blocks that a sequence gives back join
+the end of the queue, the sequence's last block first, so that the tail of a sequence is evicted before its beginning. Blocks
+without contents, such as incomplete ones, join the front (in earlier releases the end). Two blocks can have the same contents
+if they were computed at the same time; lookups find the older one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Pool:
         self._names: Final[list[int]] = [0] * (size + 1)
         self._tables: Final[list[BlockTable | None]] = [None] * (size + 1)
         self._queue: Final[OrderedDict[int, None]] = OrderedDict.fromkeys(range(1, size + 1))
-        """Free blocks, the next one first."""
+        """Free blocks, in the order in which they will be taken."""
 
     @property
     def free(self) -> int:

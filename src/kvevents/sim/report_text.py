@@ -14,16 +14,16 @@ from kvevents.sim.results import Comparison, Distribution, PolicyResult
 from kvevents.sim.routers import POLICIES, needs_events
 from kvevents.sim.settings import FleetSettings
 
-WORTH: Final = 1.05
-"""Ratio of two TTFTs below which they are equally good."""
-MORE_HITS: Final = 0.01
-"""Difference of two hit rates below which caches are not credited with a shorter TTFT."""
+MIN_RATIO: Final = 1.05
+"""Ratio of two TTFTs below which they count as equally good."""
+MIN_HIT_GAIN: Final = 0.01
+"""Difference of two hit rates below which a shorter TTFT is not attributed to caches."""
 _T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t for 95 % and 1, 2, ... degrees of freedom; the last one is used above."""
+"""Student's t for 95 % and 1, 2, ... degrees of freedom; the last value is also used for more degrees."""
 
 
 class Interval(NamedTuple):
-    """A mean over seeds with its 95 % confidence interval; without one for a single seed."""
+    """A mean over seeds with its 95 % confidence interval, which has no width for a single seed."""
 
     mean: float
     low: float
@@ -82,7 +82,7 @@ def p90_ratio(rival: Sequence[PolicyResult], subject: Sequence[PolicyResult]) ->
 def summary(comparison: Comparison) -> str:
     """Return in one sentence, without a full stop, whether events pay and what was measured.
 
-    Routing by cache is credited with a shorter TTFT only if it finds more in caches.
+    A shorter TTFT is attributed to events only if the policy with events also finds more tokens in caches.
     """
     results = comparison.policies
     answered = {name: runs for name, runs in runs_by_policy(results).items() if all(run.ttft and run.finished for run in runs)}
@@ -92,13 +92,13 @@ def summary(comparison: Comparison) -> str:
 
 
 class Judgement(NamedTuple):
-    """Whether events pay: the policy that needs them against those that need none."""
+    """Whether events pay: compares the policy that needs events with those that need none."""
 
     finding: str
     """`pay`, `nothing`, `balance` (the policy is faster, but finds no more in caches) or `undecided`."""
     subject: str
     rival: str
-    """The simplest policy without events that is as fast, else the fastest one."""
+    """The simplest policy without events that is as fast as the subject, or else the fastest policy without events."""
     ratio: Interval
     """TTFT p90 of the rival relative to that of the subject."""
 
@@ -110,10 +110,10 @@ def judge(runs: Runs) -> Judgement | None:
     if subject is None or not rivals:
         return None
     ratios = {name: p90_ratio(runs[name], runs[subject]) for name in rivals}
-    rival = next((name for name in rivals if ratios[name].mean < WORTH), min(rivals, key=lambda name: ratios[name].mean))
+    rival = next((name for name in rivals if ratios[name].mean < MIN_RATIO), min(rivals, key=lambda name: ratios[name].mean))
     more = Interval.of([one.hit_rate - other.hit_rate for one, other in zip(runs[subject], runs[rival], strict=True)])
-    finding = "pay" if more.mean >= MORE_HITS and more.low > 0 else "balance"
-    finding = "nothing" if ratios[rival].mean < WORTH else "undecided" if ratios[rival].low <= 1 else finding
+    finding = "pay" if more.mean >= MIN_HIT_GAIN and more.low > 0 else "balance"
+    finding = "nothing" if ratios[rival].mean < MIN_RATIO else "undecided" if ratios[rival].low <= 1 else finding
     return Judgement(finding, subject, rival, ratios[rival])
 
 
@@ -220,7 +220,7 @@ class ReportColumn:
     value: Callable[[PolicyResult], float | None]
     to_text: Callable[[float], str]
     best: Literal["least", "most"] | None = None
-    """Which value is the best; None for counts, of which the table has the sum over the seeds instead of the mean."""
+    """Which value is the best; None for counts, for which the table has the sum over the seeds and not the mean."""
 
 
 def _ttft(value: Callable[[Distribution], float]) -> Callable[[PolicyResult], float | None]:

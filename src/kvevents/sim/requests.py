@@ -1,8 +1,8 @@
 """Requests to a fleet: prompts and answers, in a compact form from which token ids are generated.
 
-A production trace has 145 million tokens and describes its prompts as sequences of pieces. So a prompt is a sequence of pieces
-here, too. A piece is either a number that identifies its token ids, or the token ids themselves. Token ids are generated when
-they are needed.
+A production trace has 145 million tokens, and describes its prompts as sequences of pieces. So a prompt is a sequence of pieces
+here, too. A piece is either a number, from which its token ids are generated when they are needed, or the token ids
+themselves.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Sequence:
         self.boundary = 0
         """Tokens that a hybrid model's full attention found in the cache, but its sliding window did not."""
         self.tables: tuple[list[int], ...] = ()
-        """Blocks by group; `NULL` for those that a window does not need."""
+        """Blocks by group; `NULL` for blocks that a window does not need."""
         self.placed: list[int] = []
-        """Number of leading blocks by group that were announced as stored."""
+        """By group, the number of leading blocks that were announced as stored."""
 
     @property
     def remaining(self) -> int:
@@ -55,7 +55,7 @@ class Sequence:
 
 
 VOCABULARY: Final = 1 << 16
-"""Token ids are below this; real vocabularies have 32,000 to 260,000."""
+"""Upper bound of token ids, exclusive; real vocabularies have 32,000 to 260,000."""
 _SOURCE_BITS: Final = 20
 _SPREAD: Final = 0x9E3779B97F4A7C15
 """An odd factor that places consecutive numbers far apart in the token source (Knuth's multiplicative hashing)."""
@@ -127,7 +127,7 @@ def draw(number: int, length: int) -> array[int]:
 
 @cache
 def _token_source() -> array[int]:
-    """Return pseudo-random token ids, always the same."""
+    """Return pseudo-random token ids, the same in every process."""
     raw = array("H", Random(0).randbytes(2 * 2**_SOURCE_BITS))  # noqa: S311 - text, not a secret
     return array("I", raw)
 
@@ -142,7 +142,7 @@ class Request:
     output: Text
     """The answer, at least one token. A later prompt that repeats prompt and answer finds both in the cache."""
     session: str | None = None
-    """Conversation or user, for policies with session affinity; a router knows it from a header or a cookie."""
+    """Conversation or user, for policies with session affinity. A real router reads it from a header or a cookie."""
     lora: str | None = None
     salt: str | None = None
 
@@ -152,9 +152,9 @@ class Request:
 
 
 def shared_prefix(requests: Iterable[Request]) -> float:
-    """Return the share of all prompt tokens that an unlimited cache of pieces would hold when the prompt arrives, 0 to 1.
+    """Return the share of all prompt tokens, 0 to 1, that an unlimited cache of pieces would hold when their prompts arrive.
 
-    The cache contains all earlier prompts and answers, whichever worker served them.
+    The cache would contain all earlier prompts and answers, whichever worker served them.
     """
     paths: set[object] = set()
     held = total = 0

@@ -14,7 +14,7 @@ from kvevents.sim.simulated_engine import Lookup, SimulatedEngine
 
 
 class Distribution(Struct, frozen=True):
-    """Distribution of a time over all requests, in seconds; percentiles are values that occurred (nearest rank)."""
+    """Distribution of a duration over all requests, in seconds. Percentiles are values that occurred (nearest rank)."""
 
     mean: float
     p50: float
@@ -24,7 +24,7 @@ class Distribution(Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution | None:
-        """Return None without values."""
+        """Return the distribution of `values`; None if there is no value."""
         if not values:
             return None
         ordered = sorted(values)
@@ -33,7 +33,7 @@ class Distribution(Struct, frozen=True):
 
 
 class WorkerResult(Struct, frozen=True, kw_only=True):
-    """What one engine, or one rank of it, did."""
+    """The counters of one engine, or of one rank of it."""
 
     source: str
     rank: int
@@ -42,7 +42,7 @@ class WorkerResult(Struct, frozen=True, kw_only=True):
     cached_tokens: int
     """Tokens of these prompts that were found in the worker's cache."""
     busy: float
-    """Share of the time in which it computed, 0 to 1."""
+    """Share of the time for which it computed, 0 to 1."""
     preemptions: int
     restarts: int
 
@@ -102,7 +102,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     predicted_tokens: int
     """Cached tokens that the index predicted when requests were routed; 0 for policies that do not use it."""
     overpredictions: int
-    """Requests that found fewer cached tokens than predicted: blocks were evicted in between, or before it was announced."""
+    """Requests that found fewer cached tokens than predicted: blocks were evicted after the prediction, or just before it."""
     batches: int
     events: int
     workers: list[WorkerResult]
@@ -118,7 +118,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
 
 
 class StreamResult(Struct, frozen=True, kw_only=True):
-    """What a subscriber saw of one worker's stream."""
+    """The status and counters of a subscriber about one worker's stream."""
 
     source: str
     rank: int
@@ -143,17 +143,17 @@ class LiveResult(Struct, frozen=True, kw_only=True):
 
     settings: dict[str, str | int | float | bool | None]
     policies: list[PolicyResult]
-    """One."""
+    """The result of the one policy."""
     streams: list[StreamResult]
     faults: dict[str, int]
     """Number of times that each recurring fault was injected."""
     seconds: float
     """Duration in real time."""
     behind: float
-    """Largest delay of the fleet behind real time, in seconds."""
+    """Maximum delay of the fleet behind real time, in seconds."""
 
 
-# --- what results are made from
+# --- the data from which results are made
 
 
 class SimulatedWorker:
@@ -247,7 +247,7 @@ class RequestMetrics:
         self.batches = 0
         self.events = 0
         self.last = 0.0
-        """When the last answer ended, in seconds from the beginning."""
+        """Time at which the last answer ended, in seconds from the beginning."""
 
     def record_lookup(self, lookup: Lookup, predicted: int, block_size: int) -> None:
         """Record the first lookup of a prompt, for which the index had predicted `predicted` cached tokens."""

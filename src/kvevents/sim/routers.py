@@ -1,8 +1,9 @@
 """The routers of a simulated fleet, and the policies that a fleet can have.
 
-Two policies beside those of `kvevents.routing` need no events: each router expects a prompt in the cache to which it sent it.
-`approximate-tree` chooses by the rule of gateways, `prefix-estimated` by the score of `prefix-aware`. Routers remember a
-million blocks of decisions for a day, as the trees of those gateways are large: they notice neither evictions nor restarts.
+Two policies besides those of `kvevents.routing` need no events: each router expects a prompt in the cache of the worker to
+which it sent the prompt. `approximate-tree` chooses by the rule of gateways, `prefix-estimated` by the score of `prefix-aware`.
+As the trees of those gateways are large, routers store a million blocks of decisions for a day. They notice neither evictions
+nor restarts.
 """
 
 from __future__ import annotations
@@ -23,24 +24,24 @@ from kvevents.sim.settings import FleetSettings
 from kvevents.stream import RawBatch
 from kvevents.wire.encode import batch_encoder
 
-REMEMBERED: Final = 86_400.0
-"""Seconds for which a router expects a prompt where it was sent."""
+DECISION_SECONDS: Final = 86_400.0
+"""Seconds for which a router without events expects a worker to hold a prompt that was sent to it."""
 CACHE_THRESHOLD: Final = 0.3
 SPILL_MARGIN: Final = 64.0
 SPILL_FACTOR: Final = 1.5
 """Defaults of SMG 1.13.0 and of SGLang's gateway: `--cache-threshold`, `--balance-abs-threshold`, `--balance-rel-threshold`."""
 LEAST_MARGIN: Final = 4.0
-ESTIMATING: Final = ("approximate-tree", "prefix-estimated")
+ESTIMATING_POLICIES: Final = ("approximate-tree", "prefix-estimated")
 """Policies whose routers have an index of their own decisions."""
 
 
 class ApproximateTree:
     """Chooses the worker to which most of the prompt was sent before, as gateways without events do by default.
 
-    The rule of SMG 1.13.0 (`policies/cache_aware.rs` of the crate): the workers with the longest prefix, if that is more than
-    `CACHE_THRESHOLD` of the prompt, and of several the least loaded; else the least loaded of all. A worker with the prefix
-    gives way to the least loaded if its requests exceed `SPILL_FACTOR` times the mean, and exceed the mean by a margin: two
-    standard deviations, `LEAST_MARGIN` to `SPILL_MARGIN`. SMG asks engines for their load; here a router knows what it sent.
+    The rule of SMG 1.13.0 (`policies/cache_aware.rs` of the crate): of the workers with the longest prefix the least loaded, if
+    that prefix is more than `CACHE_THRESHOLD` of the prompt; otherwise the least loaded of all. A worker with the prefix gives
+    way to the least loaded if its requests exceed `SPILL_FACTOR` times the mean, and the mean by a margin: two standard
+    deviations, `LEAST_MARGIN` to `SPILL_MARGIN`. SMG asks engines for their load; here a router counts its own requests.
     """
 
     name = "approximate-tree"
@@ -50,7 +51,7 @@ class ApproximateTree:
         self._ties: Final = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
-        """Choose one of the candidates, whose tokens are what this router sent there."""
+        """Choose one of the candidates, whose `tokens` are the prefix that this router has sent to them."""
         mean = sum(one.load.requests for one in candidates) / len(candidates)
         most = max(SPILL_FACTOR * mean, mean + min(SPILL_MARGIN, max(LEAST_MARGIN, math.ceil(2 * math.sqrt(mean)))))
         longest = max(one.tokens for one in candidates)
@@ -76,7 +77,7 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
 
 def needs_events(name: str) -> bool:
     """Return whether the policy `name` chooses by the events of engines."""
-    return POLICIES[name]().uses_index and name not in ESTIMATING
+    return POLICIES[name]().uses_index and name not in ESTIMATING_POLICIES
 
 
 def make_routers(
@@ -84,16 +85,16 @@ def make_routers(
 ) -> list[Router]:
     """Return the routers of a fleet under the policy `name`, each with another seed and with `options` of `Router`.
 
-    One router uses the index of `audit`. Several have indexes of their own, so that none sees what another one has just sent.
-    `chosen` makes the policies instead, from a seed.
+    A single router uses the index of `audit`. Several routers have an index each, so that none sees the recent decisions of
+    another. If `chosen` is given, it makes the policies from a seed.
     """
-    make, clock, estimates = chosen or POLICIES[name], options["clock"], name in ESTIMATING
+    make, clock, estimates = chosen or POLICIES[name], options["clock"], name in ESTIMATING_POLICIES
     if estimates:
         indexes = [_index_without_events(settings, clock) for _ in range(settings.routers)]
     else:
         audit.others.extend(PrefixIndex(clock=clock) for _ in range(1, settings.routers) if make().uses_index)
         indexes = [audit.index, *audit.others]
-    seconds = REMEMBERED if estimates else settings.overlay
+    seconds = DECISION_SECONDS if estimates else settings.overlay
     return [
         Router(make(settings.seed + number), indexes[number % len(indexes)], overlay_seconds=seconds, **options)
         for number in range(settings.routers)
@@ -101,7 +102,7 @@ def make_routers(
 
 
 def _index_without_events(settings: FleetSettings, clock: Callable[[], float]) -> PrefixIndex:
-    """Return an index that has one block of each worker, from which it knows the size of blocks."""
+    """Return an index with one block of each worker, from which it derives the block size."""
     index, encode = PrefixIndex(clock=clock), batch_encoder()
     block = BlockStored([1], None, [0] * settings.block_size, settings.block_size)
     for source, rank in settings.workers:

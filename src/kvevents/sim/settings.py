@@ -32,9 +32,9 @@ class LiveTimers:
     settle: float = 10.0
     """Time for the last events to arrive after the traffic has ended."""
     down: float = 1.0
-    """How long an engine is down after a `restart` fault."""
+    """Time for which an engine is down after a `restart` fault."""
     stall: float = 3.0
-    """How long a network drops everything after a `stall` fault."""
+    """Time for which a network drops everything after a `stall` fault."""
 
 
 class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -160,7 +160,7 @@ class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
         return requests if self.trace_speed is None else rescaled(requests, self.trace_speed)
 
     def count(self) -> int:
-        """Return the number of requests, which reads and checks a trace. Raises `ConfigError` and `WorkloadError`."""
+        """Return the number of requests. A trace is read and checked for this. Raises `ConfigError` and `WorkloadError`."""
         requests = self.generate()
         if self.workload != "trace":
             return self.requests or DEFAULT_REQUESTS

@@ -1,10 +1,10 @@
 """One engine, or one data-parallel rank of it: continuous batching with chunked prefill, in virtual time.
 
-Theory of operation, after vLLM 0.32 (`vllm/v1/core/sched/scheduler.py`). A step takes one token of every decoding sequence,
-then what the token budget leaves of the prompts that are being prefilled, then of those that wait, first come first served. A
+Theory of operation, after vLLM 0.32 (`vllm/v1/core/sched/scheduler.py`). A step computes one token of every decoding sequence.
+The rest of its token budget goes to prompts that are being prefilled, then to waiting prompts, first come first served. A
 waiting prompt is looked up in the cache in the step that admits it. A sequence that finds no room for its next block preempts
-the one admitted last, which gives its blocks back and waits at the front. Everything that scheduling and computing a step
-changed in the cache is one batch of events, announced when the step ends.
+the sequence admitted last, which gives its blocks back and waits at the front of the queue. All changes of the cache by a step
+are one batch of events, which is announced when the step ends.
 
 `begin` schedules a step and returns its duration; `end` returns its results. The module has no clock: the caller advances the
 time.
@@ -32,7 +32,7 @@ class StepLimits(Settings, frozen=True):
     max_num_seqs: Positive = 256
     """Sequences that run side by side (vLLM's `--max-num-seqs`)."""
     max_num_batched_tokens: Positive = 8192
-    """Tokens that one step computes (vLLM's `--max-num-batched-tokens`, its default for a server on an H100)."""
+    """Maximum number of tokens of one step (vLLM's `--max-num-batched-tokens`; the default of a server on an H100)."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -44,15 +44,15 @@ class StepLimits(Settings, frozen=True):
 
 
 class Lookup(NamedTuple):
-    """The lookup of a prompt: what it found in the cache, and its position in the stream."""
+    """The lookup of a prompt in the cache: its result, and its position in the stream."""
 
     job: Job
     tokens: int
     """Tokens that were looked up: the prompt, and after a preemption the answer so far."""
     cached: int
-    """Tokens found in the cache; never the last one."""
+    """Number of tokens found in the cache, which never include the last one."""
     position: int
-    """Events of the step's batch before the lookup."""
+    """Number of events of the step's batch before the lookup."""
     first: bool
     """Whether it is the first lookup of this request."""
 
@@ -66,11 +66,11 @@ class Job:
     seed: str
     """Makes block hashes differ between engines."""
     order: int = 0
-    """Number of its admission, from 1; the highest is preempted first. 0 while it waits, and after it finished."""
+    """Number of its admission, from 1; the highest number is preempted first. 0 while it waits and when it is finished."""
     cached: int | None = None
     """Prompt tokens found in the cache at its first admission."""
     ahead: int = 0
-    """While it decodes, `n + ahead` tokens are computed before step `n`."""
+    """While it decodes, `n + ahead` of its tokens are computed before step `n`."""
 
     @cached_property
     def sequence(self) -> Sequence:
@@ -127,7 +127,7 @@ class SimulatedEngine:
         self._admissions = 0
         last = size.block_size - 1
         self._places: Final = {0, last} if size.window is None else {0, last, (size.window - 1) % size.block_size}
-        """Positions in a block at which a decoding sequence begins a block, fills it, or moves its window past one."""
+        """Positions in a block at which a decoding sequence begins or fills the block, or its window leaves a block."""
         self._context = 0
         """Computed tokens of all decoding sequences."""
         self._reset_wanted = False
@@ -147,7 +147,7 @@ class SimulatedEngine:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that are not admitted, or were preempted."""
+        """Number of requests that wait for their first admission or, after a preemption, for another one."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> Job:
@@ -161,7 +161,7 @@ class SimulatedEngine:
         return [*self._decoding, *self._prefilled, *self._prefilling, *self._waiting, *self._step.refused]
 
     def reset(self) -> None:
-        """Clear the prefix cache as soon as no sequence holds a block. The next step with work publishes that."""
+        """Clear the prefix cache as soon as no sequence holds a block. The next step with work publishes the clear."""
         self._reset_wanted = not self.cache.reset()
 
     # --- steps
@@ -211,7 +211,7 @@ class SimulatedEngine:
         work.left -= work.decoding
 
     def _make_room(self, job: Job, tokens: int) -> bool:
-        """Preempt the jobs admitted last until `job` has room. Return False if it was preempted itself."""
+        """Preempt the jobs admitted last until `job` has room. Return False if `job` itself was preempted."""
         while True:
             victim = max((*self._decoding, *self._prefilling), key=attrgetter("order"))
             self._preempt(victim)
@@ -233,7 +233,7 @@ class SimulatedEngine:
         self._waiting.appendleft(job)
 
     def _schedule_next_block(self, job: Job) -> None:
-        """Plan the next step in which a job begins or fills a block, or moves its window past one."""
+        """Plan the next step in which a job begins or fills a block, or its window leaves a block."""
         size, number = self.size.block_size, self._number + 1
         wait = min((place - number - job.ahead) % size for place in self._places)
         self._due[number + wait].append((job.order, job))
@@ -247,7 +247,7 @@ class SimulatedEngine:
         if self.size.window is None:
             self._schedule_next_block(job)
         else:
-            # The first token already moves the window past blocks that the prompt's last chunk still reached.
+            # With the first token the window already leaves blocks that the prompt's last chunk still needed.
             self._due[self._number + 1].append((job.order, job))
 
     def _stop_decoding(self, job: Job, number: int) -> None:
@@ -301,7 +301,7 @@ class SimulatedEngine:
     # --- answers
 
     def _answer(self, job: Job, step: StepResult) -> None:
-        """Record the first token after a prefill: after the prompt, or after the tokens known at a preemption."""
+        """Record the first token after a prefill of the prompt, or of all tokens that were known at a preemption."""
         sequence = job.sequence
         if sequence.known == sequence.prompt:
             step.first.append(job)

@@ -32,7 +32,7 @@ from kvevents.wire.encode import batch_encoder
 
 
 class Timeline:
-    """Runs actions in the order of their times; actions of the same time in the order in which they were planned."""
+    """Runs actions in the order of their times, and actions with equal times in the order in which they were planned."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -81,7 +81,7 @@ class DelayedDelivery:
     ) -> None:
         self._timeline: Final = timeline
         self._delay: Final = delay
-        # The plain encoding of events equals that of the newest vLLM, since the caches here set no other fields.
+        # The plain encoding equals that of the newest vLLM, since simulated caches set only fields that its events have.
         self._encode: Final = msgspec.msgpack.Encoder().encode if dialect is NEWEST_VLLM else batch_encoder(dialect)
         self._deliver: Final = deliver
         self._incarnations: Final[dict[Worker, int]] = {}
@@ -151,9 +151,9 @@ class SimulatedFleet:
         self._sink: Final = sink
         self._clock: Final = clock or (lambda: timeline.now)
         self._in_flight: Final[dict[Job, InFlightRequest]] = {}
-        self._coming: Iterator[Request] = iter(())
-        self._more = False
-        self._held: list[InFlightRequest] = []
+        self._arrivals: Iterator[Request] = iter(())
+        self._has_arrivals = False
+        self._unrouted: list[InFlightRequest] = []
         """Requests that arrived while no worker was up."""
         for worker in self.workers:
             audit.add(worker)
@@ -162,16 +162,16 @@ class SimulatedFleet:
     @property
     def done(self) -> bool:
         """Whether every request has arrived and was answered."""
-        return not (self._more or self._in_flight or self._held)
+        return not (self._has_arrivals or self._in_flight or self._unrouted)
 
     @property
     def progress(self) -> Progress:
-        """How far the run has come."""
+        """The progress of the run."""
         return Progress(self.timeline.now, self.metrics.requests, len(self.metrics.latency))
 
     def feed(self, requests: Iterable[Request]) -> None:
         """Plan the arrival of requests, which must be in the order of their times."""
-        self._coming = iter(requests)
+        self._arrivals = iter(requests)
         self._plan_arrival()
 
     def result(self, name: str) -> PolicyResult:
@@ -209,8 +209,8 @@ class SimulatedFleet:
     # --- requests
 
     def _plan_arrival(self) -> None:
-        request = next(self._coming, None)
-        self._more = request is not None
+        request = next(self._arrivals, None)
+        self._has_arrivals = request is not None
         if request is not None:
             self.timeline.at(request.at, lambda: self._arrive(request))
 
@@ -223,7 +223,7 @@ class SimulatedFleet:
 
     def _send(self, sent: InFlightRequest) -> None:
         if not sent.router.workers:
-            self._held.append(sent)
+            self._unrouted.append(sent)
             return
         request = sent.request
         namespace = Namespace(lora=request.lora, salt=request.salt)
@@ -247,7 +247,7 @@ class SimulatedFleet:
 
     def _end(self, worker: SimulatedWorker, incarnation: int) -> None:
         if worker.incarnation != incarnation or not worker.is_up:
-            return  # the engine was restarted in the middle of the step
+            return  # the engine was restarted during the step
         worker.is_busy = False
         step = worker.engine.end()
         for lookup in step.lookups:
@@ -304,14 +304,14 @@ class SimulatedFleet:
         self._sink.open(worker)
         for router in self.routers:
             router.add(worker)
-        held, self._held = self._held, []
+        held, self._unrouted = self._unrouted, []
         for sent in held:
             self._send(sent)
 
     def restart(self, worker: Worker, *, down: float = 0.0) -> None:
         """End an engine at once, and begin its next incarnation after `down` seconds. Its requests are routed again.
 
-        If no other worker is up, they wait for the first one that starts again.
+        If no other worker is up, they wait for the first worker that starts again.
         """
         restarted = self.workers[worker]
         if not restarted.is_up:

@@ -1,9 +1,10 @@
 """Generated workloads: chats, agents that call tools, and users that share long system prompts.
 
 Theory of operation. An arrival process gives the times of requests, so the rate is as configured from the first second on. At
-each arrival the session that has been due for longest sends its next turn; if none is due, a new session begins. After a turn
-the session is due when an assumed answer time and then a think time have passed. The loop is open: a slower fleet receives
-requests at the same rate. So sessions begin as fast as the rate requires, and think times are as drawn or slightly longer.
+each arrival the session that has been due for longest sends its next turn. If no session is due, a new one begins. After a turn
+the session is due again when an assumed answer time and a think time have passed. The load is open-loop: a slower fleet
+receives requests at the same rate. So sessions begin as fast as the rate requires, and think times are as drawn or slightly
+longer.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ ARRIVALS: Final[Mapping[str, Callable[[float, float, Random], float]]] = Mapping
         "bursty": lambda mean, variation, random: random.gammavariate(1 / variation**2, mean / (1 / variation**2)),
     }
 )
-"""Arrival processes by name, which draw the seconds to the next arrival from their mean, their coefficient of variation and a
-generator. `constant`: one request every `1 / rate` seconds. `poisson`: independent requests. `bursty`: gaps of a gamma
-distribution; a coefficient above 1 makes bursts (1 is `poisson`), like vLLM's `--burstiness` (`1 / variation**2`)."""
+"""Arrival processes by name: functions that draw the seconds to the next arrival, given the mean, the coefficient of variation
+and a random generator. `constant`: one request every `1 / rate` seconds. `poisson`: independent requests. `bursty`: gaps with a
+gamma distribution, like vLLM's `--burstiness` (`1 / variation**2`); a coefficient above 1 makes bursts, 1 equals `poisson`."""
 
 
 def arrivals(name: str, rate: float, random: Random, variation: float = 2.0) -> Iterator[float]:
@@ -63,8 +64,8 @@ TOKEN_SECONDS: Final = 0.026
 """Assumed answer time: the mean time to the first token and between tokens that llm-d reports for its precise scheduling of
 Qwen3-32B (the inference-perf report whose totals https://llm-d.ai/blog/kvcache-wins-you-can-see quotes)."""
 MAX_WAITING: Final = 100_000
-"""Maximum number of sessions that wait for their next turn; above that the one due first sends it early. A rate of 1,000 per
-second with think times of 30 s has about 30,000."""
+"""Maximum number of sessions that wait for their next turn; at this limit the session that is due first sends its turn early.
+At a rate of 1,000 per second with think times of 30 s, about 30,000 wait."""
 
 
 Share: TypeAlias = Annotated[float, Range(0, 1)]
@@ -92,7 +93,7 @@ class Lengths(Settings, frozen=True):
 
 
 class Writer:
-    """Writes new texts: pieces with consecutive numbers, which begin at a random one."""
+    """Writes new texts: pieces with consecutive numbers, from a random number on."""
 
     def __init__(self, random: Random) -> None:
         self._number = random.getrandbits(64)
@@ -161,7 +162,7 @@ class Traffic(Settings, frozen=True, kw_only=True):
 
 
 def schedule(times: Iterable[float], sessions: Iterator[TrafficSession], max_waiting: int = MAX_WAITING) -> Iterator[Request]:
-    """Yield a request at each of `times`, from the session that has been due for longest or from a new one.
+    """Yield a request at each of `times`, from the session that has been due for longest or, if none is due, from a new one.
 
     At most `max_waiting` sessions wait for their next turn.
     """
@@ -224,9 +225,9 @@ class SharedPrompts(Traffic, frozen=True, kw_only=True):
 
 
 class LlmD(Traffic, frozen=True, kw_only=True):
-    """The shape of llm-d's published benchmark: 150 groups, each with a system prompt of its own and five users.
+    """The shape of llm-d's published benchmark: 150 groups, each with its own system prompt and five users.
 
-    "KV-Cache Wins You Can See" (https://llm-d.ai/blog/kvcache-wins-you-can-see) and the report behind it: eight pods of
+    Source: "KV-Cache Wins You Can See" (https://llm-d.ai/blog/kvcache-wins-you-can-see) and its report. Eight pods of
     Qwen3-32B with 307,328 tokens of cache each; `shared_prefix` load of inference-perf with `num_groups: 150`,
     `num_prompts_per_group: 5`, `system_prompt_len: 6000`, `question_len: 1200`, `output_len: 1000`; Poisson arrivals, warmed up
     with 750 requests at 15 a second, then in stages from 3 to 60 a second. All prompts together are 1.8 million tokens, 73 % of
@@ -295,7 +296,7 @@ class Agents(Traffic, frozen=True, kw_only=True):
             (schema,) = random.choices(schemas, cum_weights=weights)
             lora, salt = self.tenant(random)
             agent = _Agent(self, TrafficSession(f"agent-{number}", iter(()), lora, salt), writer, random)
-            yield agent.begun(schema, self.turns, self.delegating)
+            yield agent.new_session(schema, self.turns, self.delegating)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +308,7 @@ class _Agent:
     writer: Writer
     random: Random
 
-    def begun(self, context: Text, turns: float, delegating: float) -> TrafficSession:
+    def new_session(self, context: Text, turns: float, delegating: float) -> TrafficSession:
         return self.session._replace(turns=self._work(context, turns, delegating))
 
     def _work(self, context: Text, turns: float, delegating: float) -> Iterator[Turn]:
@@ -324,9 +325,9 @@ class _Agent:
                 break
             names = [f"{self.session.name}.{helped + place}" for place in range(helpers)]
             agents = [replace(self, session=self.session._replace(name=name)) for name in names]
-            begins = [agent.begun(prompt + call, settings.helper_turns, 0) for agent in agents]
+            begins = [agent.new_session(prompt + call, settings.helper_turns, 0) for agent in agents]
             helped += helpers
-            if helpers:  # the mean duration of concurrent sub-agents
+            if helpers:  # pause for the mean duration of sub-agents, which run concurrently
                 pause = settings.helper_turns * (tool.median + FIRST_TOKEN_SECONDS + TOKEN_SECONDS * settings.call.median)
             else:
                 pause = tool.draw(random)
@@ -339,7 +340,7 @@ class _Agent:
 
 
 class Chat(Traffic, frozen=True, kw_only=True):
-    """Conversations with several apps, each with its system prompt. A prompt is the one before, its answer and new text.
+    """Conversations with several apps, each with its system prompt. A prompt is the previous prompt, its answer and new text.
 
     The mean number of turns is between WildChat's 2.5 (arXiv:2405.01470) and ShareChat's 4.6 (arXiv:2512.17843: 660,000 in
     142,808 conversations); answers are as long as those of Mooncake's conversation trace (median 350, 90 % below 600). Think
@@ -359,7 +360,7 @@ class Chat(Traffic, frozen=True, kw_only=True):
     think: Lengths = Lengths(20, 1.0, 1, 600)
     """Think time: seconds from the end of an answer to the next turn."""
     context: Positive = 32_768
-    """Largest prompt in tokens; a conversation ends before a longer one."""
+    """Maximum length of a prompt in tokens; a conversation ends before a longer one."""
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """See `Traffic`."""

@@ -1,14 +1,14 @@
 """Requests reconstructed from recordings of KV events, as far as the events show them.
 
 Theory of operation. An engine announces the blocks that it computed. A chain of new blocks has a known parent or begins at the
-root, so its ancestors and the chain together are the beginning of a prompt. Later chains belong to the same sequence:
-- one block below the end of a prompt, at most `ANSWER_GAP` seconds after the last one, is its answer;
-- several blocks below it, before any answer and within `CHUNK_GAP` seconds, are the next part of the prompt, which engines
+root, so its ancestors and the chain together are the beginning of a prompt. A later chain is interpreted by its position:
+- one block after the end of a prompt, at most `ANSWER_GAP` seconds after the prompt's last block, is its answer;
+- several blocks there, before any answer and within `CHUNK_GAP` seconds, are the next part of the prompt, which engines
   compute in chunks;
 - anything else is a new prompt: another one with the same beginning, or the next turn of a conversation.
-Blocks are identified by stream and cache generation. A generation begins with an incarnation, as `kvevents.stream.Stream`
-finds it, and with each clear. A missing batch is not waited for, since requests of all streams are yielded in the order of the
-recording.
+Blocks are identified by stream, cache generation and hash. A generation begins with each incarnation that
+`kvevents.stream.Stream` finds, and with each clear. The reader does not wait for missing batches, since it yields the requests
+of all streams in the order of the recording.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvevents.recording import read_recording
 from kvevents.recording.deliveries import RecordedStream, RecordingDeliveries
 from kvevents.recording.files import StrPath
 from kvevents.sim.requests import Drawn, Request, Text
-from kvevents.sim.workload_traces import ANSWERS, Sessions
+from kvevents.sim.workload_traces import FIRST_ANSWER, Sessions
 from kvevents.stream import RawBatch
 from kvevents.wire import decode_batch
 
 ANSWER_GAP: Final = 30.0
-"""Seconds between two blocks of one answer, at most: 64 tokens at two a second."""
+"""Maximum number of seconds between two blocks of one answer: enough for 64 tokens at two per second."""
 CHUNK_GAP: Final = 2.0
-"""Seconds between two chunks of one prompt, at most: a step of 8,192 tokens takes less than a second."""
+"""Maximum number of seconds between two chunks of one prompt: a step of 8,192 tokens takes less than a second."""
 MAX_BLOCKS: Final = 500_000
 """Maximum number of blocks whose tokens are stored, about 500 bytes each; the least recently used one is evicted first."""
 MAX_OPEN: Final = 10_000
-"""Maximum number of requests that are open, so that their answers can continue; above that the oldest one is completed."""
-_WHOLE: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
+"""Maximum number of open requests, whose answers can continue. Above it the oldest one is completed."""
+_FULL_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache groups that announce every block of a prompt."""
 
 _Key: TypeAlias = tuple[int, int]
@@ -47,7 +47,7 @@ _Key: TypeAlias = tuple[int, int]
 class _Block(NamedTuple):
     parent: _Key | None
     depth: int
-    """Number of blocks before it. A hash can recur elsewhere (SGLang before 0.5.7): with another depth it is another block."""
+    """Number of blocks before it. An equal hash at another depth is another block (SGLang before 0.5.7)."""
     tokens: array[int]
     lora: str | None
     salt: str | None
@@ -104,7 +104,7 @@ class RecordedRequests(Iterator[Request]):
         return next(self._requests)
 
     @property
-    def torn(self) -> str | None:
+    def truncation(self) -> str | None:
         """Why the recording ends in an incomplete record, as in `RecordingReader.truncation`; None if it is complete."""
         return self._reader.truncation
 
@@ -135,7 +135,7 @@ class RecordedRequests(Iterator[Request]):
             self._place_chain(chain)
 
     def _finished(self, *, at_end: bool = False) -> Iterator[Request]:
-        """Yield the completed requests, up to the first one that can continue."""
+        """Yield the completed requests, up to the first request that can continue."""
         while self._open:
             first = self._open[0]
             if not (at_end or self._now - first.last > ANSWER_GAP or len(self._open) > self._max_open):
@@ -143,13 +143,13 @@ class RecordedRequests(Iterator[Request]):
             self._open.popleft()
             self._leave(first)
             self._number += 1
-            unseen = Drawn(ANSWERS + self._number, max(len(first.prompt[-1]) // 2, 1))
+            unseen = Drawn(FIRST_ANSWER + self._number, max(len(first.prompt[-1]) // 2, 1))
             yield Request(first.at, Text(first.prompt), Text(first.answer or (unseen,)), first.session, *first.scope)
 
     # --- chains of new blocks
 
     def _chains(self, generation: _CacheGeneration, batch: KVEventBatch) -> list[list[_Key]]:
-        """Return the new blocks of a batch as chains. Events that continue each other form one chain."""
+        """Return the new blocks of a batch as chains. An event that continues the chain before it belongs to that chain."""
         chains: list[list[_Key]] = []
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
@@ -159,8 +159,8 @@ class RecordedRequests(Iterator[Request]):
         return chains
 
     def _has_new_tokens(self, generation: _CacheGeneration, event: BlockStored) -> bool:
-        """Return whether an event has the tokens of computed blocks. Only one cache group's events count."""
-        if event.medium not in (None, MEDIUM_GPU) or event.kv_cache_spec_kind not in _WHOLE:
+        """Return whether an event has the tokens of computed blocks. Only events of one cache group count."""
+        if event.medium not in (None, MEDIUM_GPU) or event.kv_cache_spec_kind not in _FULL_KINDS:
             return False
         if not event.token_ids or len(event.token_ids) != event.block_size * len(event.block_hashes):
             return False
@@ -210,7 +210,7 @@ class RecordedRequests(Iterator[Request]):
         self._ends.setdefault(request.end, []).append(request)
 
     def _leave(self, request: _Open) -> None:
-        """Remove a request from the block at which it ended. Others can end there: a step can compute two equal prompts."""
+        """Remove a request from the block at which it ended. Other requests can end at the same block, if prompts are equal."""
         here = [other for other in self._ends.pop(request.end) if other is not request]
         if here:
             self._ends[request.end] = here
@@ -249,7 +249,7 @@ class RecordedRequests(Iterator[Request]):
 def from_recording(path: StrPath, run: str | None = None, endpoint: str | None = None) -> RecordedRequests:
     """Reconstruct the requests of a recording, for one run and endpoint or for all.
 
-    Times are seconds from the first batch. If the clock goes back, for example between runs, times continue from the last one.
+    Times are seconds from the first batch. If the clock goes back, for example between runs, times continue from the last time.
     Prompts and answers consist of whole blocks; the guide to workloads lists what events do not show. Sessions are inferred
     as for traces. Iterating raises `RecordingError` as `read_recording` does.
     """
@@ -257,7 +257,7 @@ def from_recording(path: StrPath, run: str | None = None, endpoint: str | None =
 
 
 def _tokens_of(event: BlockStored) -> array[int] | None:
-    """Return the token ids, of EAGLE's pairs the first one; None if one is not an unsigned 32-bit integer."""
+    """Return the token ids, the first of each pair under EAGLE; None if one is not an unsigned 32-bit integer."""
     try:
         return array("I", (int(one[0] if isinstance(one, tuple) else one) for one in event.token_ids))
     except (OverflowError, ValueError):  # ValueError: the digest of an item
@@ -265,7 +265,7 @@ def _tokens_of(event: BlockStored) -> array[int] | None:
 
 
 def _salt_of(event: BlockStored) -> str | None:
-    """Return the salt of a chain from the root. SGLang has a field for it; in vLLM it is an extra key of the first block."""
+    """Return the salt of a chain that begins at the root: a field in SGLang, an extra key of the first block in vLLM."""
     if event.cache_salt is not None or not event.extra_keys:
         return event.cache_salt
     bare = [extra for extra in event.extra_keys[0] or () if isinstance(extra, str)]

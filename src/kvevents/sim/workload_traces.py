@@ -1,11 +1,11 @@
-"""Reads trace files in Mooncake's format or in that of kvevents, line by line, and writes the latter.
+"""Reads trace files, line by line, in Mooncake's format or in that of kvevents, and writes the format of kvevents.
 
 Mooncake's format has the lengths of prompts and the pieces that they share, without their text. A line is
 `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, with one id for every 512 tokens of the
-prompt. An id identifies its piece and all pieces before it; the last one covers the rest (github.com/kvcache-ai/Mooncake,
-FAST'25). Answers are always new text, since a trace does not contain which later prompt repeats one.
+prompt. An id identifies its piece and all pieces before it; the last piece may be shorter (github.com/kvcache-ai/Mooncake,
+FAST'25). Answers are always new text, since a trace does not say whether a later prompt repeats an answer.
 
-The format of kvevents describes any requests. Each line is a JSON object:
+The format of kvevents can describe any requests. Each line is a JSON object:
 `{"at": 1.5, "tokens": [791, 6864], "output_tokens": 120, "session": "u7", "lora": "adapter-a", "salt": "tenant-1"}`. Instead
 of `tokens` and `output_tokens` a line can have `prompt` and `output`, lists of pieces. A piece is `{"tokens": [...]}` or
 `[number, length]`: `length` token ids that are generated from the number.
@@ -30,7 +30,7 @@ from kvevents.errors import ConfigError, WorkloadError, reason_of
 from kvevents.recording.files import StrPath
 from kvevents.sim.requests import Drawn, Request, Text
 
-SHARED_AFTER: Final = 4
+MAX_FOLLOWERS: Final = 4
 """Maximum number of different continuations of one conversation: the next turn, its regenerations and edits."""
 MAX_ENDS: Final = 100_000
 """Maximum number of prompts that are stored, about 300 bytes each; the oldest is evicted first."""
@@ -39,13 +39,13 @@ MAX_ENDS: Final = 100_000
 class Sessions:
     """Infers the sessions of requests from a trace that does not contain sessions.
 
-    The next prompt of a conversation begins with all whole pieces of an earlier one. So each prompt's last whole piece is
-    stored with its session, and a request belongs to the session of the deepest stored piece of its own prompt; otherwise it
-    begins a new one. Two kinds of pieces are ignored, since many conversations share them: the first piece of a prompt, and a
-    piece that was followed by more than `SHARED_AFTER` different pieces.
+    The next prompt of a conversation begins with all whole pieces of an earlier prompt. So each prompt's last whole piece is
+    stored with its session. A request belongs to the session of the deepest stored piece of its prompt; if none is stored, it
+    begins a new session. Two kinds of pieces are ignored, since many conversations share them: the first piece of a prompt, and
+    a piece that was followed by more than `MAX_FOLLOWERS` different pieces.
 
-    Known errors: a prompt of at most one whole piece always begins a session, and up to `SHARED_AFTER` users whose prompts
-    continue exactly the end of another user's first prompt become one session.
+    Known errors: a prompt of at most one whole piece always begins a session. Up to `MAX_FOLLOWERS` users whose prompts
+    continue exactly at the end of another user's first prompt become one session with that user.
     """
 
     def __init__(self, name: str = "session", max_ends: int = MAX_ENDS) -> None:
@@ -77,15 +77,15 @@ class Sessions:
             if known is None:
                 continue
             session, followers = known
-            if place + 1 < len(pieces) and len(followers) <= SHARED_AFTER:
+            if place + 1 < len(pieces) and len(followers) <= MAX_FOLLOWERS:
                 followers.add(pieces[place + 1])
-            return session if len(followers) <= SHARED_AFTER else None
+            return session if len(followers) <= MAX_FOLLOWERS else None
         return None
 
 
 PIECE_TOKENS: Final = 512
-ANSWERS: Final = 1 << 63
-"""First number of the pieces that are answers, of which a trace has only the length."""
+FIRST_ANSWER: Final = 1 << 63
+"""First number of the pieces for answers of which a trace has only the length."""
 
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
@@ -116,7 +116,7 @@ def mooncake_request(sessions: Sessions, line: bytes, number: int) -> Request:
     drawn = [Drawn(one, PIECE_TOKENS) for one in ids[:pieces]]
     if rest:
         drawn.append(Drawn(ids[-1], rest))
-    answer = Text((Drawn(ANSWERS + number, row.output_length),))
+    answer = Text((Drawn(FIRST_ANSWER + number, row.output_length),))
     return Request(row.timestamp / 1000, Text(drawn), answer, sessions.of(ids, pieces))
 
 
@@ -126,13 +126,13 @@ _TokenIds = Annotated[list[_TokenId], msgspec.Meta(min_length=1)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 
 
-class Given(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
+class TokenPiece(msgspec.Struct, frozen=True, gc=False, forbid_unknown_fields=True):
     """A piece with its token ids."""
 
     tokens: _TokenIds
 
 
-_Pieces = Annotated[list[tuple[Annotated[int, msgspec.Meta(ge=0)], _Length] | Given], msgspec.Meta(min_length=1)]
+_Pieces = Annotated[list[tuple[Annotated[int, msgspec.Meta(ge=0)], _Length] | TokenPiece], msgspec.Meta(min_length=1)]
 
 
 class PlainRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, forbid_unknown_fields=True):
@@ -162,7 +162,7 @@ def plain_request(line: bytes, number: int) -> Request:
     """Return the request of line `number`. Raises `ValueError`."""
     row = DECODER.decode(line)
     prompt = Text.of(row.tokens) if row.tokens is not None else _text(row.prompt or ())
-    output = _text(row.output or ()) if row.output_tokens is None else Text((Drawn(ANSWERS + number, row.output_tokens),))
+    output = _text(row.output or ()) if row.output_tokens is None else Text((Drawn(FIRST_ANSWER + number, row.output_tokens),))
     return Request(row.at, prompt, output, row.session, row.lora, row.salt)
 
 
@@ -178,15 +178,15 @@ def plain_row(request: Request) -> PlainRow:
     )
 
 
-def _text(pieces: Sequence[tuple[int, int] | Given]) -> Text:
+def _text(pieces: Sequence[tuple[int, int] | TokenPiece]) -> Text:
     for piece in pieces:
-        if not isinstance(piece, Given) and piece[0] >= 1 << 64:
+        if not isinstance(piece, TokenPiece) and piece[0] >= 1 << 64:
             raise ValueError(f"invalid number {piece[0]} of a piece: expected at most 2**64 - 1")
-    return Text(array("I", piece.tokens) if isinstance(piece, Given) else piece for piece in pieces)
+    return Text(array("I", piece.tokens) if isinstance(piece, TokenPiece) else piece for piece in pieces)
 
 
-def _pieces(text: Text) -> list[tuple[int, int] | Given]:
-    return [(piece.number, piece.length) if isinstance(piece, Drawn) else Given(piece.tolist()) for piece in text.pieces]
+def _pieces(text: Text) -> list[tuple[int, int] | TokenPiece]:
+    return [(piece.number, piece.length) if isinstance(piece, Drawn) else TokenPiece(piece.tolist()) for piece in text.pieces]
 
 
 MAX_LINE_BYTES: Final = 32 * 1024 * 1024
@@ -228,7 +228,7 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
 
 
 def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
-    # By the key that only lines of their format have.
+    # Readers by a key that only lines of their format have.
     readers: dict[str, Callable[[bytes, int], Request]] = {
         "hash_ids": partial(mooncake_request, Sessions()),
         "at": plain_request,
@@ -278,7 +278,7 @@ def _open_for_writing(path: Path) -> Iterator[IO[bytes]]:
             if path.suffix != ".gz":
                 yield file
                 return
-            # Without file name and time in the header, so that equal requests give equal bytes.
+            # The header has neither file name nor time, so that equal requests give equal bytes.
             with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed, io.BufferedWriter(packed, 1 << 16) as lines:
                 yield lines
     except OSError as error:

@@ -52,7 +52,7 @@ __all__ = [
 SAMPLE: Final = Path(__file__).with_name("sample.jsonl.gz")
 """Ten minutes of generated conversations in Mooncake's format, half as long as those of Mooncake's trace."""
 JITTER: Final = 0.02
-"""Largest relative change of a trace's speed by a seed. By that much the TTFT p90 of the sample changes by 3.5 %."""
+"""Maximum relative change of a trace's speed by a seed. Such a change moves the TTFT p90 of the sample by 3.5 %."""
 
 
 class Trace(Settings, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class Trace(Settings, frozen=True, kw_only=True):
     def requests(self, seed: int = 0) -> Iterator[Request]:
         """Yield the requests. With a `rate` the file is read twice. Raises `WorkloadError`.
 
-        A trace has no random part, so each seed except 0 makes it up to `JITTER` faster or slower.
+        A trace has no random part, so each seed except 0 makes it faster or slower, by up to `JITTER`.
         """
         speed = 1.0
         times = [] if self.rate is None else [request.at for request in read_trace(self.path)]
@@ -86,10 +86,10 @@ WORKLOADS: Final[Mapping[str, type[Trace | Traffic]]] = MappingProxyType(
 def workload(
     name: str, *, requests: int = 1_000, seed: int = 0, rate: float | None = None, **settings: Any
 ) -> Iterator[Request]:
-    """Yield the first `requests` requests of a workload in the order of their times, or fewer if a trace ends before.
+    """Yield the first `requests` requests of a workload in the order of their times, or fewer if a trace has fewer.
 
-    `rate` is the mean number per second, None for the workload's default; `settings` are fields of its class. Raises
-    `ConfigError` for an unknown name or setting and for an invalid value.
+    `rate` is the mean number of requests per second, None for the workload's default. `settings` are fields of the workload's
+    class. Raises `ConfigError` for an unknown name or setting and for an invalid value.
     """
     if name not in WORKLOADS:
         raise ConfigError(f"unknown workload {name!r}: expected {', '.join(WORKLOADS)}")
