@@ -28,7 +28,7 @@ from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay
 class VirtualClock:
     """A replacement for `time.monotonic` that advances only when `advance` is called.
 
-    Call it for the time in seconds, as a float. It never goes back. Any thread may read and advance it.
+    Calling the clock returns its time in seconds. It never goes back. Any thread may read and advance it.
     """
 
     def __init__(self, start: float = 0.0) -> None:
@@ -120,7 +120,7 @@ class FakeEngine:
                 connection.add_arrival(lambda stream, now: stream.begin_connection(now))
 
     def restart(self, unseen: list[KVEvent] | None = None) -> None:
-        """Begin a new incarnation. Each of the `unseen` events is published as one batch before any subscriber reconnects."""
+        """Begin a new incarnation. Each event in `unseen` is published as a batch before any subscriber reconnects."""
         self.disconnect()
         self._buffer.clear()
         self.next_seq = 0
@@ -129,7 +129,7 @@ class FakeEngine:
         self.reconnect()
 
     def answer(self, connection: FakeConnection, start: int) -> None:
-        """Answer a replay request from `start` on, unless the engine is down or does not answer replay."""
+        """Answer a request for batches from `start` on, unless the engine is down or does not answer replay requests."""
         self.requests.append(start)
         if not (self.is_up and self.answers_replay):
             return
@@ -161,7 +161,7 @@ class FakeConnection:
         self._arrivals.append(feed)
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed what has arrived to `stream`. Return True if more has arrived."""
+        """Feed arrived messages and changes to `stream`. Return True if more are left."""
         for _ in range(min(limit, len(self._arrivals))):
             self._arrivals.popleft()(stream, now)
         if self._arrivals and self.replies and stream.expected_run(1):
@@ -209,7 +209,7 @@ class FakeTransport:
     def engine(
         self, endpoint: str, replay_endpoint: str | None = None, topic: bytes = b"", buffer_steps: int = ENGINE_BUFFER_STEPS
     ) -> FakeEngine:
-        """Start an engine at `endpoint`. Call it before a subscriber connects."""
+        """Start an engine at `endpoint`. Call this before a subscriber connects."""
         engine = FakeEngine(self.clock, endpoint, replay_endpoint, topic, buffer_steps)
         self._engines[endpoint] = engine
         return engine
@@ -229,7 +229,7 @@ class FakeTransport:
         return connection
 
     def discard(self, connection: FakeConnection) -> None:
-        """Remove a connection that is closed."""
+        """Remove a closed connection."""
         self._connections.remove(connection)
 
     def wait(self, timeout: float | None) -> list[FakeConnection]:
@@ -249,7 +249,7 @@ class FakeTransport:
         return []
 
     def ignore_found(self, source: Source) -> None:
-        """Do nothing, since no source is found."""
+        """Do nothing: `take_found` returns no sources."""
 
     @property
     def max_wait(self) -> None:

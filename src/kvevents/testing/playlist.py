@@ -27,14 +27,14 @@ class NextBatch(NamedTuple):
 
 
 def as_batch(item: tuple[bytes, int, bytes] | LiveBatch) -> LiveBatch:
-    """Return a batch; the time of a plain tuple is unknown."""
+    """Return a batch from a `LiveBatch` or a plain tuple, whose time is unknown."""
     return item if isinstance(item, LiveBatch) else LiveBatch(*item)
 
 
 def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:
     """Return the batches of a tape.
 
-    For a recording, return the first stream of `run`, or the first stream of all runs without `run`.
+    For a recording, return those of the first stream of `run` or, if `run` is None, of the first stream of the recording.
 
     Raise `RecordingError` for a file that cannot be read, `ConfigError` for a file without such a stream.
     """
@@ -50,9 +50,9 @@ def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:
 class Playlist:
     """The batches of a tape in their order, as an endless loop.
 
-    The first round has the recorded numbers and bytes. Further rounds continue the numbers; a new incarnation counts from 0.
-    Both move the timestamps of payloads forward, because subscribers recognise a restart by other bytes under the same number,
-    and an engine never repeats bytes.
+    The first round has the recorded numbers and bytes. Further rounds continue the numbers; a new incarnation counts from 0. In
+    both cases the timestamps of payloads are moved forward: an engine never repeats bytes, and subscribers recognise a restart
+    by different bytes under the same number.
     """
 
     def __init__(self, batches: Sequence[LiveBatch]) -> None:
@@ -66,11 +66,11 @@ class Playlist:
 
     @property
     def remaining(self) -> int:
-        """Batches until the end of this round. At the end, the whole next round."""
+        """Number of batches until the end of this round; at the end, that of the whole next round."""
         return len(self._batches) - self._position % max(1, len(self._batches))
 
     def restart(self, batches: Sequence[LiveBatch] | None = None) -> None:
-        """Begin a new incarnation at number 0, with other batches or with the same ones from the first on."""
+        """Begin a new incarnation at number 0, with other batches or, if `batches` is None, with the same ones."""
         if batches is not None:
             self._load(batches)
         else:
@@ -111,7 +111,7 @@ class Playlist:
 
 
 def restamp(payload: bytes, seconds: float) -> bytes:
-    """Return a payload with a later timestamp; unchanged if it does not begin with an array and a 64-bit float."""
+    """Return a payload with a timestamp `seconds` later; unchanged if it does not begin with an array and a 64-bit float."""
     if len(payload) < 10 or not 0x91 <= payload[0] <= 0x9F or payload[1] != 0xCB:
         return payload
     (ts,) = struct.unpack_from(">d", payload, 2)
@@ -121,7 +121,7 @@ def restamp(payload: bytes, seconds: float) -> bytes:
 # --- faults
 
 ENGINE_BUFFER_STEPS: Final = 10_000
-"""Default size in batches of the replay buffer of vLLM and SGLang (`buffer_steps`)."""
+"""Default size of the replay buffer of vLLM and SGLang, in batches (`buffer_steps`)."""
 
 Loss: TypeAlias = Collection[int] | float | Callable[[int], bool]
 """Selects the batches to lose: these sequence numbers, a share from 0.0 to 1.0, or every number for which a function is
@@ -136,26 +136,26 @@ end marker has no sequence number."""
 class Faults:
     """The faults of a tape; none by default. Sequence numbers count from 0 in each incarnation.
 
-    A share is drawn for each number from `seed`, so a run can be repeated exactly. Each reply draws again, so that a repeated
-    request can succeed. Raise `ConfigError` for a share outside 0.0 to 1.0 or a negative limit.
+    A share of batches is drawn by `seed` and number, so a run can be repeated exactly. Each reply draws again, so that a
+    repeated request can succeed. Raise `ConfigError` for a share outside 0.0 to 1.0 or a negative limit.
     """
 
     drop: Loss = ()
-    """Batches that are stored for replay but not sent live, as a slow or late subscriber misses them."""
+    """Batches that are stored for replay but not sent live, so that subscribers miss them as if they were slow or late."""
     skipped: Collection[int] = ()
     """Numbers without a batch: the engine used the number and then could not encode the batch."""
     seed: int = 0
     buffer_steps: int = ENGINE_BUFFER_STEPS
-    """Batches in the replay buffer. A request for an older start is answered from the oldest batch on without notice."""
+    """Number of batches in the replay buffer. A request for older ones is answered from the oldest batch on, without notice."""
     reply_shape: ReplyShape = "topic"
     replay_send_limit: int | None = None
-    """Maximum number of batches in one reply. Others are dropped silently, as by the engines' ROUTER at 1,000 queued
-    messages."""
+    """Maximum number of batches in one reply. Further ones are dropped silently, as by the engines' ROUTER, whose queue holds
+    1,000 messages."""
     replay_sndhwm: int | None = None
-    """Send limit of the real ROUTER socket, 1,000 in the engines before vLLM 0.33. It drops what a slow consumer does not take.
-    It takes effect when the sockets open. None: replies wait for the consumer and lose nothing."""
+    """Send limit of the real ROUTER socket, 1,000 in the engines before vLLM 0.33. The socket drops messages beyond it if the
+    consumer is slow. The limit takes effect when the sockets open. None: replies wait for the consumer and lose nothing."""
     replay_holes: Loss = ()
-    """Batches missing in replies, except the first of a reply, for which a socket always has room."""
+    """Batches that are missing in replies. The first batch of a reply never is, since a socket always has room for it."""
     lose_end_marker: bool = False
     replay_silent: bool = False
     """Whether requests are read and never answered."""
@@ -166,7 +166,7 @@ class Faults:
     replay_junk: Sequence[Sequence[bytes]] = ()
     """Messages that are sent unchanged before each reply; the identity frame is added."""
     faulty_replies: int | None = None
-    """Number of requests, from the first on, to which the replay faults apply. None means all."""
+    """Number of requests, from the first one on, to whose replies the faults above apply. None means all."""
 
     def __post_init__(self) -> None:
         for name in ("drop", "replay_holes"):
@@ -212,7 +212,7 @@ class Reply(NamedTuple):
     messages: Iterator[list[bytes]]
     """Frames of each message, without the identity."""
     withheld: int
-    """Requested batches that are not among the messages."""
+    """Number of requested batches that are not among the messages."""
 
 
 def _is_selected(loss: Loss, seq: int, draw: str) -> bool:

@@ -25,7 +25,7 @@ def reserve_port(endpoint: str) -> ReservedPort:
     """Choose the port of a TCP endpoint (the OS chooses for `*` and `0`) and reserve it.
 
     Linux lets two sockets with SO_REUSEADDR share a port if only one of them listens. A socket that is bound but never listens
-    keeps the OS from giving the port to another process while the real listener is closed. Connections are refused meanwhile.
+    keeps the OS from giving the port to another process while the real listener is closed. The OS then refuses connections.
     """
     host, _, port = endpoint.removeprefix(_TCP).rpartition(":")
     if not endpoint.startswith(_TCP) or "[" in host or sys.platform != "linux":

@@ -1,6 +1,6 @@
-"""A TCP proxy between real ZeroMQ peers that drops, delays and reorders messages and stalls or cuts connections on demand.
+"""A TCP proxy between real ZeroMQ peers that drops, delays and reorders messages, and stalls or cuts connections, on demand.
 
-Put one in front of each socket of an engine, or of a `TapePlayer`::
+Put a proxy in front of each socket of an engine or of a `TapePlayer`::
 
     with TapePlayer("run.jsonl.gz") as tape, FaultProxy(tape.endpoint) as live:
         subscriber.connect(live.endpoint, tape.replay_endpoint)
@@ -10,8 +10,8 @@ Put one in front of each socket of an engine, or of a `TapePlayer`::
         live.heal()
 
 Bytes pass unchanged. Only whole messages are dropped, swapped, held or injected, so that the peers' connection stays valid.
-Handshakes, subscriptions and heartbeats always pass, except during a stall. Messages can be recognised in ZMTP 3 with the NULL
-mechanism. Any other connection, also one with CURVE, can be stalled and cut, but its messages cannot be dropped or held.
+Handshakes, subscriptions and heartbeats always pass, except during a stall. The proxy recognises messages in ZMTP 3 with the
+NULL mechanism. Other connections, such as those with CURVE, can only be stalled and cut: their messages cannot be dropped.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kvevents.testing.proxy_pipe import DirectionCounts, DirectionFaults, Pipe, 
 from kvevents.testing.zmtp import message
 
 LINGER_SECONDS: Final = 1.0
-"""Maximum time for the last bytes of a peer that has closed to reach the other peer."""
+"""Maximum time in which the last bytes of a closed peer are sent to the other peer."""
 LOOP_ROUNDS_TO_CONNECT: Final = 4
-"""Number of rounds of the event loop in which an accepted socket becomes a connection. asyncio needs two."""
+"""Number of rounds of the event loop after which each accepted socket is a connection. asyncio needs two."""
 
 Direction: TypeAlias = Literal["down", "up"]
 """`down`: from the upstream endpoint to the clients of the proxy. `up`: from the clients to upstream."""
@@ -45,10 +45,10 @@ class ProxyLimits:
     """Limits of a `FaultProxy`."""
 
     max_connections: int = 1_024
-    """Maximum number of connections; each takes two file descriptors. Others are closed as soon as they are accepted."""
+    """Maximum number of connections; each takes two file descriptors. Further ones are closed as soon as they are accepted."""
     max_queued_bytes: int = 64 * 1024 * 1024
-    """Maximum number of bytes that are held, or wait for a slow reader, per direction of a connection. At the limit the proxy
-    stops reading, as if the network were congested."""
+    """Maximum number of bytes that the proxy holds or queues for a slow reader, per direction of a connection. At the limit the
+    proxy stops reading, as if the network were congested."""
 
 
 @dataclass(slots=True)
@@ -128,20 +128,20 @@ class FaultProxy(Closeable):
     # --- faults
 
     def drop(self, rule: Rule, *, direction: Direction = "down", seed: int = 0) -> None:
-        """Drop messages by `rule` from now on, instead of by the previous rule; None drops nothing.
+        """Drop messages by `rule`, which replaces the previous rule; None drops nothing.
 
-        A share is drawn from `seed`. If a rule raises, its connection ends and `close` raises the same exception. Raise
-        `ConfigError` for a share outside 0.0 to 1.0 or a negative count.
+        With a share, messages are drawn at random from `seed`. If a rule raises, the connection ends, and `close` raises the
+        same exception. Raise `ConfigError` for a share outside 0.0 to 1.0 or a negative count.
         """
         if isinstance(rule, int | float) and not (0 <= rule <= 1 or (isinstance(rule, int) and rule >= 0)):
             raise ConfigError(f"invalid drop rule {rule}: expected a count of 0 or more or a share from 0.0 to 1.0")
         self._run_in_loop(lambda: self._directions[direction].set_drops(rule, seed))
 
     def reorder(self, share: float, *, direction: Direction = "down", seed: int = 0) -> None:
-        """Swap a share of the messages with the following message, if both arrive together.
+        """Swap a share of the messages with the message after each, if both arrive together.
 
-        TCP never reorders, but a device between two sockets may. The share is drawn from `seed`. Raise `ConfigError` for a
-        share outside 0.0 to 1.0.
+        TCP never reorders, but a device between two sockets may. The messages are drawn at random from `seed`. Raise
+        `ConfigError` for a share outside 0.0 to 1.0.
         """
         if not 0.0 <= share <= 1.0:
             raise ConfigError(f"invalid reorder share {share}: expected 0.0 to 1.0")
@@ -167,13 +167,13 @@ class FaultProxy(Closeable):
         self._run_in_loop(lambda: self._directions[direction].release(n))
 
     def stall(self) -> None:
-        """Stop reading and writing, with all connections open, as a network that loses packets. New connections stall too."""
+        """Stop reading and writing, but keep connections open, as a network does that loses packets. New ones stall too."""
         self._run_in_loop(self._flow.clear)
 
     def half_open(self) -> None:
-        """Stall the connections that are open now; new ones work. It is as if a peer had been replaced without closing.
+        """Stall the connections that are open now, but not new ones, as if a peer had been replaced without closing them.
 
-        `heal` does not resume these connections; `cut` ends them.
+        `heal` does not resume the stalled connections; `cut` ends them.
         """
 
         def apply() -> None:
@@ -217,7 +217,7 @@ class FaultProxy(Closeable):
     # --- closing
 
     def close(self) -> None:
-        """Close every connection and the listener. Idempotent; any thread may call it. Raise what a `drop` rule raised."""
+        """Close every connection and the listener. Idempotent; any thread may call it. Raise the exception of a `drop` rule."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -255,10 +255,10 @@ class FaultProxy(Closeable):
         await self._stop.wait()
         await self._stop_listening()
         await self._close_connections()
-        await asyncio.sleep(0)  # the last connections are closed in one more round
+        await asyncio.sleep(0)  # the last connections are closed in another round of the loop
 
     async def _stop_listening(self) -> None:
-        """Close the listener after every accepted socket is a connection. asyncio loses one if its server closes before."""
+        """Close the listener once every accepted socket is a connection: asyncio loses sockets if its server closes earlier."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -331,13 +331,13 @@ class FaultProxy(Closeable):
     async def _run_pipes(self, *pipes: Pipe) -> None:
         tasks = [asyncio.ensure_future(pipe.run()) for pipe in pipes]
         try:
-            # When one pipe ends, everything that its sender sent is forwarded, and nothing reads what is sent to that peer.
+            # When a pipe ends, all bytes of its sender are forwarded. Nothing reads the other direction then.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                # The exception of a drop rule, not of the network. close() raises it.
+                # This is the exception of a drop rule, not of the network. close() raises it.
                 if isinstance(result, Exception) and not isinstance(result, OSError):
                     self._failure = self._failure or result
 
@@ -352,7 +352,7 @@ async def _close_writer(writer: asyncio.StreamWriter, linger: float) -> None:
     else:
         writer.transport.abort()
     closing = asyncio.ensure_future(writer.wait_closed())
-    # Its exception is an error of the network. Retrieve it here, because this task may be cancelled before it is awaited.
+    # Retrieve its exception, an error of the network, here: this task may be cancelled before it awaits `closing`.
     closing.add_done_callback(lambda future: future.cancelled() or future.exception())
     try:
         await asyncio.wait([closing], timeout=linger or None)

@@ -16,8 +16,8 @@ READ_BYTES: Final = 64 * 1024
 """Maximum number of bytes that are read at once from one connection."""
 
 Rule: TypeAlias = int | float | Callable[[tuple[bytes, ...]], bool] | None
-"""Which messages are dropped: the next N (int), a share from 0.0 to 1.0 (float), those for whose frames a function returns
-True, or none."""
+"""Which messages are dropped: the next N (int), a share from 0.0 to 1.0 (float), each for whose frames a function returns True,
+or none (None)."""
 
 
 @dataclass(slots=True)
@@ -25,14 +25,14 @@ class DirectionCounts:
     """Messages of one direction, over all connections."""
 
     messages: int = 0
-    """Complete messages that arrived, without commands (subscriptions of ZMTP 3.1, heartbeats)."""
+    """Complete messages that arrived. Commands (subscriptions of ZMTP 3.1, heartbeats) are not counted."""
     dropped: int = 0
     swapped: int = 0
     """Messages forwarded after a message that had arrived later."""
     injected: int = 0
     """Messages sent by the proxy itself."""
     held: int = 0
-    """Messages that wait now for `release` or for the end of their delay."""
+    """Messages that currently wait for `release` or for the end of their delay."""
     bytes: int = 0
     """Bytes forwarded, including handshakes and commands."""
 
@@ -157,8 +157,8 @@ def _open_gate(gate: asyncio.Future[None]) -> bool:
 class Pipe:
     """One direction of one connection: reads, applies the faults of the direction, and writes while `flow` is set.
 
-    Everything is sent in the order in which it arrived, except that commands overtake messages that are held. Otherwise
-    peers would end a connection whose heartbeats wait behind them.
+    Everything is sent in the order in which it arrived, except that commands overtake held messages: peers would end a
+    connection whose heartbeats are held.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Pipe:
         self._wake.set()
 
     def _chunks_of(self, segments: list[Segment]) -> Iterator[Chunk]:
-        """Yield the data to forward. Messages without a delay are joined, which saves a task switch for each of them."""
+        """Yield the data to forward. Messages that are not held are joined, which saves a task switch for each of them."""
         content = bytearray()
         for segment in self._swap(segments):
             chunk = self._faults.admit(segment)
@@ -222,7 +222,7 @@ class Pipe:
         yield Chunk(bytes(content))
 
     def _swap(self, segments: list[Segment]) -> Iterator[Segment]:
-        """Swap messages that arrived together, so that no message waits for one that never arrives."""
+        """Swap only messages that arrived together, so that no message waits for another that never arrives."""
         postponed_segment: Segment | None = None
         for segment in segments:
             if postponed_segment is None and segment.kind == "message" and self._faults.draw_swap():

@@ -1,6 +1,6 @@
 """A tape player: publishes recorded batches from real PUB and ROUTER sockets, with the engines' faults on demand.
 
-Test a subscriber or a router with it as with an engine::
+It takes the place of an engine in tests of a subscriber or a router::
 
     with TapePlayer("run.jsonl.gz", faults=Faults(drop={3, 4}, replay_send_limit=1000)) as tape:
         subscriber.connect(tape.endpoint, tape.replay_endpoint)
@@ -9,8 +9,8 @@ Test a subscriber or a router with it as with an engine::
         tape.restart(unseen_until=200)
         assert subscriber.everything() == tape.batches()
 
-A batch is sent only when `play` is called, and every wait has a deadline. `kvevents.testing.playlist` describes how engines
-behave, and since which release.
+A batch is sent only when `play` is called, and every wait has a deadline. `kvevents.testing.playlist` describes the behaviour
+of engines, and the releases that have it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENGINE_HWM: Final = 100_000
 MAX_LOG: Final = 1_000_000
 """Maximum number of batches and requests in the log of a tape; older ones are removed. A full log takes about 250 MB."""
 CATCH_UP_SECONDS: Final = 1.0
-"""A paced tape that is later than this, after a pause, continues at its pace instead of sending the delayed batches at once."""
+"""Delay beyond which a paced tape continues at its pace from now on, instead of sending all delayed batches at once."""
 ANY_LOCAL_PORT: Final = "tcp://127.0.0.1:*"
 
 Rate: TypeAlias = float | Literal["recorded"] | None
@@ -49,7 +49,7 @@ _T = TypeVar("_T")
 
 
 class _Play:
-    """A number of batches to publish, and the time at which the next one is due."""
+    """A number of batches to publish, and the time at which the next batch is due."""
 
     def __init__(self, n: int | None, rate: Rate, times: int) -> None:
         self.n = n
@@ -86,12 +86,12 @@ class TapePlayer(Closeable):
     """Serves a tape from a PUB and a ROUTER socket, as an engine would.
 
     `tape` is a recording (`run` names one of its runs; by default the first stream is played) or a list of
-    `(topic, seq, payload)`. `faults` can be replaced at any time. `endpoint` and `replay_endpoint` are bound; for a port of `*`
-    the OS chooses one. `replay_endpoint=None` means an engine without replay. `hwm` is the send limit of the PUB socket
-    per subscriber, in messages; `log` is the number of batches and requests in the logs. Any thread may call the methods.
+    `(topic, seq, payload)`. `faults` can be replaced at any time. `endpoint` and `replay_endpoint` are bound; for the port `*`
+    the OS chooses one. `replay_endpoint=None` means an engine without replay. `hwm` is the send limit of the PUB socket for
+    each subscriber, in messages; `log` is the maximum length of each log. Any thread may call the methods.
 
     The first round of a tape has the recorded numbers and bytes. The next round continues the numbers; a restart counts from 0.
-    In both cases the timestamps of the payloads move forward, because an engine never repeats the bytes of a number.
+    In both cases the timestamps of the payloads move forward, because an engine never sends the same bytes again.
 
     Raise `EndpointError` if an address cannot be bound, `RecordingError` or `ConfigError` for a tape that cannot be played.
     """
@@ -111,7 +111,7 @@ class TapePlayer(Closeable):
         self._sockets = TapeSockets(playlist, faults or Faults(), endpoint, replay_endpoint, hwm, log)
         self._plays: deque[_Play] = deque()
         self._actions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        """Calls of other threads, which the thread that owns the sockets runs."""
+        """Functions from other threads, which the thread that owns the sockets calls."""
         self._wake_writer, self._wake_reader = socket.socketpair()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -132,7 +132,7 @@ class TapePlayer(Closeable):
 
     @property
     def faults(self) -> Faults:
-        """The current faults. Faults that are assigned take effect from the next message on."""
+        """The current faults. Assigned faults take effect from the next message on."""
         return self._sockets.faults
 
     @faults.setter
@@ -153,18 +153,18 @@ class TapePlayer(Closeable):
 
     @property
     def subscriptions(self) -> int:
-        """Number of subscriptions of all subscribers now."""
+        """Current number of subscriptions of all subscribers."""
         with self._sockets.condition:
             return self._sockets.subscriptions.total()
 
     @property
     def log(self) -> list[Sent]:
-        """Every sequence number that was used, with its batch and outcome, oldest first."""
+        """Every used sequence number, with its batch and outcome, oldest first."""
         with self._sockets.condition:
             return list(self._sockets.log)
 
     def batches(self, incarnation: int | None = None) -> list[tuple[int, bytes]]:
-        """Return number and payload of every batch that a lossless subscriber delivers, of one incarnation or (None) of all."""
+        """Return number and payload of the batches of one incarnation, or of all, that a subscriber without loss delivers."""
         return [
             (entry.batch.seq, entry.batch.payload)
             for entry in self.log
@@ -182,15 +182,15 @@ class TapePlayer(Closeable):
     # --- commands
 
     def play(self, n: int | None = None, *, rate: Rate = None, times: int = 1) -> int:
-        """Publish the next `n` batches, or the rest of the tape and `times - 1` rounds more. Return the number published.
+        """Publish the next `n` batches, or else the rest of the tape and `times - 1` more rounds. Return the number published.
 
         A tape starts again at its end. `rate` is in batches per second, `recorded` for the recorded times, None for as fast as
-        possible. It returns early if the tape is stopped or closed meanwhile. Raise `UsageError` if it is stopped.
+        possible. If the tape is stopped or closed during the call, it returns early. Raise `UsageError` for a stopped tape.
         """
         return self.start_playing(n, rate=rate, times=times).result()
 
     def start_playing(self, n: int | None = None, *, rate: Rate = None, times: int = 1) -> Future[int]:
-        """Start a `play` without waiting. Plays run one after the other; the future has the number of published batches."""
+        """Start to play without waiting. Calls play one after the other. The future has the number of published batches."""
         if (n is not None and n < 0) or times < 1:
             raise ConfigError(f"invalid n={n}, times={times}: expected n of 0 or more and times of 1 or more")
         if rate is not None and rate != "recorded" and not rate > 0:
@@ -204,13 +204,13 @@ class TapePlayer(Closeable):
 
         `batches` is the tape of the new incarnation; None repeats the current one with later timestamps. With `unseen_until`,
         batches up to that number are published before the sockets open, so that they are only in the replay buffer. With
-        `abrupt`, queued messages are lost; otherwise they have up to 1 s to be sent. Current plays end.
+        `abrupt`, queued messages are lost; without it, they have up to 1 s to be sent. Calls of `play` end.
         """
         tape = None if batches is None else load_tape(batches)
         self._run_in_thread(lambda: self._restart(tape, unseen_until, abrupt))
 
     def stop(self, *, abrupt: bool = False) -> None:
-        """Close the sockets, as a process that has ended. `restart` opens them again on the same ports."""
+        """Close the sockets, as the end of a process does. `restart` opens them again on the same ports."""
         self._run_in_thread(lambda: self._stop(abrupt))
 
     def send_raw(self, frames: Sequence[bytes]) -> None:
@@ -220,10 +220,10 @@ class TapePlayer(Closeable):
     # --- waiting
 
     def wait_for_subscriber(self, timeout: float, count: int = 1) -> bool:
-        """Wait for `count` subscriptions, which then miss no batch. Return False after `timeout` seconds.
+        """Wait for `count` subscriptions. They miss no batch from then on. Return False after `timeout` seconds.
 
-        After a restart a SUB socket subscribes again only when its application polls or reads it, because libzmq does it in
-        that thread.
+        After a restart a SUB socket subscribes again only when its application polls or reads it, because libzmq subscribes in
+        the application's thread.
         """
         condition = self._sockets.condition
         with condition:
@@ -237,7 +237,7 @@ class TapePlayer(Closeable):
     # --- closing
 
     def close(self) -> None:
-        """Close everything within about a second. Idempotent; any thread may call it. Plays end, unsent replies are lost."""
+        """Close everything within about a second. Idempotent; any thread may call it. `play` ends; unsent replies are lost."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -247,7 +247,7 @@ class TapePlayer(Closeable):
     # --- the thread
 
     def _run_in_thread(self, action: Callable[[], _T]) -> _T:
-        """Run `action` in the thread that owns the sockets, and return or raise what it does."""
+        """Run `action` in the thread that owns the sockets, and return its result or raise its exception."""
         result: Future[_T] = Future()
         with self._lock:
             if self._is_closed:
@@ -305,7 +305,7 @@ class TapePlayer(Closeable):
         while not self._actions.empty():
             action, result = self._actions.get()
             if self._is_closed:
-                result.set_exception(ClosedError("the tape was closed meanwhile"))
+                result.set_exception(ClosedError("the tape was closed during the call"))
                 continue
             try:
                 result.set_result(action())

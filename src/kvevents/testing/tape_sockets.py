@@ -20,7 +20,7 @@ from kvevents.testing.ports import ReservedPort, reserve_port
 from kvevents.wire import Malformed, live_frames, parse_replay_request
 
 BIND_SECONDS: Final = 5.0
-"""Maximum time that a bind waits for its port: libzmq closes a listener a moment after its socket."""
+"""Maximum time for which a bind waits for its port: libzmq closes a listener a moment after its socket."""
 LINGER_MS: Final = 1_000
 """Maximum time in which an orderly stop sends queued messages. It also limits `close`."""
 MESSAGES_PER_ROUND: Final = 256
@@ -28,7 +28,7 @@ MESSAGES_PER_ROUND: Final = 256
 RETRY_SECONDS: Final = 0.005
 """Delay before a reply is sent again to a consumer whose queue is full."""
 REPLY_QUEUE: Final = 1_000
-"""Maximum number of queued messages of replies to one consumer. Others wait, so that an endless reply takes bounded memory."""
+"""Maximum number of queued reply messages for one consumer. Further ones wait, so that endless replies take bounded memory."""
 MAX_WAITING_REPLIES: Final = 100
 """Maximum number of requests of one consumer that wait for the end of its first request. Further requests are refused."""
 
@@ -51,7 +51,7 @@ class TapeCounts:
 
     incarnations: int = 1
     published: int = 0
-    """Batches that a lossless subscriber delivers: live, dropped or unseen, but not skipped."""
+    """Batches that a subscriber without loss delivers: live, dropped or unseen, but not skipped."""
     live: int = 0
     dropped: int = 0
     skipped: int = 0
@@ -63,7 +63,7 @@ class TapeCounts:
     replayed: int = 0
     """Batches passed to the ROUTER socket in replies."""
     withheld: int = 0
-    """Batches that were requested and stored, and that a fault left out of a reply."""
+    """Requested batches that were stored, but that a fault removed from a reply."""
 
 
 class _ReplyQueue:
@@ -142,14 +142,14 @@ class TapeSockets:
             limit = self.faults.replay_sndhwm
             self._router = self._context.socket(zmq.ROUTER)
             self._router.setsockopt(zmq.SNDHWM, REPLY_QUEUE if limit is None else limit)
-            # A mandatory ROUTER reports what it cannot queue. Without the option, as in the engines, it drops silently.
+            # A mandatory ROUTER reports messages that it cannot queue. Without the option, as in the engines, it drops them.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, limit is None)
             addresses.append(_bind(self._router, self._ports[1]))
         self._ports = [ReservedPort(name, port.holder) for name, port in zip(addresses, self._ports, strict=True)]
         self.endpoints = [connectable(name) for name in addresses]
 
     def close(self, linger_ms: int) -> None:
-        """Close the sockets. Queued messages may still be sent for `linger_ms`."""
+        """Close the sockets. Queued messages are still sent for up to `linger_ms`."""
         for socket in (self._pub, self._router):
             if socket is not None:
                 socket.close(linger_ms)
@@ -252,7 +252,7 @@ class TapeSockets:
             self.condition.notify_all()
 
     def send_replies(self) -> float | None:
-        """Send what consumers can take. Return the seconds until there is more to send; None if every reply is sent."""
+        """Send messages that consumers can take. Return the seconds until the next attempt; None if every reply is sent."""
         waits = [self._send_replies_to(identity, replies) for identity, replies in list(self._replies.items())]
         return min((wait for wait in waits if wait is not None), default=None)
 

@@ -20,13 +20,13 @@ COMMAND: Final = 0x04
 """Flag: the frame is a command."""
 GREETING_BYTES: Final = 64
 MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
-"""Longest message that is recognised, four times the limit of a payload. If a connection sends a longer one, the rest of the
-stream is forwarded without splitting it, so that memory is bounded and no bytes are lost."""
+"""Maximum length of a message that is recognised: four times the limit of a payload. After a longer one the rest of the stream
+is forwarded without splitting it, so that memory is bounded and no bytes are lost."""
 
 
 SegmentKind: TypeAlias = Literal["message", "command", "raw"]
-"""`raw` is the greeting, or any part of a stream that is not ZMTP 3 with the NULL mechanism. Only NULL has messages that can be
-recognised; with CURVE they are encrypted and numbered."""
+"""`raw` is the greeting, or any part of a stream that is not ZMTP 3 with the NULL mechanism. Messages cannot be recognised with
+CURVE, which encrypts and numbers them."""
 
 
 def message(frames: Sequence[bytes]) -> bytes:
@@ -35,14 +35,14 @@ def message(frames: Sequence[bytes]) -> bytes:
 
 
 def encode_frame(flags: int, body: bytes) -> bytes:
-    """Encode a frame. Its flags are completed for a long one."""
+    """Encode a frame. The flag `LONG` is added for a body above 255 bytes."""
     if len(body) <= 255:
         return bytes((flags, len(body))) + body
     return bytes((flags | LONG,)) + len(body).to_bytes(8, "big") + body
 
 
 class Segment(NamedTuple):
-    """A part of the stream. The `raw` bytes of all segments, followed by `ZmtpSplitter.remainder`, are the stream."""
+    """A part of the stream, which is the `raw` bytes of all segments, followed by `ZmtpSplitter.remainder`."""
 
     kind: SegmentKind
     raw: bytes
@@ -51,7 +51,7 @@ class Segment(NamedTuple):
 
 
 class ZmtpSplitter:
-    """Splits one direction of one connection: `feed` it bytes, forward the segments, and at the end the `remainder`."""
+    """Splits one direction of one connection: call `feed` with its bytes, forward the segments, at the end the `remainder`."""
 
     def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max = max_message_bytes
@@ -62,7 +62,7 @@ class ZmtpSplitter:
         self._is_opaque = False
 
     def feed(self, data: bytes) -> list[Segment]:
-        """Add bytes and return what is complete. Parts of the greeting are returned at once, because peers negotiate in it."""
+        """Add bytes and return the complete segments. Parts of a greeting are returned at once, since peers negotiate in it."""
         segments: list[Segment] = []
         bytes_left = GREETING_BYTES - len(self._greeting)
         if bytes_left and not self._is_opaque:
@@ -83,7 +83,7 @@ class ZmtpSplitter:
         return remainder
 
     def _is_null_greeting(self) -> bool:
-        """Return whether the greeting, as far as it was received, is ZMTP 3 with the NULL mechanism."""
+        """Return whether the received part of the greeting can be that of ZMTP 3 with the NULL mechanism."""
         greeting = self._greeting
         if greeting and greeting[0] != SIGNATURE:
             return False
