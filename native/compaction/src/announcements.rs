@@ -1,4 +1,4 @@
-//! Announcements of copies of blocks: their location, and the kind of their group.
+//! Announcements: stores with the same location, the same kind of group and the same form, whose copies are counted together.
 
 use std::borrow::Cow;
 
@@ -6,7 +6,7 @@ use kvevents_index::holders::placements::{Placement, tier};
 
 use super::event::{Location, Store, Text};
 
-/// Maximum number of different announcements of a stream: a block has a bit for each. An engine needs only a few.
+/// Maximum number of different announcements of a stream, since a block has a bit for each. An engine needs only a few.
 pub const MAX_ANNOUNCEMENTS: usize = 64;
 
 /// The common part of stores whose copies are counted together.
@@ -14,7 +14,7 @@ pub const MAX_ANNOUNCEMENTS: usize = 64;
 pub struct Announcement {
     /// Location of the copies.
     pub location: Location<'static>,
-    /// The copies that removals and clears treat as equal.
+    /// Placement of the copies: removals and clears do not distinguish copies on the same placement.
     pub placement: Placement,
     /// The announcements on the same placement, as bits.
     together: u64,
@@ -22,7 +22,7 @@ pub struct Announcement {
     pub kind: Text<'static>,
     /// Sliding window of the announced group.
     pub window: Option<i64>,
-    /// The block size of a store without tokens; None for a store with tokens or keys.
+    /// The block size of stores without tokens; None for stores with tokens or keys.
     pub tokenless_size: Option<u64>,
 }
 
@@ -43,7 +43,7 @@ pub struct Announcements {
     last: usize,
 }
 
-/// Positions of the bits that are set.
+/// Positions of the set bits.
 pub fn bits(mut mask: u64) -> impl Iterator<Item = u8> {
     std::iter::from_fn(move || {
         let bit = mask.trailing_zeros();
@@ -119,7 +119,7 @@ impl Announcements {
         numbers.fold(0, |bits, number| bits | 1 << number)
     }
 
-    /// The announcements on the placement of this one, as bits.
+    /// The announcements on the same placement as this announcement, as bits.
     pub fn on_placement_of(&self, number: u8) -> u64 {
         self.get(number).together
     }
@@ -164,7 +164,7 @@ impl Announcements {
         self.select(|known| levels >> known.placement.level() & 1 != 0)
     }
 
-    /// Numbers in an order that does not depend on their first use, with the fastest tier first.
+    /// The numbers of all announcements, the fastest tier first, in an order that does not depend on the order of their first use.
     pub fn ranked(&self) -> Vec<u8> {
         let mut numbers: Vec<u8> = (0..self.all.len() as u8).collect();
         numbers.sort_by_key(|&number| {

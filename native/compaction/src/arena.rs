@@ -2,7 +2,7 @@
 
 use super::examined_blocks;
 
-/// Number of bits of a number that select the slot in a chunk.
+/// Number of the lowest bits of a block's number that select the slot in a chunk.
 const SLOT_BITS: u32 = 8;
 /// Maximum number of blocks in a chunk.
 const SLOTS: usize = 1 << SLOT_BITS;
@@ -11,7 +11,7 @@ const CHUNK_TOKENS: usize = 8192;
 /// Number of bits of a word of `Chunk::free`.
 const WORD: usize = u64::BITS as usize;
 
-/// The record of one block, without its tokens. Packed into 28 bytes instead of 32, because there is one for each block.
+/// The record of one block, without its tokens. It is packed into 28 bytes instead of 32, because there is one for each block.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, packed(4))]
 pub struct Record {
@@ -38,7 +38,7 @@ struct Chunk {
     used: usize,
 }
 
-/// Chunks with free slots for blocks of `width` tokens. Blocks are added to the last one, which alone may be empty.
+/// Chunks with free slots for blocks of `width` tokens. Blocks are added to the last chunk, the only one that can be empty.
 #[derive(Debug)]
 struct Open {
     width: usize,

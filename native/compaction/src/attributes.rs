@@ -11,13 +11,13 @@ use super::event::Namespace;
 /// Attributes of blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Attributes<'a> {
-    /// Block size, LoRA and salt, its own or its parent's: together with hash and key they identify a block.
+    /// Block size, LoRA and salt, where the salt can be that of the parent. Together with hash and key they identify a block.
     pub context: Context,
     /// The namespace as an engine announced it.
     pub namespace: Namespace<'a>,
-    /// A bit for each announcement in which there are copies; none if the block is only the ancestor of others.
+    /// A bit for each announcement of which the block has copies; none for a block that is only an ancestor of others.
     pub copies: u64,
-    /// Number of the announcement that stored the block first.
+    /// Number of the announcement with which the block was first stored.
     pub origin: u8,
 }
 
@@ -120,7 +120,7 @@ impl AttributeTable {
         }
     }
 
-    /// Moves one block from the attributes `number` to the same attributes with other copies, and returns their number.
+    /// Moves one block from the attributes `number` to attributes that differ only in their copies, and returns the number of these.
     pub fn replace_copies(&mut self, number: u32, copies: u64) -> u32 {
         let attributes = Attributes {
             copies,

@@ -1,4 +1,5 @@
-//! The blocks of a stream as a tree: those with copies, and their ancestors without copies, whose tokens are needed to announce them.
+//! The blocks of a stream as a tree. Besides the blocks with copies ("live") it has their ancestors without copies ("dead"), because a
+//! snapshot must announce the tokens of ancestors as well.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -33,7 +34,7 @@ pub struct NewBlock<'a> {
     pub tokens: &'a [u32],
     /// Number of the block's announcement.
     pub announcement: u8,
-    /// Announcements in which a block has at most one copy together with this one; none if copies are physical.
+    /// Announcements, as bits, of which a block has at most one copy in total; none if each store is a copy of its own.
     pub single: u64,
 }
 
@@ -57,15 +58,15 @@ pub struct Blocks {
     live: HashTable<u32>,
     /// Blocks without copies, by hash and key.
     dead: HashTable<u32>,
-    /// Blocks with copies that share their hash, and the work that they may cause.
+    /// Blocks with copies that share their hash, and how much work they may still cause.
     pub collisions: Collisions,
     /// Copies beyond the first, by block and announcement.
     extra_copies: HashMap<(u32, u8), u32>,
     extra_count: usize,
-    /// Blocks and announcements whose copies might not exist, by the rules of an index: a copy was removed and others are left, or
-    /// `State::end_payload` has detected it.
+    /// Blocks and announcements of which a copy might not exist, by the rules of an index: one of several copies was removed, or
+    /// `State::end_payload` has found that a store might have repeated a copy.
     uncertain: HashSet<(u32, u8)>,
-    /// Blocks of LoRAs that were stored on the device, by key. Some outdated blocks are not in it.
+    /// Blocks of LoRAs that were stored on the device, by key, except some outdated ones.
     of_loras: HashTable<u32>,
     /// Blocks that might have been computed with replaced weights, by the rules of an index.
     loras: ReplacedLoras,
@@ -83,7 +84,7 @@ fn dead_place(arena: &Arena, secret: Secret) -> impl Fn(&u32) -> u64 {
     }
 }
 
-/// The place of a block of a LoRA.
+/// The place of a LoRA's block in `Blocks::of_loras`.
 fn lora_place(arena: &Arena, secret: Secret) -> impl Fn(&u32) -> u64 {
     move |&number| secret.place(arena.get(number).key)
 }
@@ -175,7 +176,7 @@ impl Blocks {
         !self.uncertain.is_empty()
     }
 
-    /// Copies of a block in all of these announcements.
+    /// Number of copies of a block in all of these announcements together.
     pub fn count_on(&self, number: u32, announcements: u64) -> u32 {
         let copies = self.attributes(number).copies & announcements;
         bits(copies).map(|announcement| self.count(number, announcement)).sum()
@@ -205,7 +206,7 @@ impl Blocks {
         }
     }
 
-    /// Marks all copies as uncertain, once for each block and placement.
+    /// Marks the copies of each block as uncertain, once for each placement.
     pub fn doubt_all(&mut self, known: &Announcements) {
         for &number in &self.live {
             let mut copies = self.attributes(number).copies;
@@ -228,7 +229,7 @@ impl Blocks {
         self.dead.iter().copied()
     }
 
-    /// Returns the block with copies and this hash; of several, the one that was stored last.
+    /// Returns the block with copies and this hash; if there are several, the one that was stored last.
     #[inline]
     pub fn find(&self, hash: u64) -> Option<u32> {
         if let Some(list) = self.collisions.get(hash) {
@@ -302,7 +303,7 @@ impl Blocks {
         self.arena.insert(record, block.tokens)
     }
 
-    /// Gives a copy to the ancestor without copies that equals this block.
+    /// Adds a copy to the dead ancestor that equals this block, if there is one, and returns its number.
     fn revive(&mut self, block: &NewBlock<'_>) -> Option<u32> {
         if self.dead.is_empty() {
             return None;
@@ -320,8 +321,8 @@ impl Blocks {
         Some(number)
     }
 
-    /// Adds one copy of a block, unless it has one in the announcements `single`. If its first announcement is among them, the copy belongs
-    /// to the first one, so that an export, which must begin with it, announces the only copy.
+    /// Adds one copy of a block, unless it has one in the announcements `single`. If the block's first announcement is among these, the
+    /// copy is counted there: an export must begin with the first announcement, which then announces the only copy.
     pub fn add_copy(&mut self, number: u32, announcement: u8, single: u64) {
         let Attributes { copies, origin, .. } = *self.attributes(number);
         if copies & single != 0 {
@@ -347,8 +348,8 @@ impl Blocks {
 
     // --- LoRAs
 
-    /// Notes whether a block of a LoRA that was stored belongs to the weights that are loaded now: `ReplacedLoras::note`. `parent` is a
-    /// block or `ROOT`, and `on_device` are the announcements on its placement if that is on the device.
+    /// Records whether a stored block of a LoRA belongs to the weights that are loaded now, as `ReplacedLoras::note` decides. `parent` is
+    /// a block or `ROOT`. `on_device` are the announcements on the store's placement if that is on the device.
     pub fn note_lora(&mut self, number: u32, parent: u32, is_known: bool, on_device: Option<u64>) -> bool {
         let Some(lora) = lora_of(self.attributes(number).context) else {
             return true;
@@ -364,8 +365,8 @@ impl Blocks {
         })
     }
 
-    /// Lists a block of a LoRA by its key, and drops outdated blocks with that key. Returns whether another block has a copy in these
-    /// announcements.
+    /// Lists a block of a LoRA by its key, and unlists outdated blocks with that key. Returns whether another block with that key, which
+    /// is not outdated, has a copy in these announcements.
     fn list_of_lora(&mut self, number: u32, lora: u64, announcements: u64) -> bool {
         let (key, context) = (self.get(number).key, self.attributes(number).context);
         let (mut is_listed, mut has_twin, mut outdated, mut looks) = (false, false, Vec::new(), 0);
@@ -400,7 +401,7 @@ impl Blocks {
         lora_of(self.attributes(number).context).is_some_and(|lora| self.loras.is_outdated(lora, number))
     }
 
-    /// The replaced LoRAs that have outdated blocks, each with one of these, independent of the history.
+    /// The replaced LoRAs that have outdated blocks, each with one of these blocks, which does not depend on the history.
     pub fn replaced_loras(&self) -> BTreeMap<u64, u32> {
         let mut found = BTreeMap::new();
         if !self.loras.is_empty() {
@@ -417,8 +418,8 @@ impl Blocks {
 
     // --- removals
 
-    /// Removes one copy from the oldest block of `hash` with a copy on the placement, at the exact location if possible. Returns whether a
-    /// copy existed.
+    /// Removes one copy from the oldest block with this `hash` and a copy on the placement, at the exact location if possible. Returns
+    /// whether such a copy existed.
     pub fn remove(&mut self, hash: u64, removable: Removable) -> bool {
         let has_copy = |number: &u32| self.attributes(*number).copies & removable.placement != 0;
         let (found, looks) = match self.collisions.get(hash) {
@@ -477,7 +478,7 @@ impl Blocks {
         }
     }
 
-    /// Removes all other copies of a block. A block without copies is removed, or marked dead if other blocks follow it.
+    /// Removes all copies of a block except `copies`. A block without copies is removed, or becomes dead if it has children.
     fn keep_copies(&mut self, number: u32, copies: u64) {
         if self.has_uncertain_copies() {
             self.make_certain(number, self.attributes(number).copies & !copies);
@@ -502,7 +503,7 @@ impl Blocks {
         hash_table::insert(&mut self.dead, number, dead_place(&self.arena, self.secret));
     }
 
-    /// Removes a block, and the ancestors without copies that only it needed.
+    /// Removes a block, and those dead ancestors that only this block needed.
     fn free(&mut self, mut number: u32) {
         loop {
             let Record { parent, attributes, .. } = *self.get(number);

@@ -1,4 +1,4 @@
-//! Searches for events that make an export, or applying them, examine more blocks than the bound.
+//! Searches for events after which an export, or the application of the exported events, examines more blocks than the bound.
 
 use std::borrow::Cow;
 
@@ -9,9 +9,10 @@ use super::examined_blocks;
 use super::export::export;
 use super::state::State;
 
-/// Steps of an export for each block, and for each copy of a block.
+/// Maximum number of steps of an export for each block and for each copy of a block.
 const PER_EXPORTED: usize = 60;
-/// Steps that do not depend on the number of blocks: blocks that share a hash may cause them in a state to which the events are applied.
+/// Maximum number of steps that do not depend on the number of blocks: those that blocks with one hash may cause when the exported events
+/// are applied.
 const SAVED: usize = 3 << 20;
 
 /// An event, and the number of times that it is repeated.
@@ -19,7 +20,7 @@ const SAVED: usize = 3 << 20;
 struct RepeatedEvent {
     kind: u8,
     times: u64,
-    /// The first hash, the number of hashes, and by how much they rise.
+    /// The first hash, the number of hashes, and the difference between consecutive hashes.
     first: u64,
     count: u64,
     rise: u64,
@@ -97,7 +98,7 @@ impl RepeatedEvent {
     }
 }
 
-/// Exports the state within the bound.
+/// Asserts that an export of the state stays within the bound.
 fn check(state: &State) {
     let blocks = &state.blocks;
     let copies = |number| blocks.count_on(number, u64::MAX) as usize + 1;
@@ -144,7 +145,7 @@ fn stored(first: u64, count: u64, token: u32) -> RepeatedEvent {
     }
 }
 
-/// Ancestors without copies have all small hashes, and a hash of no block is needed.
+/// All small hashes are those of dead ancestors, and the export needs a hash that no block has.
 #[test]
 fn a_hash_that_no_ancestor_has() {
     let mut state = State::default();
@@ -168,7 +169,7 @@ fn a_hash_that_no_ancestor_has() {
     check(&state);
 }
 
-/// All small hashes are those of blocks, and each of many LoRAs was replaced, of which a sign is exported.
+/// All small hashes are those of blocks, and many LoRAs were replaced, for each of which a sign is exported.
 #[test]
 fn a_sign_for_each_of_many_loras() {
     let mut state = State::default();
@@ -187,7 +188,7 @@ fn a_sign_for_each_of_many_loras() {
     check(&state);
 }
 
-/// Of each pair of blocks with one hash the second waits for the first, and the one that has waited longest can be exported first.
+/// In each pair of blocks with one hash, the second block waits for the first. The block that has waited longest can be exported first.
 #[test]
 fn twins_that_end_their_wait_in_the_order_in_which_they_began_it() {
     let mut state = State::default();

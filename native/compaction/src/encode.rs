@@ -1,7 +1,7 @@
-//! Exported events as payloads that `Compactor::apply` reads again.
+//! Encodes exported events as payloads, which `Compactor::restore` reads again.
 //!
-//! They are map events with the names of `kvevents.events`, without nil fields. An event that does not fit in a payload is divided between
-//! two blocks; the second part names the last block of the first part as its parent.
+//! Events are maps with the names of `kvevents.events`, without nil fields. An event that does not fit in a payload is divided between two
+//! blocks; the second part names the last block of the first part as its parent.
 
 use kvevents_index::apply::EVERY_TIER;
 
@@ -25,7 +25,8 @@ pub struct PayloadWriter {
 }
 
 impl PayloadWriter {
-    /// Creates a writer of a rank's payloads of at most `limit` bytes, unless one block takes more. Its first events clear everything.
+    /// Creates a writer of a rank's payloads. They have at most `limit` bytes, unless a single block takes more. The first events clear
+    /// everything.
     pub fn new(limit: usize, ts: f64, rank: Option<i64>) -> Self {
         let mut writer = Self {
             limit: limit.saturating_sub(CLEAR_BYTES + rank.map_or(0, |_| NUMBER)),
@@ -45,7 +46,7 @@ impl PayloadWriter {
         match event {
             ExportedEvent::Stored(store) => self.add_store(store),
             ExportedEvent::Removed(hashes, location) => self.add_removal(hashes, location),
-            // Room is left for this event: a payload that begins with a clear would be the first of another history.
+            // `limit` leaves room for this event: it must not begin a payload, which would be taken for the beginning of another history.
             ExportedEvent::Cleared => self.write(|out| write_clear(None, out)),
         }
     }
@@ -83,8 +84,8 @@ impl PayloadWriter {
         fits
     }
 
-    /// Returns the end of the blocks from `first` on that fit in an event of `overhead` bytes plus the blocks. At least one block fits, if
-    /// necessary in a payload of its own.
+    /// Returns the end of those blocks from `first` on that fit in an event, which takes `overhead` bytes plus the blocks. At least one
+    /// block fits, in its own payload if necessary.
     fn end_of_fitting_blocks(
         &mut self,
         first: usize,
@@ -155,7 +156,8 @@ impl<'a> StoreWriter<'a> {
         &self.store.tokens[first * self.width..end * self.width]
     }
 
-    /// Tokens after a block that its hash also covers: the first ones of the next block. For the last block before `end` they are unknown.
+    /// Tokens after a block that its hash also covers: the first tokens of the next block. They are unknown for the last block before
+    /// `end`.
     fn lookahead(&self, at: usize, end: usize) -> &'a [u32] {
         let behind = (at + 1) * self.width;
         let count = if at + 1 < end.min(self.store.hashes.len()) {
@@ -209,7 +211,7 @@ impl<'a> StoreWriter<'a> {
         number(fields.out, store.block_size);
         fields.integer("lora_id", store.namespace.lora_id);
         fields.text("lora_name", store.namespace.lora_name.as_deref());
-        // A first block also states that it has none: below the device, a store without the field leaves its keys unknown.
+        // A first block states even that it has no extra keys: below the device, a store without this field leaves them unknown.
         if extra_keys.iter().any(Option::is_some) || (first == 0 && !extra_keys.is_empty()) {
             fields.name("extra_keys");
             fields.out.extend_from_slice(&encode_extra_keys(extra_keys.iter().copied()));
@@ -245,7 +247,7 @@ fn write_removal(hashes: &[u64], location: &Location<'_>, out: &mut Vec<u8>) {
 
 // --- msgpack
 
-/// Writes the fields of a map event, and counts them.
+/// Writes the fields of an event that is a map, and counts them.
 struct Fields<'a> {
     out: &'a mut Vec<u8>,
     start: usize,
@@ -327,7 +329,7 @@ fn signed(out: &mut Vec<u8>, value: i64) {
     }
 }
 
-/// Bytes that `number` writes.
+/// Number of bytes that `number` writes.
 #[inline]
 fn number_bytes(value: u64) -> usize {
     let above = |limit: u64| usize::from(value > limit);

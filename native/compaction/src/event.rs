@@ -64,7 +64,7 @@ pub struct Store<'a> {
     /// Token ids; under EAGLE pairs, one after the other.
     pub tokens: Cow<'a, [u32]>,
     pub pairs: bool,
-    /// The blocks that can be keyed, all before the first one that cannot. None if tokens or keys do not fit the hashes.
+    /// Number of leading blocks whose keys can be computed. None if the numbers of tokens or keys do not match that of the hashes.
     pub keyable: Option<usize>,
     /// Keys instead of tokens.
     pub keys: Option<Cow<'a, [u64]>>,
@@ -74,11 +74,11 @@ pub struct Store<'a> {
     pub kind: Text<'a>,
     /// Sliding window of the group.
     pub window: Option<i64>,
-    /// The extra keys, separately.
+    /// The namespace of the blocks, without their extra keys.
     pub namespace: Namespace<'a>,
     /// Msgpack: per block a list or nil.
     pub extra_keys: Text<'a>,
-    /// Tokens behind each block that its hash covers; 0 if the store has no such field.
+    /// Number of tokens after each block that the block's hash also covers; 0 if the store has no such field.
     pub lookahead: usize,
 }
 
@@ -97,7 +97,7 @@ pub enum ExportedEvent {
     Stored(Store<'static>),
     /// Hashes to remove again.
     Removed(Vec<u64>, Location<'static>),
-    /// A clear without a tier: copies below the device that were stored before it might be gone.
+    /// A clear without a tier: copies below the device that were stored before this event might be gone.
     Cleared,
 }
 
@@ -106,7 +106,8 @@ pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
     let mut location = read.location(event);
     if event.may_be_copy() {
-        // The group is set even if the engine named none: in the exported map only a group shows it. A block without a group is in group 0.
+        // The group is set even if the engine named none: in the exported map only a group shows that a repeated store is another copy. A
+        // block without a group is in group 0.
         location.group.get_or_insert(0);
     }
     Store {
@@ -137,7 +138,7 @@ fn lookahead_of(raw: Option<&[u8]>) -> usize {
     first.len().min(MAX_LOOKAHEAD)
 }
 
-/// The extra keys of each block; none for nil. None if `raw` is nested too deeply.
+/// The extra keys of each block, None for nil. The function returns None if `raw` is nested too deeply.
 pub fn split_extra_keys(raw: Option<&[u8]>) -> Option<Vec<Option<&[u8]>>> {
     let mut found = Vec::new();
     let Some(raw) = raw else { return Some(found) };

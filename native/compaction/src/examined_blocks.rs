@@ -1,4 +1,4 @@
-//! Counts the blocks that are examined. Tests bound their number, since time depends on the machine.
+//! Counts examined blocks. Tests limit this count and not the time, which depends on the machine.
 
 #[cfg(test)]
 thread_local! {

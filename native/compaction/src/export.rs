@@ -1,14 +1,15 @@
 //! The events that rebuild a state after a clear.
 //!
-//! Blocks are exported in runs, each block the parent of the next. A run whose parent has a hash of its own can come at any time
-//! after it. If several blocks share a hash ("twins"), a parent hash refers to the last one stored, so all children of one twin are
-//! exported before the next twin; each twin is exported alone, in the order in which they were stored. Dead ancestors are stored as if they
-//! had a copy, which the last events remove again; among twins they come first, since a removal takes the oldest. For some artificial
-//! histories no order is right. So the events are applied to an empty state if there are twins, or pending blocks that these events might
-//! not leave pending. If the result differs from the state, nothing is exported.
+//! Blocks are exported in runs: chains in which each block is the parent of the next. If no other block has the hash of a run's parent, the
+//! run can come at any time after that parent. If several blocks share a hash ("twins"), a parent hash refers to the last of them that was
+//! stored. So each twin is exported alone, in the order in which they were stored, and all children of a twin before the next twin. Dead
+//! ancestors, which have no copies, are stored as if they had one, and the last events remove it again. Among twins the dead ones come
+//! first, since a removal takes the oldest. For some artificial histories no order is right. So if there are twins, or pending blocks that
+//! these events might not leave pending, the events are applied to an empty state. If the result differs from `state`, nothing is exported.
 //!
-//! The outdated blocks of a replaced LoRA come first, then a sign that its weights were replaced, then the blocks that were stored since.
-//! If no such order rebuilds the state, all its blocks come before the sign: then a consumer is sure of none of them.
+//! The outdated blocks of a replaced LoRA come first. A sign follows: events from which consumers conclude that the LoRA's weights were
+//! replaced. Then come the blocks that were stored since. If no such order rebuilds the state, all blocks of the LoRA come before the sign,
+//! and consumers are then certain of none of them.
 
 mod order;
 
@@ -34,7 +35,8 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
         return None;
     }
     let twins = Twins::new(&state.blocks);
-    // On other tiers than the device a block takes the key of its hash: a pending one whose hash is known by now would not wait again.
+    // On tiers below the device, a block whose hash is known gets the key of that hash. So a pending block there would not wait again if
+    // its hash has become known.
     let is_known = |item: &Waiting<Content<'static>>| {
         !state.announcements.is_on_device(item.placement as u8) && state.blocks.find(item.hash).is_some()
     };
@@ -58,28 +60,29 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
     Some(())
 }
 
-/// The medium on which a first block without extra keys is announced.
+/// The medium on which a first block without extra keys is announced as a sign.
 const LOWER_MEDIUM: &str = "CPU";
 
 struct Exporter<'a> {
     state: &'a State,
     twins: &'a Twins,
     emit: &'a mut dyn FnMut(ExportedEvent),
-    /// Announcements in the order in which copies are exported. A rebuilt state is exported as equal events.
+    /// Announcements in the order in which copies are exported, which is the same for a rebuilt state.
     ranked: Vec<u8>,
     /// Matching rules of groups that the exported stores announce.
     exported_rules: GroupRules,
-    /// Hashes of copies that the state does not have, and their announcements.
+    /// Hashes and announcements of exported copies that the state does not have: the last events remove them.
     surplus: Vec<(u64, u8)>,
-    /// Signs that a consumer still needs to conclude `Evidence::has_extra_keys` or `Evidence::unknown_levels`.
+    /// Whether a consumer still needs a store with extra keys to conclude `Evidence::has_extra_keys` or `Evidence::unknown_levels`.
     needs_extra_keys: bool,
-    /// Whether a consumer still needs to conclude `Evidence::has_loras`.
+    /// Whether a consumer still needs a store with a LoRA to conclude `Evidence::has_loras`.
     needs_loras: bool,
-    /// Signs from which a consumer concludes `Evidence::has_unkeyed_root` or `Evidence::unknown_levels`, and what was exported of them.
+    /// Whether a consumer needs an unkeyed root (`is_unkeyed_root`) to conclude `Evidence::has_unkeyed_root` or
+    /// `Evidence::unknown_levels`; whether one was exported, and whether one without a LoRA was.
     needs_unkeyed_root: bool,
     has_unkeyed_root: bool,
     has_bare_root: bool,
-    /// The smallest hashes above 0 that no block has, and for which none waits.
+    /// The two smallest hashes above 0 that no block has and for which no block waits.
     unused_hashes: OnceCell<[u64; 2]>,
 }
 
@@ -118,7 +121,7 @@ impl<'a> Exporter<'a> {
         for &example in phases.loras.values() {
             self.export_lora_change(example);
         }
-        // A store after an outdated block is a sign too, and must not come after other blocks of the present weights.
+        // A store whose parent is outdated is a sign as well. So it must come before other blocks of the present weights.
         later.sort_by_key(|part| !phases.is_after_outdated(&self.state.blocks, part[0]));
         for part in later {
             self.export_run(&part, !self.doubtful(part[0]));
@@ -126,7 +129,7 @@ impl<'a> Exporter<'a> {
         self.remove_surplus();
         self.export_waiting();
         self.export_rules();
-        // Together they let a consumer conclude that it cannot know exactly what tiers below the device hold.
+        // From the following stores together, a consumer concludes that it cannot know exactly which blocks tiers below the device hold.
         let extra_keys = join_extra_keys([Some(&b"\x91\xA1-"[..])].into_iter()).map(Cow::Owned);
         if self.needs_extra_keys {
             let store = self.first_block("GPU");
@@ -145,8 +148,8 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// Exports the copies that might be gone since a clear without a tier, and such a clear. Each of them, and what it needs, is among the
-    /// blocks that the following events announce.
+    /// Exports the copies that might be gone since a clear without a tier, followed by such a clear. The events after it announce the
+    /// blocks of these copies and their ancestors again.
     fn export_doubtful(&mut self) {
         let blocks = &self.state.blocks;
         let mut is_needed = vec![false; blocks.bound()];
@@ -170,7 +173,7 @@ impl<'a> Exporter<'a> {
         (self.emit)(ExportedEvent::Cleared);
     }
 
-    /// The announcements, as bits, in which a block has a copy that might be gone, where a further store would not be another copy.
+    /// The announcements, as bits, in which a block has a copy that might be gone, on levels where a further store is not another copy.
     fn doubtful(&self, number: u32) -> u64 {
         let (blocks, announcements) = (&self.state.blocks, &self.state.announcements);
         if !blocks.has_uncertain_copies() {
@@ -185,7 +188,7 @@ impl<'a> Exporter<'a> {
             .fold(0, |all, announcement| all | 1 << announcement)
     }
 
-    /// Announces a block under this number of hashes, and removes it again.
+    /// Announces a block under `count` unused hashes, and removes it again.
     fn export_removed(&mut self, store: &Store<'static>, count: usize) {
         let hashes = &self.unused_hashes()[..count];
         for &hash in hashes {
@@ -195,7 +198,7 @@ impl<'a> Exporter<'a> {
         (self.emit)(ExportedEvent::Removed(hashes.to_vec(), store.location.clone()));
     }
 
-    /// Announces a first block of the LoRA of another block under two hashes, and removes it again.
+    /// Announces a first block under two hashes, and removes it again. Its LoRA is that of the block `example`.
     fn export_lora_change(&mut self, example: u32) {
         let Namespace { lora_id, lora_name, .. } = self.state.blocks.attributes(example).namespace.to_static();
         let mut store = self.first_block("GPU");
@@ -228,8 +231,8 @@ impl<'a> Exporter<'a> {
         (self.emit)(ExportedEvent::Stored(store));
     }
 
-    /// Exports the copies of a run in these announcements. Without any, its blocks are only stored as parents, unless doubtful copies of
-    /// them have been exported before.
+    /// Exports the copies of a run in these announcements. Without a copy, the run's blocks are only stored as parents, or not at all if
+    /// doubtful copies of them have been exported before.
     fn export_run(&mut self, run: &[u32], announcements: u64) {
         let blocks = &self.state.blocks;
         let is_twin = self.twins.contain(blocks.get(run[0]).hash);
@@ -248,7 +251,7 @@ impl<'a> Exporter<'a> {
         }
         let mut copies = Vec::new();
         for &announcement in self.ranked.iter().filter(|&number| exported >> number & 1 != 0) {
-            // An extra copy, which the last events remove again, leaves a consumer as uncertain as consumers that saw the removal. Of
+            // The last events remove an extra copy again, which makes the consumer uncertain, as the original removal made others. Of
             // several blocks that share a hash only the oldest can be uncertain, and the removal takes the copy from that block.
             let is_uncertain = blocks.is_uncertain(run[0], announcement) && doubtful >> announcement & 1 == 0;
             if is_uncertain {
@@ -314,7 +317,7 @@ impl<'a> Exporter<'a> {
             ..store
         };
         if !self.needs_unkeyed_root && is_unkeyed_root(&store) {
-            // The block was first announced on the device. A consumer that does not see that must not take its keys for unknown.
+            // The block was first announced on the device. A consumer does not see that, and must not count its extra keys as unknown.
             store.extra_keys = Some(Cow::Owned(encode_extra_keys(store.hashes.iter().map(|_| None))));
         }
         store
@@ -339,7 +342,7 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// Exports blocks of groups of unknown kinds. Call it first, since the last store of a group determines its rule.
+    /// Exports blocks of groups of unknown kinds. Call this before other exports, since the last store of a group determines its rule.
     fn export_unkept(&mut self) {
         for placement in self.state.unkept.sorted() {
             let mut stored = placement.hashes(1);
@@ -412,7 +415,7 @@ impl<'a> Exporter<'a> {
                 self.export_store(store);
                 continue;
             }
-            // Only a store can announce a rule, so a block is stored and removed again.
+            // Only a store of a block can announce such a rule, so a block is stored and removed again.
             if let Some(keys) = &mut store.keys {
                 *keys = vec![0].into();
             } else {
@@ -438,13 +441,13 @@ fn has_lora(store: &Store<'_>) -> bool {
     store.namespace.lora_id.is_some() || store.namespace.lora_name.is_some()
 }
 
-/// Whether a first block comes below the device without anything that says whether it has extra keys.
+/// Whether a store is an unkeyed root: it stores a first block below the device and does not say whether the block has extra keys.
 fn is_unkeyed_root(store: &Store<'_>) -> bool {
     let is_root = store.parent.is_none() && !store.tokens.is_empty() && !store.location.is_on_device();
     is_root && store.extra_keys.is_none() && store.namespace.cache_salt.is_none()
 }
 
-/// Whether the pending blocks can be exported in one event.
+/// Whether two consecutive pending blocks can be exported in one event.
 fn is_continued(one: &Waiting<Content<'_>>, other: &Waiting<Content<'_>>) -> bool {
     one.placement == other.placement
         && match (&one.content, &other.content) {
@@ -469,7 +472,7 @@ fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
 
 // --- several blocks with one hash
 
-/// The state that these events lead to after a clear; None if it differs from the state that a consumer would have.
+/// The state to which these events lead after a clear; None if a consumer could distinguish it from `state`.
 fn rebuilt(events: &[ExportedEvent], state: &State) -> Option<State> {
     let mut rebuilt = State::default();
     rebuilt.copied_levels = state.copied_levels;
@@ -495,10 +498,10 @@ pub(super) fn outdated(state: &State) -> BTreeSet<(u64, u64)> {
         .collect()
 }
 
-/// Hash, key and context of a block, and digest and group of a placement.
+/// A copy: hash, key and context of the block, and digest and group of the placement.
 pub(super) type Copy = (u64, u64, Context, u64, i64);
 
-/// Copies by the properties that a consumer distinguishes.
+/// Number of copies by the properties that a consumer distinguishes.
 pub(super) fn copies_of(state: &State) -> HashMap<Copy, u32> {
     let mut found = HashMap::new();
     let placements = state.announcements.iter().map(|known| &known.placement);
@@ -514,7 +517,7 @@ pub(super) fn copies_of(state: &State) -> HashMap<Copy, u32> {
     found
 }
 
-/// Keys of twins with copies in their order.
+/// For each hash of twins with copies, their keys in the order of the twins.
 pub(super) fn twin_keys(blocks: &Blocks) -> HashMap<u64, Vec<u64>> {
     let keys = |list: &[u32]| list.iter().map(|&number| blocks.get(number).key).collect();
     blocks.collisions.iter().map(|(hash, list)| (hash, keys(list))).collect()

@@ -14,7 +14,7 @@ pub const MAX_GROUPS: usize = 64;
 pub struct Rule {
     /// The blocks of a prefix that the group needs.
     pub kind: GroupKind,
-    /// Tokens per block of a group that needs some of the blocks alone; 0 for other kinds.
+    /// Tokens per block of a group that needs only some blocks of a prefix; 0 for other kinds.
     size: u64,
 }
 
@@ -29,7 +29,7 @@ pub struct GroupRule {
     pub example: Store<'static>,
 }
 
-/// The rules of all groups, as announced last.
+/// The rule of each group that was announced last.
 #[derive(Clone, Debug, Default)]
 pub struct GroupRules(Vec<GroupRule>);
 
@@ -38,13 +38,13 @@ pub fn kind_of(store: &Store<'_>) -> GroupKind {
     GroupKind::from_spec(store.kind.as_deref(), store.window).unwrap_or(GroupKind::Unknown)
 }
 
-/// Returns the rule that a store announces, if it announces one. Its blocks can be refused nevertheless.
+/// Returns the rule that a store announces, if it announces one. The blocks of the store can be refused nevertheless.
 fn rule_of(store: &Store<'_>) -> Option<Rule> {
     let kind = kind_of(store);
     let (is_announced, size) = match kind {
         GroupKind::Unknown => (true, 0),
         GroupKind::Window(_) | GroupKind::State => (store.block_size > 0, store.block_size),
-        // Connectors announce chunks of their own on other tiers.
+        // On other tiers connectors announce chunks whose size is their own.
         GroupKind::Full(_) => (store.has_content() && store.location.is_on_device(), 0),
     };
     is_announced.then_some(Rule { kind, size })
@@ -62,7 +62,7 @@ impl GroupRules {
         self.0.len()
     }
 
-    /// The kind of a group whose rule is not known; None for any other group.
+    /// The announced kind of a group whose rule is `Unknown`; None for any other group.
     pub fn unknown_kind(&self, group: i64) -> Option<&Text<'static>> {
         let known = self.get(group).filter(|known| known.rule.kind == GroupKind::Unknown);
         known.map(|known| &known.example.kind)

@@ -31,8 +31,7 @@ fn reserve<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u
     }
 }
 
-/// Rebuilds a table at its size if only the marks of removed entries fill it. By itself it would
-/// become twice as large.
+/// Rebuilds a table at its size if it is full only because of marks of removed entries. `hashbrown` would double its size.
 #[cold]
 fn renew<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64) {
     let (needed, whole) = (table.len() + count, table.num_buckets() / 8 * 7);
@@ -75,7 +74,7 @@ mod tests {
         (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9)
     }
 
-    /// A table takes memory for the entries that it has, loses none, and frees all memory with the last one.
+    /// A table takes memory for the entries that it has, loses no entry, and frees all memory with the last entry.
     #[test]
     fn a_table_that_is_used_stays_small() {
         let mut table: HashTable<u64> = HashTable::new();
@@ -106,7 +105,7 @@ mod tests {
         }
     }
 
-    /// Marks of removed entries do not make a table grow, for any number of added and removed entries.
+    /// Marks of removed entries do not make a table grow, however many entries are added and removed.
     #[test]
     fn a_table_stays_as_large_as_it_is() {
         const LIVE: u64 = 5_300;

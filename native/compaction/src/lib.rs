@@ -38,13 +38,13 @@ pub use state::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_UNKEPT, MAX_W
 /// The events of one rank; None if payloads have not stated a rank.
 pub type RankEvents = (Option<i64>, Vec<ExportedEvent>);
 
-/// See the module. If the payloads of the stream state several ranks, each rank has a state of its own, as in the index: a batch with a
-/// rank concerns that rank alone, and one without a rank all ranks.
+/// See the module. If the payloads of the stream state several ranks, each rank has its own state, as in the index: a batch with a rank
+/// concerns that rank alone, and a batch without a rank concerns all ranks.
 #[derive(Debug, Default)]
 pub struct Compactor {
     /// The state of the first rank.
     state: State,
-    /// The rank that payloads have stated, if they have.
+    /// The first rank that payloads have stated; None if they have stated none.
     rank: Option<i64>,
     /// The states of the other ranks.
     others: BTreeMap<i64, State>,
@@ -60,17 +60,17 @@ impl Compactor {
         self.scratch.shrink();
     }
 
-    /// Applies a payload that `payloads` has returned. Repeated stores in it mean several copies, not repeated announcements.
+    /// Applies a payload that `payloads` has returned. A repeated store in it is another copy, not another announcement of the same copy.
     pub fn restore(&mut self, payload: &[u8], schema: &Schema) {
         self.is_restoring = true;
         self.apply(payload, schema);
         self.is_restoring = false;
     }
 
-    /// Applies what was read into the scratch, as an index does.
+    /// Applies the events that were read into `scratch`, as an index does.
     fn apply_read(&mut self, batch: &ReadPayload<'_>) {
         if self.scratch.digests {
-            // Exported as numbers, the hashes would differ for consumers that store digests.
+            // Consumers that store digests of hashes would not recognise the hashes in an export, where they are numbers.
             return self.invalidate("digests");
         }
         let stated = self.scratch.stated_rank();
@@ -113,7 +113,7 @@ impl Compactor {
                 return self.invalidate("ranks");
             }
             let mut state = State::default();
-            // The lost batches can belong to this rank.
+            // The batches that were lost can have belonged to this rank.
             state.evidence.is_whole = !self.is_partial();
             if let Some(reason) = self.invalid_reason() {
                 state.invalidate(reason);
@@ -144,7 +144,7 @@ impl Compactor {
         }
     }
 
-    /// The events that rebuild the state of each rank after a clear of everything. None if it is invalid, or events cannot rebuild it.
+    /// The events that rebuild the state of each rank after a clear of everything. None if a state is invalid, or events cannot rebuild it.
     pub fn events(&self) -> Option<Vec<RankEvents>> {
         let of_rank = |(rank, state)| {
             let mut events = Vec::new();
@@ -183,7 +183,7 @@ impl Compactor {
         (self.state, self.rank, self.others) = (State::default(), None, BTreeMap::new());
     }
 
-    /// Drops everything, and all events until the stream is cleared.
+    /// Drops the state, and ignores all events until the stream is cleared.
     pub fn invalidate(&mut self, reason: Reason) {
         self.states_mut().for_each(|(_, state)| state.invalidate(reason));
     }
@@ -204,13 +204,13 @@ impl Compactor {
         self.states().map(|(_, state)| nodes(state)).sum()
     }
 
-    /// Approximate heap bytes, without those of the last payload.
+    /// Approximate heap bytes, without those of the scratch for the last payload.
     pub fn bytes(&self) -> usize {
         self.states().map(|(_, state)| state.bytes()).sum()
     }
 }
 
-/// Applies the events that are meant. `has_reports` is as for `State::end_payload`.
+/// Applies the events for which `is_meant` returns true. `has_reports` is as in `State::end_payload`.
 #[inline]
 fn apply_to(state: &mut State, bytes: &[u8], scratch: &Scratch, has_reports: bool, is_meant: impl Fn(&Event) -> bool) {
     state.blocks.collisions.grant(scratch.payload_bytes);

@@ -1,5 +1,5 @@
-//! LoRAs whose name moves to other weights: an index, its snapshot, and an index that starts from a compacted history, against an engine
-//! that hashes paths and announces names.
+//! LoRAs whose name moves to other weights. The tests compare three indexes with an engine that hashes paths and announces names: one that
+//! reads all events, one that restores a snapshot, and one that starts from a compacted history.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -14,7 +14,7 @@ use kvevents_index::wire::scan::Limits;
 /// Path of the weights, and the first blocks of a prompt up to this one.
 type Cached = (u8, Vec<u8>);
 
-/// Number of names of LoRAs; the last one is no LoRA.
+/// Names of LoRAs; the empty name stands for prompts without a LoRA.
 const NAMES: [&str; 3] = ["one", "two", ""];
 const PATHS: u8 = 3;
 const SYMBOLS: u8 = 2;
@@ -93,7 +93,7 @@ fn store(name: usize, path: u8, prompt: &[u8], known: usize) -> Vec<u8> {
     event("BlockStored", &fields)
 }
 
-/// An engine, and what its events say about its LoRAs.
+/// An engine, and the knowledge about its LoRAs that follows from its events.
 #[derive(Clone, Default)]
 struct Engine {
     /// Paths of the weights that are loaded.
@@ -115,7 +115,7 @@ impl Engine {
         let known = (1..=prompt.len())
             .take_while(|&length| self.cached[name].contains(&block(length)))
             .count();
-        // The engine has the blocks behind a hole, and does not announce them again.
+        // After a hole the engine still has the next blocks of the prompt, and does not announce them again.
         let fresh = (known + 1..=prompt.len())
             .take_while(|&length| !self.cached[name].contains(&block(length)))
             .count();
@@ -159,7 +159,7 @@ impl Engine {
         (1..=prompt.len()).take_while(held).count()
     }
 
-    /// Blocks of a prompt that it certainly, and that it perhaps finds, as far as events say.
+    /// Number of blocks of a prompt that the engine certainly finds, and number that it might find, according to its events.
     fn known(&self, name: usize, prompt: &[u8]) -> (usize, usize) {
         let count = |meant: &dyn Fn(&Cached) -> bool| {
             let held = |&length: &usize| {
@@ -228,7 +228,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..60)
 }
 
-/// Applies the steps to an engine. Returns it, and its events.
+/// Applies the steps to an engine. Returns the engine, and its events, each with the engine's state after it.
 fn run(steps: &[Step], is_leaf: bool) -> (Engine, Vec<(Engine, Vec<u8>)>) {
     let (mut engine, mut events, prompts) = (Engine::default(), Vec::new(), prompts());
     for step in steps {
@@ -272,8 +272,8 @@ fn estimate_of(index: &PrefixIndex) -> bool {
 }
 
 proptest! {
-    /// After each event, the index says what the events say. If no present weights are unknown, no certain block is missing in the engine,
-    /// and no block of the engine is missing in the index.
+    /// After each event the index has the answers that follow from the events. If the events have shown every replacement of weights, no
+    /// certain block is missing in the engine, and no block of the engine is missing in the index.
     #[test]
     fn certain_blocks_are_those_of_the_present_weights(steps in steps()) {
         let (index, mut seq) = (index(), 0);
@@ -293,7 +293,7 @@ proptest! {
         }
     }
 
-    /// A snapshot, and a compacted history at any time, lead to the same answers, at once and after all that follows.
+    /// A snapshot and a compacted history, made at any time, lead to the same answers as all events, at once and after all later events.
     #[test]
     fn late_consumers_have_the_same_answers(steps in steps(), cut in any::<prop::sample::Index>()) {
         let payloads: Vec<Vec<u8>> = run(&steps, true).1.into_iter().map(|(_, event)| event).collect();
@@ -324,7 +324,7 @@ proptest! {
         prop_assert!(!estimate_of(&late));
     }
 
-    /// If blocks inside of chains are evicted first, a late consumer may be less certain, and is never more certain.
+    /// If inner blocks of chains can be evicted before leaves, a late consumer may be less certain than others, but never more certain.
     #[test]
     fn late_consumers_are_not_more_certain(steps in steps(), cut in any::<prop::sample::Index>()) {
         let payloads: Vec<Vec<u8>> = run(&steps, false).1.into_iter().map(|(_, event)| event).collect();
@@ -342,7 +342,7 @@ proptest! {
     }
 }
 
-/// Blocks of 1,000 versions of an adapter: the newest is certain, no limit is reached, and all blocks can leave.
+/// Blocks of 1,000 versions of an adapter: those of the newest are certain, no limit is reached, and all blocks can be removed.
 #[test]
 fn a_thousand_versions_of_an_adapter_fill_no_limit() {
     const LENGTH: usize = 20;
@@ -394,7 +394,8 @@ fn a_thousand_versions_of_an_adapter_fill_no_limit() {
     assert!(!estimate_of(&index));
 }
 
-/// Without a LoRA, two hashes of one key are blocks whose difference is not announced: neither is certain while both are there.
+/// Without a LoRA, blocks with equal keys and different hashes differ in something that no event announces: neither is certain while both
+/// exist.
 #[test]
 fn blocks_that_differ_by_their_hashes_alone_are_uncertain() {
     let (index, mut seq) = (index(), 0);

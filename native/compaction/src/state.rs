@@ -24,13 +24,13 @@ use super::unkept::Unkept;
 pub const MAX_LIVE: usize = 1 << 24;
 /// Maximum number of blocks and hashes that wait for an unknown parent or for tokens.
 pub const MAX_WAITING: usize = 1 << 16;
-/// Maximum number of dead ancestors: this number plus the number of blocks with copies.
+/// Maximum number of dead ancestors beyond the number of blocks with copies.
 pub const MAX_DEAD: usize = 1 << 16;
-/// Maximum number of further copies of blocks: this number plus the number of blocks with copies.
+/// Maximum number of further copies of blocks beyond the number of blocks with copies.
 pub const MAX_EXTRA: usize = 1 << 20;
 /// Maximum number of bytes of LoRA names, salts and extra keys, each counted once.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Maximum number of different numbers of tokens per block, each of which has its own memory.
+/// Maximum number of different block sizes in tokens, each of which has its own memory.
 pub const MAX_WIDTHS: usize = 64;
 
 /// Maximum number of copies of blocks of groups of unknown kinds.
@@ -39,7 +39,7 @@ pub const MAX_UNKEPT: usize = 1 << 22;
 /// Why a state is invalid: which limit was exceeded, or which events could not be read.
 pub type Reason = &'static str;
 
-/// A block with tokens, without its hashes.
+/// A block with its tokens and namespace, but without its hash.
 #[derive(Clone, Debug)]
 pub struct Content<'a> {
     /// Tokens that the block's hash covers.
@@ -75,13 +75,13 @@ pub struct State {
     pub waiting: Queue<Content<'static>>,
     /// Copies of blocks of groups of unknown kinds.
     pub unkept: Unkept,
-    /// Copies of the current payload that might not exist, as hashes and announcements.
+    /// Stores of the current payload that might not have added a copy, as hashes and announcements.
     hit_reports: HitReports<u64, u8>,
-    /// Tokens after each block that its hash also covers.
+    /// Number of tokens after each block that the block's hash also covers.
     pub lookahead: usize,
-    /// The levels on which a second store of a block is another copy, as `Groups::copied_levels` of the index.
+    /// The levels, as bits, on which a second store of a block is another copy, as `Groups::copied_levels` of the index.
     pub copied_levels: u8,
-    /// What the stream has shown about the completeness of its blocks. An invalid state counts as one store that was set aside.
+    /// Evidence about the completeness of the stream's blocks. An invalid state counts as one store that was set aside.
     pub evidence: Evidence,
     /// Why the state is invalid until everything is cleared.
     pub invalid: Option<Reason>,
@@ -108,7 +108,7 @@ impl State {
         }
     }
 
-    /// Ends a payload. `has_reports` is whether it can have reports of hits.
+    /// Ends a payload. `has_reports` is whether its repeated stores can be reports of hits instead of copies.
     pub fn end_payload(&mut self, has_reports: bool) {
         for (hash, announcement) in self.hit_reports.take_uncertain() {
             if has_reports {
@@ -118,7 +118,7 @@ impl State {
         }
     }
 
-    /// Drops everything until a clear of everything, except for the matching rules of groups.
+    /// Drops everything except the matching rules of groups, and ignores other events until a clear of everything.
     pub fn invalidate(&mut self, reason: Reason) {
         *self = Self {
             group_rules: std::mem::take(&mut self.group_rules),
@@ -225,7 +225,7 @@ impl State {
         self.check_limits()
     }
 
-    /// The announcements in which a block has one copy at most, together with this one; none if copies are physical.
+    /// The announcements, as bits, of which a block has at most one copy in total; none if each store is a copy of its own.
     fn single(&self, announcement: u8) -> u64 {
         let level = self.announcements.get(announcement).placement.level();
         if self.copied_levels >> level & 1 != 0 {
@@ -235,7 +235,7 @@ impl State {
         }
     }
 
-    /// Notes a block whose new copy might be a copy that it already had on the same placement.
+    /// Records a block whose new copy might be one that it already had on the same placement.
     fn note_repeated(&mut self, hash: u64, number: u32, announcement: u8) {
         if self.group_rules.len() > 1 {
             let same_placement = self.announcements.on_placement_of(announcement);
@@ -245,7 +245,7 @@ impl State {
         }
     }
 
-    /// Applies a store of keys. A key identifies the namespace and all blocks before a block.
+    /// Applies a store of keys. A key identifies a block together with its namespace and all blocks before it.
     fn store_with_keys(&mut self, hashes: &[u64], keys: &[u64], size: u32, announcement: u8) -> Result<(), Reason> {
         let single = self.single(announcement);
         for (&hash, &key) in hashes.iter().zip(keys) {
@@ -266,7 +266,7 @@ impl State {
         Ok(())
     }
 
-    /// Ends the store of a block, and returns the number of the block. None if it was refused.
+    /// Ends the store of a block, and returns the number of the block. None if the block was refused.
     fn number_of(&mut self, stored: Stored, hash: u64, announcement: u8) -> Result<Option<u32>, Reason> {
         self.check_examinations()?;
         let (Stored::New(number) | Stored::Known(number)) = stored else {
@@ -311,7 +311,7 @@ impl State {
         let mut awaited = store.parent;
         let mut parent = if is_root { Some(ROOT) } else { None };
         for (at, &hash) in store.hashes[..count].iter().enumerate() {
-            // As in the index: on other tiers than the device a block whose hash is known has the known key.
+            // As in the index, on tiers below the device a block whose hash is known gets the key of that hash.
             if let Some(number) = self.known_block(hash, content.scheme).filter(|_| is_below_device) {
                 self.blocks.add_copy(number, announcement, self.single(announcement));
                 self.note_repeated(hash, number, announcement);
@@ -325,7 +325,7 @@ impl State {
             content.extras.clear();
             content.extras.extend(extras_at(&extras, at));
             content.namespace.extra_keys = extra_keys.get(at).copied().flatten().map(Cow::Borrowed);
-            // Until a parent is known, each block is looked up by its hash; then each block is the parent of the next.
+            // Until a parent is known, parents are looked up by their hashes. After that each block is the parent of the next.
             let known = parent.or_else(|| awaited.and_then(|hash| self.blocks.find(hash)));
             let Some(above) = known else {
                 self.wait(hash, announcement, awaited.unwrap_or(0), Some(content.to_static()));
@@ -411,7 +411,7 @@ impl State {
         Ok(())
     }
 
-    /// The newest block of a hash, if its prompt was divided by a scheme.
+    /// The newest block with this hash, if its prompt was divided into blocks by this scheme.
     fn known_block(&self, hash: u64, scheme: Scheme) -> Option<u32> {
         let number = self.blocks.find(hash)?;
         let context = self.blocks.attributes(number).context;
@@ -469,7 +469,7 @@ impl State {
         Ok(())
     }
 
-    /// Whether clears are rare enough that blocks may be examined again.
+    /// Whether clears are so rare that all blocks may be examined again.
     fn may_examine(&mut self) -> bool {
         self.clear_budget.try_spend(self.blocks.live() + self.waiting.len())
     }

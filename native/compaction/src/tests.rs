@@ -1,4 +1,4 @@
-//! The compactor against a model that a reader can check by eye: one block per hash, and its whole history.
+//! Compares the compactor with a model that is simple enough to check by eye: it has one block per hash, and the whole history.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -67,7 +67,7 @@ fn take(state: &mut State, hash: u64, location: &Location<'_>) {
     state.remove(&[hash], location).expect("within limits");
 }
 
-/// Copies by hash and medium, and what waits in the order in which it came.
+/// Number of copies by hash and medium, and waiting blocks in the order in which they were stored.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Model {
     live: BTreeMap<(u64, bool), u32>,
@@ -80,7 +80,7 @@ impl Model {
     }
 
     fn put(&mut self, hash: u64, gpu: bool) {
-        // On another tier than the device a block whose hash is known needs no parent.
+        // On a tier below the device a block whose hash is known needs no parent.
         if hash > 1 && !is_keyed(hash) && !self.knows(hash / 2) && (gpu || !self.knows(hash)) {
             return self.waiting.push((hash, gpu));
         }
@@ -106,12 +106,12 @@ impl Model {
     }
 }
 
-/// A block that is stored and removed only to announce the rule of its group, if no block with tokens is left that does.
+/// Whether a block is stored only to announce the rule of its group, because no block with tokens is left that announces the rule.
 fn says_rule(store: &Store) -> bool {
     store.keys.as_deref().map_or(*store.tokens == [0, 0], |keys| keys == [0])
 }
 
-/// The knowledge of a consumer that starts empty, after these events.
+/// The state of a consumer that has started empty and applied these events.
 fn applied(events: &[ExportedEvent]) -> Model {
     let mut model = Model::default();
     let mut left = events;
@@ -185,8 +185,8 @@ fn refolded(events: &[ExportedEvent], limit: usize) -> Compactor {
 }
 
 proptest! {
-    /// After any stores and removals of a tree, some by keys, the export leads a consumer to the state of the model, and nothing of removed
-    /// blocks is kept.
+    /// After any stores and removals of blocks of a tree, some of them by keys, the export leads a consumer to the state of the model, and
+    /// no data of removed blocks is kept.
     #[test]
     fn what_is_exported_rebuilds_what_is_live(steps in prop::collection::vec((1..40_u64, any::<bool>(), 0..5_u8), 1..300)) {
         let (mut state, mut model) = (State::default(), Model::default());
@@ -228,8 +228,8 @@ proptest! {
     }
 }
 
-/// A chain is one event; blocks that were removed before its end are stored and removed again. A walk to the root for each block would take
-/// minutes.
+/// A chain is exported as one event. Its removed blocks are stored as parents, and removed again. A walk to the root for each block would
+/// take minutes.
 #[test]
 fn a_long_chain_of_dead_ancestors_that_share_hashes_is_exported() {
     const BLOCKS: u64 = 60_000;
@@ -261,7 +261,8 @@ fn a_chain_is_exported_as_one_run_with_its_dead_ancestors() {
     assert_eq!(events.last(), Some(&ExportedEvent::Removed(vec![2, 1], GPU.clone())));
 }
 
-/// Equal hashes under different parents: children follow the newest, a removal takes the oldest, and so they are exported.
+/// Blocks with equal hashes and different parents are exported in their order: children belong to the newest, and a removal takes the
+/// oldest.
 #[test]
 fn twins_are_exported_with_their_children_in_the_order_in_which_they_came() {
     let mut state = State::default();
@@ -305,7 +306,7 @@ fn too_many_orphans_are_lost_until_a_clear() {
     assert_eq!(exported(&state).map(|events| events.len()), Some(1));
 }
 
-/// A history that misses events of a payload is invalid until the stream is cleared.
+/// A history that lacks events of a payload is invalid until the stream is cleared.
 #[test]
 fn a_payload_that_is_not_read_is_lost() {
     let schema = Schema::new(Limits::default()).expect("the limits are high enough");
@@ -320,7 +321,7 @@ fn a_payload_that_is_not_read_is_lost() {
     }
 }
 
-/// The scanner refuses a payload whose timestamp is a text; no event is lost.
+/// The scanner refuses a payload whose timestamp is a text, but no event is lost.
 #[test]
 fn a_payload_that_is_decoded_is_applied() {
     let schema = Schema::new(Limits::default()).expect("the limits are high enough");
@@ -359,7 +360,7 @@ fn index() -> PrefixIndex {
     PrefixIndex::new(read_all(), kvevents_index::limits::Limits::default())
 }
 
-/// A removal searches for the oldest block of its hash at its location: the last of a thousand, repeatedly.
+/// Each removal searches for the oldest block with its hash at its location, which is always the last of a thousand.
 #[test]
 fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
     let mut state = State::default();
@@ -376,7 +377,7 @@ fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
     assert_eq!(state.remove(&hashes[..100], &CPU), Ok(()));
 }
 
-/// Clears of a tier with few blocks examine all blocks: a stream that sends many of them has no history.
+/// Clears of a tier with few blocks examine all blocks, so a stream that sends many such clears has no history.
 #[test]
 fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
     let mut state = State::default();
@@ -443,7 +444,8 @@ fn what_is_encoded_is_read_again() {
     }
 }
 
-/// Blocks with keys are stored alone and exported together; a child with tokens goes on from such a key, and is exported after it.
+/// Blocks with keys are stored one by one but exported together. A child with tokens continues from the key of such a block, and is
+/// exported after it.
 #[test]
 fn blocks_with_keys_are_exported_together() {
     let mut state = State::default();
@@ -497,7 +499,7 @@ fn blocks_with_keys_are_exported_together() {
     );
 }
 
-/// Known blocks are exported although others were never received, and a clear of everything completes the history.
+/// Known blocks are exported even if other blocks were never received. After a clear of everything the history is complete again.
 #[test]
 fn what_is_missed_is_known_until_everything_is_cleared() {
     let mut compactor = Compactor::default();
@@ -517,7 +519,8 @@ fn what_is_missed_is_known_until_everything_is_cleared() {
     assert!(!compactor.is_partial());
 }
 
-/// A clear without a tier examines the blocks of lower tiers that stay. Without stores in between, clears soon drop these blocks instead.
+/// A clear without a tier examines the blocks of lower tiers, which stay. If no stores come in between, further clears soon drop these
+/// blocks instead.
 #[test]
 fn clears_without_a_tier_take_a_bounded_time() {
     let mut state = State::default();
@@ -538,8 +541,8 @@ fn clears_without_a_tier_take_a_bounded_time() {
 /// An action on a cache, described by small numbers.
 type Step = (u8, u8, u8, u8);
 
-/// Applies a step with long stores and repeated hashes: at other locations, with other tokens, in the middle of other stores, after
-/// removals.
+/// Applies a step. Stores can be long, and can repeat hashes: at other locations, with other tokens, in the middle of other stores, and
+/// after removals.
 fn step(state: &mut State, (what, hash, count, variant): Step) {
     let first = u64::from(hash) * 8;
     let location = if variant.is_multiple_of(11) { &CPU } else { &GPU };
@@ -613,7 +616,7 @@ fn doubtful_hashes(state: &State) -> BTreeSet<(u64, u64, u64)> {
 
 proptest! {
     /// For any input, an empty state to which the exported events are applied has the same copies of the same blocks, and the same twins in
-    /// the same order. Nothing of cleared blocks is kept.
+    /// the same order. No data of cleared blocks is kept.
     #[test]
     fn what_is_exported_rebuilds_the_same_blocks(steps in prop::collection::vec(any::<Step>(), 1..250), every in 1..40_usize) {
         let mut state = State::default();
@@ -648,7 +651,7 @@ proptest! {
     }
 }
 
-/// Number of bytes of the tokens and the hash of a block in these tests, and the maximum of other bytes that are kept for it.
+/// Number of bytes of a block's tokens and hash in these tests, plus the maximum number of other bytes that are kept for a block.
 const BLOCK_BYTES: usize = 16 + 150;
 
 /// A state with this many chains of 512 blocks, reduced to the positions for which `stays` returns true.
@@ -664,7 +667,7 @@ fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
     state
 }
 
-/// One block of each store is left, the first or one with all its ancestors: only needed blocks take memory, and none does after the last
+/// One block of each store is left, which needs all its ancestors. Only needed blocks take memory, and none takes any after the last
 /// removal.
 #[test]
 fn memory_is_that_of_what_is_needed() {
@@ -756,7 +759,8 @@ fn removals_in_a_row_are_joined() {
     }
 }
 
-/// If no block of a group is left, a block of its own announces the rule of the group, for all ways in which the last one was stored.
+/// If no block of a group is left, the export stores and removes a block only to announce the group's rule. This holds whether the last
+/// block was stored with tokens or with a key.
 #[test]
 fn rules_outlive_their_blocks() {
     for hash in [37, 5] {

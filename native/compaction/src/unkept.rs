@@ -19,7 +19,7 @@ pub struct Group {
     placement: Placement,
     /// A store without blocks that names the placement and the kind of its group.
     pub example: Store<'static>,
-    /// Number of stored minus removed copies, by hash; never 0. An index subtracts a removal of a block that was not stored too.
+    /// Number of stored minus removed copies, by hash; never 0. Like an index, this also subtracts removals of blocks that were not stored.
     copies: HashMap<u64, i32>,
     /// Sum of the absolute values of `copies`.
     total: usize,
@@ -37,7 +37,7 @@ impl Unkept {
         self.change(&store.hashes, &store.location, &store.kind, store.block_size, 1)
     }
 
-    /// Removes copies of a group of this kind. None if there are too many placements.
+    /// Removes one copy of each hash, in a group of this kind. None if there are too many placements.
     pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>, kind: &Text<'_>) -> Option<()> {
         self.change(hashes, location, kind, 0, -1)
     }
@@ -116,8 +116,8 @@ impl Unkept {
 }
 
 impl Group {
-    /// Returns the hashes that are stored, in parts, each hash once for each copy; with `sign` -1 those that are removed though they were
-    /// not stored.
+    /// Returns the hashes of stored copies in parts, each hash once for each copy. With `sign` -1, returns those of copies that were
+    /// removed without having been stored.
     pub fn hashes(&self, sign: i32) -> Vec<Vec<u64>> {
         let mut copies: Vec<(u64, i32)> = self.copies.iter().map(|(&hash, &count)| (hash, count)).collect();
         copies.sort_unstable();

@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use crate::announcements::bits;
 use crate::blocks::{Blocks, ROOT};
 
-/// Maximum number of blocks without tokens that one event stores.
+/// Maximum number of blocks with keys instead of tokens that one event stores.
 const MAX_KEYED: usize = 4096;
 
-/// Blocks that share their hash with others, dead ones too, in the order of their export.
+/// Blocks that share their hash with other blocks ("twins"), including dead ones, by hash, in the order of their export.
 pub struct Twins(HashMap<u64, Vec<u32>>);
 
 impl Twins {
@@ -44,12 +44,12 @@ impl Twins {
     }
 }
 
-/// The order of the blocks of replaced LoRAs.
+/// The order in which the blocks of replaced LoRAs are exported: outdated blocks, signs of the replacement, later blocks.
 #[derive(Default)]
 pub struct Phases {
     /// The replaced LoRAs, each with an outdated block.
     pub loras: BTreeMap<u64, u32>,
-    /// Blocks to store after the signs that LoRAs were replaced: blocks of the present weights, and their ancestors without copies.
+    /// Blocks to store after the signs that LoRAs were replaced: blocks of the present weights, and their dead ancestors.
     pub later: HashSet<u32>,
 }
 
@@ -73,14 +73,14 @@ impl Phases {
         Self { loras, later }
     }
 
-    /// Whether a block comes after one that might be outdated.
+    /// Whether the parent of a block might be outdated.
     pub fn is_after_outdated(&self, blocks: &Blocks, number: u32) -> bool {
         let parent = blocks.get(number).parent;
         parent != ROOT && !self.later.contains(&parent)
     }
 }
 
-/// Numbers of the blocks from roots to blocks. Each is computed once, since chains of dead blocks are long.
+/// The depths of blocks. Each is computed only once, since chains of dead blocks are long.
 struct Depths<'a> {
     blocks: &'a Blocks,
     known: HashMap<u32, usize>,
@@ -107,7 +107,7 @@ impl<'a> Depths<'a> {
     }
 }
 
-/// Iterates over the runs, in an order in which parents come first.
+/// Iterates over the runs in an order in which parents come before their children.
 pub struct Runs<'a> {
     blocks: &'a Blocks,
     twins: &'a Twins,
@@ -115,14 +115,15 @@ pub struct Runs<'a> {
     first_child: Vec<u32>,
     /// Next sibling of each block.
     next_sibling: Vec<u32>,
-    /// Number of blocks that must be exported before each twin, besides its parent.
+    /// For each twin, the number of blocks besides its parent that must still be exported before it.
     blockers: HashMap<u32, usize>,
-    /// Twins that wait for each block.
+    /// For each block, the twins that wait for it.
     blocked: HashMap<u32, Vec<u32>>,
-    /// Twins that wait although their parents are exported; and these with others that waited before, in their order.
+    /// Twins that wait although their parents are exported. `held_order` has them in the order in which they began to wait, together with
+    /// twins that no longer wait.
     held: HashSet<u32>,
     held_order: Vec<u32>,
-    /// Blocks that runs can begin with, the next one last.
+    /// Blocks with which a run can begin; the last one is next.
     ready: Vec<u32>,
 }
 
@@ -140,7 +141,7 @@ impl<'a> Runs<'a> {
             held_order: Vec::new(),
             ready: Vec::new(),
         };
-        // Sorted by hash, so that the order does not depend on the history.
+        // The blocks are sorted by hash, so that the order does not depend on the history.
         let mut numbers: Vec<(u64, u64, u32)> = (blocks.numbers())
             .map(|number| (blocks.get(number).hash, blocks.get(number).key, number))
             .collect();
@@ -250,7 +251,7 @@ impl Iterator for Runs<'_> {
     type Item = Vec<u32>;
 
     fn next(&mut self) -> Option<Vec<u32>> {
-        // If all remaining blocks wait for each other, no order is right: any order is taken, and verified later.
+        // If all remaining blocks wait for each other, no order is known to be right. Any order is tried, and `rebuilt` verifies it.
         let mut held = std::iter::from_fn(|| self.held_order.pop());
         let head = self.ready.pop().or_else(|| held.find(|head| self.held.remove(head)))?;
         let run = self.run_from(head);
