@@ -1,8 +1,8 @@
 """What a relay writes into its journal besides batches, and how it continues from a journal.
 
-A *relay checkpoint* says how far each upstream was followed. A snapshot of the journal is the state in the replay buffer's
-history and, if upstreams share the stream, which upstream owns which blocks. Without a journal nothing is written, and the
-checkpoints are kept in memory.
+A *relay checkpoint* states how far each upstream was followed. A snapshot of the journal contains the history of the replay
+buffer and, if upstreams share the stream, which upstream owns which blocks. Without a journal nothing is written, and the
+checkpoints stay in memory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RelayCheckpoint(msgspec.Struct, frozen=True):
     """How far the upstreams were followed, and what a later process must know to continue."""
 
     fingerprint: str
-    """`RelaySettings.fingerprint`: another one means another stream."""
+    """`RelaySettings.fingerprint`; a relay with another fingerprint has another stream."""
     checkpoints: list[Checkpoint]
     """Checkpoints by ordinal of the upstream."""
     form: str = ""
@@ -64,9 +64,9 @@ class Ownership(msgspec.Struct, frozen=True):
     """The owners of the blocks of a shared stream, or of some of these blocks."""
 
     number: int = -1
-    """The last number of the stream that it covers."""
+    """The last number of the stream that the ownership covers."""
     blocks: list[tuple[BlocksKey, Any]] = []
-    """Upstreams and ranks, each with a piece of `UpstreamBlocks.dump`."""
+    """An upstream and a rank, with a piece of their `UpstreamBlocks.dump`; further pieces can be in other `Ownership`s."""
 
 
 # --- writing
@@ -94,15 +94,15 @@ class CheckpointWriter:
         self._buffer: Final = buffer
         self._limits: Final = limits
         self.checkpoints = list(checkpoints)
-        """Checkpoints by ordinal of the upstream, as written last."""
+        """The last written checkpoints, by ordinal of the upstream."""
         self._written_number = -1
-        """The next number when the upstreams' checkpoints were taken last."""
+        """The next number at the time at which the upstreams' checkpoints were last taken."""
         self._written_at = self._snapshot_tried_at = -math.inf
         self._degraded_reasons: list[frozenset[DegradedReason]] = []
         """Degraded reasons of the upstreams at the last checkpoint."""
 
     def request(self) -> None:
-        """Have the next `run_due` write a checkpoint, regardless of the time."""
+        """Make the next `run_due` write a checkpoint, regardless of the time."""
         self._written_at = -math.inf
 
     def record_gap(self, ordinal: int, gap: Gap) -> None:
@@ -149,7 +149,7 @@ class CheckpointWriter:
     def _write_snapshot(self, journal: Journal, statuses: Sequence[StreamStatus]) -> None:
         """Replace the files of the journal by a snapshot.
 
-        It has the history of the buffer as one state, the owners of blocks as of the newest batch, and the buffer's batches.
+        It has the history of the buffer as one state, the owners of blocks after the newest batch, and the buffer's batches.
         """
         last = self._sequencer.next_number - 1
         history_and_tail = self._buffer.history_up_to(last)
@@ -166,7 +166,7 @@ class CheckpointWriter:
         ownership = [Ownership(last), *(Ownership(last, [(key, piece)]) for key, own in blocks.items() for piece in own.dump())]
         parts = [] if history is None else list(history.payloads)
         parts += [_OWNERSHIP_PREFIX + msgspec.msgpack.encode(owned) for owned in ownership]
-        self.take(statuses)  # the tail has no upstreams, so the checkpoints must be as of its end
+        self.take(statuses)  # `tail` does not name upstreams, so the checkpoints must include all of it
         journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.partial)
 
 
@@ -181,14 +181,14 @@ class Restored(NamedTuple):
     checkpoints: tuple[Checkpoint, ...] = ()
     """Checkpoints of the upstreams by ordinal; empty for a new incarnation."""
     forwarded: Mapping[int, Position] = {}
-    """The newest batch of each upstream that was sent before."""
+    """Position of the newest batch of each upstream that an earlier process has sent."""
     blocks: Mapping[BlocksKey, UpstreamBlocks] = {}
     was_resumed: bool = False
     """Whether the relay continues the incarnation of an earlier process."""
     reason: str = "new incarnation: there is no journal"
-    """Why it continues or starts a new incarnation, for operators."""
+    """Why the relay continues or starts a new incarnation, for operators."""
     seconds: float = 0.0
-    """Time that this took."""
+    """Seconds that the restoration took."""
 
 
 def restore(
@@ -199,7 +199,7 @@ def restore(
     received: Mapping[int, IndexedStream],
     encoder: DialectEncoder,
 ) -> Restored:
-    """Restore the relay from the journal, or start a new incarnation. Afterwards the journal can be appended to.
+    """Restore the relay from the journal, or start a new incarnation. Afterwards, records can be appended to the journal.
 
     Fills `buffer`, `state` (what consumers hold) and `received` (the upstreams' streams as received, by ordinal). Raises
     `JournalError` if a file of the journal cannot be read a second time.
@@ -220,7 +220,7 @@ def restore(
     forwarded = {at: position for at, position in recovered.positions.items() if at < len(settings.upstreams)}
     checkpoints: list[Checkpoint] = []
     for at, checkpoint in enumerate(usable.checkpoint.checkpoints):
-        # A restarted relay skips batches that it has forwarded. So the upstream must confirm that it sent the newest of them.
+        # A restarted relay skips batches that were forwarded, so the upstream must confirm that it sent the newest of these.
         required, batch, origin = checkpoint, newest.get(at), recovered.origins.get(at)
         if not settings.changes_payloads and batch is not None:
             required = checkpoint.with_fingerprint(Fingerprint.of(batch.seq, batch.payload, live=False))
@@ -240,7 +240,7 @@ def restore(
 
 
 def _incarnation_after(before: int | None) -> int:
-    """Return an incarnation above `before`: milliseconds since the epoch, unless the clock was set back."""
+    """Return an incarnation above `before`: milliseconds since the epoch, or `before + 1` if the clock was set back."""
     return max(int(time.time() * 1000), 0 if before is None else before + 1)
 
 
@@ -280,8 +280,8 @@ def _decode_journal(settings: RelaySettings, recovered: Recovered) -> _DecodedJo
 def _observe(newest: dict[int, ForwardedBatch], batches: Iterable[ForwardedBatch], checkpoints: Sequence[Checkpoint]) -> None:
     """Store in `newest` the newest batch of each upstream that was forwarded after its checkpoint.
 
-    A batch with a heartbeat is not in the journal as received. If it holds nothing else, it confirms nothing. If it is a part
-    of a snapshot, the upstream cannot repeat it, and is followed from its start.
+    The journal has batches without their heartbeats. A batch without any other event confirms nothing, and is not stored. A
+    part of a snapshot cannot be repeated by the upstream, which is then followed from its start.
     """
     for batch in batches:
         if batch.upstream < len(checkpoints):
@@ -316,7 +316,7 @@ def _apply_journal(
     if len(settings.upstreams) == 1:
         return {}
     blocks = _restore_ownership(settings, usable)
-    # Each stream has the blocks of all upstreams now, and keeps those of its own.
+    # Each stream now has the blocks of all upstreams; remove those of the other upstreams.
     for at, stream in received.items():
         for (other, rank), own in blocks.items():
             if other != at:
@@ -325,7 +325,7 @@ def _apply_journal(
 
 
 def _restore_ownership(settings: RelaySettings, usable: _DecodedJournal) -> dict[BlocksKey, UpstreamBlocks]:
-    """Restore which upstream owns which blocks. Retractions are recorded with the ordinal of their upstream, too."""
+    """Restore which upstream owns which blocks. The journal also records the upstream of each retraction."""
     fields = expressible_placement(settings.resolved_dialect)
     blocks: defaultdict[BlocksKey, UpstreamBlocks] = defaultdict(lambda: UpstreamBlocks(fields))
     number = -1

@@ -5,16 +5,16 @@
     new ──> disk ──> memory ──> disk          closed, from every state
 
 In state "disk" everything appended is in the log when `append` returns, so a killed process loses nothing that it sent. When
-the log is long, the journal begins a new log, and a thread writes a *snapshot*: the state, and the batches after it, up to the
-new log. When the snapshot is complete it is renamed to its final name, and the files before it are removed.
+the log is long, the journal begins a new log, and a thread writes a *snapshot*: the state, and the batches between it and the
+new log. The complete snapshot is renamed to its final name, and older files are removed.
 
-When the disk fails an append, the logs are marked as broken, which needs no space, and the state becomes "memory": the relay
+When an append fails, the logs are marked as broken, which needs no space on the disk, and the state becomes "memory": the relay
 continues, and nothing is written. The journal tries the disk again after growing delays. When the disk works, `wants_snapshot`
-asks the relay for a snapshot. The snapshot and a new log lead back to state "disk". Until the snapshot is complete, the new log
-is marked as broken too.
+asks the relay for a snapshot. The snapshot and a new log lead back to state "disk". The new log is also marked as broken until
+the snapshot is complete.
 
-Snapshots are synced before they replace anything, and a log when it is closed or continued, but never for a batch: batches that
-a machine loses in a power failure are received from the upstream again, in a new incarnation of the relay.
+A snapshot is synced before it replaces files, and a log when it is closed or continued, but not for each batch: after a power
+failure the relay begins a new incarnation, and receives lost batches from the upstream again.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from kvevents.relay.journal_format import (
 from kvevents.relay.journal_recovery import Recovered, recover
 
 JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
-"""`new` before `begin`; `disk` if everything sent is in the files; `memory` if nothing is recorded, since the disk fails."""
+"""`new` before `begin`; `disk` if the files have everything sent; `memory` if the disk fails, so that nothing is recorded."""
 
 MIB: Final = 1 << 20
 _RECOVERABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
-"""Errors that can pass by themselves. Any other error when the folder is opened needs an operator."""
+"""Errors that can disappear without action. Any other error when the folder is opened needs an operator."""
 _PROBE: Final = f"probe{TEMPORARY}"
 _UNMARKED: Final = "the logs could not be marked as broken: remove the folder before another relay starts with it"
 _DELETED: Final = OSError(errno.ENOENT, "its files were deleted or moved")
@@ -64,13 +64,13 @@ class JournalLimits:
     """Limits and timers of a journal. Times are in seconds."""
 
     compact_bytes: int = 64 * MIB
-    """Size of the logs from which a snapshot is wanted, or twice the last snapshot's size, if that is more."""
+    """Size of the logs above which a snapshot is due; if larger, twice the size of the last snapshot replaces this limit."""
     max_log_bytes: int = 8192 * MIB
-    """Largest size of the logs while no snapshot can be made. Beyond it the journal behaves as if the disk were full."""
+    """Maximum size of the logs while no snapshot can be made. Above it the journal behaves as if the disk were full."""
     first_retry_delay: float = 1.0
     """Delay before a failed disk is tried again; each further delay is twice as long."""
     max_retry_delay: float = 60.0
-    """Longest delay until a failed disk is tried again."""
+    """Maximum delay until a failed disk is tried again."""
     close_timeout: float = 10.0
     """How long `close` waits for the disk."""
     check_interval: float = 1.0
@@ -89,31 +89,31 @@ class JournalStats:
 
     state: JournalState
     reason: str
-    """Why the state is "memory", or the last snapshot failed; otherwise empty."""
+    """Why the state is "memory" or the last snapshot failed; empty if neither is so."""
     bytes: int
     """Size of the snapshot and the logs."""
     appended: int
-    """Batches written."""
+    """Number of batches that were written."""
     dropped: int
-    """Batches not written, in state "memory"."""
+    """Number of batches that were not written, because the state was "memory"."""
     failures: int
-    """Operations that the disk failed."""
+    """Number of disk operations that failed."""
     snapshots: int
-    """Snapshots written."""
+    """Number of snapshots that were written."""
 
 
 class _SnapshotWrite(NamedTuple):
     result: Future[int]
     """The size of the snapshot."""
     log: FileWriter
-    """The log that continues it."""
+    """The log that continues the snapshot."""
 
 
 class Journal:
-    """Records the batches of one relay in one folder. Call `recover` first, then `begin` or `resume`; then append to it.
+    """Records the batches of one relay in one folder. Call `recover`, then `begin` or `resume`, then append.
 
-    Use it from one thread, and call `tick` several times a second. Append batches before they are sent: then nothing was sent
-    that the journal does not hold. A failing disk raises nothing: the state becomes "memory", with a reason.
+    Use it from one thread, and call `tick` several times a second. Append batches before they are sent, so that the journal has
+    everything that was sent. A failing disk raises no exception; the state becomes "memory", with a reason.
 
     Raises `JournalError` for a folder that cannot be written, or that another process uses.
     """
@@ -135,7 +135,7 @@ class Journal:
         self._is_disk_back = False
         """Whether a failed disk works again, so that a snapshot is wanted."""
         self._is_marked = True
-        """Whether the files say, in state "memory", that they are incomplete."""
+        """Whether, in state "memory", all logs are marked as broken."""
         self._reason = ""
         self._appended = self._dropped = self._failures = self._snapshots = 0
         self._now = self._check_at = self._retry_at = 0.0
@@ -156,7 +156,7 @@ class Journal:
     # --- start
 
     def recover(self) -> Recovered:
-        """Read what the files hold. Writes nothing. Raises `JournalError` only for files of a later release."""
+        """Read the files, without writing. Raises `JournalError` only for files of a later release."""
         if self._folder is None:
             return Recovered(incomplete=f"{self.path} cannot be used now: {self._open_error}")
         return recover(self._folder, self._disk.boot_id())
@@ -167,7 +167,7 @@ class Journal:
         self._start(())
 
     def resume(self, recovered: Recovered) -> None:
-        """Continue after what was recovered, which must be resumable."""
+        """Continue after the recovered records, which must be complete."""
         assert recovered.incarnation is not None  # noqa: S101 - or it is not
         self._incarnation = recovered.incarnation
         self._end_state = EndState(
@@ -184,7 +184,7 @@ class Journal:
             names = self._folder.names()
             self._generation = _newest_generation(names)
             self._log = log = self._new_log(journal_format.OPEN)
-            # After a power failure the log before must be known to be continued.
+            # The new log is synced first: after a power failure, the previous log must be known to have a successor.
             self._disk.sync(log.fd)
             self._disk.sync(self._folder.fd)
             if continued:
@@ -201,7 +201,7 @@ class Journal:
     # --- records
 
     def append(self, batches: Batches) -> None:
-        """Record batches that are about to be sent, numbered from the last one on: all of them or none."""
+        """Record consecutive batches that are about to be sent: all of them or none."""
         count = len(batches.payloads)
         if self._append(batches):
             self._appended += count
@@ -216,12 +216,12 @@ class Journal:
         self._end_state.next_number += 1
 
     def set_checkpoint(self, checkpoint: bytes) -> None:
-        """Record the relay's checkpoint. It replaces the one before."""
+        """Record the relay's checkpoint. It replaces the previous one."""
         self._append(journal_format.CheckpointSet(checkpoint))
         self._end_state.checkpoint = checkpoint
 
     def set_origin(self, upstream: int, origin: Origin) -> None:
-        """Record the batch of an upstream from which the next batches are made. It replaces the one before."""
+        """Record the batch of an upstream from which the next batches are made. It replaces the upstream's previous origin."""
         self._append(journal_format.OriginSet(upstream, origin))
         self._end_state.origins[upstream] = origin
 
@@ -249,7 +249,7 @@ class Journal:
 
     @property
     def wants_snapshot(self) -> bool:
-        """Whether the logs are long, or a snapshot leads back from state "memory"."""
+        """Whether a snapshot is due, because the logs are long or the journal can leave state "memory"."""
         if self._snapshot_write is not None:
             return False
         is_due = self._log_bytes > max(self.limits.compact_bytes, 2 * self._snapshot_bytes)
@@ -258,17 +258,17 @@ class Journal:
     def snapshot(
         self, number: int, parts: Sequence[bytes], tail: Iterable[tuple[int, bytes]], upstream: int, *, is_partial: bool = False
     ) -> bool:
-        """Begin to write a snapshot, if `wants_snapshot`; return whether it was begun.
+        """Begin to write a snapshot if `wants_snapshot`; return whether it was begun.
 
-        `parts` are the state as of `number`, which is -1 without a state. `tail` are all batches sent after it, which are
-        recorded as those of `upstream`. A thread writes the snapshot, and removes the files that it replaces.
+        `parts` are the state after batch `number`, which is -1 without a state. `tail` are all batches that were sent after
+        that; they are recorded as those of `upstream`. A thread writes the snapshot, and removes the files that it replaces.
         """
         if not self.wants_snapshot or self._folder is None:
             return False
         self._is_disk_back = False
         before = self._log
         try:
-            # In state "memory" batches are missing before the new log, until the snapshot is complete.
+            # In state "memory", the files lack batches from before the new log until the snapshot is complete.
             log = self._new_log(journal_format.OPEN if self.state == "disk" else journal_format.BROKEN, before)
         except OSError as error:
             self._stop_recording(error)
@@ -298,7 +298,7 @@ class Journal:
         self._snapshot_write = None
         error = write.result.exception()
         if write.log is not self._log:
-            return  # the disk failed the log meanwhile
+            return  # appending to the log has failed since
         if error is not None:
             if self.state == "memory":
                 self._stop_recording(error)
@@ -331,7 +331,7 @@ class Journal:
                 self._stop_recording(_DELETED)
 
     def close(self) -> bool:
-        """Mark the end of the log and release the folder; idempotent. Return whether everything is on the disk in time."""
+        """Mark the end of the log and release the folder; idempotent. Return whether all batches are on the disk in time."""
         if self.state == "closed":
             return True
         until = time.monotonic() + self.limits.close_timeout
@@ -344,7 +344,7 @@ class Journal:
         else:
             is_recorded = False
         self.state = "closed"
-        if self._folder is not None and is_done:  # otherwise a thread might still write, and the folder must stay locked
+        if self._folder is not None and is_done:  # if not, a thread might still write, and the folder must stay locked
             self._folder.close()
         return is_recorded
 
@@ -367,7 +367,7 @@ class Journal:
         return self._closed_logs + (0 if self._log is None else self._log.size)
 
     def _new_log(self, state: bytes, before: FileWriter | None = None) -> FileWriter:
-        """Begin a log after the one before, if there is one. It gets its final name when its header is written."""
+        """Begin a log that continues the log `before`, if any. It gets its final name after its header was written."""
         assert self._folder is not None  # noqa: S101 - the callers check
         self._generation += 1
         header = Header(journal_format.LOG, self._generation, self._incarnation, self._end_state.next_number, state=state)
@@ -405,7 +405,7 @@ class Journal:
         log.close()
 
     def _stop_recording(self, error: BaseException) -> None:
-        """Enter state "memory", and mark the logs as broken: they do not hold what is sent from now on."""
+        """Enter state "memory", and mark the logs as broken, because they will lack what is sent from now on."""
         log, self._log = self._log, None
         self.state = "memory"
         self._is_disk_back = False
@@ -415,7 +415,7 @@ class Journal:
         self._count_failure(error)
 
     def _mark_broken(self) -> bool:
-        """Mark or remove all logs, so that no later relay resumes from them. Return False if the disk fails that as well."""
+        """Mark or remove all logs, so that no later relay resumes from them. Return False if that fails too."""
         if self._folder is None:
             return True
         try:
@@ -436,7 +436,7 @@ class Journal:
         self._retry_delay = min(2 * self._retry_delay, self.limits.max_retry_delay)
 
     def _retry_disk(self) -> None:
-        """Find out whether the disk works again, by a file of `probe_bytes`."""
+        """Test whether the disk works again, by writing a file of `probe_bytes`."""
         if self._is_disk_back or self._snapshot_write is not None or self._now < self._retry_at:
             return
         try:
@@ -459,7 +459,7 @@ class Journal:
             self._is_disk_back = True
 
     def _in_background(self, task: Callable[[], Any]) -> Future[Any]:
-        """Run a task that waits for the disk in a thread. The process can exit even if the disk never answers."""
+        """Run a task in a daemon thread, so that the process can exit even if the disk never answers."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -477,7 +477,7 @@ def _newest_generation(names: Iterable[str]) -> int:
 
 
 def _wait(result: Future[Any], until: float) -> bool:
-    """Wait for a task; return whether it ended without an error in time."""
+    """Wait for a task; return whether it ended in time and without an error."""
     try:
         return result.exception(max(0.0, until - time.monotonic())) is None
     except FutureTimeoutError:

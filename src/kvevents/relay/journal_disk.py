@@ -1,6 +1,6 @@
 """The operating system's part of a journal: one locked folder, and the files in it.
 
-`Disk` is the seam at which tests make the disk fail, or kill the process. Failures are raised as `OSError`.
+Tests replace `Disk` to make the disk fail, or to kill the process. Failures are raised as `OSError`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvevents.errors import JournalError
 
 UNKNOWN_BOOT: Final = bytes(16)
 TEMPORARY: Final = ".tmp"
-"""Suffix of a file that is not complete."""
+"""Suffix of an incomplete file."""
 _PRIVATE: Final = 0o600
-"""Only the owner may read payloads, since they contain prompts."""
+"""Mode of the files: only the owner can read payloads, because they contain prompts."""
 
 
 class Disk:
@@ -46,7 +46,7 @@ class Disk:
     def write(self, file: int, parts: Sequence[bytes]) -> None:
         """Append all parts."""
         left = sum(map(len, parts)) - os.writev(file, parts)
-        if left:  # a disk that is nearly full takes a part, and fails at the rest
+        if left:  # a nearly full disk accepts a part, and then fails for the rest
             rest = memoryview(b"".join(parts))[-left:]
             while rest:
                 rest = rest[os.write(file, rest) :]
@@ -96,7 +96,7 @@ class Folder:
         return open(name, "rb", opener=lambda name, mode: os.open(name, mode | flags, dir_fd=self.fd))
 
     def is_gone(self) -> bool:
-        """Return whether the path does not lead to this folder any more."""
+        """Return whether the path no longer leads to this folder."""
         try:
             there, here = self.path.stat(), os.fstat(self.fd)
         except OSError:
@@ -112,7 +112,7 @@ class Folder:
         fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(OSError):  # on a full disk: the number only serves the message below
+            with suppress(OSError):  # on a full disk; only the message below needs the process id
                 os.ftruncate(fd, 0)
                 os.write(fd, str(os.getpid()).encode())
         except BlockingIOError as error:

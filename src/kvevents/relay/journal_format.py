@@ -7,17 +7,17 @@
     state   u8, then committed u64, CRC-32 of committed u32
     frame   length of the body u32, CRC-32 of length and body u32, body: a record as MessagePack
 
-All integers are little-endian. Each CRC continues from the one before it, the first one from the header's. So a missing, moved
-or foreign frame is detected like a flipped bit.
+All integers are little-endian. Each CRC continues from the CRC of the previous frame, or of the header. So a missing, moved or
+foreign frame is detected just as a flipped bit is.
 
 Only *state* and *committed* are ever overwritten. `committed` is the number of valid bytes. It is written after the frames, and
-before they are acknowledged. So all bytes before it must exist and be valid, or the file is damaged. Bytes behind it belong to
-a write that was never acknowledged, and are ignored. The state says whether `committed` covers everything that was sent:
+before these are acknowledged. So this many bytes must exist and be valid, or the file is damaged. Further bytes belong to a
+write that was not acknowledged, and are ignored. The state says whether `committed` covers everything that was sent:
 
 - OPEN while the log is written,
 - CLOSED after an orderly end,
 - CONTINUED if there is a later log,
-- anything else if the disk failed to record what was sent last.
+- BROKEN, as any other value, if the disk failed to record what was sent last.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ COMMITTED_AT: Final = STATE_AT + 1
 FRAMES_AT: Final = COMMITTED_AT + _COMMITTED.size + _CRC.size
 
 Positions: TypeAlias = dict[int, tuple[int, int]]
-"""Incarnation and newest sequence number by ordinal of an upstream; -1 before the first batch."""
+"""Incarnation and newest sequence number (-1 before the first batch) by ordinal of the upstream."""
 
 
 class ForwardedBatch(NamedTuple):
-    """A batch under the relay's own number, with the upstream's batch that it is."""
+    """A batch with the relay's number, and the identity of the upstream's batch from which it was made."""
 
     number: int
     upstream: int
@@ -78,7 +78,7 @@ class Origin(NamedTuple):
     incarnation: int
     seq: int
     digest: bytes
-    """SHA-256 of its payload."""
+    """SHA-256 of the upstream batch's payload."""
 
 
 class SkippedNumbers(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -93,7 +93,7 @@ class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     first: int
     upstreams: list[int]
-    """Ordinals."""
+    """Ordinals of the upstreams."""
     incarnations: list[int]
     """Incarnations of the upstreams."""
     seqs: list[int]
@@ -101,11 +101,11 @@ class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
     payloads: list[bytes]
 
     def positions(self) -> Positions:
-        """Return how far each upstream is forwarded after these batches."""
+        """Return the position up to which these batches forward each upstream."""
         return dict(zip(self.upstreams, zip(self.incarnations, self.seqs, strict=True), strict=True))
 
     def rows(self) -> Iterator[ForwardedBatch]:
-        """Return each batch by itself."""
+        """Return the batches one by one."""
         numbers = range(self.first, self.first + len(self.payloads))
         return map(ForwardedBatch, numbers, self.upstreams, self.incarnations, self.seqs, self.payloads)
 
@@ -118,7 +118,7 @@ class UpstreamReset(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class CheckpointSet(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The relay's newest checkpoint, encoded by the relay. It replaces the one before."""
+    """The relay's newest checkpoint, encoded by the relay. It replaces the previous one."""
 
     checkpoint: bytes
 
@@ -137,9 +137,9 @@ class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Begins the state in a snapshot: the state after batch `number`, or -1 if there is no state.
+    """Begins the state in a snapshot, which is the state after batch `number`; -1 if there is no state.
 
-    `partial` says that live blocks are missing.
+    `partial` is True if the state might lack live blocks.
     """
 
     number: int
@@ -165,7 +165,7 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class DamagedError(Exception):
-    """A file does not hold what was written into it. The message says what is wrong."""
+    """A file does not contain what was written into it. The message describes the damage."""
 
 
 class Header(NamedTuple):
@@ -174,13 +174,13 @@ class Header(NamedTuple):
     kind: int
     """`LOG` or `SNAPSHOT`."""
     generation: int
-    """Number of the file. A snapshot has that of the log which continues it."""
+    """Number of the file. A snapshot has the number of the log that continues it."""
     incarnation: int
     """Incarnation of the relay."""
     first: int
     """Number of the next batch when the file was begun."""
     boot: bytes = UNKNOWN_BOOT
-    """Boot of the machine in which the file was begun."""
+    """Id of the machine's boot during which the file was begun."""
     check: int = 0
     """CRC-32 with which the first frame continues."""
     state: bytes = BROKEN
@@ -227,7 +227,7 @@ class FileWriter:
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # its content is committed, or was given up
+        with suppress(OSError):  # the content was committed or given up
             os.close(self.fd)
 
     def discard(self) -> None:
@@ -243,7 +243,7 @@ def _encode_committed(size: int) -> bytes:
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Read the header of a file; of a later release's file, only the version. Raises `DamagedError`."""
+    """Read the header of a file; if the file is of a later release, read only the version. Raises `DamagedError`."""
     data = file.read(FRAMES_AT)
     if len(data) < FRAMES_AT or not data.startswith(MAGIC):
         raise DamagedError("its header is missing")
@@ -324,7 +324,7 @@ def write_snapshot(
 ) -> int:
     """Write a snapshot, remove the files that it replaces, and return its size. Raises `OSError`.
 
-    `before` is the log that ends where the snapshot ends. It is synced and closed first.
+    `before` is the log that ends where the snapshot ends. It is synced and closed before the snapshot is written.
     """
     if before is not None:
         try:
@@ -352,6 +352,6 @@ def write_snapshot(
 
 
 def generation_of(name: str) -> int | None:
-    """Return the generation of a journal's file, complete or not; None for any other file."""
+    """Return the generation of a complete or incomplete file of a journal; None for any other file."""
     stem, _, kind = name.removesuffix(TEMPORARY).partition(".")
     return int(stem) if stem.isdecimal() and kind in SUFFIXES.values() else None

@@ -1,4 +1,4 @@
-"""Reads the files of a journal, and decides whether they hold all that was sent."""
+"""Reads the files of a journal, and decides whether they contain everything that was sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvevents.relay.journal_format import Batches, DamagedError, ForwardedBatch,
 
 @dataclass(slots=True, kw_only=True)
 class Recovered:
-    """What a journal holds. `parts` and `batches` read the files again: use them before the journal is appended to."""
+    """The contents of a journal. `parts` and `batches` read the files again: use them before appending to the journal."""
 
     folder: Folder | None = field(default=None, repr=False)
     headers: list[Header] = field(default_factory=list)
@@ -24,12 +24,12 @@ class Recovered:
     snapshot_number: int = -1
     """The last number that `parts` cover; -1 if there is no state."""
     partial: bool = False
-    """Whether live blocks are missing in `parts`."""
+    """Whether `parts` might lack live blocks."""
     checkpoint: bytes | None = None
     positions: Positions = field(default_factory=dict)
     origins: dict[int, Origin] = field(default_factory=dict)
     incomplete: str = ""
-    """Why the files might not hold all that was sent; then the relay must begin a new incarnation. Empty if they do."""
+    """Why the files might lack batches that were sent, so that the relay must begin a new incarnation; empty if they do not."""
 
     def parts(self) -> Iterator[bytes]:
         """Return the state of the snapshot. Raises `JournalError` if it cannot be read again."""
@@ -103,7 +103,7 @@ def _find_files(recovered: Recovered, folder: Folder) -> None:
 
 def _read_file(into: Recovered, folder: Folder, header: Header) -> None:
     try:
-        if header.kind == journal_format.LOG:  # a snapshot's header has the number after its batches
+        if header.kind == journal_format.LOG:  # a snapshot's header has the number after its last batch
             _advance(into, header.first, 0)
         with folder.read(header.name) as file:
             for record in journal_format.read_records(file, header):
@@ -143,7 +143,7 @@ def _advance(into: Recovered, first: int, count: int) -> None:
 
 
 def _check_complete(recovered: Recovered, boot_id: bytes) -> None:
-    """Raise `DamagedError` if valid files might not hold all that was sent."""
+    """Raise `DamagedError` if the files are valid but might lack batches that were sent."""
     logs = [log for log in recovered.headers if log.kind == journal_format.LOG]
     first, newest = recovered.headers[0].generation, logs[-1] if logs else None
     if newest is None or [log.generation for log in logs] != list(range(first, first + len(logs))):

@@ -27,7 +27,7 @@ from kvevents.wire.dialects import DECLARED, Dialect, detect_dialect, dialect_fo
 
 UNKNOWN: Final = ""
 SAMPLED_PAYLOADS: Final = 64
-"""First payloads of an upstream that are examined. Half of all unsigned 64-bit hashes show that hashes are unsigned."""
+"""Number of an upstream's first payloads that are examined. Every second unsigned 64-bit hash shows that it is unsigned."""
 
 _FORMS: Final[dict[str, Dialect | None]] = {
     UNKNOWN: None,
@@ -37,8 +37,8 @@ _FORMS: Final[dict[str, Dialect | None]] = {
     "array": dialect_for("vllm", "0.22"),
     "array signed": dialect_for("sglang", "0.5.9"),
 }
-"""For each form, the dialect that has all fields of the others. Consumers of older releases skip fields that they do not know;
-in arrays these follow the last known element."""
+"""For each form, the dialect with all fields of the dialects of that form. Consumers of older releases skip fields that they do
+not know; in arrays, these follow the last known element."""
 
 
 class DialectEncoder:
@@ -52,9 +52,9 @@ class DialectEncoder:
         self, dialect: Dialect | None, *, fixed: bool, max_payload: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
     ) -> None:
         self.form = UNKNOWN
-        """The detected form, a key of `_FORMS`. A checkpoint stores it for the next process."""
+        """The detected form of the stream, a key of `_FORMS`. A checkpoint stores it for the next process."""
         self.max_payload: Final = max_payload
-        """Bytes of the largest payload that consumers accept."""
+        """Maximum number of bytes of a payload that consumers accept."""
         self._fixed: Final = fixed
         self._dialect = dialect
         self._examined = 0
@@ -75,13 +75,13 @@ class DialectEncoder:
             self._examine(payload)
 
     def observe_newest(self) -> None:
-        """Examine the newest observed payload, even if enough were examined before."""
+        """Examine the newest observed payload, even if enough payloads have been examined."""
         newest, self._newest = self._newest, b""
         if newest:
             self._examine(newest)
 
     def restart_detection(self) -> None:
-        """Examine payloads again: the next incarnation of the upstream can be of another release."""
+        """Examine payloads again, because the next incarnation of the upstream can be another release."""
         self._examined = 0
 
     def encode(self, batch: EventBatch) -> bytes:
@@ -101,7 +101,7 @@ class DialectEncoder:
             self._use("map batch")
             return
         has_hashes = any(not isinstance(event, AllBlocksCleared) and event.block_hashes for event in events)
-        # Hashes below 2**63 do not show whether they are signed: the form detected before stays.
+        # Hashes below 2**63 do not show whether they are signed, so the earlier result remains.
         was_signed = self.form.startswith(dialect.event_form) and self.form.endswith("signed")
         is_signed = was_signed or (dialect.has_signed_hashes and has_hashes)
         self._use(f"{dialect.event_form} signed" if is_signed else dialect.event_form)
@@ -113,7 +113,7 @@ class DialectEncoder:
 def encode_payloads(
     batch: EventBatch, dialect: Dialect | None, max_payload: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
 ) -> list[bytes]:
-    """Encode a batch in as many payloads as consumers need. A payload of a single event can still exceed `max_payload`.
+    """Encode a batch as one payload, or as several that consumers accept. A single event can still exceed `max_payload`.
 
     Raises `EncodeError`.
     """
@@ -145,17 +145,16 @@ def loses_events(report: BatchReport) -> bool:
 # --- numbers and heartbeats
 
 OWN_UPSTREAM: Final = 65_535
-"""The upstream that the journal records for batches of the relay's own: heartbeats, clears and empty batches."""
+"""The upstream that the journal records for batches that the relay itself creates: heartbeats, clears and empty batches."""
 RETRACTION_OFFSET: Final = 32_768
-"""Added to the ordinal of an upstream for batches that remove what the upstream stored. They are not batches of the
-upstream."""
+"""Added to the ordinal of an upstream for batches that the relay itself creates to remove what the upstream stored."""
 _MAX_REASON: Final = 1_000
 """Maximum number of characters of a heartbeat's reason."""
 _EMPTY_DIGEST: Final = "0" * 32
 
 
 class IndexedStream:
-    """One stream of an index, whose payloads are numbered as they are applied."""
+    """One stream of an index. Payloads are numbered when they are applied."""
 
     def __init__(self, index: PrefixIndex, name: str) -> None:
         self._index: Final = index
@@ -170,7 +169,7 @@ class IndexedStream:
         return self._index.apply_payloads(self._name, self._incarnation, first, payloads)
 
     def reset(self) -> None:
-        """Remove everything."""
+        """Remove all blocks of the stream."""
         self._incarnation += 1
         self._seq = 0
         self._index.apply(Reset(self._name, 0, self._incarnation, "reset"))
@@ -182,7 +181,7 @@ class IndexedStream:
         return _EMPTY_DIGEST
 
     def attests(self, attestation: int) -> bool | None:
-        """Return whether the stream is what an attestation says; None if that is unknown. See `Heartbeat.attestation`."""
+        """Return whether the stream's blocks match an attestation (`Heartbeat.attestation`); None if that is unknown."""
         if not any(worker.source == self._name for worker in self._index.workers()):
             return attestation == 0
         return self._index._compare(self._name, 0, None, None, attestation)[1]  # noqa: SLF001 - as below
@@ -193,15 +192,15 @@ class IndexedStream:
 
     @property
     def blocks(self) -> int:
-        """Resident blocks, on all tiers."""
+        """Number of resident blocks on all tiers."""
         return sum(worker.blocks for worker in self._index.workers() if worker.source == self._name)
 
 
 class OutputSequencer:
-    """Gives each batch its number, applies it to `state`, appends it to the journal and sends it, in this order.
+    """For each batch: assigns its number, applies it to `state`, appends it to the journal and sends it, in this order.
 
-    `state` is what consumers hold. `journal` is None if nothing outlives the process. `next_number` is the first number to
-    give; if it is above 0, consumers might not have seen the number before it.
+    `state` has the blocks that consumers hold. `journal` is None if nothing outlives the process. `next_number` is the first
+    number to assign; if it is above 0, consumers might not have seen the previous number.
     """
 
     def __init__(
@@ -215,9 +214,9 @@ class OutputSequencer:
     ) -> None:
         self.next_number = next_number
         self.skipped_numbers = 0
-        """Numbers that no batch has, in this process."""
+        """Number of sequence numbers that this process has skipped."""
         self.heartbeats = 0
-        """Heartbeats sent."""
+        """Number of heartbeats that were sent."""
         self.batches_since_heartbeat = 0
         self._event_server: Final = event_server
         self.state: Final = state
@@ -228,10 +227,10 @@ class OutputSequencer:
         """Whether consumers might not have seen the newest number."""
 
     def forward(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
-        """Send `payloads`, made from batches of one upstream. Return the outcome of each that was not applied as usual.
+        """Send `payloads`, which were made from batches of one upstream. Return the outcomes of those not applied as usual.
 
-        Before a payload with events that cannot be decoded, a number is skipped. A payload that cannot be decoded at all is
-        not sent.
+        A number is skipped before a payload with events that cannot be decoded. A payload that cannot be decoded at all is not
+        sent.
         """
         self.encoder.observe(payloads)
         applied = self.state.apply(payloads)
@@ -249,7 +248,7 @@ class OutputSequencer:
     def record_origin(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
         """Record the newest of the batches from which the next payloads are made.
 
-        The journal holds the changed payloads only. After a kill the upstream must confirm by replay that it sent this batch.
+        The journal has only the changed payloads. After a kill, the upstream must confirm by replay that it sent this batch.
         """
         newest = batches[-1]
         if self._journal is not None:
@@ -257,17 +256,17 @@ class OutputSequencer:
             self._journal.set_origin(ordinal, Origin(newest.incarnation, newest.seq, digest))
 
     def send_events(self, events: Iterable[KVEvent], rank: int | None = None) -> None:
-        """Send a batch of the relay's own: of one rank, or of all ranks."""
+        """Send a batch that the relay itself creates, for one rank or for all ranks."""
         self.encoder.observe_newest()
         self.send_payloads([self.encoder.encode(KVEventBatch(time.time(), list(events), rank))])
 
     def send_payloads(self, payloads: Sequence[bytes], upstream: int = OWN_UPSTREAM) -> None:
-        """Send payloads of the relay's own. After a kill the journal holds all of them or none."""
+        """Send payloads that the relay itself creates. After a kill the journal has all of them or none."""
         self.state.apply(payloads)
         self._send(upstream, payloads)
 
     def send_heartbeat(self, trust: Trust, attestation: int | None = None) -> None:
-        """Send a heartbeat with the digest of what consumers hold, and with an attestation of it if there is one."""
+        """Send a heartbeat with the digest of the blocks that consumers hold, and with their attestation if given."""
         self.heartbeats += 1
         reason = trust.reason[:_MAX_REASON]
         incarnation = self._event_server.incarnation
@@ -291,7 +290,7 @@ class OutputSequencer:
     def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, report: BatchReport) -> None:
         """Send a payload without its heartbeat, after a skipped number if events are missing."""
         if loses_events(report):
-            # Before the batch: a relay that is killed in between skips a number again.
+            # Skipped before the batch is sent: a relay that is killed in between skips a number again.
             self.skip_number()
         parts = [payload]
         if report.heartbeat is not None:
@@ -305,7 +304,7 @@ class OutputSequencer:
                 self.skip_number()
 
     def _send(self, upstream: int, payloads: Sequence[bytes], origins: Sequence[RawBatch] = ()) -> None:
-        """Append payloads to the journal and send them. `origins` are the batches of the upstream that they are, or none."""
+        """Append payloads to the journal and send them. `origins` are the upstream's batches of the payloads, if any."""
         if not payloads:
             return
         if self._journal is not None:
@@ -321,10 +320,10 @@ class OutputSequencer:
 
 
 class HeartbeatSchedule:
-    """Decides when a heartbeat is due: periodically, when trust changes, and when the last one leaves the replay buffer.
+    """Decides when a heartbeat is due: periodically, when trust changes, and before the last one leaves the replay buffer.
 
-    `heartbeat` is the promised period. `trust_interval` is the least time between two heartbeats when trust rises or its reason
-    changes. Both are in seconds.
+    `heartbeat` is the promised period. `trust_interval` is the minimum time between two heartbeats if trust has risen or its
+    reason has changed. Both are in seconds.
     """
 
     def __init__(
@@ -346,7 +345,7 @@ class HeartbeatSchedule:
         """Trust in the last heartbeat."""
 
     def send_if_due(self, trust: Trust) -> None:
-        """Send a heartbeat if its time has come or trust has changed; a drop of trust at once."""
+        """Send a heartbeat if it is due, or if trust has changed; send a drop of trust at once."""
         is_same = self._sent is not None and (trust.name, trust.reason) == (self._sent.name, self._sent.reason)
         if self._clock() >= self._sent_at + (self._heartbeat if is_same else self._trust_interval):
             self.send(trust)
@@ -354,18 +353,18 @@ class HeartbeatSchedule:
             self.send_if_lower(trust)
 
     def send_if_lower(self, trust: Trust) -> None:
-        """Send a heartbeat if trust is below that of the last one, or below EXACT before the first one."""
+        """Send a heartbeat if trust is lower than in the last heartbeat, or, before the first one, lower than EXACT."""
         if trust_order(trust.name) < trust_order("EXACT" if self._sent is None else self._sent.name):
             self.send(trust)
 
     def send(self, trust: Trust, attestation: int | None = None) -> None:
-        """Send a heartbeat, due or not, with an attestation of everything that was sent before it if there is one."""
+        """Send a heartbeat, due or not; `attestation` is about everything that was sent before it."""
         self._sent, self._sent_at = trust, self._clock()
         self._sequencer.send_heartbeat(trust, attestation)
 
     @property
     def is_repeat_due(self) -> bool:
-        """Whether the last heartbeat has passed half of a replay buffer that batches have left already.
+        """Whether the last heartbeat has reached the middle of the replay buffer, and batches have already left the buffer.
 
         A consumer that starts late gets older batches as a snapshot, which has no trust. With a heartbeat in the buffer it
         learns the trust in the same answer.

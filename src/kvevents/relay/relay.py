@@ -1,34 +1,34 @@
-"""The relay: republishes batches of its upstreams, under numbers of its own and with history.
+"""The relay: republishes batches of its upstreams, with its own numbers and with history.
 
 Theory of operation. One thread takes deliveries from the subscriber, in order and each exactly once. A batch gets the next
-number, is applied to an index of what consumers hold (whose digest goes into heartbeats), is written into the journal, and is
-then sent. So the journal has every batch that a consumer has received, and a relay that was killed continues with the same
-bytes under the same numbers. Batches that leave the replay buffer are compacted into the live blocks, which a consumer that
-starts late receives first.
+number, is applied to an index of the blocks that consumers hold (whose digest is sent in heartbeats), is written into the
+journal, and is then sent. So the journal has every batch that a consumer has received, and a relay that was killed continues
+with the same bytes under the same numbers. Batches that leave the replay buffer are compacted into the live blocks, which a
+consumer that starts late receives first.
 
-- A *reset* of an upstream removes what it stored: by a clear in the relay's stream, or by removals if several upstreams share
-  it, in batches of its ranks. Numbers continue.
-- A *rank* stays in the payloads, and consumers keep the blocks of each rank apart. The relay's own heartbeats and clears have
-  none, which means all ranks.
-- A *gap* of an upstream skips a number, so that every consumer notices that batches are missing, even one that knows nothing
-  of relays. Gaps that arrive together skip a single number: each skipped number makes every consumer request the whole replay
-  buffer twice, and one is enough until the stream is cleared.
-- An *attestation* of an engine's own cache is compared with what the relay has sent, and sent on in a heartbeat of the relay at
-  the same place of the stream, so that consumers compare it with what they hold; a stream of several upstreams has none. If it
-  differs, the relay follows the upstream from its start: consumers receive DEGRADED with the reason, and then the
-  reset.
-- A *heartbeat* says how far the relay is to be trusted. The replay buffer always holds one. So a consumer that starts late,
-  and gets older batches as a snapshot, learns the trust in the same answer.
+- A *reset* of an upstream removes the blocks that the upstream stored: by a clear in the relay's stream, or, if several
+  upstreams share the stream, by removals in batches of the upstream's ranks. Numbers continue.
+- A *rank* stays in the payloads, and consumers separate the blocks of different ranks. The relay's own heartbeats and clears
+  have no rank, which means all ranks.
+- A *gap* of an upstream skips a number, so that every consumer notices that batches are missing, even if it does not know
+  relays. Gaps that arrive together skip a single number: each skipped number makes every consumer request the whole replay
+  buffer twice, and one number is enough until the next clear.
+- An *attestation* of an engine's own cache is compared with the blocks that the relay has sent, and forwarded in a heartbeat of
+  the relay at the same place of the stream, so that consumers also compare it. A stream of several upstreams has no
+  attestation. If an attestation differs, the relay follows the upstream from its start: consumers receive DEGRADED with the
+  reason, and then the reset.
+- A *heartbeat* states the relay's trust. The replay buffer always has one, so a consumer that starts late, and gets older
+  batches as a snapshot, learns the trust from the same reply.
 - The journal records how far each upstream was followed. After a restart the subscriber verifies by replay that the upstream is
-  the same incarnation, and receives what was missed. Otherwise there is a reset.
+  the same incarnation, and receives the missed batches. If it is another incarnation, there is a reset.
 
 A relay can be killed between any two steps, and afterwards it knows only what it has written. So each step is written before
-its consequences. A reset is written before what it removes, or the upstream could continue where it was. A gap's degraded
-reason is written before the batches that follow the gap; otherwise these would count as forwarded, and the loss would be
-forgotten.
+its consequences. A reset is written before its removals; otherwise a restarted relay could continue the upstream where it was.
+A gap's degraded reason is written before the batches that follow the gap; otherwise the batches would count as forwarded, and
+the loss would be forgotten.
 
-A turn that an exception interrupts can have taken deliveries that were not sent. The relay then refuses further turns, and a
-new relay continues with what was written.
+If an exception interrupts a turn, the turn may have received deliveries that were not sent. The relay then refuses further
+turns, and a new relay continues from the journal.
 """
 
 from __future__ import annotations
@@ -92,14 +92,14 @@ class Relay(Closeable):
         """Maximum number of batches between two heartbeats, so that the replay buffer always holds a heartbeat."""
         self._closed = False
         self._is_interrupted = False
-        """Whether received deliveries might not have been sent, or only in part."""
+        """Whether received deliveries might not have been sent completely, because a turn has not ended."""
         self._has_skipped = False
-        """Whether a number was skipped in this turn, and nothing was cleared since."""
+        """Whether a number was skipped in this turn, and there was no clear since then."""
         self._resets_ahead = 0
-        """Resets that were received and not forwarded yet."""
+        """Number of resets that were received and not yet forwarded."""
         self._forwarded = self._divergences = 0
         self._is_maintenance_due = True
-        """Whether something happened that consumers or the journal should learn at once."""
+        """Whether consumers or the journal must be informed of a change in this turn."""
         self._maintain_at = -math.inf
         with ExitStack() as undo:
             self._journal = self._open_journal(disk)
@@ -114,12 +114,12 @@ class Relay(Closeable):
         self._encoder = encoder = DialectEncoder(
             settings.resolved_dialect, fixed=settings.changes_payloads, max_payload=limits.max_payload_bytes
         )
-        # The upstreams as received, if block keys replace tokens: they provide the keys, and show whether digests agree.
+        # If block keys replace tokens, the streams as received provide the keys, and show whether upstreams' digests match.
         ordinals = range(len(settings.upstreams))
         received = {at: IndexedStream(index, f"upstream {at}") for at in ordinals if settings.tokens == "hash"}
         self._buffer = ReplayBuffer(settings.buffer_steps, Compactor.create(), encoder.encode)
         self._restored = restored = restore(settings, self._journal, self._buffer, self._state, received, encoder)
-        # After the buffer has its history: consumers can request replay at once.
+        # Opened after the buffer was restored, because consumers can request replay at once.
         self._event_server = self._open_event_server(self._buffer, restored.incarnation)
         undo.callback(self._event_server.close, 0.0)
         self._sequencer = OutputSequencer(
@@ -144,7 +144,7 @@ class Relay(Closeable):
         self._follow(undo, transport)
 
     def _follow(self, undo: ExitStack, transport: Transport | None) -> None:
-        """Subscribe to the upstreams after what was restored, and send a heartbeat or store a checkpoint."""
+        """Subscribe to the upstreams after the restored positions, and send a heartbeat or store a checkpoint."""
         settings, limits, restored = self.settings, self.limits, self._restored
         self._upstreams = Upstreams(
             settings.upstreams,
@@ -171,7 +171,7 @@ class Relay(Closeable):
         )
         self._update_last_turn()
         if restored.was_resumed:
-            # Consumers that were connected before must not take what they hold for the newest state.
+            # Consumers that were connected before the restart must not consider their state the newest one.
             self._heartbeats.send_if_due(self.trust())
         else:
             self._checkpoints.take(self._statuses)
@@ -199,12 +199,12 @@ class Relay(Closeable):
 
     @property
     def endpoint(self) -> str:
-        """Where consumers on this host subscribe."""
+        """The endpoint to which consumers on this host subscribe."""
         return self._event_server.endpoint
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where consumers on this host request replay."""
+        """The endpoint at which consumers on this host request replay; None without replay."""
         return self._event_server.replay_endpoint
 
     def trust(self) -> Trust:
@@ -242,12 +242,12 @@ class Relay(Closeable):
     # --- turns
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Relay until `stop` returns True. It is called several times a second."""
+        """Relay until `stop` returns True; `stop` is called several times a second."""
         while not stop():
             self.turn()
 
     def turn(self, timeout: float | None = None) -> int:
-        """Wait for deliveries, at most `timeout` seconds (default: `turn_timeout`), forward them, and return their number.
+        """Wait for deliveries (at most `timeout` seconds, by default `turn_timeout`), forward them, and return their number.
 
         Raises `ClosedError` after `close`, and after a turn that raised any other exception.
         """
@@ -270,7 +270,7 @@ class Relay(Closeable):
         return len(deliveries)
 
     def _maintain(self, now: float) -> None:
-        """Do everything that need not be done for each forwarded batch."""
+        """Do the periodic work, which is not needed for each forwarded batch."""
         self._is_maintenance_due = False
         self._maintain_at = now + self.limits.maintenance_interval
         self._update_last_turn()
@@ -281,12 +281,12 @@ class Relay(Closeable):
         self._checkpoints.run_due(self._statuses, now)
 
     def _update_last_turn(self) -> None:
-        """Take state that belongs to the relay's thread, for other threads to read."""
+        """Copy state that belongs to the relay's thread, so that other threads can read it."""
         self._statuses = tuple(self._upstreams.statuses())
         self._journal_stats = None if self._journal is None else self._journal.stats()
 
     def _begin(self, deliveries: list[RawDelivery]) -> None:
-        """Begin a new incarnation with a clear, before any gap: consumers forget what they hold of an earlier one."""
+        """Begin a new incarnation with a clear, before any gap, so that consumers drop the blocks of an earlier incarnation."""
         if self._has_begun:
             return
         self._has_begun = True
@@ -296,18 +296,18 @@ class Relay(Closeable):
         self._sequencer.send_events(clear_of_all_tiers())
         ranks = {source.rank for source in self.settings.upstreams}
         if len(ranks) > 1:
-            # Consumers then know each rank by its own number from its first batch on.
+            # An empty batch for each rank makes consumers distinguish the ranks from the first batch on.
             for rank in sorted(ranks):
                 self._sequencer.send_events([BlockRemoved([])], rank)
 
     def _warn(self, deliveries: list[RawDelivery]) -> None:
-        """Send lower trust before the batches that caused it: consumers stay EXACT until they receive it."""
+        """Send lower trust before the batches that lowered it, because consumers stay EXACT until they receive it."""
         # From a reset or a gap to the last part of the snapshot that follows, consumers hold less than the upstream.
         is_incomplete = any(isinstance(delivery, Reset | Gap) for delivery in deliveries)
         self._heartbeats.send_if_lower(_INCOMPLETE if is_incomplete else self._upstreams.trust())
 
     def _forward(self, deliveries: list[RawDelivery]) -> None:
-        """Forward deliveries in order, consecutive batches of one upstream together."""
+        """Forward deliveries in order; consecutive batches of one upstream are forwarded in one call."""
         self._has_skipped = False
         if not self._is_shared and set(map(type, deliveries)) == {RawBatch}:
             self._forward_batches(0, cast("list[RawBatch]", deliveries))
@@ -326,7 +326,7 @@ class Relay(Closeable):
     def _forward_batches(self, ordinal: int, batches: list[RawBatch]) -> None:
         self._forwarded += len(batches)
         if not self._checkpoints.checkpoints[ordinal].fingerprints:
-            self._checkpoints.request()  # the first one by which the upstream can be recognised
+            self._checkpoints.request()  # the first checkpoint with which the upstream can be recognised
             self._is_maintenance_due = True
         for start in range(0, len(batches), self._run_limit):
             self._transforms[ordinal].forward(batches[start : start + self._run_limit])
@@ -334,10 +334,10 @@ class Relay(Closeable):
                 self._heartbeats.send(self._current_trust())
 
     def _current_trust(self) -> Trust:
-        """Return how far what was sent so far is to be trusted, while more is to be sent.
+        """Return the trust in the batches that were sent so far, while others wait to be sent.
 
-        Findings in it and lost batches count already: a heartbeat that ignored them would make consumers EXACT too early.
-        Degraded reasons from before a reset end as soon as the reset is received, so trust is `_INCOMPLETE` until it is
+        It includes losses and findings in batches that were received; otherwise a heartbeat would make consumers EXACT too
+        early. Degraded reasons from before a reset end as soon as the reset is received, so trust is `_INCOMPLETE` until it is
         forwarded.
         """
         return _INCOMPLETE if self._resets_ahead else self._upstreams.trust()
@@ -356,7 +356,7 @@ class Relay(Closeable):
             else:
                 self._sequencer.send_events(events, rank)
         self._encoder.restart_detection()
-        self._checkpoints.request()  # written when everything received with the reset has been sent
+        self._checkpoints.request()  # written after all deliveries that were received with the reset were sent
 
     def _forward_gap(self, ordinal: int, gap: Gap) -> None:
         self._is_maintenance_due = True
@@ -371,13 +371,13 @@ class Relay(Closeable):
         self._checkpoints.record_gap(ordinal, gap)
 
     def _report(self, batch: RawBatch, report: BatchReport) -> None:
-        """Report what decoding a batch has shown; called by the transform."""
+        """Process the report about a decoded batch; called by the transform."""
         self._is_maintenance_due = True
         self._divergences += report.digest_matches is False
         self._has_gaps |= bool(report.rejected)
         self._upstreams.subscriber.report(batch, report)
-        # If it does not agree, the upstream starts over, with a reset. A shared stream has none: an engine attests its own
-        # blocks, and consumers hold those of several.
+        # If the attestation does not match, the upstream starts over, with a reset. A shared stream forwards no attestation,
+        # because an engine attests only its own blocks, and consumers hold those of several engines.
         if report.attestation_matches and not self._is_shared and report.heartbeat is not None:
             self._heartbeats.send(self._current_trust(), report.heartbeat.attestation)
         if report.cleared:
@@ -385,7 +385,7 @@ class Relay(Closeable):
             self._clear_if_empty()
 
     def _clear_if_empty(self) -> None:
-        """Clear a shared stream with gaps when no upstream holds a block: no upstream's own clear ends LOST at consumers."""
+        """Clear a shared stream with gaps when no upstream holds a block: removals do not end LOST at consumers."""
         if not (self._is_shared and self._has_gaps):
             return
         is_empty = not any(own for transform in self._transforms for own in transform.blocks.values())

@@ -21,21 +21,21 @@ class RelayLimits:
     """Limits and timers of a relay. Times are in seconds."""
 
     turn_timeout: float = 0.25
-    """How long a turn waits for deliveries. A heartbeat is late by at most this time."""
+    """Maximum time for which a turn waits for deliveries, and by which a heartbeat is late."""
     maintenance_interval: float = 0.05
-    """Time between two runs of everything except forwarding while batches arrive, so that forwarding is not slowed."""
+    """Minimum time between two runs of all other work while batches arrive, so that forwarding is not slowed."""
     trust_interval: float = 0.5
-    """Least time between two heartbeats when trust rises or its reason changes. A drop of trust is sent at once."""
+    """Minimum time between two heartbeats if trust has risen or its reason has changed. A drop of trust is sent at once."""
     checkpoint_interval: float = 1.0
-    """Time between two checkpoints in the journal. After a kill the relay requests this much of the upstream again."""
+    """Time between two checkpoints in the journal. After a kill, the relay requests the batches of this time again."""
     snapshot_retry_interval: float = 2.0
     """Time between two attempts to write a snapshot of the journal. An attempt can fail until the history is complete again."""
     close_timeout: float = 2.0
-    """How long `close` lets consumers receive what was sent."""
+    """Maximum time for which `close` waits until consumers have received what was sent."""
     max_upstream_blocks: int = 8_000_000
     """Maximum number of different blocks of one upstream in a shared stream, about 1 GB of memory; no engine holds more."""
     max_payload_bytes: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
-    """Largest payload that consumers accept."""
+    """Maximum size of a payload that consumers accept."""
     stream: StreamLimits = DEFAULT_STREAM_LIMITS
     """Limits of the upstreams' streams."""
     journal: JournalLimits = field(default_factory=JournalLimits)
@@ -43,12 +43,12 @@ class RelayLimits:
 
 
 class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a relay does, for any upstream. Raises `ConfigError` for values that cannot work."""
+    """Settings of a relay except its upstreams. Raises `ConfigError` for values that cannot work."""
 
     endpoint: Endpoint = "tcp://127.0.0.1:6557"
-    """Where to publish."""
+    """Endpoint to publish at."""
     replay_endpoint: Endpoint | None = "tcp://127.0.0.1:6558"
-    """Where to answer requests for replay and history."""
+    """Endpoint at which requests for replay and history are answered."""
     topic: str | None = None
     """First frame of every batch (default: the first engine's)."""
     dialect: Name | None = None
@@ -56,13 +56,13 @@ class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokens: Literal["keep", "hash", "drop"] = "keep"
     """Forward token ids (keep), replace them with block keys that prompts still match (hash), or with placeholders (drop)."""
     buffer_steps: Positive = 10_000
-    """Batches in the replay buffer; older ones are compacted."""
+    """Number of batches in the replay buffer; older batches are compacted."""
     hwm: Positive = 100_000
-    """Batches that a slow consumer may be behind. It loses further ones, and requests them again."""
+    """Number of batches that wait for a slow consumer. It loses further batches, and requests them again."""
     heartbeat: Seconds = 5.0
-    """Seconds between two heartbeats, by which consumers learn how far the relay is to be trusted."""
+    """Seconds between two heartbeats, from which consumers learn the relay's trust."""
     journal: FolderPath | None = None
-    """Folder of the journal, by which a restarted relay continues; without it a restart begins a new incarnation."""
+    """Folder of the journal, from which a restarted relay continues; without a journal, a restart begins a new incarnation."""
     curve: Curve | None = None
     """Keys of the relay's own sockets. Keys for the connection to an engine are part of its `Source`."""
 
@@ -105,6 +105,6 @@ class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.dialect is not None or self.tokens != "keep" or len(self.upstreams) > 1
 
     def fingerprint(self) -> str:
-        """Identify the settings that must not change if a later process continues the stream: upstreams, dialect and tokens."""
+        """Return a text with the settings that a process needs to continue the stream: upstreams, dialect, tokens."""
         ends = [(source.label, source.rank, source.endpoint, source.topic) for source in self.upstreams]
         return msgspec.json.encode([ends, self.dialect, self.tokens]).decode()

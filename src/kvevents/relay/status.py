@@ -20,38 +20,38 @@ class RelayStatus:
     endpoint: str
     replay_endpoint: str | None
     trust: Trust
-    """The lowest of its upstreams'."""
+    """The lowest trust of the relay's upstreams."""
     incarnation: int
     last_seq: int
     """The relay's number of the newest batch; -1 before the first."""
     forwarded_batches: int
-    """Batches of upstreams that this process sent."""
+    """Number of upstream batches that this process has sent."""
     skipped_seqs: int
-    """Numbers skipped by this process because events are missing."""
+    """Number of sequence numbers that this process has skipped because events are missing."""
     heartbeats: int
-    """Heartbeats that this process sent."""
+    """Number of heartbeats that this process has sent."""
     was_resumed: bool
     """Whether this process continues the incarnation of an earlier one."""
     start_reason: str
-    """Why it continues, or why it began a new incarnation."""
+    """Why this process continues an incarnation, or why it began a new one."""
     recovery_seconds: float
-    """Time that reading the journal took."""
+    """Seconds that reading the journal took."""
     blocks: int
-    """Blocks that consumers hold."""
+    """Number of blocks that consumers hold."""
     digest: str
-    """Digest of what consumers hold."""
+    """Digest of the blocks that consumers hold."""
     divergences: int
-    """Heartbeats of upstreams whose digest differed from the relay's; 0 unless the sender or the relay has a defect."""
+    """Number of upstream heartbeats whose digest differed from the relay's; 0 unless the sender or the relay has a defect."""
     subscribers: int
     buffered_batches: int
-    """Batches in the replay buffer."""
+    """Number of batches in the replay buffer."""
     buffered_bytes: int
-    """Bytes in the replay buffer."""
+    """Number of payload bytes in the replay buffer."""
     history: HistoryStats | None
-    """What batches older than the replay buffer are compacted into."""
+    """The compacted history of batches that are older than the replay buffer; None without compaction."""
     replay: ReplayStats
     journal: JournalStats | None
-    """None if the relay has no journal."""
+    """State of the journal; None if the relay has no journal."""
     upstreams: tuple[StreamStatus, ...]
 
 
@@ -107,8 +107,8 @@ def serve_metrics(
 ) -> Callable[[], None]:
     """Serve metrics and probes at a port until the returned function is called.
 
-    `live` returns why a restart of the process helps; an empty text if it does not. Raises `EndpointError` if the port cannot
-    be bound.
+    `live` returns why the process should be restarted; an empty text if it should not. Raises `EndpointError` if the port
+    cannot be bound.
     """
     return serve(
         lambda: families("kvevents_relay_", _METRICS, status()), port, host, Probes(live, lambda: _unreached(status()))
@@ -116,6 +116,6 @@ def serve_metrics(
 
 
 def _unreached(status: RelayStatus) -> str:
-    """Return which upstreams have had no connection yet, as a sentence; empty if each had one."""
+    """Return a sentence that names the upstreams that have never been connected; empty if all have been."""
     waiting = [f"{one.source} rank {one.rank} at {one.endpoint}" for one in status.upstreams if one.trust == Trust.CONNECTING]
     return f"no connection yet to {', '.join(waiting)}" if waiting else ""

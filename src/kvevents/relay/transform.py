@@ -1,4 +1,4 @@
-"""From batches of upstreams to payloads of the relay's stream: forwarded as received, or decoded, changed and encoded again.
+"""Makes the payloads of the relay's stream from upstream batches: as received, or decoded, changed and encoded again.
 
 Payloads are changed for another dialect, to remove tokens, or because several upstreams share the stream.
 """
@@ -54,15 +54,15 @@ class PassThrough:
 
 
 def clear_of_all_tiers() -> list[KVEvent]:
-    """Return the clears after which all tiers are known to be empty. After one without a tier, lower ones might not be."""
+    """Return the clears that empty all tiers for certain; a clear without a tier might leave blocks in lower tiers."""
     return [AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL})]
 
 
 def _runs_to_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawBatch]]:
-    """Return consecutive batches, up to and including each that can have an attestation, which is of all before it."""
+    """Split consecutive batches after each one that can have an attestation, which is about all batches up to it."""
     first = 0
     for end, batch in enumerate(batches, 1):
-        # The name of the field of a heartbeat, which MessagePack stores unchanged.
+        # A heartbeat's field name, which MessagePack stores unchanged.
         if b"attestation" in batch.payload or end == len(batches):
             yield batches[first:end]
             first = end
@@ -71,12 +71,12 @@ def _runs_to_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawB
 class Transform:
     """Decodes the batches of one upstream, changes them and encodes them again.
 
-    `received` is the stream of the upstream as received, if block keys replace tokens. `blocks` are those of the upstream by
-    rank, which a journal restored, if several upstreams share the stream. `write_checkpoint` is called before the first salted
+    `received` is the stream of the upstream as received, if block keys replace tokens. `blocks` are the upstream's blocks by
+    rank, restored from a journal, if several upstreams share the stream. `write_checkpoint` is called before the first salted
     prompt is forwarded.
 
-    What an engine attests is compared with what was sent of it, unless blocks are left out. A relay that was resumed
-    with a dialect does not know that before the next clear.
+    An engine's attestation is compared with the blocks that were sent for it, unless the dialect has omitted some. After a
+    resumption with a dialect, this is unknown until the next clear.
     """
 
     def __init__(  # noqa: PLR0913 - one for each part of the relay that it uses
@@ -95,7 +95,7 @@ class Transform:
         self.blocks: Final = blocks
         """Blocks of the upstream by rank, if upstreams share the stream."""
         self.has_salted_prompts = False
-        """Whether keys of a prompt with a salt were forwarded. Only its first block has the salt."""
+        """Whether keys of a salted prompt were forwarded. Only the first block of a prompt has the salt."""
         self._ordinal: Final = ordinal
         self._dialect: Final = settings.resolved_dialect
         self._limits: Final = limits
@@ -107,19 +107,19 @@ class Transform:
         self._has_tokens: Final = settings.tokens == "keep"
         self._scopes: Final = expressible_placement(self._dialect)
         self._omits_blocks = was_resumed and self._dialect is not None
-        """Whether consumers might lack blocks of the upstream, or have them elsewhere: since the last clear an event could not
-        be decoded, or the dialect cannot express it."""
+        """Whether consumers might lack blocks of the upstream or have them in another group or tier, because since the last
+        clear an event could not be decoded or expressed in the dialect."""
         self._first_rank: int | None = None
-        """The first stated rank, if the dialect has no field for it."""
+        """The first rank that a batch stated, if the dialect has no field for the rank."""
 
     def forward(self, batches: Sequence[RawBatch]) -> None:
-        """Send batches of the upstream, and report what decoding them has shown."""
+        """Send batches of the upstream, and report findings of decoding them."""
         self._sequencer.record_origin(self._ordinal, batches)
         for batch in batches:
             self._forward(batch)
 
     def retract(self) -> dict[int | None, list[KVEvent]]:
-        """Forget the upstream's blocks, and return the events that remove them downstream by rank; none if it holds none."""
+        """Forget the upstream's blocks, and return by rank the events that remove them at consumers; empty without blocks."""
         if self._received is not None:
             self._received.reset()
         self._omits_blocks = False
@@ -131,7 +131,7 @@ class Transform:
         agrees = None
         if self._received is not None:
             applied = self._received.apply([_with_rank(batch) if self._is_shared else batch.payload]).get(0)
-            # In a shared stream this state was restored from what was sent, which can lack blocks of the upstream.
+            # In a shared stream, `received` was restored from sent batches, which can lack blocks of the upstream.
             agrees = None if applied is None or applied.report is None or self._is_shared else applied.report.digest_matches
         payloads, report = self._change(batch)
         report = replace(report, digest_matches=agrees)
@@ -143,7 +143,7 @@ class Transform:
             self._report(batch, replace(report, attestation_matches=self._matches_attestation(report.heartbeat)))
 
     def _matches_attestation(self, heartbeat: Heartbeat | None) -> bool | None:
-        """Return whether what was sent of the upstream is what its heartbeat attests; None if that is unknown."""
+        """Return whether the blocks that were sent for the upstream match its attestation; None if that is unknown."""
         if heartbeat is None or heartbeat.attestation is None or self._omits_blocks:
             return None
         if not self._is_shared:
@@ -151,10 +151,10 @@ class Transform:
         return sum(own.digest for own in self.blocks.values()) & ATTESTATION_MASK == heartbeat.attestation
 
     def _change(self, delivery: RawBatch) -> tuple[list[bytes], BatchReport]:
-        """Return payloads to send for a batch, and what decoding it has shown.
+        """Return the payloads to send for a batch, and the report about its decoding.
 
-        The list is empty if no event is left, and has several payloads if consumers would not accept a single one. Events
-        that the dialect cannot express are rejected too: consumers must notice that they are missing.
+        The list is empty if no event remains, and has several payloads if one would be too large for consumers. Events that the
+        dialect cannot express also count as rejected, because consumers must notice that they are missing.
         """
         decoding = decode_batch(delivery.payload)
         batch, rejected = self._expressible_rank(decoding.batch, list(decoding.rejected))
@@ -175,7 +175,7 @@ class Transform:
         if not self._has_tokens:
             if not self.has_salted_prompts and any(map(_is_salted, events)):
                 self.has_salted_prompts = True
-                self._write_checkpoint()  # before the batch is in the journal, so that a relay that is killed then knows
+                self._write_checkpoint()  # written before the batch, so that a relay that resumes from the journal knows
             events = [redact(event, partial(self._key, rank)) for event in events]
         if events or (report.heartbeat is None and not payloads):
             payloads += self._encode(KVEventBatch(batch.ts, events, rank), rejected)
@@ -183,7 +183,7 @@ class Transform:
         return payloads, replace(report, rejected=tuple(rejected))
 
     def _own(self, rank: int, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
-        """Record the events of a rank, and return them for the shared stream; none of more ranks than a stream has."""
+        """Record the events of a rank, and return them for the shared stream; an empty list for ranks beyond `MAX_RANKS`."""
         blocks = self.blocks
         if rank not in blocks and len(blocks) >= MAX_RANKS:
             rejected.append(Rejected("more", f"an upstream has more than {MAX_RANKS} ranks"))
@@ -197,7 +197,7 @@ class Transform:
         return events
 
     def _expressible_rank(self, batch: KVEventBatch, rejected: list[Rejected]) -> tuple[KVEventBatch, list[Rejected]]:
-        """Leave out the events of a second rank if the dialect has no field for the rank: consumers would mix the ranks."""
+        """Reject the events of a second rank if the dialect has no field for the rank: consumers would mix the ranks."""
         rank = batch.data_parallel_rank
         if self._dialect is None or self._dialect.has_rank or rank in {None, self._first_rank}:
             return batch, rejected
@@ -208,14 +208,14 @@ class Transform:
         return msgspec.structs.replace(batch, events=[]), [*rejected, lost]
 
     def _clear_other_ranks(self, rank: int, ts: float, events: list[KVEvent], rejected: list[Rejected]) -> list[bytes]:
-        """Return payloads for the clears of a batch without a rank, which concern all ranks, except those for `rank`."""
+        """Return payloads that clear all ranks except `rank`: clears in a batch without a rank concern all ranks."""
         clears = [event for event in events if isinstance(event, AllBlocksCleared)]
         removals = {other: own.apply(clears) for other, own in self.blocks.items() if other != rank}
         batches = (KVEventBatch(ts, removed, other) for other, removed in removals.items() if removed)
         return [payload for batch in batches for payload in self._encode(batch, rejected)]
 
     def _is_misplaced(self, event: KVEvent) -> bool:
-        """Return whether consumers have the blocks of an event in another group or tier, which the dialect cannot express."""
+        """Return whether consumers put an event's blocks into a wrong group or tier, as the dialect has no field for it."""
         if self._dialect is None or not isinstance(event, BlockStored):
             return False
         misplaced = {
@@ -226,9 +226,9 @@ class Transform:
         return any(misplaced[name] for name in misplaced.keys() - set(self._dialect.removed_fields))
 
     def _expressible_clears(self, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
-        """Widen each clear whose tier or group the dialect cannot express: consumers clear too much rather than too little.
+        """Widen each clear whose tier or group the dialect cannot express, so that consumers clear too much, not too little.
 
-        Behind a clear of everything, as at the beginning of a compacted history, such a clear says nothing new.
+        After a clear of everything, as at the beginning of a compacted history, such a clear has no effect and is dropped.
         """
         expressible: list[KVEvent] = []
         is_empty = False
@@ -244,14 +244,14 @@ class Transform:
         return expressible
 
     def _expressible_namespaces(self, events: list[KVEvent]) -> list[KVEvent]:
-        """Drop stores of namespaces that the dialect cannot express: consumers would match them with plain prompts."""
+        """Drop stores of namespaces that the dialect cannot express, because consumers would match them with other prompts."""
         if self._dialect is None:
             return [_with_salt_as_unknown_field(event) for event in events]
         fields = self._dialect.stored_fields
         return [event for event in events if not isinstance(event, BlockStored) or _namespace_fields(event).issubset(fields)]
 
     def _key(self, rank: int | None, block_hash: int) -> int:
-        """Return the key that prompts still match; a placeholder for an orphan, and if tokens are dropped."""
+        """Return the block key, which prompts match; or a placeholder if the block is an orphan or tokens are dropped."""
         known = None if self._received is None else self._received.key_of(rank, block_hash)
         return placeholder_key(block_hash) if known is None else known
 
@@ -294,12 +294,12 @@ def _namespace_fields(event: BlockStored) -> set[str]:
     names = {"cache_salt"} if event.cache_salt else set()
     if event.extra_keys and any(event.extra_keys):
         names.add("extra_keys")
-    # An adapter with a number is identified by the number, in all dialects.
+    # All dialects have the number of an adapter, which identifies it without its name.
     return names | ({"lora_name"} if event.lora_name and event.lora_id is None else set())
 
 
 def _with_salt_as_unknown_field(event: KVEvent) -> KVEvent:
-    """Move a salt into the unknown fields: the layout that has room for these has no field for a salt."""
+    """Move a salt into the unknown fields, because the encoding without a dialect has no field for a salt."""
     if not isinstance(event, BlockStored) or event.cache_salt is None:
         return event
     fields = {**(event.unknown_fields or {}), "cache_salt": event.cache_salt}
@@ -313,27 +313,27 @@ _HARMLESS_FIELDS: Final = PLACEMENT_FIELDS.union(
     ("block_hashes", "parent_block_hash", "block_digests", "parent_block_digest", "block_size", "lora_id", "lora_name"),
     ("kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
 )
-"""Fields of a store that reveal nothing about a prompt. The others are removed, also those of releases to come."""
+"""Fields of a store that reveal nothing about a prompt. All other fields are removed, also those of future releases."""
 _PROMPT_FIELDS: Final = tuple(set(BlockStored.__struct_fields__) - _HARMLESS_FIELDS - {"token_ids", "block_keys"})
 
 
 def redact(event: KVEvent, key: Callable[[int], int]) -> KVEvent:
     """Replace the tokens of a store with the keys of its hashes, and remove everything else that reveals a prompt."""
     if isinstance(event, BlockStored):
-        # A store with neither tokens nor keys announces another copy of known blocks, and must stay without keys. A store with
-        # keys comes from another relay, and gets keys again.
+        # A store with neither tokens nor keys announces another copy of known blocks, and must not get keys. A store with keys
+        # comes from another relay, and gets new keys.
         has_content = (event.token_ids or event.block_keys) and event.block_hashes
         keys = list(map(key, event.block_hashes)) if has_content else None
         return msgspec.structs.replace(event, token_ids=[], block_keys=keys, **dict.fromkeys(_PROMPT_FIELDS))
     if event.unknown_fields is None:
         return event
-    # The scope of a clear is among the unknown fields. Without it consumers would clear more.
+    # The scope of a clear is an unknown field. It stays, because without it consumers would clear more.
     scope = scope_of(event) if isinstance(event, AllBlocksCleared) else {}
     return msgspec.structs.replace(event, unknown_fields=scope or None)
 
 
 def placeholder_key(block_hash: int) -> int:
-    """Return a key that depends on the engine's hash alone: no prompt matches it, and a block is found by its hash only."""
+    """Return a key that depends only on the engine's hash, so that no prompt matches the block."""
     return int.from_bytes(blake2b(block_hash.to_bytes(8, "big"), digest_size=8, person=b"kvevents").digest(), "big")
 
 

@@ -1,9 +1,9 @@
-"""The upstreams of a relay: which of their batches are new, how far they are trusted, and which blocks each of them holds.
+"""The upstreams of a relay: which of their batches are new, the trust in them, and which blocks each of them holds.
 
 Several upstreams can become one stream, in which each upstream clears only its own blocks. A clear of one upstream is sent as
 removals of the blocks that this upstream holds, so that the blocks of the others stay. An upstream whose history is not known
-from its start can remove blocks that are not recorded as its own. Such removals are dropped, since the blocks can be another
-upstream's.
+from its start can remove blocks that are not recorded as its own. Such removals are dropped, because the blocks can belong to
+another upstream.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ Position: TypeAlias = tuple[int, int]
 
 
 class Upstreams:
-    """Subscribes to the upstreams, and returns what was not forwarded before.
+    """Subscribes to the upstreams, and returns deliveries that were not forwarded before.
 
-    `checkpoints` are those of an earlier process, by ordinal. `forwarded` is the newest batch of each upstream that it had
-    sent. Both must be of one incarnation; see `resume_point`. Replay returns the batches between them again, and these are
-    skipped.
+    `checkpoints` are those of an earlier process, by ordinal. `forwarded` is the newest batch of each upstream that this
+    process had sent, which must be of the checkpoint's incarnation (`resume_point`). Replay returns the batches from the
+    checkpoint to this one again, and they are skipped.
 
     A sequence number identifies a batch only within one incarnation. So an upstream that is not verified to be the same
     incarnation is followed from its start, with a `Reset`.
@@ -77,7 +77,7 @@ class Upstreams:
     ) -> None:
         self.sources: Final = tuple(sources)
         self.ordinals: Final = {(source.label, source.rank): at for at, source in enumerate(sources)}
-        """Position of each upstream among the sources, by which the journal identifies it."""
+        """Position of each upstream in `sources`, by which the journal identifies the upstream."""
         self._forwarded = dict(forwarded or {})
         self.subscriber: Final[Subscriber[RawBatch]] = Subscriber(decode=False, limits=limits, clock=clock, transport=transport)
         resumed = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in checkpoints}
@@ -89,7 +89,7 @@ class Upstreams:
             raise
 
     def receive(self, timeout: float) -> list[RawDelivery]:
-        """Return new deliveries in order; an empty list after `timeout` seconds without one."""
+        """Return new deliveries in order; an empty list if none arrives within `timeout` seconds."""
         deliveries = self.subscriber.receive_many(timeout=timeout)
         return self._skip_forwarded(deliveries) if self._forwarded else deliveries
 
@@ -98,7 +98,7 @@ class Upstreams:
         return self.ordinals[delivery.source, delivery.rank]
 
     def trust(self) -> Trust:
-        """Return the lowest trust of all upstreams; the reason names them. It is attested if all of them are."""
+        """Return the lowest trust of all upstreams; the reason names those that have it. It is attested if all are."""
         return _combine_trust({source: self.subscriber.trust(*source) for source in self.ordinals})
 
     def statuses(self) -> list[StreamStatus]:
@@ -106,7 +106,7 @@ class Upstreams:
         return sorted(self.subscriber.statuses(), key=lambda status: self.ordinals[status.source, status.rank])
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoint of each upstream, by ordinal. Call it when everything received has been sent."""
+        """Return the checkpoint of each upstream, by ordinal. Call it when all received deliveries have been sent."""
         return sorted(self.subscriber.checkpoints(), key=lambda checkpoint: self.ordinals[checkpoint.source, checkpoint.rank])
 
     def _skip_forwarded(self, deliveries: list[RawDelivery]) -> list[RawDelivery]:
@@ -122,7 +122,7 @@ class Upstreams:
                 restarted.add(ordinal)
                 self._follow_from_start(ordinal)
             elif isinstance(delivery, RawBatch):
-                # What decoding a skipped batch shows counts for the upstream's trust in this process.
+                # A skipped batch is decoded, because its findings affect the upstream's trust in this process.
                 batch = delivery.decode()
                 if (report := inspect_events(batch.events, batch.rejected)) is not None:
                     self.subscriber.report(delivery, report)
@@ -134,12 +134,12 @@ class Upstreams:
             return True
         if isinstance(delivery, RawBatch) and (delivery.incarnation, delivery.seq) <= newest:
             return False
-        # Deliveries come in order, so all that follow are new.
+        # Deliveries are in order, so all later ones are new.
         del self._forwarded[ordinal]
         return True
 
     def _follow_from_start(self, ordinal: int) -> None:
-        """Follow an upstream from number 0, since its numbers can be those of another incarnation."""
+        """Follow an upstream from number 0, because its numbers can belong to another incarnation."""
         source = self.sources[ordinal]
         log.warning(
             "%s rank %d: not verified to be the same incarnation as before the relay restarted; following it from its start",
@@ -153,7 +153,7 @@ class Upstreams:
 
 
 def lowest_trust(statuses: Sequence[StreamStatus]) -> Trust:
-    """Return the lowest trust of several streams; the reason names the streams that have it. It is attested if all are."""
+    """Return the lowest trust of streams; the reason names the streams that have it. It is attested if all streams are."""
     return _combine_trust({(status.source, status.rank): status.trust for status in statuses})
 
 
@@ -168,8 +168,8 @@ def _combine_trust(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
 def resume_point(checkpoint: Checkpoint, position: Position | None) -> Checkpoint:
     """Return the checkpoint to resume from if the journal ends with `position` of the upstream.
 
-    If the upstream began a new incarnation after the checkpoint, the checkpoint's number does not say what was sent. Then the
-    upstream is followed from its start, with a `Reset`.
+    If the upstream began a new incarnation after the checkpoint, the checkpoint's number does not show which batches were sent.
+    Then the upstream is followed from its start, with a `Reset`.
     """
     if position is None or position[0] == checkpoint.incarnation:
         return checkpoint
@@ -183,7 +183,7 @@ _BLOCKS_PER_PIECE: Final = 500_000
 
 
 class RemovalPlacement(NamedTuple):
-    """Where a copy of a block is, in the fields of a removal."""
+    """The placement of a copy, as the fields of a removal state it."""
 
     medium: str | None
     group_idx: int | None
@@ -197,15 +197,16 @@ PLACEMENT_FIELDS: Final = frozenset(RemovalPlacement._fields)
 class UpstreamBlocks:
     """Counts the copies of each block that one upstream holds, by placement.
 
-    `fields` are the fields of a placement that the dialect of the stream can express. Placements that differ only in other
-    fields are one placement.
+    `fields` are the fields of a placement that the dialect of the stream has. Placements that differ only in other fields count
+    as equal.
     """
 
     def __init__(self, fields: frozenset[str] = PLACEMENT_FIELDS) -> None:
         self._fields: Final = fields
         self._placements: dict[RemovalPlacement, Counter[int]] = {}
         self._certain: dict[RemovalPlacement, set[int]] = {}
-        """The blocks below the device that were stored since the last clear without a tier. Others there might be gone."""
+        """By placement below the device, the blocks stored since the last clear without a tier, so that they certainly
+        exist."""
         self._count = 0
         self._digest = 0
 
@@ -214,13 +215,13 @@ class UpstreamBlocks:
 
     @property
     def digest(self) -> int:
-        """What the attestation of the upstream's engine is (`Heartbeat.attestation`) if the engine has these blocks."""
+        """The attestation (`Heartbeat.attestation`) that an engine with exactly these blocks sends."""
         return self._digest & ATTESTATION_MASK
 
     def apply(self, events: Iterable[KVEvent]) -> list[KVEvent]:
         """Record the events of the upstream, and return them for the shared stream: clears become removals.
 
-        All of them name a group, since consumers count the copies of several upstreams only then.
+        All returned events name a group, because consumers count the copies of several upstreams only if they do.
         """
         out: list[KVEvent] = []
         for event in events:
@@ -230,7 +231,7 @@ class UpstreamBlocks:
         return out
 
     def clear(self, **scope: Any) -> list[KVEvent]:
-        """Forget all blocks, or those of one scope such as `medium="GPU"`, and return the removals that say so."""
+        """Forget all blocks, or those of one scope such as `medium="GPU"`, and return the removals of these blocks."""
         return self._empty(
             placement
             for placement in self._placements
@@ -242,7 +243,7 @@ class UpstreamBlocks:
         return list(chain.from_iterable(self._removals(placement, copies) for placement, copies in self._placements.items()))
 
     def dump(self) -> list[Any]:
-        """Return the blocks in pieces of a few megabytes that msgspec can encode, for `load`."""
+        """Return the blocks for `load`, in pieces of a few megabytes that msgspec can encode."""
         pieces: list[Any] = []
         for placement, copies in self._placements.items():
             hashes, counts = list(copies), list(copies.values())
@@ -268,7 +269,7 @@ class UpstreamBlocks:
             return self.clear()
         if scope:
             return self.clear(**scope)
-        # SGLang, which names its host memory so, empties that too.
+        # SGLang, whose name for host memory is `MEDIUM_CPU_PINNED`, also empties host memory.
         tiers = TIERS[: 1 + any(placement.medium == MEDIUM_CPU_PINNED for placement in self._placements)]
         removals = self._empty(
             placement for placement in self._placements if tier_of(placement.medium) in tiers and placement.locality != "REMOTE"
@@ -276,7 +277,7 @@ class UpstreamBlocks:
         return [*removals, *chain.from_iterable(map(self._doubt, self._placements))]
 
     def _doubt(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
-        """Mark all copies as uncertain. A store of one more copy and a removal show that to consumers."""
+        """Mark all copies as uncertain. To consumers, a store of one more copy and its removal show that."""
         hashes = list(self._certain.pop(placement, ()))
         for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
             some = hashes[start : start + limit]
