@@ -1,8 +1,8 @@
 """Discovery of the engines behind a DNS name: every address, or every SRV target, is one instance.
 
-A name is looked up in the hosts file first, then in DNS, as a container's `nsswitch.conf` has it. dnspython sends the queries
-instead of `getaddrinfo`, which knows no SRV records and no TTL. `getaddrinfo` also blocks a thread, which cannot be cancelled,
-for as long as a nameserver is silent. Names that only other NSS modules know (mDNS, LDAP) are not found.
+A name is looked up in the hosts file first and then in DNS, which is the usual order of `nsswitch.conf` in containers.
+dnspython sends the queries, since `getaddrinfo` knows neither SRV records nor TTLs. While a nameserver is silent, `getaddrinfo`
+also blocks a thread that cannot be cancelled. Names that only other NSS modules know (mDNS, LDAP) are not found.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Resolved(NamedTuple):
 class DnsResolver:
     """Looks up names at the nameservers of `/etc/resolv.conf`, or at given ones.
 
-    Raises `MissingDependencyError` if dnspython is not installed, and its methods `ResolveError` if no nameserver answers or
+    Raises `MissingDependencyError` if dnspython is not installed. Its methods raise `ResolveError` if no nameserver answers or
     the name does not exist.
     """
 
@@ -55,7 +55,7 @@ class DnsResolver:
     port: int = 53
     """Port of the given nameservers."""
     seconds: float = 5.0
-    """Longest time for one lookup: all nameservers and repetitions together."""
+    """Maximum time for one lookup, with all its nameservers and repetitions."""
     hosts: Path = Path("/etc/hosts")
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class DnsResolver:
             raise MissingDependencyError("discovery by DNS needs dnspython", "service")
 
     async def addresses(self, name: str) -> Resolved:
-        """Return IPv4 addresses, or IPv6 addresses if there are no others. A host that has both is one engine."""
+        """Return IPv4 addresses, or IPv6 addresses if there is no IPv4 address. So a host that has both is one engine."""
         listed = await asyncio.to_thread(_addresses_in, self.hosts, name)
         if listed:
             return Resolved(listed)
@@ -81,7 +81,7 @@ class DnsResolver:
         return found
 
     async def _look_up(self, name: str, kind: str) -> Resolved:
-        """Return the records of one kind. The result has no hosts if DNS reports that the records do not exist."""
+        """Return the records of one type. The result is empty if DNS reports that the name has no such records."""
         from dns.asyncbackend import get_backend  # noqa: PLC0415
         from dns.asyncresolver import Resolver as AsyncResolver  # noqa: PLC0415
         from dns.exception import DNSException, Timeout  # noqa: PLC0415
@@ -112,7 +112,7 @@ class DnsResolver:
 
 
 def _addresses_in(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
-    """Return the addresses of a name in a hosts file. The address of an address is itself."""
+    """Return the addresses of a name in a hosts file. An address in place of a name is returned as it is."""
     address = name.removeprefix("[").removesuffix("]")
     if ":" in address or address.replace(".", "").isdecimal():
         return ((address, None),)
@@ -128,13 +128,13 @@ def _addresses_in(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
 
 
 class DnsTarget(NamedTuple):
-    """A name to look up, and the kind of server at each of its addresses."""
+    """A name to look up, and the kind of server that listens at each of its addresses."""
 
     scheme: str
     """`tcp` for the events of an engine, `http` or `https` for a server that describes an engine."""
     host: str
     port: int | None
-    """None if an SRV record contains it."""
+    """None if the port is in the SRV record."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -155,7 +155,7 @@ class DnsTarget(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DnsProvider:
-    """Finds the engines behind a name. If the target begins with `http://`, each engine is queried for its endpoints.
+    """Finds the engines behind a DNS name. If the target begins with `http://`, each engine is queried for its endpoints.
 
     Raises `ConfigError` for an invalid target, and for a template without a model if the engines are not queried.
     """
@@ -164,7 +164,7 @@ class DnsProvider:
     template: Template = DEFAULT_TEMPLATE
     resolver: DnsResolver = field(default_factory=DnsResolver)
     max_stale: float = 300.0
-    """Seconds for which the engines of a name that no longer resolves stay: a dead nameserver must not empty the index."""
+    """Seconds for which engines stay after their name no longer resolves: a dead nameserver must not empty the index."""
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
 
@@ -179,7 +179,7 @@ class DnsProvider:
         return f"dns {self.target}"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield the engines behind the name. While it does not resolve, yield a fault, and the last engines for `max_stale`."""
+        """Yield the engines behind the name. While it does not resolve, yield a fault, and for `max_stale` the last engines."""
         _, host, port = DnsTarget.parse(self.target)
         backoff = Backoff(self.clock.random)
         yielded, last = None, Finding()
@@ -189,7 +189,7 @@ class DnsProvider:
                 resolved = await (self.resolver.services(host) if port is None else self.resolver.addresses(host))
             except ResolveError as error:
                 pause = backoff.next_delay()
-                # Engines that would become too old during the pause are dropped at its beginning.
+                # Engines that would exceed `max_stale` during the pause are dropped before the pause.
                 if self.clock.now() + pause - resolved_at > self.max_stale:
                     last = Finding()
                 known = len(last.registrations) + len(last.providers)
@@ -211,7 +211,7 @@ class DnsProvider:
         if scheme == "tcp":
             found = [self.template.registrations(address, f"tcp://{address}") for address in addresses]
             return Finding(registrations=tuple(registration for ranks in found for registration in ranks))
-        # A certificate contains the name of the host, not its addresses.
+        # Check certificates for the DNS name: they contain no addresses.
         http = replace(self.http, server_name=self.http.server_name or name.strip("[]")) if port is not None else self.http
         urls = [f"{scheme}://{address}" for address in addresses]
         return Finding(providers=tuple(EngineProvider(url, self.template, http=http, clock=self.clock) for url in urls))

@@ -8,10 +8,10 @@ external load balancer the first rank need not be 0::
            "buffer_steps": 10000, "hwm": 100000, "max_queue_size": 100000, "topic": ""}}
 
 SGLang (`sglang/srt/runtime_context.py`, `describe_kv_events_publisher`, 0.5.23): `GET /server_info` returns all settings of the
-server. Its field `kv_events` is one address for all ranks (rank r is r ports higher; null if events are off). The address is
-correct for the ranks of the server's own node only. If the field `kv_event_sources` is present too, it lists those ranks.
-Releases before `kv_events` return the flag that they were started with as `kv_events_config`, and those before `/server_info`
-call the path `/get_server_info`::
+server. Its field `kv_events` is one address for all ranks (the port of rank r is r higher), or null if events are off. The
+address is correct only for the ranks of the server's own node. If the field `kv_event_sources` is present too, it lists those
+ranks. Releases without `kv_events` return the flag that they were started with as `kv_events_config`, and older ones call the
+path `/get_server_info`::
 
     {"served_model_name": "Qwen/Qwen3-0.6B", "nnodes": 1, "node_rank": 0, ...,
      "kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "", "block_size": 64,
@@ -70,7 +70,7 @@ class EngineInfo(Struct):
     """Ranks that cannot be followed, with the reason as the end of a sentence: `rank 3 of ENGINE ...`."""
     model: str | None = None
     has_metrics: bool = False
-    """Whether the server has metrics of its load unless they are switched off, as vLLM's."""
+    """Whether the server, like vLLM's, has metrics of its load by default."""
     off_reason: str | None = None
     """Why the engine publishes no events at all, as the end of a sentence."""
 
@@ -192,9 +192,9 @@ def _sglang_rank(rank: int, descriptor: _Descriptor, host: str) -> RankEndpoint:
     own = bracket_host(descriptor.endpoint_host or "*")
     replay_port = descriptor.replay_endpoint_port_base
     endpoint = replace_wildcard_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)
-    # The replay socket is always bound on the host of the HTTP server, regardless of the host that events are sent to.
+    # The replay socket is always bound on the host of the HTTP server, whatever host events are sent to.
     replay = None if replay_port is None else replace_wildcard_host(f"tcp://*:{replay_port + rank}", host)
-    # A load port that cannot be used costs the load only.
+    # If the load port cannot be used, only the load is missing.
     load_port = (descriptor.load_endpoint_port_base or 0) + rank if descriptor.load_endpoint_port_base else 0
     load = replace_wildcard_host(f"tcp://{own}:{load_port}", host) if 0 < load_port <= MAX_PORT else None
     topic, size = descriptor.topic or "", descriptor.block_size or None
@@ -222,9 +222,9 @@ INFO_PATHS: Final = (
     ("/server_info", parse_server_info),
     ("/get_server_info", parse_server_info),
 )
-"""Paths at which engines describe themselves, and the parsers of the answers. The first path that exists counts."""
+"""Paths at which engines describe themselves, and the parsers of the answers. The first path that exists is used."""
 RETRY_SECONDS: Final = 2.0
-"""Longest pause between two queries to an engine that does not answer: within it an engine that has started is found."""
+"""Longest pause between two queries to an engine that does not answer. Within this time a started engine is found."""
 RESOLVE_SECONDS: Final = 2.0
 """Longest time to resolve the name of a host."""
 MAX_REDIRECTS: Final = 3
@@ -238,25 +238,25 @@ _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity", 
 
 
 class EngineHttpClient(Struct, frozen=True):
-    """Sends GET requests to engines, each over a connection of its own, within these bounds."""
+    """Sends GET requests to engines, each over a new connection and within these limits."""
 
     connect_seconds: float = 2.0
-    """Longest time for the name, the connection and TLS."""
+    """Longest time for resolving the name, connecting and TLS."""
     read_seconds: float = 5.0
     """Longest time for the whole answer."""
     max_bytes: int = 1 << 20
-    """Maximum size of the body of an answer. The largest that is requested, SGLang's `/server_info`, has some tens of kB."""
+    """Maximum size of the body of an answer. The largest answer, that of SGLang's `/server_info`, has some tens of kB."""
     max_connections: int = 256
     """Maximum number of open connections of all clients in one event loop; the first client in the loop sets it. More
-    connections would need many file descriptors and measure the loop instead of the engines. Of 4,096 dead engines each is
-    queried every 32 s."""
+    connections would need many file descriptors, and would time out because of the loop instead of the engines. If 4,096
+    engines are dead, each is queried every 32 s."""
     tls: ssl.SSLContext | None = None
     """TLS settings for `https` URLs; by default the system's authorities are trusted."""
     server_name: str | None = None
     """Name that the certificate must have; by default the URL's host."""
 
     async def get(self, url: BaseUrl, *, other_hosts: bool = False) -> "Answer":
-        """Return the answer after redirects on the same host and port, or also to others. Raises `EngineQueryError`."""
+        """Return the answer after redirects within a host and port, or also to others. Raises `EngineQueryError`."""
         for _ in range(1 + MAX_REDIRECTS):
             answer = await self._get(url)
             if answer.status not in {301, 302, 303, 307, 308} or not answer.location:
@@ -265,7 +265,7 @@ class EngineHttpClient(Struct, frozen=True):
         raise EngineQueryError(f"{url} redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: BaseUrl) -> "Answer":
-        # aiohttp is a third of what a service imports; one whose engines are registered needs it never.
+        # aiohttp is a third of what a service imports. A service to which all engines are registered does not need it.
         from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits  # noqa: PLC0415
 
         bounds = RequestLimits(self.read_seconds, self.max_bytes, self.connect_seconds)
@@ -286,7 +286,7 @@ _SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] =
 
 
 async def is_same_host(host: str, other: str) -> bool:
-    """Whether all addresses of a host are addresses of another one, which has those of this machine if it is loopback."""
+    """Whether all addresses of a host are addresses of `other`. If that is loopback, it has all addresses of this machine."""
     try:
         addresses, others = await resolve(host), await resolve(other)
     except (OSError, UnicodeError):
@@ -296,14 +296,14 @@ async def is_same_host(host: str, other: str) -> bool:
 
 
 async def resolve(host: str) -> set[str]:
-    """Return the addresses of a host. Raises `OSError` or `UnicodeError` without any, and `TimeoutError`."""
+    """Return the addresses of a host. Raises `OSError` or `UnicodeError` if it has no address, and `TimeoutError`."""
     async with asyncio.timeout(RESOLVE_SECONDS):
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return {str(address[4][0]) for address in found}
 
 
 def _is_own_address(address: str) -> bool:
-    """Whether an address belongs to this machine: only to such a socket can be bound."""
+    """Whether an address belongs to this machine: a socket can be bound to it only if it does."""
     with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return True
@@ -311,22 +311,22 @@ def _is_own_address(address: str) -> bool:
 
 
 class Declaration(Struct, frozen=True):
-    """What is said of an engine elsewhere, such as by labels of its pod. What the engine itself says takes precedence."""
+    """Facts about an engine from another place, such as labels of its pod. The engine's own answers take precedence."""
 
     model: str | None = None
     names_model: bool = False
-    """Whether `model` is a name that the engine must serve, and not a nickname."""
+    """Whether the engine must serve a model with exactly this name; otherwise `model` can be a nickname."""
     events_port: int | None = None
-    """Port of the first rank's events, if it is stated."""
+    """Port of the first rank's events, if it is declared."""
     replay_port: int | None = None
     assumed_events_port: int = 5557
-    """Port of the first rank's events otherwise."""
+    """Port of the first rank's events if neither the engine nor a declaration names it."""
     assumed_replay_port: int | None = None
     is_relay: bool = False
-    """Whether the ports are those of relays beside the engine, which are followed in its place."""
+    """Whether the ports belong to relays beside the engine, which are followed in place of the engine."""
 
     def endpoints(self, host: str, template: Template) -> list[RankEndpoint]:
-        """Return the endpoints of all ranks of an engine at `host` that does not name them."""
+        """Return the endpoints of all ranks of an engine at `host` that does not name its endpoints."""
         events, replay = self.events_port or self.assumed_events_port, self.replay_port or self.assumed_replay_port
         ranks = []
         for index in range(template.ranks):
@@ -335,7 +335,7 @@ class Declaration(Struct, frozen=True):
         return ranks
 
     def contradictions(self, first: RankEndpoint, models: set[str]) -> Iterator[str]:
-        """Yield what the engine says otherwise, each as a sentence. `first` is its first rank, not always 0."""
+        """Yield sentences about declared values that the engine contradicts. `first` is its first rank, which need not be 0."""
         if self.names_model and models and self.model not in models:
             yield f"it is declared to serve {self.model}, and serves {', '.join(sorted(models))}"
         replay = first.replay_endpoint or "no endpoint"
@@ -356,11 +356,11 @@ class EngineProvider:
     instance: str | None = None
     """Name of the engine for routers; by default host and port of the URL."""
     interval: float = 15.0
-    """Seconds between two queries to an engine that answers. A change of its ports stays unknown for this long."""
+    """Seconds between two queries to an engine that answers. A change of its ports is noticed after this time."""
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
     declared: Declaration | None = None
-    """What counts if the engine does not describe itself, or requires a key."""
+    """What is known of the engine from elsewhere. It is used if the engine does not describe itself, or requires a key."""
 
     def __post_init__(self) -> None:
         BaseUrl.parse(self.base_url)
@@ -376,7 +376,7 @@ class EngineProvider:
         return self.instance or BaseUrl.parse(self.base_url).address
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield what the engine reports. While it does not answer, yield its last report and a fault."""
+        """Yield what the engine reports. While the engine does not answer, yield the last report with a fault."""
         backoff = Backoff(self.clock.random, maximum=RETRY_SECONDS)
         yielded, last = None, Finding()
         while True:
@@ -402,7 +402,7 @@ class EngineProvider:
                 return await self._finding(url, parse(answer, url.host))
         if self.declared is not None:
             ranks = self.declared.endpoints(bracket_host(url.host), self.template)
-            return await self._finding(url, EngineInfo(ranks, has_metrics=True))  # as vLLM before 0.31 has
+            return await self._finding(url, EngineInfo(ranks, has_metrics=True))  # as vLLM before 0.31
         paths = "neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang)"
         raise EngineQueryError(f"{url} has {paths}: name its endpoint instead")
 
@@ -457,14 +457,14 @@ class EngineProvider:
 
     @staticmethod
     def _follow_relays(relays: list[RankEndpoint], info: EngineInfo) -> None:
-        """Put the endpoints of relays in the place of the engine's, which needs to be reachable for its relays only."""
+        """Replace the engine's endpoints by those of relays. Then only the relays need to reach the engine."""
         known = {each.rank: each for each in info.endpoints}
         pairs = [(relay, known.get(relay.rank, relay)) for relay in relays]
         info.endpoints = [replace(relay, topic=own.topic, block_size=own.block_size, load=own.load) for relay, own in pairs]
         info.missing = {}
 
     async def _drop_foreign_endpoints(self, url: BaseUrl, info: EngineInfo) -> None:
-        """Move the ranks whose endpoints are not at the queried host to the missing ones."""
+        """Mark ranks as missing if one of their endpoints is not at the queried host."""
         hosts: dict[str, bool] = {url.host: True}
         for rank in list(info.endpoints):
             named = [rank.endpoint]
@@ -481,7 +481,7 @@ class EngineProvider:
                     break
 
     async def _models(self, url: BaseUrl, *, is_needed: bool) -> list[_Model]:
-        """Return the models of `/v1/models`. Raises `EngineQueryError` only if the list is needed."""
+        """Return the models of `/v1/models`, none after an error. Raises `EngineQueryError` if they are needed."""
         try:
             answer = await self._get(url.join("/v1/models"))
             return [] if answer is None else msgspec.convert(answer, _Models).data
@@ -493,7 +493,7 @@ class EngineProvider:
             raise EngineQueryError(f"/v1/models does not have the shape of OpenAI's: {error}") from error
 
     def _add_configured_ranks(self, info: EngineInfo) -> None:
-        """Add the ranks of the template that the engine does not report to the missing ones."""
+        """Mark ranks of the template as missing if the engine does not report them."""
         reported = info.missing.keys() | {found.rank for found in info.endpoints}
         first, count = self.template.rank, self.template.ranks
         unreported = set(range(first, first + count)) - reported if count > 1 else ()

@@ -1,4 +1,4 @@
-"""Discovery of engines that `[[sources]]` tables name: those of the configuration, and those of watched files."""
+"""Discovery of engines that `[[sources]]` tables name, in the configuration and in watched files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_FAULTS: Final = 16
 """Maximum number of invalid tables of one file that are reported one by one."""
 
 _Stamp: TypeAlias = tuple[int, ...] | None
-"""What `stat` returns for a file: another value after each change and after each replacement. None if `stat` fails."""
+"""Values of `stat` for a file, which differ after each change and each replacement. None if `stat` fails."""
 
 
 def build_finding(tables: Iterable[SourceTable]) -> Finding:
@@ -51,11 +51,11 @@ class StaticProvider(Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class FileProvider:
-    """Finds the engines of a watched file. An invalid or missing file only adds faults: the engines named before stay."""
+    """Finds the engines of a watched file. If the file is invalid or missing, there are faults, and the former engines stay."""
 
     path: Path
     alone: bool = True
-    """Whether the file contains nothing but tables of sources; the service's configuration contains other settings too."""
+    """Whether the file contains only tables of sources. The service's configuration contains other settings too."""
     interval: float = CHECK_SECONDS
     max_bytes: int = MAX_FILE_BYTES
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
@@ -73,7 +73,7 @@ class FileProvider:
             stamp = await asyncio.to_thread(file_stamp, self.path)
             if stamp != seen:
                 read = await asyncio.to_thread(self._load, found)
-                # If the file was written meanwhile, only half of it may have been read: the next check reads it again.
+                # If the file was written during the read, it may have been read in part. Then the next check reads it again.
                 if stamp == await asyncio.to_thread(file_stamp, self.path):
                     seen, found = stamp, read
                     yield found
@@ -88,7 +88,7 @@ class FileProvider:
 
 
 def file_stamp(path: Path) -> _Stamp:
-    """Return what identifies the content of a file: another value after each change and after each replacement."""
+    """Return a value for the content of a file, which differs after each change and each replacement."""
     try:
         found = path.stat()
     except OSError:

@@ -3,12 +3,12 @@
 | pod | engine |
 |---|---|
 | was Ready once | followed |
-| no longer Ready | followed, and without requests while another one is left: its cache is still there |
+| no longer Ready | followed, since its cache still exists; gets no requests while another engine can take them |
 | has a deletion timestamp | drains: no answer names it any more |
 | failed (evicted, out of memory) | gone, with a fault until the pod is deleted |
 | deleted | gone |
 
-There is one watch of pods in each namespace, and one of pools if pools are named, whatever the number of engines.
+Each namespace has one watch of pods, and one watch of pools if pools are named, whatever the number of engines.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KubernetesProvider:
-    """Finds the engines in the pods of some namespaces. Raises `MissingDependencyError` without kubernetes_asyncio."""
+    """Finds the engines in the pods of namespaces. Raises `MissingDependencyError` without kubernetes_asyncio."""
 
     settings: KubernetesSettings
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
@@ -65,7 +65,7 @@ class KubernetesProvider:
         return f"kubernetes {settings.selector or ', '.join(settings.pools)}"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield the engines of all namespaces. While the API server is away, yield a fault and the last engines."""
+        """Yield the engines of all namespaces. While the API server does not answer, yield the last engines with a fault."""
         changed = asyncio.Event()
         names = self.settings.namespaces or (own_namespace(self.settings.kubeconfig),)
         namespaces = [_Namespace(name, self.settings, self.clock, changed.set) for name in names]
@@ -108,7 +108,7 @@ class _Namespace:
         self._readings: dict[str, _Reading] = {}
 
     def faults(self) -> list[str]:
-        """Return what is wrong with the watches, and the pools that do not exist."""
+        """Return sentences about watches that fail and pools that do not exist."""
         sentences = [watch.fault for watch in self.watches if watch.fault is not None]
         if self._pools is not None and self._pools.is_listed:
             missing = [name for name in self._settings.pools if name not in self._pools.objects]
@@ -116,7 +116,7 @@ class _Namespace:
         return sentences
 
     def read(self) -> Iterable[_Reading]:
-        """Read the pods that have changed, and return the readings of all."""
+        """Read the pods that have changed, and return the readings of all pods."""
         pools = None
         if self._pools is not None:
             pools = [pool for name in self._settings.pools if (pool := self._pools.objects.get(name)) is not None]
@@ -137,13 +137,13 @@ class _Namespace:
         if not pod.status.pod_ip or pod.status.phase == "Succeeded":
             return _Reading(pod, pool)
         ports = () if pool is None else pool.ports
-        # Pods of several namespaces can have one name.
+        # Pods of different namespaces can have the same name.
         instance = f"{metadata.name}.{self.name}" if len(self._settings.namespaces) > 1 else metadata.name
         try:
             engine = read_engine(pod, instance, self.name, ports, self._settings)
         except ConfigError as error:
             return _Reading(pod, pool, fault=str(error))
-        if before is not None and before.engine == engine:  # its provider is the one that runs: comparing both is fast
+        if before is not None and before.engine == engine:  # keep the object of the running provider, for fast comparisons
             engine = before.engine
         return _Reading(pod, pool, engine, was_ready, reason)
 

@@ -1,10 +1,10 @@
 """The objects of one kind in one namespace of a Kubernetes API server: list, then watch.
 
-The watch begins at the version of the list, so it contains every change since, deletions included. When it ends, the next one
-begins at the last version that it had, which bookmarks keep recent while nothing changes. When the server no longer has the
-changes since that version (status 410, after etcd is compacted), the objects are listed again, and those that are no longer
-listed are gone. So no deletion is missed, however long the server was away; meanwhile the objects stay. The section "Efficient
-detection of changes" of "Kubernetes API Concepts" has the rules.
+The watch begins at the version of the list, so it contains every change since, deletions included. When a watch ends, the next
+one begins at the last version that the former watch received. Bookmarks keep this version recent while nothing changes. When
+the server no longer has the changes since that version (status 410, after etcd is compacted), the objects are listed again, and
+those that are no longer listed are gone. So no deletion is missed, however long the server was away; until it is back the
+objects stay. The section "Efficient detection of changes" of "Kubernetes API Concepts" has the rules.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ PAGE_SIZE: Final = 500
 WATCH_SECONDS: Final = 300
 """Time after which the server ends a watch, so that connections move to other servers; client-go takes 5 to 10 minutes."""
 SILENCE_SECONDS: Final = 12.0
-"""Time without data after which a watch begins again, and without an answer after which the server counts as away. Otherwise a
-stopped server looks like one without changes, since bookmarks come about every minute only."""
+"""Time without data after which a watch begins again, and time without an answer after which the server counts as away. Without
+it a stopped server would look like one without changes, since bookmarks come only about every minute."""
 CONNECT_SECONDS: Final = 10.0
 """Longest time to connect for a watch."""
 LIST_SECONDS: Final = 30.0
 """Longest time of a list request."""
 STEADY_SECONDS: Final = 5.0
-"""Time for which a watch must last to end without a pause before the next one."""
+"""Minimum duration of a watch after which the next one begins without a pause."""
 MAX_PAUSE_SECONDS: Final = 5.0
-"""Longest pause between two attempts: within it changes are followed again after the server is back."""
+"""Longest pause between two attempts. Within this time changes are followed again after the server is back."""
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _IN_CLUSTER: Final = "KUBERNETES_SERVICE_HOST"
 
@@ -92,7 +92,7 @@ class ApiServerError(ExternalError):
 
 
 class _ExpiredError(ApiServerError):
-    """The server no longer has the changes since a version, or the rest of a list."""
+    """The server no longer has the changes since a version, or the further pages of a list."""
 
 
 T = TypeVar("T", bound=KubernetesObject)
@@ -109,7 +109,7 @@ class ObjectKind(Generic[T]):
     """Its API group; empty for the core group."""
 
     def request(self, api: Any, namespace: str, **parameters: Any) -> Any:
-        """Send a list or watch request, whose answer is not read, to be awaited."""
+        """Return an awaitable that sends a list or watch request. The caller reads the response."""
         from kubernetes_asyncio.client import CoreV1Api, CustomObjectsApi  # noqa: PLC0415
 
         if not self.group:
@@ -120,7 +120,7 @@ class ObjectKind(Generic[T]):
 
 @asynccontextmanager
 async def connect(kubeconfig: str | None) -> AsyncGenerator[Any, None]:
-    """Connect as the pod's service account, or as a kubeconfig says. Every connection reads the credentials again."""
+    """Connect with the pod's service account, or with a kubeconfig. Every connection reads the credentials again."""
     from kubernetes_asyncio import client, config  # noqa: PLC0415
 
     configuration = client.Configuration()
@@ -128,7 +128,7 @@ async def connect(kubeconfig: str | None) -> AsyncGenerator[Any, None]:
         config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     else:
         await config.load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)
-    # Python 3.13 demands fields of certificates that those of some clusters lack, and that kubectl does not look at.
+    # Python 3.13 demands fields that the certificates of some clusters lack; kubectl does not check them.
     configuration.disable_strict_ssl_verification = True
     async with client.ApiClient(configuration) as api:
         yield api
@@ -161,9 +161,9 @@ class ObjectWatch(Generic[T]):
         kubeconfig: str | None = None,
     ) -> None:
         self.objects: dict[str, T] = {}
-        """The objects by name, as the server had them last."""
+        """The objects by name, in their last known versions."""
         self.fault: str | None = None
-        """Why changes are not followed at present, as a sentence; None while they are."""
+        """Why changes are not followed at present, as a sentence; None while they are followed."""
         self.is_listed = False
         """Whether the objects were listed at least once."""
         self.namespace: Final = namespace
@@ -174,7 +174,7 @@ class ObjectWatch(Generic[T]):
         self._kubeconfig = kubeconfig
         self._options = {} if selector is None else {"label_selector": selector}
         self._version: str | None = None
-        """Version after which the next watch begins; None before a list."""
+        """Version after which the next watch begins; None if the objects must be listed first."""
 
     async def run(self) -> None:
         """Follow the objects until cancelled."""
@@ -260,7 +260,7 @@ class ObjectWatch(Generic[T]):
             _check(msgspec.json.decode(event.object, type=_Status).code, event.object)
         metadata = msgspec.json.decode(event.object, type=KubernetesObject).metadata
         self._version = metadata.resource_version
-        if event.type == "BOOKMARK":  # an object of null values except for its version
+        if event.type == "BOOKMARK":  # it has a version and no other values
             return
         if event.type == "DELETED":
             self.objects.pop(metadata.name, None)
@@ -269,7 +269,7 @@ class ObjectWatch(Generic[T]):
         self._on_change()
 
     def _put(self, raw: Raw) -> None:
-        """Store an object. An object of an unexpected shape counts as deleted: it must not end the watch."""
+        """Store an object. An object of an unexpected shape counts as deleted, so that it does not end the watch."""
         try:
             decoded = self._decoder.decode(raw)
         except msgspec.ValidationError as error:

@@ -1,8 +1,8 @@
-"""What a pod says about its engine: labels, annotations and ports, and the conventions of the projects that deploy engines.
+"""What a pod declares about its engine by labels, annotations and ports, in the conventions of projects that deploy engines.
 
 Keys of kvevents begin with `kvevents/` and can be annotations or labels: `model`, `tenant`, `group`, `role`, `zone`,
-`http-port`, `events-port`, `replay-port`, `ranks`, `stores-only` and `drafts`. Without them the table `CONVENTIONS` counts,
-then the names of container ports. Whatever the engine itself says over HTTP takes precedence (`Declaration`).
+`http-port`, `events-port`, `replay-port`, `ranks`, `stores-only` and `drafts`. If a key is missing, the table `CONVENTIONS`
+applies, and then the names of container ports. Values that the engine itself reports over HTTP take precedence (`Declaration`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _ZONE: Final = "topology.kubernetes.io/zone"
 _ROLES: Final = frozenset({"encode", "prefill", "decode", "both"})
 """Parts of the roles that conventions name, such as llm-d's `prefill-decode`. Dynamo also has workers without a role."""
 _HTTP_PORTS: Final = ("http", "api", "container-port", "modelserver", "vllm", "sglang", "serve")
-"""Names of container ports with an engine's HTTP server. Without one the first port without another known name counts."""
+"""Names of container ports with an engine's HTTP server. If no port has one of them, the first port of unknown name is used."""
 _EVENTS_PORTS: Final = ("kv-events", "kv-event", "zmq-kv")
 _REPLAY_PORTS: Final = ("kv-replay", "kv-events-replay")
 _RELAY: Final = "kvevents-relay"
-"""Beginning of the names of containers that relay the engine's events. Their ports are named as an engine's."""
+"""Beginning of the names of containers that relay the engine's events. Their ports have the same names as an engine's."""
 
 
 class Convention(NamedTuple):
@@ -42,17 +42,17 @@ class Convention(NamedTuple):
 
     project: str
     mark: str
-    """Beginning of a label that its pods have."""
+    """Beginning of a label that pods of this project have."""
     model: str
     """Label or annotation with the model."""
     names_model: bool = False
-    """Whether that is the name which the engine serves, and not a nickname."""
+    """Whether the engine serves exactly this name; otherwise it can be a nickname."""
     roles: tuple[str, ...] = ()
     """Labels with the role, the most specific one first."""
     http_port: str = ""
     """Label with the port of the HTTP server."""
     events_port: int | None = None
-    """Port of the events in its manifests; None for the settings'."""
+    """Port of the events in the project's manifests; None for the port in the settings."""
     is_queried: bool = True
     """Whether its engines have an HTTP server of vLLM or SGLang."""
 
@@ -75,7 +75,7 @@ CONVENTIONS: Final = (
     # SGLang: docker/k8s-sglang-service.yaml (model, containerPort 30000), the gateway's --prefill-selector (component=prefill).
     Convention("SGLang", "", "model", roles=("component",)),
 )  # fmt: skip
-"""The first row whose mark a pod has counts; the last one is for all others."""
+"""For each pod the first row whose mark the pod has; the last row is for all other pods."""
 
 
 class _Port(Struct, frozen=True, rename="camel"):
@@ -167,7 +167,7 @@ class _PoolSpec(Struct, frozen=True, rename="camel"):
     selector: dict[str, dict[str, str]] = {}
     """The labels, by `matchLabels`."""
     target_ports: list[dict[str, int]] = []
-    """Each a port, by `number`."""
+    """One map for each port, which is under the key `number`."""
 
 
 @build_decoder_now
@@ -177,7 +177,7 @@ class InferencePool(KubernetesObject, frozen=True):
     spec: _PoolSpec = _PoolSpec()
 
     def selects(self, labels: Mapping[str, str]) -> bool:
-        """Whether a pod with these labels belongs to it. A pool without labels has no pods, and not all."""
+        """Whether a pod with these labels belongs to the pool. A pool without labels has no pods, rather than all pods."""
         selector = self.spec.selector.get("matchLabels", {})
         return bool(selector) and selector.items() <= labels.items()
 
@@ -192,16 +192,16 @@ POOLS: Final = ObjectKind("inferencepools", InferencePool, "inference.networking
 
 
 class PodEngine(NamedTuple):
-    """The engine of a pod: what to query, or, if it cannot be queried, its ranks."""
+    """The engine of a pod: the providers that query it, or its ranks if it cannot be queried."""
 
     source: str
-    """Name of its streams."""
+    """Name of the engine's streams."""
     providers: tuple[EngineProvider, ...] = ()
     registrations: tuple[Registration, ...] = ()
 
 
 def read_engine(pod: Pod, instance: str, namespace: str, ports: Sequence[int], settings: KubernetesSettings) -> PodEngine:
-    """Return the engine of a pod. `ports` are those of its pool. Raises `ConfigError` for an invalid or a missing value."""
+    """Return the engine of a pod. `ports` are the ports of its pool. Raises `ConfigError` for an invalid or a missing value."""
     labels = pod.metadata.labels or {"": ""}
     convention = next(row for row in CONVENTIONS if any(label.startswith(row.mark) for label in labels))
     facts = _Facts(pod, convention)
@@ -241,11 +241,11 @@ class _Facts:
         }
 
     def text(self, name: str, *others: str) -> str:
-        """Return the value of `kvevents/NAME`, or of the first of other labels or annotations; empty without one."""
+        """Return the value of `kvevents/NAME`, or of the first one of the other keys that the pod has; empty without any."""
         return self._own.get(name) or next((value for key in others if (value := self._value(key))), "")
 
     def texts(self, name: str) -> list[str]:
-        """Return the parts of a value that commas separate; a label cannot have any."""
+        """Return the parts of a value, separated by commas. Labels cannot contain commas."""
         return [part for text in self.text(name).split(",") if (part := text.strip())]
 
     @property
@@ -260,7 +260,7 @@ class _Facts:
         return tuple(map(int, texts))
 
     def number(self, name: str, most: int, *others: str) -> int | None:
-        """Return a text as a number from 1 to `most`; None without one. Raises `ConfigError`."""
+        """Return a value as a number from 1 to `most`; None without a value. Raises `ConfigError`."""
         text = self.text(name, *others)
         if not text:
             return None
@@ -289,7 +289,7 @@ class _Facts:
         return next((port.container_port for name in names for port in self._pod.ports if port.name == name), None)
 
     def declaration(self, settings: KubernetesSettings) -> Declaration:
-        """Return what is said of the engine. Raises `ConfigError`."""
+        """Return what the pod declares about the engine. Raises `ConfigError`."""
         own_model, convention = self.text("model"), self._convention
         model, names_model = own_model or self._value(convention.model) or None, bool(own_model) or convention.names_model
         if relays := self._pod.relays:

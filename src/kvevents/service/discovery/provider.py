@@ -1,11 +1,10 @@
 """What discovery providers have in common: their interface, and the settings of the engines that they find.
 
-A provider is one way to find engines. A new provider is one more module with one
-class. The class has a name and a `watch()` that yields findings. A finding contains registrations (`Template.registrations`
-makes those of all ranks of an engine). It can also contain further providers, such as an `EngineProvider` for each address;
-`ProviderRunner` runs those too.
+A provider is one way to find engines. To add one, write a module with a class that has a name and a `watch()` that yields
+findings. A finding contains registrations (`Template.registrations` makes those of all ranks of an engine). It can also contain
+further providers, such as an `EngineProvider` for each address; `ProviderRunner` runs them too.
 
-The settings are `[[sources]]` tables, the template for engines found by one name, and addresses.
+The settings are `[[sources]]` tables, and templates for all engines with the same DNS name.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from kvevents.settings import Range, build_decoder_now, convert
 
 
 class Finding(Struct, frozen=True):
-    """All that one provider knows now. A registration that is no longer in it is removed."""
+    """All that one provider knows now. Registrations that are in no newer finding of the provider are removed."""
 
     registrations: tuple[Registration, ...] = ()
     faults: tuple[str, ...] = ()
-    """What could not be found out, as sentences: a name that does not resolve, a missing rank, a malformed file."""
+    """Sentences about problems, such as a name that does not resolve, a missing rank or a malformed file."""
     providers: tuple[Provider, ...] = ()
-    """Further providers, such as engines to query. Each one runs for as long as a finding contains an equal one."""
+    """Further providers, such as engines to query. A provider runs for as long as the newest finding contains an equal one."""
     adapters: tuple[tuple[Scope, str | None], ...] = ()
-    """LoRA adapters that requests name as their model: the scope of the engine with the name of the adapter as `lora`, and
-    where its weights were loaded from; None if the engine does not list it."""
+    """LoRA adapters that requests can name as their model. Each has the engine's scope, with the name of the adapter as `lora`,
+    and the path of its weights, or None if the engine does not list the path."""
     unready: tuple[tuple[str, str], ...] = ()
     """Names of sources that should get no requests, each with the reason."""
 
 
 class Provider(Protocol):
-    """One way to find engines. Providers are hashable. Two are equal if they find the same engines in the same way."""
+    """One way to find engines. Providers are hashable, and equal if they find the same engines in the same way."""
 
     @property
     def name(self) -> str:
@@ -51,8 +50,8 @@ class Provider(Protocol):
     def watch(self) -> AsyncGenerator[Finding, None]:
         """Yield the first finding, and another one after each change, until the generator is closed or its task is cancelled.
 
-        It does not raise for failures outside this process. Those are faults of a finding, which keeps the registrations that
-        the provider knew before. If the generator ends, its last finding stays valid.
+        It does not raise for failures outside this process. Such failures are faults of a finding, which keeps the
+        registrations that the provider knew before. If the generator ends, its last finding stays valid.
         """
         ...
 
@@ -63,7 +62,7 @@ _WILDCARD_HOST: Final = re.compile(r"((?:tcp|https?|grpc)://)(?:\*|0\.0\.0\.0|\[
 MAX_RANKS: Final = 1_024
 """Maximum number of data-parallel ranks of one engine. The largest known deployments have a few hundred."""
 NO_LOAD: Final = "none"
-"""Value of the setting `load` of an engine whose load is not to be read."""
+"""Value of the setting `load` for engines whose load must not be read."""
 _TRANSPORTS: Final = ("tcp", "ipc")
 _PORTS: Final = {"http": 80, "https": 443}
 
@@ -104,7 +103,7 @@ def _on_host_of(address: str, endpoint: str) -> str:
 
 
 def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
-    """Raise `ConfigError`, which names `field`, for an endpoint that cannot be connected to, or bound with `bind`."""
+    """Raise `ConfigError`, which names `field`, for an endpoint that we cannot connect to, or with `bind` cannot listen at."""
     transport, separator, address = tcp_of(endpoint).partition("://")
     if not separator or not address or transport not in _TRANSPORTS:
         raise ConfigError(f"invalid {field} {endpoint!r}: expected tcp://HOST:PORT or ipc://PATH")
@@ -145,7 +144,7 @@ class BaseUrl(Struct, frozen=True):
     """An address or a name; an IPv6 address has no brackets."""
     port: int
     path: str = ""
-    """Prefix of every path. That of the setting has no slash at its end."""
+    """Path before the path of each request, without a slash at its end."""
     query: str = ""
 
     @classmethod
@@ -182,8 +181,8 @@ class BaseUrl(Struct, frozen=True):
     def redirected(self, location: str, *, other_hosts: bool = False) -> Self:
         """Return the target of a redirect.
 
-        Raises `EngineQueryError` if it is no longer encrypted, or another host or port without `other_hosts`. The ports of
-        HTTP and of HTTPS count as one.
+        Raises `EngineQueryError` if the target is no longer encrypted, or, without `other_hosts`, has another host or port. A
+        redirect from port 80 to HTTPS at port 443 is allowed.
         """
         try:
             parts = urlsplit(urljoin(str(self), location))
@@ -204,14 +203,14 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of an engine except its address. All addresses of one DNS name share one template."""
 
     ranks: Annotated[int, Range(1, MAX_RANKS)] = 1
-    """Number of data-parallel ranks; their ports count up from that of the first. A queried engine must have at least these."""
+    """Number of data-parallel ranks; their ports are consecutive. A queried engine must have at least this number of ranks."""
     rank: Annotated[int, Range()] = 0
     """Number of the first rank."""
     replay_endpoint: str | None = None
     """Replay endpoint of the first rank. A wildcard host, as in `tcp://*:5558`, means the engine's own host."""
     other_hosts: bool = False
-    """Whether a queried engine may name endpoints at other hosts than its own, and `ipc` endpoints, and redirect queries to
-    another server."""
+    """Whether a queried engine may name `ipc` endpoints and endpoints at other hosts, and may redirect queries to other
+    servers."""
 
     def __post_init__(self) -> None:
         EngineFields.__post_init__(self)
@@ -219,7 +218,7 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             check_load(self._load_of(0, "tcp://0:1") or "")
 
     def __hash__(self) -> int:
-        # The one of msgspec has all fields, of which `labels` has none.
+        # msgspec's hash would use all fields, but `labels` has no hash.
         return hash((self.model, self.tenant, self.group, self.rank, self.url))
 
     def registrations(self, instance: str, endpoint: str) -> tuple[Registration, ...]:
@@ -237,7 +236,7 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return tuple(self.registration(instance, self.model, rank) for rank in ranks)
 
     def registration(self, instance: str, model: str, found: RankEndpoint) -> Registration:
-        """Return the registration of one rank. A setting of this template takes precedence over what `found` says."""
+        """Return the registration of one rank. A setting of this template takes precedence over the value in `found`."""
         replay = found.replay_endpoint
         check_endpoint("endpoint", found.endpoint, bind=self.bind)
         if replay is not None:
@@ -264,12 +263,12 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
-        """Return the replay endpoint of the rank `index` after the first, which publishes at `endpoint`."""
+        """Return the replay endpoint of the rank number `index` after the first; the rank publishes at `endpoint`."""
         replay = offset_endpoint_port(self.replay_endpoint, index)
         return None if replay is None else _on_host_of(replay, endpoint)
 
     def _load_of(self, index: int, endpoint: str) -> str | None:
-        """Return where the load of the rank `index` after the first is read, which publishes at `endpoint`."""
+        """Return the place of the load of the rank number `index` after the first; the rank publishes at `endpoint`."""
         if self.load is None or self.load == NO_LOAD:
             return self.load
         load = self.load if is_load_url(self.load) else offset_endpoint_port(self.load, index) or self.load
@@ -277,7 +276,7 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 DEFAULT_TEMPLATE: Final = Template()
-"""The template of an engine about which nothing but the address is known."""
+"""The template of an engine of which only the address is known."""
 
 
 @build_decoder_now
@@ -288,7 +287,7 @@ class SourceTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     instance: str | None = None
-    """Name of the engine for routers; its address if it is not given."""
+    """Name of the engine for routers; by default the address of the engine."""
     endpoint: str | None = None
     """Endpoint at which the first rank publishes: `tcp://HOST:PORT`."""
     base_url: str | None = None

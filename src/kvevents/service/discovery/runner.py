@@ -25,7 +25,7 @@ from kvevents.stream import Checkpoint
 log = logging.getLogger(__name__)
 
 RECONCILE_SECONDS: Final = 2.0
-"""Pause after which what was found is compared with what is followed, although nothing was found since."""
+"""Pause after which the engines found are compared with those followed even if no provider yields a new finding."""
 SETTLE_SECONDS: Final = 0.05
 """Delay after a change, so that the answers of a thousand engines are reported together."""
 
@@ -38,21 +38,21 @@ class MergedFindings(Struct):
 
     registrations: dict[Key, Registration] = {}
     faults: dict[str, tuple[str, ...]] = {}
-    """Faults by the name of the provider. Providers without faults are not in it."""
+    """Faults by the name of the provider; only providers that have faults."""
     waiting: tuple[str, ...] = ()
     """Names of providers without a finding so far. Their engines are missing from the registrations."""
     adapters: set[Scope] = set()
-    """LoRA adapters that requests name as their model."""
+    """LoRA adapters that requests can name as their model."""
     origins: dict[Key, str] = {}
-    """Names of the providers of the registrations."""
+    """For each registration, the name of the provider that found it."""
     adapter_paths: dict[tuple[str, str], str] = {}
-    """Paths of adapters by the name of the engine and that of the adapter."""
+    """Paths of adapters by the names of the engine and of the adapter."""
     unready: dict[str, str] = {}
-    """Why sources should get no requests, by their names."""
+    """Why some sources should get no requests, by the names of the sources."""
 
 
 def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = Limits().max_sources) -> MergedFindings:
-    """Merge findings in order of decreasing precedence, each with its provider's name. A finding can be None.
+    """Merge findings, given with the names of their providers in order of decreasing precedence. A finding can be None.
 
     If two findings name the same rank differently, the first one takes effect and the provider of the other gets a fault.
     """
@@ -176,7 +176,7 @@ class ProviderRunner:
                 self._changed.set()
 
     def _adjust_children(self, group: asyncio.TaskGroup, branch: _Branch, providers: Iterable[Provider]) -> int:
-        """Run exactly these providers below a branch, in their order. Return the number of those above `max_sources`."""
+        """Run exactly these providers below a branch, in this order. Return how many do not run because of `max_sources`."""
         wanted = dict.fromkeys(providers)
         for gone in branch.children.keys() - wanted.keys():
             branch.children.pop(gone).cancel()
@@ -197,7 +197,7 @@ class ProviderRunner:
 
 
 class RegistrationTarget(Protocol):
-    """Follows the engines that are found: the service's `Fleet`, or a bridge."""
+    """Follows the engines that discovery finds: the service's `Fleet`, or a bridge."""
 
     adapters: frozenset[Scope]
     unready: Mapping[str, str]
@@ -228,16 +228,16 @@ class EngineDiscovery:
         self._runner = ProviderRunner(self._providers, self._register, max_sources=max_sources)
         self._found = MergedFindings(waiting=tuple(provider.name for provider in self._providers))
         self._adapter_paths: dict[tuple[str, str], str] = {}
-        """The last known path of each adapter, also of those that an engine does not list at present."""
+        """The last known path of each adapter, even if the engine does not list the adapter at present."""
         self._refused: list[str] = []
         self._logged: set[str] = set()
-        """Sentences of the faults that the log contains as unresolved."""
+        """Sentences of the faults that were logged and are not resolved."""
 
     async def run(self) -> None:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._runner.run())
-            while True:  # clients register and unregister engines too, and an endpoint that was in use becomes free
+            while True:  # refused engines become possible: clients unregister others, and endpoints become free
                 await asyncio.sleep(RECONCILE_SECONDS)
                 self._register(self._found)
 
@@ -270,15 +270,15 @@ class EngineDiscovery:
         return not self._found.waiting
 
     def owner_of(self, key: Key) -> str | None:
-        """Return the name of the provider that names a rank; None without one."""
+        """Return the name of the provider that has found a rank; None if no provider has."""
         return self._found.origins.get(key)
 
     def provider_faults(self) -> list[str]:
-        """Return the sentences of the faults of the configured providers, without those of the engines that they found."""
+        """Return sentences about the faults of the configured providers, without the faults of engines that they have found."""
         return [sentence for provider in self._providers for sentence in self._found.faults.get(provider.name, ())]
 
     def faults(self) -> dict[str, list[str]]:
-        """Return the sentences of all faults by provider; those of engines that cannot be followed as `fleet`."""
+        """Return sentences about all faults, by provider. Engines that cannot be followed are under the name `fleet`."""
         found = {name: list(sentences) for name, sentences in self._found.faults.items()}
         if refused := [*self._refused, *list(self._target.follow_errors.values())]:
             found["fleet"] = refused
@@ -314,7 +314,7 @@ def build_providers(config: EngineSources, watched: Path | None) -> list[Provide
 
 
 def check_engines(config: EngineSources, watched: Path | None) -> None:
-    """Raise `ConfigError` for engines that contradict each other. `watched` is a file with more of them."""
+    """Raise `ConfigError` for engines that contradict each other. `watched` is a file with further engines."""
     build_providers(config, watched)
     named: dict[Key, tuple[Registration, str]] = {}
     firsts: dict[str, Registration] = {}
@@ -330,7 +330,7 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
         except ConflictError as error:
             raise ConfigError(f"{error}; {error.hint}") from error
         for name, endpoint in (("endpoint", registration.endpoint), ("replay_endpoint", registration.replay_endpoint)):
-            # Ranks can publish at one endpoint, each under a topic of its own.
+            # Several ranks can publish at the same endpoint, each under its own topic.
             topic = registration.topic if name == "endpoint" else ""
             other, of_other = sockets.setdefault((registration.key[0], endpoint or "", topic), (registration, name))
             if endpoint is not None and (other, of_other) != (registration, name):
