@@ -1,1 +1,1 @@
-"""The service: one process that knows a fleet's prefix caches, answers for them, and says how far it can be trusted."""
+"""The service: one process that knows a fleet's prefix caches, answers queries, and says how far its answers can be trusted."""

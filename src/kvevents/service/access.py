@@ -20,9 +20,9 @@ from msgspec import Struct
 from kvevents.errors import ConfigError, reason_of
 
 MIN_TOKEN_BYTES: Final = 16
-"""Minimum length: 64 random bits as hexadecimal digits or 96 as base64, too many to guess over a network."""
+"""Minimum length: 64 random bits as hexadecimal digits, or 96 bits as base64. That is too much to guess over a network."""
 MAX_TOKEN_BYTES: Final = 4096
-"""Limit of the headers that servers and proxies accept."""
+"""Maximum length that common servers and proxies accept in a header."""
 _HINT: Final = "create one with `openssl rand -base64 32`"
 
 
@@ -42,7 +42,7 @@ class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     token_env: str | None = None
     """Environment variable with the token."""
     name: str | None = None
-    """Name of the token's user in logs."""
+    """Name in logs for the user of the token."""
 
     def __post_init__(self) -> None:
         names = [name for name in _TOKEN_SOURCES if getattr(self, name) is not None]
@@ -63,7 +63,7 @@ _TOKEN_SOURCES: Final = ("token", "token_file", "token_env")
 
 
 class AccessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Tokens, and the permissions of callers without one."""
+    """Tokens, and the permissions of callers without a token."""
 
     tokens: tuple[TokenSettings, ...] = ()
     """Bearer tokens that the service accepts."""
@@ -83,7 +83,7 @@ class Token(Struct, frozen=True):
     """The bytes of the SHA-256 digest."""
     role: Role
     name: str
-    """Name of its user in logs."""
+    """Name in logs for the user of the token."""
 
 
 def read_tokens(config: AccessSettings, environ: Mapping[str, str] = os.environ) -> tuple[Token, ...]:
@@ -153,7 +153,7 @@ class Hosts(Struct, frozen=True):
 
 
 def parse_hosts(patterns: Sequence[str]) -> Hosts:
-    """Return hosts by `allowed_hosts`: names, addresses, networks such as `10.0.0.0/8`, and `*.SUFFIX` for all names with it.
+    """Parse `allowed_hosts`: names, addresses, networks such as `10.0.0.0/8`, and `*.SUFFIX` for all names that end so.
 
     Raises `ConfigError` for anything else.
     """
@@ -187,7 +187,7 @@ class Client(NamedTuple):
 
 
 REFUSALS_PER_SECOND: Final = 10
-"""Maximum number of refused requests logged per second. The log counts the others, so that no client can fill a disk."""
+"""Maximum number of refused requests logged per second. Further ones are only counted, so that no client can fill a disk."""
 
 MAX_REASON: Final = 800
 """Maximum number of characters of a reason, which can quote the request."""
@@ -207,7 +207,7 @@ class AuditLog:
         log.info("%s%s", "" if client is None else f"{client.caller} client={client.peer} ", change)
 
     def log_refusal(self, request: str, *, caller: str, peer: str, reason: str) -> None:
-        """Log a request that was refused, unless too many were logged in this second."""
+        """Log a request that was refused, or only count it if too many were logged in this second."""
         second = int(self._clock())
         if second != self._second:
             if self._suppressed:

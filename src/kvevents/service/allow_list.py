@@ -40,12 +40,12 @@ _FORBIDDEN: Final = tuple(
     }.items()
     for text in texts
 )
-"""Networks whose addresses only a pattern for exactly that address allows."""
+"""Networks whose addresses are allowed only by a pattern for exactly one address."""
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 
 _PORT: Final = r"[1-9][0-9]{0,4}"
 _LOCATION: Final = re.compile(rf"(?:\[(?P<six>[^\[\]%]*)\]|(?P<host>[^:\[\]]+)):(?P<ports>\*|{_PORT}(?:-{_PORT})?)")
-"""A host and its port; in a pattern also a network, and a range of ports."""
+"""A host and its port; patterns can also have a network, and a range of ports."""
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMERIC: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
 """Hosts whose last label is a number: some parsers read them as IPv4 addresses (`inet_aton`, WHATWG's URL standard)."""
@@ -72,7 +72,7 @@ class _Target(NamedTuple):
 
 
 class _TcpPattern(NamedTuple):
-    """A pattern for tcp: a network or names, and ports."""
+    """A pattern for tcp: a network, or one or more names, and ports."""
 
     network: Network | None
     name: str
@@ -90,8 +90,8 @@ class EndpointAllowList:
     A pattern is `tcp://HOST:PORT`, `ipc:///PATH` or `inproc://NAME`. HOST is a name, `*.SUFFIX`, an IP address or a network
     such as `10.1.0.0/16` or `[fd00:1::/64]`; PORT is a number, a range `5000-6000` or `*`. In paths `*` and `?` match
     anything but a slash. Without patterns `DEFAULT_ALLOW` applies. A host name is allowed if a pattern names it, or if
-    patterns allow all addresses that it resolves to. Only a pattern for exactly that address allows link-local, multicast,
-    unspecified and broadcast addresses and metadata services. Raises `ConfigError` for an invalid pattern.
+    patterns allow all addresses that it resolves to. Link-local, multicast, unspecified and broadcast addresses, and those of
+    metadata services, need a pattern for exactly that address. Raises `ConfigError` for an invalid pattern.
     """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
@@ -103,8 +103,8 @@ class EndpointAllowList:
     def check(self, endpoint: str, addresses: Iterable[str | Address] | None = None) -> bool:
         """Raise `EndpointRefusedError` for an endpoint that is invalid or that no pattern allows.
 
-        Return whether its host is a name. Such an endpoint must be checked once more, with all `addresses` of the name: each
-        must be allowed, and there must be one.
+        Return whether its host is a name. If so, it must be checked once more with all `addresses` of the name: there must be
+        at least one, and all must be allowed.
         """
         if len(endpoint) > MAX_NAME_BYTES:
             raise EndpointRefusedError(endpoint, f"it has more than {MAX_NAME_BYTES} characters", f"write {_FORMS}")
@@ -187,7 +187,7 @@ def _normalize_address(address: Address) -> Address:
 
 
 def _forbidden_kind(address: Address) -> str | None:
-    """Return what an address is if it is forbidden; also for the IPv4 address that NAT64 or 6to4 translates it to."""
+    """Return the kind of a forbidden address, also of one that NAT64 or 6to4 translates to a forbidden IPv4 address."""
     aliases: list[Address] = [address]
     if isinstance(address, IPv6Address):
         aliases += [address.sixtofour] if address.sixtofour else []
@@ -196,9 +196,9 @@ def _forbidden_kind(address: Address) -> str | None:
 
 
 def _plain_parts(transport: str, location: str) -> list[str]:
-    """Return the parts of a path or a name; empty for another transport and for a path that is not plain.
+    """Return the parts of an ipc path or an inproc name; empty for another transport and for a path that is not plain.
 
-    An ipc path is absolute, so it is not an abstract socket.
+    A path with `.`, `..` or empty parts is not plain, nor is an ipc path that is not absolute, such as an abstract socket.
     """
     path = location.removeprefix("/") if transport == "ipc" else location
     is_known = transport == "inproc" or (transport == "ipc" and path != location)

@@ -1,8 +1,8 @@
 """Listings of one worker's blocks, in pages.
 
-The index has no order at which a page of blocks could begin. So the request for the first page copies all blocks of the
-worker, in 32 bytes each, and all pages together are the blocks of one moment. A listing is dropped after its last page, after
-some time without a request, and when newer listings need the memory; the client then starts over.
+The index has no order of blocks, so a page could not begin at a block. Therefore the request for the first page copies all
+blocks of the worker, in 32 bytes each, and all pages together show the blocks of one moment. A listing is dropped after its
+last page, after some time without a request, and when newer listings need the memory; the client then starts over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Listing:
         self.key: Final = key
         self.used_at = 0.0
         self._numbers: Final = array("Q")
-        """Four numbers for each block: key, hash, tier number with group, and copies."""
+        """Four numbers for each block: its key, its hash, its tier number (upper half) with its group, and its copies."""
         self._tiers: Final[list[str]] = []
         places: dict[str, int] = {}
         for block in blocks:
@@ -35,7 +35,7 @@ class _Listing:
                 place = places[block.tier] = len(places)
                 self._tiers.append(block.tier)
             self._numbers.extend((block.key, block.hash, place << 32 | block.group, block.copies))
-        self.trust: Final = trust()  # after the blocks: trust drops before blocks do
+        self.trust: Final = trust()  # read after the blocks, since trust is lowered before blocks are removed
 
     def __len__(self) -> int:
         return len(self._numbers) // 4
@@ -56,7 +56,7 @@ class _Listing:
 
 
 class BlockListings:
-    """Listings with further pages. Only one thread may use it.
+    """The listings that have further pages. Only one thread may use this object.
 
     All listings together have at most `max_blocks` blocks, except that the newest one may be larger. Each is dropped `seconds`
     after its last request.
@@ -79,7 +79,7 @@ class BlockListings:
         return self._page(secrets.token_hex(8), listing, 0, limit)
 
     def next(self, key: Key, cursor: str, limit: int) -> BlocksAnswer:
-        """Return the page at a cursor of the same worker. Raises `NotFoundError` if its listing was dropped."""
+        """Return the page at a cursor that this worker has. Raises `NotFoundError` if the listing of the cursor was dropped."""
         self._expire()
         name, _, place = cursor.partition(".")
         listing = self._listings.pop(name, None)

@@ -1,4 +1,4 @@
-"""The TLS certificate of the service: a check of its files, which are read again when they change."""
+"""The TLS certificate of the service: checks its files, and reads them again when they change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_tls(tls: Tls) -> None:
         if tls.client_ca is not None:
             file = tls.client_ca
             context.load_verify_locations(tls.client_ca)
-    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError or a ValueError
+    except (OSError, ValueError) as error:  # ssl.SSLError is a subclass of OSError
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         hint = "certificate, key and client_ca are PEM files, the key without password"
         raise ConfigError(f"tls cannot be used: {file}: {reason}; {hint}") from error
@@ -55,9 +55,9 @@ class CertificateFiles:
             await asyncio.to_thread(self.check)
 
     def check(self) -> None:
-        """Read the files again if they changed before the last check and not since: by then they are written completely.
+        """Read the files again if they changed before the last check but not since then, so that they are written completely.
 
-        Files that cannot be used change nothing, except that `fault` says so.
+        If the new files cannot be used, the old certificate stays in use, and `fault` has the reason.
         """
         former, self._newest_stamps = self._newest_stamps, self._stamps()
         if self._newest_stamps == self._loaded_stamps or self._newest_stamps != former:

@@ -1,9 +1,9 @@
 """Writes the service's metrics in Prometheus' text format.
 
-Every label has a bounded set of values, and none of them comes from a peer:
+Every label has a bounded set of values. Peers cannot add values:
 
-- `engine`, `rank`, `model`, `tenant`, `group`: from the first `limits.max_metric_sources` registrations. A
-  registration calls the engine an instance; Prometheus reserves that label for the address that it scrapes
+- `engine`, `rank`, `model`, `tenant`, `group`: from the first `limits.max_metric_sources` registrations. The label `engine` has
+  the instance: Prometheus uses the label `instance` for the address that it scrapes
 - `state` of a source: the trust states
 - `reason` of a source: `Reason`; of rejected events and stores: the fixed words of `Rejected` and of the index
 - `outcome`: lost, recovered; complete, truncated, unanswered, contradicted
@@ -41,11 +41,11 @@ STATES: Final[tuple[TrustState, ...]] = get_args(TrustState)
 _CLOSED: Final = dict.fromkeys(
     ("full", "evicted", "silent", "idle", "unread", "unread-bytes", "not-closed", "left", "handshake", "draining"), 0
 )
-"""No connection that the data plane has closed, by reason."""
+"""Connections that the data plane has closed, by reason: 0 for each reason."""
 _REJECTED: Final = dict.fromkeys(
     ("too-slow", "headers-too-large", "malformed-request", "too-much-at-once", "too-many-clients", "not-a-proxy"), 0
 )
-"""No request that the data plane has rejected before it knew its path, by reason."""
+"""Requests that the data plane has rejected before it knew their path, by reason: 0 for each reason."""
 
 
 def exposition(service: Service) -> bytes:
@@ -56,7 +56,7 @@ def exposition(service: Service) -> bytes:
 def _collect(service: Service) -> Iterator[Metric]:
     limit, members = service.settings.limits.max_metric_sources, list(service.fleet.members.values())
     sources = [(_labels(member), member) for member in members[:limit]]
-    # A stream is one source, whose blocks can be those of several ranks.
+    # A source has one stream, which can carry the blocks of several ranks.
     ranks = [rank for member in members for rank in (member, *member.carried)]
     workers = [(_labels(rank), rank) for rank in ranks[:limit]]
     yield from _source_families(_SOURCES, sources)
@@ -276,7 +276,7 @@ def _tiers(tiers: Mapping[str, int]) -> dict[str, int]:
 
 
 def _reasons_of_stores(rejections: Mapping[tuple[str, str], int]) -> Counter[str]:
-    """Return sums over kinds of groups, since engines name these."""
+    """Return sums by reason over all kinds of groups: engines choose the names of the kinds, so they must not be labels."""
     sums = Counter[str]()
     for (_, reason), count in rejections.items():
         sums[reason] += count

@@ -1,4 +1,4 @@
-"""The events of `/v1/events`: a bus that keeps the newest events, and the place of each client in them."""
+"""The events of `/v1/events`: a bus that keeps the newest events, and the position of each client among them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvevents.client.schemas import TrustStatus
 from kvevents.stream import TrustState
 
 MAX_KEPT: Final = 1_024
-"""Number of events that are kept for clients that are slow or connect again. They receive the number of the older ones."""
+"""Number of events that are kept for clients that are slow or reconnect. Of older events such clients receive the number."""
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -39,7 +39,7 @@ class BatchesEvent(_Event, frozen=True, kw_only=True, tag="batches"):
     """Event of `/v1/events`: a source has received batches."""
 
     batches: int
-    """All batches since the service follows it."""
+    """Number of batches since the service began to follow the source."""
     last_seq: int
     blocks: int
     """Blocks that the source holds now."""
@@ -67,11 +67,11 @@ class EventBus:
 
     def __init__(self) -> None:
         self.name: Final = token_hex(4)
-        """Part of all ids, since the next process counts from 0 again."""
+        """Part of all ids, because the next process counts its events from 0 again."""
         self._lock: Final = threading.Lock()
         self._newest: Final = deque[StreamEvent](maxlen=MAX_KEPT)
         self._count = 0
-        """All events so far."""
+        """Number of all events so far."""
         self._subscriptions: Final = set[Subscription]()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_closed = False
@@ -102,7 +102,7 @@ class EventBus:
     def subscribe(self, last_id: str | None = None) -> Iterator[Subscription]:
         """Return a context with a subscription to the events after the one with `last_id`. Call it in the event loop.
 
-        Without an id it begins with the next event. After the id of another process it begins with the first event of this one.
+        Without an id it begins with the next event, and with the id of another process with the first event of this process.
         """
         self._loop = asyncio.get_running_loop()
         name, _, number = (last_id or "").partition("-")
@@ -117,7 +117,7 @@ class EventBus:
             self._subscriptions.discard(subscription)
 
     def read(self, position: int) -> StreamEvent | int | None:
-        """Return an event by its number, or None if it is to come. If it is not kept, return how many events are missing."""
+        """Return the event with a number; None if it is yet to come. If it is no longer kept, return how many are missing."""
         with self._lock:
             first = self._count - len(self._newest)
             if position < first:
@@ -133,11 +133,11 @@ class Subscription:
         self._position = position
         """Number of the next event."""
         self.has_events: Final = asyncio.Event()
-        """It is set when an event arrives, and when the bus is closed."""
+        """Set when an event arrives, and when the bus is closed."""
 
     @property
     def last_id(self) -> str:
-        """The id of the newest event that was returned, or was missed."""
+        """The id of the newest event that was returned or missed."""
         return f"{self.bus.name}-{self._position}"
 
     async def get(self, pause: float) -> StreamEvent | int | None:

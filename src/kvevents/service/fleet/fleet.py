@@ -43,14 +43,14 @@ LOSS_LOG_SECONDS: Final = 10.0
 REFRESH_SECONDS: Final = 0.25
 """Pause between two refreshes of the members that received events: blocks, orphans, rejected stores."""
 REFRESHES_PER_ROUND: Final = 8
-"""Number of refreshes over which all members are refreshed once. A refresh delays queries."""
+"""Number of refreshes in a round, which together refresh all members once. A refresh delays queries."""
 LISTING_HINT: Final = "`kvevents sources` or /v1/sources lists the engines"
 DRAINING: Final = "it is drained: a client of /v1/drain has excluded it from selections"
-"""Why a stream is in no selection although it is followed."""
+"""Why no selection chooses a stream although it is followed."""
 
 
 Resume: TypeAlias = Callable[[Key], Checkpoint | None]
-"""Returns the checkpoint at which to resume a stream; None for its beginning."""
+"""Returns the checkpoint from which a stream resumes; None for its beginning."""
 
 
 class Fleet(Listener):
@@ -59,13 +59,13 @@ class Fleet(Listener):
     adapters: frozenset[Scope] = frozenset()
     """LoRA adapters that requests may name as their model, as engines list them."""
     unready: Mapping[str, str] = {}
-    """Why sources should get no requests although they are followed, by their names."""
+    """Why some sources should get no requests although they are followed, by the names of the sources."""
     is_discovery_complete: bool = False
     """Whether every provider has answered, and none has a fault."""
     failure: str | None = None
     """The error that ended the follower; None while it runs."""
     _registration_of: Callable[[str], Registration]
-    """Returns the registration of the engine with a topic. Set when engines may connect."""
+    """Returns the registration of the engine with a topic. Only set if engines can connect."""
 
     def __init__(
         self,
@@ -83,9 +83,9 @@ class Fleet(Listener):
         self.members: dict[Key, Member] = {}
         """The registered members."""
         self.workers: Mapping[Key, Member] = self.members
-        """The members, and the other ranks that their streams carry."""
+        """The members, and further ranks that their streams carry."""
         self.drained: dict[Key, Member] = {}
-        """The drained members, also those of discovery that are not followed at present."""
+        """The drained members, including members of discovery that are not followed at present."""
         self.counts: dict[tuple[str, str], int] = {}
         """Rejected events by dialect and reason, for `kvevents_rejected_events`."""
         self.follow_errors: dict[Key, str] = {}
@@ -93,32 +93,32 @@ class Fleet(Listener):
         self._max_sources = max_sources
         self._hide_stale_seconds = hide_stale_seconds
         self.curve = curve
-        """CURVE keys for engines whose registration has none. They are not in registrations, which are written to the disk."""
+        """CURVE keys for engines whose registration has none. Registrations omit them, because they are written to disk."""
         self._clock = clock
         self._lock = threading.Lock()
         self.revision: Final = Revision()
-        """The revision changes with each change of the members that answers show."""
+        """Changes with each change of members that is visible in answers."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the revision might have changed."""
         self._published_batches: dict[Key, int] = {}
         self._sizes: tuple[int, dict[tuple[str, ...], list[int]]] = -1, {}
-        """The revision for which block sizes were collected last, and these sizes."""
+        """The last revision for which block sizes were collected, and these sizes."""
         self.scopes = Scopes()
         self.why_incomplete: Callable[[], str] = str
         """Returns why engines of any model may be missing; empty if all are known."""
         self._changed_members: set[Key] = set()
         """Members that received events since the last refresh."""
         self._pending_refresh: list[Key] = []
-        """Members that are still to be refreshed in the current round over all members."""
+        """Members that must still be refreshed in the current round over all members."""
         self._refresh_due = self._trust_due = 0.0
         self.loads: Final = LoadFollower(load, max_reservations)
         self.topic_faults: dict[str, str] = {}
-        """Why engines that have connected are not followed, by their topics."""
+        """Why some engines that have connected are not followed, by the topics of the engines."""
         sink = IndexSink(index, self)
         self.follower = Follower(Subscriber(decode=False, sink=sink, on_found=self._on_found), sink)
 
     def replace_index(self, follower: Follower, index: PrefixIndex) -> Follower:
-        """Answer from another index, which `follower` writes. Return the previous follower, which the caller must stop.
+        """Answer from another index, to which `follower` writes. Return the previous follower, which the caller must stop.
 
         The registrations stay. The streams of both indexes must have the same names.
         """
@@ -159,7 +159,7 @@ class Fleet(Listener):
         return member
 
     def follow_topics(self, finder: Source, registration_of: Callable[[str], Registration]) -> Future[None]:
-        """Register the engines that connect to the endpoint of `finder`; a topic has the registration that is returned.
+        """Register the engines that connect to the endpoint of `finder`, as `registration_of` returns them for their topics.
 
         The future raises `EndpointError` if the endpoint cannot be bound.
         """
@@ -180,7 +180,7 @@ class Fleet(Listener):
         return self._prepare(member, None)
 
     def _end_topics(self) -> None:
-        """Unregister the engines that were found by their topic and have been away for long, and try refused ones again."""
+        """Unregister engines that were found by their topic and have long had no connection, and retry refused ones."""
         for member in [member for member in list(self.members.values()) if member.origin == TOPIC and member.is_hidden]:
             if self.follower.subscriber.trust(*member.registration.key) == Trust.STALE:
                 log.info("%s: its topic has had no connection for long", member.registration.label)
@@ -229,7 +229,7 @@ class Fleet(Listener):
         return source
 
     def unregister(self, key: Key) -> Future[int]:
-        """Stop following a stream and remove its blocks; the future returns their number. Raises `NotFoundError`."""
+        """Stop following a stream and remove its blocks. The future returns the number of blocks. Raises `NotFoundError`."""
         with self._lock:
             member = self._find(key)
             self._drop(member)
@@ -242,7 +242,7 @@ class Fleet(Listener):
         return member
 
     def set_draining(self, key: Key, *, is_draining: bool) -> Future[None]:
-        """Exclude a stream from selections and follow it as before, or end that. Answers agree when the future is done.
+        """Exclude a stream, which is still followed, from selections, or end that. Answers show it when the future is done.
 
         Raises `NotFoundError`.
         """
@@ -255,13 +255,13 @@ class Fleet(Listener):
 
     def _refuse(self, member: Member, error: BaseException) -> None:
         sentence = f"cannot follow {member.registration.label}: {error}"
-        if self.follow_errors.get(member.registration.key) != sentence:  # discovery tries again every few seconds
+        if self.follow_errors.get(member.registration.key) != sentence:  # discovery retries every few seconds
             log.error("%s", sentence)
         with self._lock:
             if self.members.get(member.registration.key) is member:
                 self._drop(member)
                 self.on_change()
-            if member.origin != HTTP:  # a client receives the error in the answer
+            if member.origin != HTTP:  # clients receive the error in their answer
                 self.follow_errors[member.registration.key] = sentence
 
     def _drop(self, member: Member) -> None:
@@ -270,7 +270,7 @@ class Fleet(Listener):
         self.revision.advance()
         self._published_batches.pop(member.registration.key, None)
         self.scopes.drop(member.registration.scope, member.registration.key)
-        if member.origin in {HTTP, TOPIC}:  # else discovery might name it again
+        if member.origin in {HTTP, TOPIC}:  # for other origins discovery might find it again
             self.drained.pop(member.registration.key, None)
 
     def _leave(self, member: Member) -> int:
@@ -279,8 +279,8 @@ class Fleet(Listener):
         self.loads.leave((name, rank))
         with suppress(LookupError):
             self.follower.subscriber.trust(name, rank)
-            return 0  # the stream of a log has joined again meanwhile
-        self.on_change()  # else an answer could name it, EXACT and without blocks
+            return 0  # a stream of a log has joined again in the meantime
+        self.on_change()  # first: otherwise an answer could show it as EXACT without blocks
         blocks = self.index.remove_worker((name, rank))
         if not any(key[0] == name for key in list(self.members)):
             self.index.set_model(name, None)
@@ -291,7 +291,7 @@ class Fleet(Listener):
     def replace_registrations(self, origin: str, registrations: Iterable[Registration], resume: Resume) -> list[str]:
         """Make `registrations` the only ones of `origin`. Return sentences about the registrations that failed.
 
-        An equal registration of a client becomes one of `origin`.
+        A client's registration that is equal to one of them becomes a registration of `origin`.
         """
         targets = {registration.key: registration for registration in registrations}
         faults: list[str] = []
@@ -308,7 +308,7 @@ class Fleet(Listener):
                 log.info("%s: discovery has found it too, and decides from now on when it ends", member.registration.label)
                 member.origin, member.lease = origin, None
             elif not is_equal and member.origin == origin:
-                with suppress(NotFoundError):  # it was removed meanwhile
+                with suppress(NotFoundError):  # already removed
                     self.unregister(member.registration.key)
         for key, registration in targets.items():
             if (former := self.members.get(key)) is None or former.origin != origin:
@@ -319,13 +319,13 @@ class Fleet(Listener):
         return faults
 
     def replace_adapter(self, source: str, lora: str) -> None:
-        """Record that an engine has loaded a LoRA name from another path."""
+        """Record that an engine has loaded the LoRA with this name from another path."""
         self.index.replace_lora(source, lora)
 
     # --- answers
 
     def why_unanswered(self, scope: Scope) -> ServiceError:
-        """Return why a routing table that was current a moment ago has no worker of a scope. One may have come since."""
+        """Return why a recent routing table has no worker of a scope. A worker may have been added since."""
         if self.failure is not None:
             return UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
         if reason := self.why_incomplete():
@@ -347,7 +347,7 @@ class Fleet(Listener):
     # --- callbacks of the follower
 
     def on_received(self, keys: Iterable[Key]) -> None:
-        """Update the trust that deliveries of these streams lower, before the index contains them."""
+        """Lower the trust in these streams if their deliveries require it, before the index contains the deliveries."""
         for key in keys:
             member = self.members.get(key)
             if member is None or member.trust != Trust.EXACT:
@@ -358,7 +358,7 @@ class Fleet(Listener):
         self.on_change()
 
     def on_applied(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
-        """Update the members whose deliveries the index now has: the newest batch of each stream, and every reset and gap."""
+        """Update the members whose deliveries the index now has; `batches` has only the newest batch of each stream."""
         now = self._clock()
         for batch in batches:
             member = self.members.get((batch.source, batch.rank))
@@ -379,7 +379,7 @@ class Fleet(Listener):
         self.on_change()
 
     def _update_after(self, batch: RawBatch, member: Member, now: float) -> None:
-        """Update the trust of a member at once if it is not EXACT, or might not be after this batch."""
+        """Update the trust of a member at once if it is not EXACT, or might no longer be EXACT after this batch."""
         info, key = member.info, member.registration.key
         has_unknown_size = info is None or info.incarnation != batch.incarnation or not info.block_sizes
         if member.registration.block_size is not None and has_unknown_size:
@@ -415,11 +415,11 @@ class Fleet(Listener):
             self.counts[dialect, rejection.reason] = self.counts.get((dialect, rejection.reason), 0) + rejection.count
 
     def on_tasks_done(self) -> None:
-        """Publish the members that submitted tasks added or removed, together and before their callers know of it."""
+        """Publish the members that submitted tasks added or removed, all at once and before the futures are done."""
         self.on_change()
 
     def on_tick(self) -> None:
-        """Do what is due. It is called about every `TICK_SECONDS`."""
+        """Update trust and refresh members if that is due. Called about every `TICK_SECONDS`."""
         now, instant = self._clock(), time.monotonic()
         if instant >= self._refresh_due:
             self._refresh_due = instant + REFRESH_SECONDS
@@ -455,7 +455,7 @@ class Fleet(Listener):
             trust = self.follower.subscriber.trust(*registration.key)
             if (report := (trust.name, trust.reason, trust.attested)) != member.report:
                 member.report = report
-                member.status = self.follower.subscriber.status(*registration.key)  # it contains the reasons of this trust
+                member.status = self.follower.subscriber.status(*registration.key)  # with the reasons for this trust
         except LookupError:  # its order is on its way
             return
         codes = member.trust_status.reason_codes
@@ -511,7 +511,7 @@ class Fleet(Listener):
             self._announce(BatchesEvent, member, now, **fields)
 
     def _refresh_carried(self, member: Member, status: StreamStatus, info: WorkerInfo | None, hidden_before: float) -> None:
-        """Refresh the other ranks that a member's stream carries, and follow changes of these."""
+        """Refresh the further ranks that a member's stream carries, and add or remove them if they have changed."""
         name, _ = member.registration.key
         ranks = [] if info is None else [rank for rank in info.carried_ranks if (name, rank) not in self.members]
         carried = {worker.registration.rank: worker for worker in member.carried}
@@ -527,7 +527,7 @@ class Fleet(Listener):
                 self._collect_workers()
                 self.revision.advance()
         for worker in member.carried:
-            with suppress(UnknownSourceError):  # its stream has just ended
+            with suppress(UnknownSourceError):  # the index has just removed the stream
                 worker.refresh(status, self.index.worker(worker.registration.key), hidden_before=hidden_before)
         if has_changed:
             self._update_trust(member, self._clock())

@@ -30,17 +30,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.02
-"""Longest wait for the network. Submitted tasks, trust and rates are at most this old."""
+"""Longest wait for the network. Within this time submitted tasks run, and trust and rates are updated."""
 MIN_TURN_SECONDS: Final = 0.001
-"""Shortest time from the start of a turn that received something to the next turn. With hundreds of engines a turn then
-receives the batches of a dozen of them, which saves about a quarter of the CPU. An event that arrives alone is received at
-once (decision record 0015)."""
+"""Minimum time from the start of a turn with deliveries to the next turn. So, with hundreds of engines, one turn receives the
+batches of a dozen of them, which saves about a quarter of the CPU. An event that arrives alone is received at once (decision
+record 0015)."""
 RATE_SECONDS: Final = 10
 """Period over which the rate of batches is averaged."""
 
 
 class Listener:
-    """Callbacks of a follower, which calls them in its own thread. `Fleet` has them; these do nothing."""
+    """Callbacks that a follower calls in its own thread. They do nothing here; `Fleet` overrides them."""
 
     def on_received(self, keys: Iterable[tuple[str, int]]) -> None: ...
     def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None: ...
@@ -51,9 +51,9 @@ class Listener:
 
 
 class IndexSink:
-    """Writes a subscriber's deliveries to the index, and calls the listener before and after that.
+    """Writes a subscriber's deliveries to the index, and calls the listener before that and for rejected events.
 
-    It is the `Sink` of the subscriber, which passes the reports of batches to its streams.
+    It is the `Sink` of the subscriber, and returns the outcomes of batches for the subscriber's streams.
     """
 
     def __init__(self, index: PrefixIndex, listener: Listener | None = None) -> None:
@@ -72,7 +72,7 @@ class IndexSink:
 
 
 class StreamSubscriber(Protocol):
-    """The part of a `Subscriber` that a follower and a fleet use. It applies what it returns to an `IndexSink` first."""
+    """The part of a `Subscriber` that a follower and a fleet use. Before it returns deliveries, it applies them to a sink."""
 
     def receive_many(self, *, timeout: float | None = None) -> Sequence[RawDelivery]: ...
     def add(self, source: Source, resume: Checkpoint | None = None) -> None: ...
@@ -84,7 +84,7 @@ class StreamSubscriber(Protocol):
 
 
 class Follower(threading.Thread):
-    """Owns a subscriber: it receives from it, and other threads submit tasks that change it."""
+    """The thread that owns a subscriber and receives from it. Other threads submit tasks that change the subscriber."""
 
     def __init__(self, subscriber: StreamSubscriber, sink: IndexSink) -> None:
         """`sink` is the sink of `subscriber`."""
@@ -134,7 +134,7 @@ class Follower(threading.Thread):
             began = time.monotonic()
             if deliveries:
                 self._count(deliveries)
-            # Here the index contains all that the subscriber has received, so a task sees both in the same state.
+            # Now the index contains all that the subscriber has received, so tasks see both of them in the same state.
             self._run_tasks()
             now = time.monotonic()
             if now >= due:
@@ -155,7 +155,7 @@ class Follower(threading.Thread):
         self.sink.listener.on_applied(list(newest.values()), losses)
 
     def _run_tasks(self) -> None:
-        """Run the submitted tasks, call the listener once, and then pass their results on."""
+        """Run the submitted tasks, call the listener once, and then set the results of the futures."""
         results: list[Callable[[], None]] = []
         failure: BaseException | None = None
         while self._tasks and failure is None:
@@ -197,19 +197,19 @@ def timestamp_of(payload: bytes) -> float | None:
 
 
 class LoadFollower:
-    """Receives the load of the ranks that report it. `follow` and `leave` are called in the follower's thread."""
+    """Receives the load of the ranks that report load. `follow` and `leave` are called in the follower's thread."""
 
     def __init__(self, settings: LoadSettings, max_reservations: int) -> None:
         self._settings = settings
         self._subscriber: LoadSubscriber | None = None
         """Opened with the first rank that has a load or a server. A server from which no load is read has a name of its own."""
         self.requests: Final = _native.Loads(settings.max_age_seconds, max_reservations)
-        """The requests that engines report, reservations and selections, by source name and rank."""
+        """The requests that engines report, and reservations and selections, by the name and rank of the source."""
 
     def follow(self, registration: Registration, curve: Curve | None) -> Callable[[], LoadReading | None]:
-        """Receive the load of a rank that has an endpoint for it. Return a function that reads the newest load.
+        """Receive the load of a rank if it has a place for that. Return a function that returns the newest load.
 
-        `curve` is for registrations without keys. An endpoint that cannot be used costs only the load.
+        `curve` has the keys for registrations without keys. If the endpoint cannot be used, only the load is missing.
         """
         name, rank = registration.key
         if registration.load is None:
@@ -223,9 +223,9 @@ class LoadFollower:
         return lambda: subscriber.reading((name, rank))
 
     def watch(self, registration: Registration) -> Callable[[], str]:
-        """Poll the server at which a rank takes requests. Return the reason why a server that answered no longer does.
+        """Poll the server at which a rank takes requests. Return a function that returns why it no longer answers, or "".
 
-        Without a URL it is the server with its load. The server is not polled twice if the load is read from it too.
+        Without a URL this is the server of the load. A server is not polled twice if the load is read from it too.
         """
         load, worker = registration.load or "", registration.key
         url = registration.url or load
@@ -264,5 +264,5 @@ class LoadFollower:
 
 
 def _server_of(worker: tuple[str, int]) -> tuple[str, int]:
-    """Return the name under which the server of a rank is watched if its load is read elsewhere."""
+    """Return the name under which the server of a rank is polled if the load of the rank is read elsewhere."""
     return f"{worker[0]}{SEPARATOR}server", worker[1]

@@ -23,18 +23,18 @@ from kvevents.stream import DegradedReason, StreamCounters, Trust, TrustState
 from kvevents.subscriber import StreamStatus
 
 MAX_GAPS: Final = 64
-"""Maximum number of gaps of one stream that are listed one by one; all are counted."""
+"""Maximum number of gaps of one stream that are listed; further gaps are only counted."""
 HTTP: Final = "http"
 """Origin of the registrations of clients."""
 ENDPOINT_FAULTS: Final = frozenset(
     map(Reason, ("unresolved", "refused", "unanswered", "unreachable", "not-zeromq", "wrong-socket", "keys", "no-peer"))
 )
-"""Faults with which an endpoint cannot deliver anything."""
+"""Faults of an endpoint that make events impossible."""
 CODES_OF_DEGRADED_REASONS: Final[dict[DegradedReason, Reason]] = {
     reason: Reason(reason.name.lower().replace("_", "-")) for reason in DegradedReason
 }
 _REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
-"""The reason for a state if no other reason explains it."""
+"""The reason for a state if there is no other reason."""
 _STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
 _REGISTERED: Final = ("instance", "rank", "model", "tenant", "group", "endpoint", "replay_endpoint", "url")
 _COUNTED: Final = ("replayed", "lost", "compacted", "resets", "reconnects")
@@ -50,16 +50,16 @@ class SourceFault(NamedTuple):
 
 
 class Revision:
-    """A number that changes after each change of the fleet that answers show. A reader reads it before it reads the fleet."""
+    """A number that changes after each change of the fleet that is visible in answers. Read it before the fleet."""
 
     def __init__(self) -> None:
         self._next = count(1)
         self.number = 0
         self.changed_members: dict[Member, None] = {}
-        """The members that have changed; a reader takes them out before it reads them."""
+        """The members that have changed; a reader removes a member from here before it reads the member."""
 
     def advance(self, member: Member | None = None) -> None:
-        """Change the number. `member` is the changed one; None if members are added or removed."""
+        """Change the number. `member` is the member that has changed; None if members were added or removed."""
         if member is not None:
             self.changed_members[member] = None
         self.number = next(self._next)
@@ -76,20 +76,20 @@ class Member(Struct, eq=False):
     revision: Revision = field(default_factory=Revision)
     """The revision of the fleet."""
     carried: tuple[Member, ...] = ()
-    """The other ranks that its stream carries. They share its trust, and are not registered themselves."""
+    """Further ranks that the stream of this rank carries. They share its trust, and are not registered themselves."""
     is_hidden: bool = False
-    """Whether endpoints whose clients might ignore trust omit it, because it has had no connection for long."""
+    """Whether it has long had no connection. Then HTTP endpoints whose clients might ignore trust omit it."""
     is_draining: bool = False
     """Whether a client has excluded it from selections."""
     lease: Lease | None = None
-    """The lease at whose end the registration ends; None for a registration without a lease."""
+    """The lease with which the registration ends; None for a registration without a lease."""
     trust: Trust = Trust.CONNECTING
     trust_status: TrustStatus = _CONNECTING
     """Trust with its reasons, for answers."""
     trust_inputs: tuple[object, ...] = ()
     """The values from which the trust was derived."""
     report: tuple[str, str, bool] = ("", "", False)
-    """State and sentence of the last report of the subscriber."""
+    """State and sentence of the subscriber's last report, and whether it was attested."""
     faults: Mapping[str, SourceFault] = {}
     """Faults of `endpoint` and `replay_endpoint` that the prober found."""
     status: StreamStatus | None = None
@@ -98,13 +98,13 @@ class Member(Struct, eq=False):
     last_event: float | None = None
     lag: float | None = None
     load: Callable[[], LoadReading | None] = lambda: None
-    """Returns the newest load that the rank has reported; None if it is not read."""
+    """Returns the newest load that the rank has reported; None if no load is read."""
     silence_of_server: Callable[[], str] = str
-    """Returns the fault of the server that takes its requests, if the server answered before; empty without a fault."""
+    """Returns why the server for requests no longer answers, if it answered before; otherwise empty."""
     why_unreachable: str = ""
-    """Why no requests are routed to it although its stream is connected; empty if requests are routed to it."""
+    """Why no requests are routed to the rank although its stream is connected; empty if requests are routed to it."""
     evicted: int = 0
-    """Blocks refused at the memory limit before the current incarnation began or the cache was last cleared."""
+    """Number of blocks refused at the memory limit before the current incarnation or the last clearing of the cache."""
     index_faults: tuple[SourceFault, ...] = ()
     """Faults that the index reports about this stream."""
     log_muted_until: float = 0.0
@@ -127,13 +127,13 @@ class Member(Struct, eq=False):
         if trust == Trust.EXACT and self.index_faults:
             trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.index_faults]
         if trust.attested and any(blocks for tier, blocks in self.tiers.items() if tier != "gpu"):
-            trust = replace(trust, attested=False)  # an attestation covers the GPU only, and answers count all tiers
+            trust = replace(trust, attested=False)  # attestations cover only the GPU, but answers count all tiers
         fault = self.faults.get("endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint")
         faults = [] if fault is None or trust == Trust.EXACT else [fault]
-        if faults and self.status is not None and self.status.error:  # the prober knows more than that
+        if faults and self.status is not None and self.status.error:  # the prober's fault is more precise than `error`
             sentences = [sentence] if (sentence := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         reasons = self._reasons_of(trust, faults)
-        # The registration names them, not the stream: a replica reads its streams from a log, which has no such setting.
+        # Read these tiers from the registration: a replica reads its streams from a log, which does not have them.
         if trust == Trust.EXACT and (inexact := self.registration.stores_only):
             reasons += (Reason.STORES_ONLY,)
             sentences.append(f"no removals are announced from {', '.join(inexact)}: what it holds there is not exact")
@@ -152,10 +152,10 @@ class Member(Struct, eq=False):
         return tuple(dict.fromkeys(reasons)) or (Reason.OTHER,)
 
     def update_reach(self, why_not_ready: str = "") -> bool:
-        """Find out whether the engine can take requests, unless it is known why not. Return whether that has changed.
+        """Find out whether the engine can take requests, unless `why_not_ready` says why not. Return whether that has changed.
 
-        A stream alone does not say that: the server for requests is another process. And a process that was stopped keeps its
-        connections. It is known by its replay endpoint, which answered before and no longer does while no event arrives.
+        A stream alone does not show that: the server for requests is another process, and a stopped process keeps its
+        connections. A stopped process has a replay endpoint that answered before and no longer does, while no event arrives.
         """
         self._was_exact |= self.trust_status.state == "EXACT"
         reason = why_not_ready or self.silence_of_server()
@@ -218,7 +218,7 @@ class Member(Struct, eq=False):
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether no batch is known to be missing: it is EXACT, or waits for a live batch that confirms its replay."""
+        """Whether no batch is known to be missing: it is EXACT, or lacks only a live batch to confirm its replay."""
         return self.trust_status.state == "EXACT" or self.trust_status.reason_codes == (Reason.REPLAY_UNPROVEN,)
 
     @property
@@ -291,4 +291,4 @@ class Member(Struct, eq=False):
 
 
 _REASONS_OF_ESTIMATES: Final = {"set-aside": Reason.SET_ASIDE, "unknown-parents": Reason.UNKNOWN_PARENTS}
-"""The estimates that have a code of their own."""
+"""The kinds of estimates that have their own code."""

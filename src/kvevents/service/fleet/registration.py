@@ -18,7 +18,7 @@ from kvevents.zeromq.keys import Curve
 MAX_BLOCK_SIZE: Final = 1 << 20
 """Maximum size of a block in tokens. Engines use 1 to 256."""
 MAX_DRAFT_GROUPS: Final = 64
-"""Maximum number of draft groups of one engine. Engines have a few KV cache groups in all."""
+"""Maximum number of draft groups of one engine. An engine has only a few KV cache groups."""
 MAX_SHOWN: Final = 40
 """Maximum number of characters of an invalid value that an error quotes."""
 _SCHEMES: Final = frozenset({"http", "https", "grpc"})
@@ -35,14 +35,14 @@ Key: TypeAlias = tuple[str, int]
 class Scope(NamedTuple):
     """The boundary of prefix matches: one model of one tenant and routing group.
 
-    An engine whose events have no LoRA or salt, and that was registered with one, has a scope of its own.
+    An engine that is registered with a LoRA or salt, because its events have none, has a scope of its own.
     """
 
     model: str
     tenant: str = DEFAULT_GROUP
     group: str = DEFAULT_GROUP
     lora: str | int | None = None
-    """Name of the LoRA, or its number for engines whose events have no name (vLLM before 0.14)."""
+    """Name of the LoRA, or its number for engines whose events do not have the name (vLLM before 0.14)."""
     salt: str | None = None
 
     @property
@@ -56,7 +56,7 @@ class Scope(NamedTuple):
 
 
 class GroupFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What settings say of one engine, or of all engines that connect to one endpoint."""
+    """Settings of one engine, or of all engines that connect to one endpoint."""
 
     model: str | None = None
     """Name of the model; required unless the engine itself names it."""
@@ -69,12 +69,11 @@ class GroupFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     curve: Curve | None = None
     """CURVE keys for this engine, instead of those of all engines."""
     stores_only: tuple[str, ...] = ()
-    """Tiers, such as `cpu`, whose stores the engine announces and whose removals it does not. What it holds there counts, but
-    is not EXACT."""
+    """Tiers, such as `cpu`, for which the engine announces stores but no removals. Blocks there count, but are not EXACT."""
 
 
 class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What settings and registrations say of an engine beside its name and endpoints.
+    """The fields of an engine, in settings and registrations, beside its name and endpoints.
 
     Raises `ConfigError` for an invalid field.
     """
@@ -84,21 +83,21 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
     bind: bool = False
     """Whether to listen at the endpoint, for an engine that connects."""
     lora_name: str | None = None
-    """LoRA of events that do not name one."""
+    """LoRA of all events that do not name a LoRA."""
     salt: str | None = None
     """Cache salt that a query must contain to match this engine."""
     load: str | None = None
     """Where the load is read: `tcp://HOST:PORT` at which the first rank publishes it (SGLang: --load-publish-endpoint), or
     `http://HOST:PORT` of a server with metrics, which is polled (vLLM). A wildcard host, as in `http://*:8000`, means the
-    engine's own host. A queried engine names it; `none` does not read it."""
+    engine's own host. A queried engine reports the place itself. With `none` no load is read."""
     drafts: tuple[int, ...] | None = None
-    """KV cache groups of its draft model (EAGLE, MTP), of which the engine computes the last block of a hit again; an empty
-    list means all groups. None, the default, means no draft model: events do not say whether there is one."""
+    """KV cache groups of its draft model (EAGLE, MTP); an empty list means all groups. In these groups the engine recomputes
+    the last block of a hit. None, the default, means no draft model: events do not show whether there is a draft model."""
     url: str | None = None
-    """Where the engine takes requests, such as `http://10.0.0.7:8000`, which answers return. A wildcard host, as in
-    `http://*:8000`, means the engine's own host. That of a queried engine is its base URL."""
+    """URL at which the engine takes requests, such as `http://10.0.0.7:8000`; answers return it. A wildcard host, as in
+    `http://*:8000`, means the engine's own host. For a queried engine the default is its base URL."""
     labels: Mapping[str, str] = {}
-    """Labels by name, such as `role = "decode"`, which answers return and by which `/v1/select` filters."""
+    """Labels by name, such as `role = "decode"`. Answers return them, and `/v1/select` filters by them."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -113,7 +112,7 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
 
 @build_decoder_now
 class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One data-parallel rank of one engine, and the scope whose prompts can match it. Its load and URL have no wildcard."""
+    """One data-parallel rank of one engine, and the scope of prompts that can match it. Its load and URL have no wildcard."""
 
     instance: str
     """Name of the engine, as routers know it."""
@@ -140,7 +139,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def key(self) -> Key:
-        """Name in subscriber and index. An instance name that two tenants use means two streams."""
+        """Name in subscriber and index. If two tenants use the same instance name, these are two streams."""
         return source_name(self.tenant, self.group, self.instance), self.rank
 
     @property
@@ -158,7 +157,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
 
         Whether the engine itself named the endpoints makes no difference.
         """
-        if self == other:  # the usual case, and a tenth of the time
+        if self == other:  # the usual case, in a tenth of the time
             return []
         names = (name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name))
         return sorted(name for name in names if name != "replay_is_proven")
@@ -184,7 +183,7 @@ def source_name(tenant: str, group: str, instance: str) -> str:
 
 
 class Lease(NamedTuple):
-    """The time until which a registration stays unless it is renewed."""
+    """The time at which a registration ends unless it is renewed."""
 
     seconds: int
     ends: float

@@ -1,11 +1,11 @@
-"""The control plane's part of the HTTP server: it handles each request that the data plane forwards by the table of endpoints.
+"""The control plane's part of the HTTP server: it handles requests that the data plane forwards, by the table of endpoints.
 
 It uses no framework: dispatch is a dictionary lookup, and errors are a few lines here for all endpoints. The data plane has
-found the endpoint and the caller of a request, and says whether it is refused (`native/server/src/policy.rs`).
+already determined the endpoint and the caller of a request, and whether it is refused (`native/server/src/policy.rs`).
 
-Requests have OpenTelemetry spans if an SDK is configured. The service depends on OpenTelemetry's API alone, and uses it only if
-it is installed. It looks for an SDK once, when the application is built, so the SDK must be configured before, as
-`opentelemetry-instrument kvevents serve` does. Without one, tracing costs nothing. A span has the model and the numbers of
+Requests have OpenTelemetry spans if an SDK is configured. The service uses only OpenTelemetry's API, and only if that is
+installed. It looks for an SDK once, when the application is built, so the SDK must be configured before, as
+`opentelemetry-instrument kvevents serve` does. Without an SDK, tracing costs nothing. A span has the model and the numbers of
 tokens of a lookup. It never has token ids, hashes or the caller.
 """
 
@@ -49,7 +49,7 @@ class App:
         self._tracer = find_tracer()
         self._tasks: set[asyncio.Task[None]] = set()
         self._open_streams: dict[int, _Sending] = {}
-        """The answers that are being sent in parts, by the number of their stream."""
+        """The responses that are being sent in pieces, by the numbers of their streams."""
 
     @property
     def has_spans(self) -> bool:
@@ -72,7 +72,7 @@ class App:
             response.has_room.set()
 
     async def stop(self, seconds: float) -> None:
-        """Wait for the requests in progress, and after some time cancel them."""
+        """Wait for the requests in progress; cancel those that are not complete after `seconds`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
         for task in self._tasks:
@@ -87,7 +87,7 @@ class App:
             response = problem(UnavailableError("the service stopped before the request was complete", "ending", "retry"))
         if isinstance(response, Response):
             headers = [*response.headers]
-            if response.status != HTTPStatus.NOT_MODIFIED:  # which has no body, and says nothing about one
+            if response.status != HTTPStatus.NOT_MODIFIED:  # 304 has no body, and no headers about a body
                 headers += [(b"content-type", response.kind), (b"content-length", b"%d" % len(response.body))]
             request.respond(response.status, headers, response.body if has_body else b"")
             return
@@ -147,7 +147,7 @@ class App:
             return problem(ServiceError("internal error", "internal", hint, status=500))
 
     async def _handle(self, endpoint: Route, native: _native.Request, span: Span | None) -> AnyResponse:
-        """Handle a request, and log it if its caller is refused, or if it fails and would change something."""
+        """Handle a request. Log it if its caller is refused, or if a request for a change fails."""
         headers, path, limits = Headers(native.headers), native.path, self.service.settings.limits
         try:
             if native.refusal is not None:
@@ -237,7 +237,7 @@ _OTHER_METHOD: Final = "_OTHER"
 """Name of unknown methods in OpenTelemetry's conventions."""
 _KNOWN_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
 _UNTRACED: Final = frozenset(path for path, routes in ROUTES.items() if any(route.tag == "probes" for route in routes.values()))
-"""Probes, scrapes and the page, which come every few seconds."""
+"""Endpoints for probes, scrapes and the page, which are requested every few seconds."""
 
 
 def find_tracer() -> Tracer | None:
@@ -251,7 +251,7 @@ def find_tracer() -> Tracer | None:
 
 
 def start_span(tracer: Tracer, request: _native.Request) -> AbstractContextManager[Span]:
-    """Return the span of a request, a child of the span that its headers name, by the conventions for HTTP servers."""
+    """Return the span of a request by the conventions for HTTP servers: a child of the span in the headers."""
     from opentelemetry.propagate import extract  # noqa: PLC0415 - it might not be installed
     from opentelemetry.trace import SpanKind  # noqa: PLC0415
 
@@ -265,7 +265,7 @@ def start_span(tracer: Tracer, request: _native.Request) -> AbstractContextManag
 
 
 def finish_span(span: Span, response: AnyResponse) -> None:
-    """Note the status of a response."""
+    """Record the status of a response in its span."""
     from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415 - it might not be installed
 
     status = response.status if isinstance(response, Response) else HTTPStatus.OK
