@@ -106,7 +106,7 @@ def test_live_batches_continue_when_the_replay_buffer_fails(context: Context, mo
         assert stats.history.unavailable_reason == "batches"
 
 
-@pytest.mark.parametrize("part", ["extend", "events"])
+@pytest.mark.parametrize("part", ["extend", "payloads"])
 def test_compaction_that_fails_is_switched_off(
     context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:

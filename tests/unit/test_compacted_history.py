@@ -139,7 +139,7 @@ class UnknownGroup:
 
 def make_late_consumer(compactor: Compactor) -> Consumer | None:
     """Return a consumer that receives the compacted history; None if no order of events can express it."""
-    late, history = Consumer(), compactor.events()
+    late, history = Consumer(), compactor.snapshot_pieces(1 << 62)
     if history is None:
         assert compactor.unavailable_reason is None
         return None

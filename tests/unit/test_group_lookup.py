@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvevents.events import BlockStored
-from kvevents.publisher.compaction import Compactor
-from kvevents.wire import decode_batch
+from kvevents.publisher.compaction import Compactor, encode_snapshot
+from kvevents.wire import decode_batch, encode_batch
 from tests.system.vllm_oracle.groups import SHAPES, GroupPredictor, History, Step, recorded
 from wire_cases import DATA
 
@@ -61,7 +61,9 @@ def test_a_consumer_that_begins_with_compacted_history_predicts_every_request(hi
         if step.payload:
             compactor.append(step.payload)
     predictor = GroupPredictor(history.drafts)
-    for payload in compactor.payloads(1 << 30, 0.0) or ():
+    pieces = compactor.snapshot_pieces(1 << 30)
+    assert pieces is not None
+    for payload in encode_snapshot(pieces, 0.0, None, encode_batch, 1 << 30) or ():
         predictor.take(Step(payload=payload))
     for step in history.steps[half:]:
         predictor.take(step)

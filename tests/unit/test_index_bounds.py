@@ -355,7 +355,6 @@ CALLS_WITH_MANY_NUMBERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]
     "match_keys": (PrefixIndex, lambda index: index.match_keys([7] * 1_000_000), 1_000_000),
     "speculate": (PrefixIndex, lambda index: index.speculate("a", [7] * 1_000_000), 1_000_000),
     "block_keys": (lambda: [7] * 500_000, lambda tokens: block_keys(tokens, 1), 1_000_000),
-    "events of a compactor": (compactor_of_many_blocks, lambda compactor: compactor.events(), HISTORY_BLOCKS),
     "payloads of a compactor": (
         compactor_of_many_blocks,
         lambda compactor: compactor.payloads(100_000, 1.0),
@@ -455,7 +454,7 @@ def test_after_a_panic_every_call_of_a_compactor_fails() -> None:
     compactor.apply(payload_of([chain(1, 2)]))
     with pytest.raises(BaseException, match="as a test"):
         compactor._break()
-    for call in (compactor.events, lambda: compactor.payloads(1, 1.0), lambda: compactor.apply(b""), lambda: compactor.live):
+    for call in (lambda: compactor.payloads(1, 1.0), lambda: compactor.apply(b""), lambda: compactor.live):
         with pytest.raises(RuntimeError, match="left this history inconsistent"):
             call()
 

@@ -256,7 +256,7 @@ def bounds(index: PrefixIndex) -> dict[tuple[int, int], tuple[int, int]]:
 
 def late_consumer(compactor: Compactor) -> Consumer:
     """Return a consumer that has received the snapshot of a compactor."""
-    late, history = Consumer(), compactor.events()
+    late, history = Consumer(), compactor.snapshot_pieces(1 << 62)
     assert history is not None
 
     def send(batch: KVEventBatch) -> bytes:

@@ -13,8 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvevents.events import BlockStored
 from kvevents.index import MultiModal, Namespace, PrefixIndex
 from kvevents.publisher.compaction import Compactor
+from kvevents.wire import decode_batch
 from wire_cases import batch_of, make_store
 
 SIZE = 4
@@ -216,6 +218,7 @@ def test_a_snapshot_has_the_blocks_that_were_keyed() -> None:
     compactor = Compactor.create()
     assert compactor is not None
     compactor.append(batch_of(make_store(block_hashes=[1, 2, 3], token_ids=[*range(8), "x", 1, 2, 3], block_size=SIZE)))
-    ranks = compactor.events()
-    assert ranks is not None
-    assert [event[1] for _, events in ranks for event in events] == [[1, 2]]
+    _, payload = compactor.payloads(1 << 20, 1.0) or []
+    (event,) = decode_batch(payload).batch.events
+    assert isinstance(event, BlockStored)
+    assert event.block_hashes == [1, 2]

@@ -89,9 +89,9 @@ def compact(payloads: Sequence[bytes]) -> list[bytes]:
     assert compactor is not None
     for payload in payloads:
         compactor.append(payload)
-    events = compactor.events()
-    assert events is not None
-    found = encode_snapshot(events, 1.0, 0, encode_batch, 1 << 24)
+    pieces = compactor.snapshot_pieces(1 << 24)
+    assert pieces is not None
+    found = encode_snapshot(pieces, 1.0, 0, encode_batch, 1 << 24)
     assert found is not None
     return found
 

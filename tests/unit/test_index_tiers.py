@@ -42,9 +42,9 @@ def late(*payloads: bytes) -> PrefixIndex:
     assert compactor is not None
     for payload in payloads:
         compactor.append(payload)
-    events = compactor.events()
-    assert events is not None
-    found = encode_snapshot(events, 1.0, 0, encode_batch, 1 << 20)
+    pieces = compactor.snapshot_pieces(1 << 20)
+    assert pieces is not None
+    found = encode_snapshot(pieces, 1.0, 0, encode_batch, 1 << 20)
     assert found is not None
     index = PrefixIndex()
     for seq, payload in enumerate(found):
@@ -246,9 +246,9 @@ def test_a_snapshot_replaces_what_a_consumer_knows_of_all_tiers() -> None:
     for batch in history:
         compactor.append(payload(*batch))
     feed(*history[0])
-    events = compactor.events()
-    assert events is not None
-    for part in encode_snapshot(events, 1.0, 0, encode_batch, 1 << 20) or []:
+    pieces = compactor.snapshot_pieces(1 << 20)
+    assert pieces is not None
+    for part in encode_snapshot(pieces, 1.0, 0, encode_batch, 1 << 20) or []:
         feed.index.apply_payload("a", 0, 10, part)
     expected = PrefixIndex()
     for seq, batch in enumerate(history):

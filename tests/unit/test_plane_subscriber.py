@@ -296,9 +296,9 @@ def snapshot_parts() -> list[bytes]:
     for number in range(16):
         hashes, tokens = range(number * 100, number * 100 + 40), range(number * 1_000, number * 1_000 + 160)
         history.append(encode_batch(EventBatch(0.0, [BlockStored(list(hashes), None, list(tokens), 4)])))
-    live_events = history.events()
-    assert live_events is not None
-    parts = encode_snapshot(live_events, 0.0, 0, batch_encoder(dialect_for("vllm")), 6_000, 77)
+    pieces = history.snapshot_pieces(6_000)
+    assert pieces is not None
+    parts = encode_snapshot(pieces, 0.0, 0, batch_encoder(dialect_for("vllm")), 6_000, 77)
     assert parts is not None
     assert len(parts) > 2
     return parts

@@ -319,7 +319,7 @@ def test_a_replica_reports_the_degraded_reasons_of_an_idle_stream() -> None:
 
 PAGE_BYTES: Final = 2_500
 """Size of a page, which is less than a part of the snapshot."""
-COMPACTED_BATCHES: Final = 16
+COMPACTED_BATCHES: Final = 18
 """Number of batches that the snapshot replaces."""
 CHAIN_BLOCKS: Final = 40
 """Number of blocks of each chain in the snapshot."""
@@ -348,9 +348,9 @@ def make_compacted_history() -> CompactedHistory:
         first = first or payload
         if number in {0, COMPACTED_BATCHES - 1}:
             digests.add(truth.digest(KEY))
-    live_events = history.events()
-    assert live_events is not None
-    parts = encode_snapshot(live_events, 0.0, 0, batch_encoder(dialect_for("vllm")), 6_000, COMPACTED_BATCHES - 1)
+    pieces = history.snapshot_pieces(6_000)
+    assert pieces is not None
+    parts = encode_snapshot(pieces, 0.0, 0, batch_encoder(dialect_for("vllm")), 6_000, COMPACTED_BATCHES - 1)
     assert parts is not None
     assert len(parts) > 2
     assert min(map(len, parts)) > PAGE_BYTES

@@ -452,7 +452,7 @@ def test_a_batch_that_is_too_large_without_its_heartbeat_is_split(scenario: Worl
             [number * 100 + at for at in range(40)], None, list(range(number * 1000, number * 1000 + 160)), SIZE
         )
         history.append(encode_batch(KVEventBatch(0.0, [stored])))
-    parts = encode_snapshot(history.events() or [], 0.0, 0, encode, limit, 77)
+    parts = encode_snapshot(history.snapshot_pieces(limit) or [], 0.0, 0, encode, limit, 77)
     assert parts is not None
     assert len(parts) > 1
     engine = scenario.upstream.engine

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvevents.events import BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
-from kvevents.publisher.compaction import MAX_SNAPSHOT_PARTS, Compactor, encode_snapshot
+from kvevents.publisher.compaction import MAX_SNAPSHOT_PARTS, Compactor, Encode, encode_snapshot
 from kvevents.wire import decode_batch, dialects, encode_batch
 from publisher_engine import WORKER, Engine
 
@@ -25,11 +25,14 @@ def digest(payloads: list[bytes]) -> str:
     return index.digest(WORKER)
 
 
-def make_compactor(payloads: list[bytes]) -> Compactor:
+def encode_parts(payloads: list[bytes], limit: int, encode: Encode = encode_batch) -> list[bytes] | None:
+    """Return the parts of the snapshot of these payloads."""
     history = Compactor.create()
     assert history is not None
     history.extend(list(enumerate(payloads)))
-    return history
+    pieces = history.snapshot_pieces(limit)
+    assert pieces is not None
+    return encode_snapshot(pieces, 1.0, 0, encode, limit, incarnation=7)
 
 
 def encode_batches(seed: int, count: int) -> list[bytes]:
@@ -48,9 +51,7 @@ def test_every_part_respects_the_limit_and_all_parts_together_give_the_state(
         return encode_batch(batch, dialect)  # type: ignore[arg-type]
 
     payloads = encode_batches(seed, count)
-    events = make_compactor(payloads).events()
-    assert events is not None
-    parts = encode_snapshot(events, 1.0, 0, encode, limit, incarnation=7)
+    parts = encode_parts(payloads, limit, encode)
     if parts is None:
         return
     assert len(parts) <= MAX_SNAPSHOT_PARTS
@@ -80,9 +81,7 @@ def long_chain(blocks: int, *, pairs: bool, extra: bool) -> list[KVEvent]:
 def test_a_long_chain_is_split_between_blocks(pairs: bool, extra: bool) -> None:
     """Blocks keep their tokens, parents, pairs and extra keys, so an index computes the same keys."""
     payload = encode_batch(KVEventBatch(1.0, long_chain(100, pairs=pairs, extra=extra), 0))
-    events = make_compactor([payload]).events()
-    assert events is not None
-    parts = encode_snapshot(events, 1.0, 0, encode_batch, 2_000)
+    parts = encode_parts([payload], 2_000)
     assert parts is not None
     assert len(parts) > 1
     assert max(map(len, parts)) <= 2_000
@@ -92,9 +91,7 @@ def test_a_long_chain_is_split_between_blocks(pairs: bool, extra: bool) -> None:
 def test_a_chain_of_keyed_blocks_is_split_too() -> None:
     keyed = BlockStored(list(range(1, 1001)), None, [], 16, block_keys=list(range(2**63, 2**63 + 1000)))
     payloads = [encode_batch(KVEventBatch(1.0, [keyed], 0))]
-    events = make_compactor(payloads).events()
-    assert events is not None
-    parts = encode_snapshot(events, 1.0, 0, encode_batch, 5_000, incarnation=7)
+    parts = encode_parts(payloads, 5_000)
     assert parts is not None
     assert len(parts) > 1
     assert digest(parts) == digest(payloads)
@@ -102,7 +99,6 @@ def test_a_chain_of_keyed_blocks_is_split_too() -> None:
 
 def test_the_number_of_parts_is_limited() -> None:
     """A state that needs more parts has no snapshot, and neither has a block that exceeds the size limit by itself."""
-    events = make_compactor([encode_batch(KVEventBatch(1.0, long_chain(400, pairs=False, extra=False), 0))]).events()
-    assert events is not None
-    assert encode_snapshot(events, 1.0, 0, encode_batch, 700) is None
-    assert encode_snapshot(events, 1.0, 0, encode_batch, 20) is None
+    payload = encode_batch(KVEventBatch(1.0, long_chain(400, pairs=False, extra=False), 0))
+    assert encode_parts([payload], 700) is None
+    assert encode_parts([payload], 20) is None

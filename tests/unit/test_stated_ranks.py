@@ -129,7 +129,7 @@ def test_a_late_consumer_holds_the_same(seed: int, count: int, ranks: tuple[int,
     early = Consumer()
     early(*payloads)
     for each in (compactor, restored):
-        parts = encode_snapshot(each.events() or [], 1.0, None, encode_batch, 100_000)
+        parts = encode_snapshot(each.snapshot_pieces(100_000) or [], 1.0, None, encode_batch, 100_000)
         assert parts is not None
         late = Consumer()
         late(batch_of(0, block(99)), batch_of(1, block(99)), *parts, *payloads[cut:])
@@ -238,7 +238,7 @@ def test_a_history_of_too_many_ranks_is_unavailable_until_all_are_cleared() -> N
     for rank in range(MAX_RANKS):
         compactor.append(batch_of(rank, block(1)))
     assert compactor.live == MAX_RANKS
-    parts = encode_snapshot(compactor.events() or [], 1.0, None, encode_batch, 10_000)
+    parts = encode_snapshot(compactor.snapshot_pieces(10_000) or [], 1.0, None, encode_batch, 10_000)
     assert parts is not None
     late = Consumer()
     late(*parts)

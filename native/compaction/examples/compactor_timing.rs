@@ -1,6 +1,6 @@
 //! Measures the compactor: the median time for a payload that stores blocks of 16 tokens, and for one that removes them, while the number
-//! of live blocks stays the same; and the time of scanning alone. Then the time to export all live blocks, to encode them as payloads, and
-//! to apply these again.
+//! of live blocks stays the same; and the time of scanning alone. Then the time to encode all live blocks as payloads, and to apply these
+//! again.
 //!
 //! `cargo run --release -p kvevents-compaction --example compactor_timing`
 
@@ -133,9 +133,6 @@ fn main() {
             compactor.live(),
             compactor.bytes() as f64 / compactor.live() as f64,
         );
-        let start = Instant::now();
-        let events = compactor.events().map_or(0, |ranks| ranks[0].1.len());
-        println!("  exported in {events} events, {:.1} ms", start.elapsed().as_secs_f64() * 1e3);
         let start = Instant::now();
         let payloads = compactor.payloads(8 << 20, 1.7e9).unwrap_or_default();
         let encoded = start.elapsed().as_secs_f64() * 1e3;

@@ -14,7 +14,7 @@ const ARRAY: usize = 5;
 /// Number of bytes of a clear without a tier.
 const CLEAR_BYTES: usize = 32;
 
-/// Writes payloads one after the other.
+/// Writes the payloads of a rank one after the other. The first one clears everything, and has no other events.
 pub struct PayloadWriter {
     limit: usize,
     ts: f64,
@@ -25,11 +25,10 @@ pub struct PayloadWriter {
 }
 
 impl PayloadWriter {
-    /// Creates a writer of a rank's payloads. They have at most `limit` bytes, unless a single block takes more. The first events clear
-    /// everything.
+    /// Creates a writer of a rank's payloads. They have at most `limit` bytes, unless a single block takes more.
     pub fn new(limit: usize, ts: f64, rank: Option<i64>) -> Self {
         let mut writer = Self {
-            limit: limit.saturating_sub(CLEAR_BYTES + rank.map_or(0, |_| NUMBER)),
+            limit: limit.saturating_sub(CLEAR_BYTES + NUMBER),
             ts,
             rank,
             done: Vec::new(),
@@ -38,6 +37,7 @@ impl PayloadWriter {
         };
         writer.write(|out| write_clear(None, out));
         writer.write(|out| write_clear(Some(EVERY_TIER), out));
+        writer.end_payload();
         writer
     }
 
@@ -53,7 +53,9 @@ impl PayloadWriter {
 
     /// All payloads.
     pub fn finish(mut self) -> Vec<Vec<u8>> {
-        self.end_payload();
+        if self.events > 0 {
+            self.end_payload();
+        }
         self.done
     }
 

@@ -30,14 +30,6 @@ use kvevents_index::wire::scan::{Event, Kind, Schema, Scratch};
 use encode::PayloadWriter;
 use state::{Reason, State};
 
-pub use announcements::MAX_ANNOUNCEMENTS;
-pub use event::{ExportedEvent, Location, Namespace, Store};
-pub use group_rules::MAX_GROUPS;
-pub use state::{MAX_DEAD, MAX_EXTRA, MAX_LIVE, MAX_TEXT_BYTES, MAX_UNKEPT, MAX_WAITING, MAX_WIDTHS};
-
-/// The events of one rank; None if payloads have not stated a rank.
-pub type RankEvents = (Option<i64>, Vec<ExportedEvent>);
-
 /// See the module. If the payloads of the stream state several ranks, each rank has its own state, as in the index: a batch with a rank
 /// concerns that rank alone, and a batch without a rank concerns all ranks.
 #[derive(Debug, Default)]
@@ -144,22 +136,10 @@ impl Compactor {
         }
     }
 
-    /// The events that rebuild the state of each rank after a clear of everything. None if a state is invalid, or events cannot rebuild it.
-    pub fn events(&self) -> Option<Vec<RankEvents>> {
-        let of_rank = |(rank, state)| {
-            let mut events = Vec::new();
-            export::export(state, |event| events.push(event))?;
-            Some((rank, events))
-        };
-        self.states().map(of_rank).collect()
-    }
-
-    /// Returns these events as payloads of at most `limit` bytes; the first event is a clear of everything.
+    /// The events that rebuild the state, as payloads of at most `limit` bytes unless one block takes more. Each rank has payloads of its
+    /// own, of which the first one only clears everything. None if the state is invalid, or events cannot rebuild it.
     pub fn payloads(&self, limit: usize, ts: f64) -> Option<Vec<Vec<u8>>> {
         let mut payloads = Vec::new();
-        if !self.others.is_empty() {
-            payloads = PayloadWriter::new(limit, ts, None).finish();
-        }
         for (rank, state) in self.states() {
             let mut writer = PayloadWriter::new(limit, ts, rank);
             export::export(state, |event| writer.add(&event))?;

@@ -119,28 +119,13 @@ class Compactor:
         """
     def apply_many(self, batches: list[tuple[int, bytes]]) -> None:
         """Apply the payloads of several batches, whatever their numbers. Other threads run if that takes long."""
-    def events(self) -> list[tuple[int | None, list[tuple[Any, ...]]]] | None:
-        """Return each rank with the events that rebuild its state after a clear of everything.
-
-        There is one rank, None if it was never stated, unless the payloads of the stream state several. Returns None if
-        `lost`, or if no order of events can express it.
-
-        `("stored", hashes, parent, tokens, pairs, block_size, lora_id, medium, lora_name, extra_keys, group_idx, kind, window,
-        locality, ownership, cache_salt, block_keys)`: blocks, each the parent of the next. `tokens` are 32-bit numbers,
-        little-endian; when `pairs`, two for each token id, which is EAGLE's `[t, next]`. `extra_keys` is msgpack, an entry per
-        block as it came. Without tokens, copies of known blocks; with `block_keys`, a key per block, blocks that were stored by
-        their keys and have no parent.
-
-        `("removed", hashes, medium, group_idx, locality, ownership)`: blocks that only held a place in a chain.
-
-        `("cleared", [], medium)`: a clear of one tier, which a clear of everything does not empty.
-        """
     def payloads(self, limit: int, ts: float) -> list[bytes] | None:
-        """The events of `events` as payloads for `apply(payload, own=True)`, in order. Other threads run meanwhile.
+        """Return the events that rebuild the state, as payloads for `apply(payload, own=True)`. Other threads run meanwhile.
 
-        Each has at most `limit` bytes, except for a single block that takes more; `ts` is their time, in seconds. The first one
-        begins with a clear of everything, so a compactor that applies them is not `partial`. Raises `ValueError` for an
-        invalid limit or time.
+        Each has at most `limit` bytes, except for a single block that takes more; `ts` is their time, in seconds. Events are
+        maps with the fields of `kvevents.events`. Each rank has payloads of its own; the first one clears everything, so a
+        compactor that applies them is not `partial`, and only that one begins with a clear. Returns None if `lost`, or if no
+        order of events can express the state. Raises `ValueError` for an invalid limit or time.
         """
     def mark_partial(self) -> None:
         """Record that a part of the stream was not received. The known blocks stay; see `partial`."""

@@ -9,8 +9,7 @@ use pyo3::types::{PyBytes, PyList, PyTuple};
 use super::arguments::wire_limits_of;
 use super::refusals::of_parent;
 use super::turns::Turns;
-use kvevents_compaction::{Compactor as SharedState, ExportedEvent, Location, RankEvents, Store};
-use kvevents_index::keys;
+use kvevents_compaction::Compactor as SharedState;
 use kvevents_index::sync::fork::ProcessOwned;
 use kvevents_index::wire::scan::{SECONDS, Schema};
 
@@ -18,9 +17,6 @@ use kvevents_index::wire::scan::{SECONDS, Schema};
 const COPIES_PER_NUMBER: usize = 128;
 /// Work, in the unit of `Turns`, of taking a payload out of its batch.
 const WORK_PER_BATCH: usize = 2;
-
-/// A rank with its events.
-type PlainRankEvents<'py> = (Option<i64>, Vec<Bound<'py, PyTuple>>);
 
 /// Compacts the payloads of one stream into its live blocks.
 #[pyclass(frozen, module = "kvevents_native._native")]
@@ -77,18 +73,7 @@ impl Compactor {
         self.run(py, |shared| shared.apply_many(&payloads, &self.peers))
     }
 
-    /// Returns each rank with the events that rebuild its state after a clear, or None.
-    fn events<'py>(&self, py: Python<'py>) -> PyResult<Option<Vec<PlainRankEvents<'py>>>> {
-        let (ranks, mut turns) = (self.run(py, |shared| shared.events())?, Turns::new(py));
-        let mut plain = |event: &ExportedEvent| {
-            turns.spend(numbers_of(event))?;
-            plain(py, event)
-        };
-        let mut of_rank = |(rank, events): &RankEvents| Ok((*rank, events.iter().map(&mut plain).collect::<PyResult<_>>()?));
-        ranks.map(|ranks| ranks.iter().map(&mut of_rank).collect()).transpose()
-    }
-
-    /// Returns these events as payloads for `apply`. Other threads run meanwhile.
+    /// Returns the state as payloads for `apply`, or None. Other threads run meanwhile.
     fn payloads<'py>(&self, py: Python<'py>, limit: usize, ts: f64) -> PyResult<Option<Vec<Bound<'py, PyBytes>>>> {
         if limit == 0 {
             return Err(PyValueError::new_err("invalid limit: expected a number of bytes above 0"));
@@ -159,71 +144,4 @@ impl Compactor {
     fn _break(&self, py: Python<'_>) -> PyResult<()> {
         self.run(py, |_| panic!("as a test"))
     }
-}
-
-/// Approximate number of Python integers of an event, which make up its cost; bytes cost little.
-fn numbers_of(event: &ExportedEvent) -> usize {
-    match event {
-        ExportedEvent::Stored(store) => store.hashes.len() + store.tokens.len() / COPIES_PER_NUMBER,
-        ExportedEvent::Removed(hashes, _) => hashes.len(),
-        ExportedEvent::Cleared => 0,
-    }
-}
-
-fn plain<'py>(py: Python<'py>, event: &ExportedEvent) -> PyResult<Bound<'py, PyTuple>> {
-    match event {
-        ExportedEvent::Stored(store) => stored(py, store),
-        ExportedEvent::Cleared => ("cleared", [0_u64; 0]).into_pyobject(py),
-        ExportedEvent::Removed(hashes, location) => {
-            let Location {
-                medium,
-                locality,
-                ownership,
-                group,
-            } = location;
-            (
-                "removed",
-                hashes,
-                text(medium.as_deref()),
-                *group,
-                text(locality.as_deref()),
-                text(ownership.as_deref()),
-            )
-                .into_pyobject(py)
-        }
-    }
-}
-
-fn stored<'py>(py: Python<'py>, store: &Store<'_>) -> PyResult<Bound<'py, PyTuple>> {
-    let head = (
-        "stored",
-        &store.hashes[..],
-        store.parent,
-        PyBytes::new(py, keys::bytes_of(&store.tokens)),
-        store.pairs,
-        store.block_size,
-        store.namespace.lora_id,
-    );
-    let place = (
-        text(store.location.medium.as_deref()),
-        text(store.namespace.lora_name.as_deref()),
-        store.extra_keys.as_deref().map(|raw| PyBytes::new(py, raw)),
-        store.location.group,
-        text(store.kind.as_deref()),
-        store.window,
-        text(store.location.locality.as_deref()),
-        text(store.location.ownership.as_deref()),
-        text(store.namespace.cache_salt.as_deref()),
-        store.keys.as_deref(),
-    );
-    let joined = head
-        .into_pyobject(py)?
-        .as_sequence()
-        .concat(place.into_pyobject(py)?.as_sequence())?;
-    Ok(joined.cast_into()?)
-}
-
-/// Returns bytes as text. The scanner has verified that they are UTF-8.
-fn text(bytes: Option<&[u8]>) -> Option<&str> {
-    bytes.map(|bytes| std::str::from_utf8(bytes).unwrap_or(""))
 }

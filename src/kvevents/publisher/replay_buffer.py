@@ -42,7 +42,6 @@ from kvevents.publisher.compaction import (
     MAX_SNAPSHOT_PARTS,
     Compactor,
     Encode,
-    RankEvents,
     SequencedPayload,
     encode_snapshot,
 )
@@ -120,8 +119,8 @@ class _SnapshotInput(NamedTuple):
     last_seq: int
     last_payload: bytes
     gap: int | None
-    events: list[RankEvents] | None
-    """Events for a new snapshot; None if none is needed, or if the history is unavailable."""
+    pieces: list[bytes] | None
+    """Pieces of a new snapshot; None if none is needed, or if the history is unavailable."""
     recently_evicted: list[SequencedPayload]
 
 
@@ -303,23 +302,23 @@ class ReplayBuffer:
         is_current = snapshot is not None and seq - snapshot.last_seq < (len(snapshot.batches) if snapshot.has_parts else 1)
         snapshot_input = None
         with self._disabling_compaction_on_error():
-            events = None if is_current else compactor.events()
-            snapshot_input = _SnapshotInput(seq, payload, self._newest_gap, events, list(self._recently_evicted))
+            pieces = None if is_current else compactor.snapshot_pieces(self._settings.max_payload_bytes)
+            snapshot_input = _SnapshotInput(seq, payload, self._newest_gap, pieces, list(self._recently_evicted))
         return snapshot_input  # noqa: RET504 - None after an exception
 
     def _prefix_for(self, start: int, source: _SnapshotInput) -> list[SequencedPayload]:
         """Return the batches before the buffered ones in a reply from `start`. A snapshot is encoded once for all requests."""
-        if source.events is not None:
+        if source.pieces is not None:
             with self._disabling_compaction_on_error():
-                self._refresh_snapshot(source, source.events)
+                self._refresh_snapshot(source, source.pieces)
         snapshot, recent = self._snapshot, source.recently_evicted
         if snapshot is None or (snapshot.last_seq < source.last_seq and (not recent or recent[0][0] > snapshot.last_seq + 1)):
             return []
         batches = snapshot.batches if start <= snapshot.latest_start else []
         return batches + [batch for batch in recent if batch[0] > snapshot.last_seq and batch[0] >= start]
 
-    def _refresh_snapshot(self, source: _SnapshotInput, events: list[RankEvents]) -> None:
-        result = self._build_snapshot(source, events)
+    def _refresh_snapshot(self, source: _SnapshotInput, pieces: list[bytes]) -> None:
+        result = self._build_snapshot(source, pieces)
         self._snapshot_failure = result if isinstance(result, str) else None
         with self._history_lock:
             self._update_stats()
@@ -329,11 +328,11 @@ class ReplayBuffer:
         if last is None or not result.has_parts or result.batches[0][0] > last.last_seq:
             self._snapshot = result
 
-    def _build_snapshot(self, source: _SnapshotInput, events: list[RankEvents]) -> _Snapshot | str:
+    def _build_snapshot(self, source: _SnapshotInput, pieces: list[bytes]) -> _Snapshot | str:
         """Return the snapshot, or the reason why it cannot be built."""
         batch = decode_batch(source.last_payload).batch
         encode, rank, limit = self._encode, batch.data_parallel_rank, self._settings.max_payload_bytes
-        parts = encode_snapshot(events, batch.ts, rank, encode, limit, self.incarnation)
+        parts = encode_snapshot(pieces, batch.ts, rank, encode, limit, self.incarnation)
         if parts is None:
             return "oversized"
         last = source.last_seq if source.gap is None else source.gap - 1
