@@ -1,21 +1,23 @@
 //! Selection of the worker for a prompt.
 //!
-//! Theory of operation. Candidates without a connection are left out while another candidate has a connection: a worker that is STALE, or
-//! where nothing listens, takes a prompt only if no other worker can. The score of each of the rest is that of `prefix-aware` (`score`):
-//! the share of the prompt that it must compute, 0 to 1, plus what its requests add. A request counts as `REQUEST_TOKENS` tokens of work,
-//! so a cached prefix is worth what computing it costs, and a short or shared prefix does not outweigh a queue. Of candidates with equal
-//! scores, the candidate that computes less is chosen, since avoided work helps all requests. Candidates that are equal in both are chosen
-//! in rotation; each process begins at a random place, so that many routers do not send to one worker at once.
+//! Theory of operation. Candidates without a connection are left out as long as another candidate has one: a worker that is STALE, or where
+//! nothing listens, gets a prompt only if no other worker can take it. The score of each remaining candidate is that of `prefix-aware`
+//! (`score`): the share of the prompt that it must compute, 0 to 1, plus a load term for its requests. A request counts as
+//! `REQUEST_TOKENS` tokens of work. So a cached prefix saves as much as it would cost to compute, and a short or shared prefix does not
+//! outweigh a queue. Of candidates with equal scores, the one that computes less is chosen, since avoided work helps all requests.
+//! Candidates that are equal in both are chosen in rotation. Each process begins the rotation at a random place, so that many routers do
+//! not send to one worker at once.
 //!
-//! *Loads* are requests in flight: the loads in the request, if it has any. Otherwise they are the requests that engines report of
-//!   themselves, corrected by requests that were sent and finished since (`loads`); a candidate without a recent report has the mean of the
-//!   others, so that it neither draws nor loses prompts. If no engine reports, the reservations and the recent selections of this process
-//!   count. A reservation before its first token is as much work as it has tokens to compute.
+//! *Loads* are requests in flight: the loads in the request, if it has any. If it has none, they are the requests that engines report of
+//!   themselves, corrected by requests that were sent and finished since then (`loads`); a candidate without a recent report gets the mean
+//!   of the others, so that it neither attracts nor loses prompts. If no engine reports, the reservations and the recent selections of this
+//!   process count. A reservation before its first token counts as the tokens that its worker must compute.
 //!
-//! *Sessions*: each has a worker of its own, which all processes agree on. Its score is a little lower, so that turns of a conversation
-//!   stay together if other terms of the score are about equal.
+//! *Sessions*: each session has its own worker, which is the same in all processes. The score of this worker is a little lower, so that
+//!   turns of a conversation stay together if other terms of the score are about equal.
 //!
-//! *Tiers without removals*: the blocks of an EXACT worker on them have the weight of DEGRADED, and the rest of its prefix that of EXACT.
+//! *Tiers without removals*: from some tiers engines announce no removals. The blocks of an EXACT worker on these tiers have the weight of
+//!   DEGRADED, and its other blocks that of EXACT.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -44,7 +46,7 @@ pub enum Tier {
     Cpu,
     /// Disks and remote stores.
     Disk,
-    /// All tiers whose medium is not known: they have the lowest weight of all.
+    /// All tiers with an unknown medium, which have the lowest weight.
     Other,
 }
 
@@ -76,13 +78,13 @@ impl Terms {
 
     /// Returns the weight of a trust state.
     fn weight_of_trust(&self, state: TrustState) -> f64 {
-        let given = self.trust.0.iter().find(|(of, _)| *of == state);
-        given.map_or(0.0, |(_, weight)| *weight)
+        let entry = self.trust.0.iter().find(|(known, _)| *known == state);
+        entry.map_or(0.0, |(_, weight)| *weight)
     }
 }
 
-/// Number of requests that is added to each candidate's for the comparison with the mean. Otherwise one request in an idle fleet would be
-/// many times the mean, and outweigh a long cached prefix; docs/adr/0008-prefix-aware-score.md has figures.
+/// Number of requests that is added to those of each candidate before they are compared with the mean. Without it, one request in an idle
+/// fleet would be many times the mean, and outweigh a long cached prefix; docs/adr/0008-prefix-aware-score.md has figures.
 const BASE_REQUESTS: f64 = 4.0;
 
 /// Number of tokens of work that a request counts as, as in `kvevents.routing.policies`.
@@ -91,10 +93,10 @@ const REQUEST_TOKENS: f64 = 256.0;
 /// Discount in the score of a session's own worker: another worker is chosen if it saves more than a tenth of the prompt.
 const SESSION_BONUS: f64 = 0.1;
 
-/// Maximum load: larger ones count as this, so that no product is infinite.
+/// Maximum load: a larger one counts as this number, so that no product is infinite.
 const MAX_REQUESTS: f64 = 1e12;
 
-/// Requests up to which a candidate's cache counts, unless it was chosen too often in the last minute.
+/// Number of requests up to which a candidate's cache counts, unless the candidate was chosen too often in the last minute.
 const GUARD_REQUESTS: f64 = 8.0;
 
 /// Tokens by tier; none for a worker that the index did not find.
@@ -159,7 +161,7 @@ pub struct Considered<'a> {
     pub score: f64,
     /// The share of the prompt that the candidate would compute.
     pub uncached: f64,
-    /// Part of the score that its requests add.
+    /// The part of the score that the candidate's requests add.
     pub load: f64,
     /// Whether the candidate's cache did not count because of its requests.
     pub hot: bool,
@@ -200,9 +202,9 @@ pub struct Selected<'a> {
     pub load_from: LoadFrom,
     /// The reservation, if one was asked for.
     pub reservation: Option<Reservation>,
-    /// All candidates with a connection, the chosen one first, if the request asks for them.
+    /// All candidates with a connection, the chosen one first, if the request asks for an explanation.
     pub considered: Option<Vec<Considered<'a>>>,
-    /// The candidates that were left out, if the request asks for them.
+    /// The candidates that were left out, if the request asks for an explanation.
     pub unreachable: Option<Vec<WorkerTrust<'a>>>,
 }
 
@@ -225,9 +227,9 @@ pub struct Contender<'a> {
     pub stores_only: &'a [String],
     /// The trust in the blocks of the prompt that the worker holds, for the answer.
     pub trust: &'a Trust,
-    /// The state of the worker's stream, even if some of these blocks might be gone.
+    /// The state of the worker's stream, which does not depend on whether some of these blocks might be gone.
     pub state: TrustState,
-    /// Distance of the worker from taking a request; 0 for a worker with a connection.
+    /// How far the worker is from taking requests: 0 for a worker with a connection.
     pub distance: u8,
     /// Length of the match of the prompt over all tiers.
     pub tokens: u32,
@@ -247,10 +249,10 @@ impl<'a> Contender<'a> {
     }
 }
 
-/// The requests of candidates, in their order.
+/// The known requests of the candidates, in their order.
 struct Known {
     from: LoadFrom,
-    /// Requests of the candidate; None if they are unknown: then the mean of the others counts.
+    /// Number of requests of each candidate; None if it is unknown, so that the mean of the others counts.
     requests: Vec<Option<f64>>,
 }
 
@@ -319,7 +321,7 @@ pub struct Question<'a> {
     pub tie: Tie,
     /// Whether the answer lists the other candidates.
     pub explain: bool,
-    /// Whether the engine will compute the whole prompt, also the cached part.
+    /// Whether the engine will compute the whole prompt, including the cached part.
     pub ignores_cache: bool,
     /// The conversation that the prompt belongs to.
     pub session: Option<&'a str>,
@@ -332,7 +334,7 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: 
     if question.ignores_cache {
         return 0.0;
     }
-    // Position in `TIERS`; other tiers have the position behind its end.
+    // The position in `TIERS`; `Tier::Other` has the position after its end.
     let tier = |at: usize| terms.tiers.0[at].0 as usize;
     let held = one.tiers.0.unwrap_or_default();
     let reach = |at: usize| held.get(tier(at)).map_or(0, |tokens| (*tokens).into());
@@ -351,14 +353,14 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: 
 
 /// Returns the multiple of the others' mean requests above which a candidate's cache does not count.
 ///
-/// It is 1.25 while caches save up to three quarters of the prompt: with 2 the busiest of 16 engines had 1.8 times the mean while one
-/// system prompt spread. It is higher the less the best cache leaves to compute, since the prompt of an agent is slow anywhere else.
+/// It is 1.25 if caches save up to three quarters of the prompt: with 2, the busiest of 16 engines had 1.8 times the mean requests while
+/// one system prompt spread. It increases if the best cache saves more, since such prompts, for example of agents, are slow elsewhere.
 fn guard(credits: &[f64]) -> f64 {
     let uncached = 1.0 - credits.iter().copied().fold(0.0, f64::max);
     (1.0 + (0.125 / uncached.max(0.0)).powi(2)).clamp(1.25, 2.0)
 }
 
-/// Returns the position of a session's own worker: the same one in each process, by rendezvous hashing.
+/// Returns the position of a session's own worker, which is the same in each process by rendezvous hashing.
 fn own_worker(session: &str, workers: &[&Contender<'_>]) -> Option<usize> {
     let hash = |at: &usize| keys::item_text(&format!("{session}\x1f{}\x1f{}", workers[*at].instance, workers[*at].rank));
     (0..workers.len()).max_by_key(hash)
@@ -456,12 +458,13 @@ impl State {
     }
 }
 
-/// The chosen one of the candidates with a connection.
+/// Positions among the candidates with a connection.
 struct Place {
+    /// The chosen candidate.
     at: usize,
-    /// Number of equally good ones.
+    /// Number of equally good candidates.
     equal: usize,
-    /// The one of the session.
+    /// The session's own worker.
     own: Option<usize>,
 }
 
@@ -530,7 +533,7 @@ fn answer<'a>(
     }
 }
 
-/// Returns a sentence about a choice, with the numbers of candidates, of equal candidates, and of candidates that were left out.
+/// Returns a sentence about a choice. The last argument has the numbers of candidates, of equal candidates, and of candidates left out.
 fn why(
     question: &Question<'_>,
     chosen: &Considered<'_>,
@@ -594,7 +597,7 @@ fn why(
     )
 }
 
-/// A number with a comma between thousands.
+/// A number as text, with commas between groups of three digits.
 fn with_thousands(number: usize) -> String {
     let digits = number.to_string();
     let mut found = String::with_capacity(digits.len() + digits.len() / 3);

@@ -1,14 +1,13 @@
-//! The work of each worker: what its engine reports of itself, and what this process has sent there.
+//! The work of each worker: the requests that its engine reports, and those that this process has sent to it.
 //!
-//! Theory of operation. A *reading* is the number of requests that an engine had when it reported. Between two readings the selections and
-//! the reservations of this process count on top of it, and reservations that were finished since are taken off. So a reading corrects what
-//! was counted before it: a client that has left without notice costs nothing once its engine has reported. A reading that is too old does
-//! not count.
+//! Theory of operation. A *reading* is the number of requests that an engine had when it reported. After a reading, later selections and
+//! reservations of this process are added to it, and reservations that were finished since then are subtracted. The next reading replaces
+//! these counts: a client that has left without notice costs nothing once the engine has reported. Readings that are too old do not count.
 //!
-//! Where no engine reports, the open reservations count, each until it is finished or expires. The end of a selection without a reservation
-//! is unknown. It counts as a request that decays: half of it is left after `HALF_LIFE`. Only proportions between workers matter then, and
-//! they are right for any duration of requests. A worker that joins while others work begins with their mean, which is halved in steps of
-//! that time: their requests might include some that have ended unnoticed.
+//! If a worker's engine does not report, its open reservations count, each until it is finished or expires. The end of a selection without
+//! a reservation is unknown, so such a selection counts as a request that decays: half of it is left after `HALF_LIFE`. Then only
+//! proportions between workers matter, which are right for any duration of requests. A worker that joins while others work begins with
+//! their mean number of requests. This number is halved in steps of that time, since some of these requests might have ended unnoticed.
 //!
 //! A reservation is *waiting* until its first token, and then *decoding*. A waiting reservation counts as the tokens that its worker must
 //! compute.
@@ -21,7 +20,7 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::reservations::{Reservation, ReservationCounts, Reservations, Reserved, TooMany, Update, Wanted};
 use crate::work::{Decaying, Reading, Requests, Work, WorkNumber};
 
-/// Number of names above which workers without any count are removed: four times the number that a service follows by default.
+/// Number of workers above which idle ones are forgotten: four times the number that a service follows by default.
 const MANY_NAMES: usize = 16_384;
 
 /// The work of all workers, by source name and rank, and the reservations. Any thread can use it.
@@ -31,7 +30,7 @@ pub struct Loads {
     state: Mutex<State>,
 }
 
-/// Data that a choice reads and changes, under one lock: of two concurrent choices, the second counts the first.
+/// Data that a choice reads and changes under one lock: of two concurrent choices, the second one already counts the first.
 #[derive(Debug)]
 pub(crate) struct State {
     max_age: Duration,
@@ -42,7 +41,7 @@ pub(crate) struct State {
 }
 
 impl Loads {
-    /// Creates an empty value. Readings that are older than `max_age` do not count. At most `max_reservations` are open.
+    /// Creates a value without workers. Readings older than `max_age` do not count. At most `max_reservations` reservations can be open.
     pub fn new(max_age: Duration, max_reservations: usize) -> Self {
         Self {
             max_age,
@@ -56,7 +55,7 @@ impl Loads {
         }
     }
 
-    /// Returns the state after ending the reservations whose time is over.
+    /// Ends the reservations whose time is over, and returns the locked state.
     pub(crate) fn lock(&self, now: Instant) -> MutexGuard<'_, State> {
         let mut state = self.state.lock();
         let State { reservations, work, .. } = &mut *state;
@@ -91,7 +90,7 @@ impl Loads {
         state.number(source, rank, now, begin);
     }
 
-    /// Forgets a worker. Its reservations stay, and count for no other worker.
+    /// Forgets a worker. Its reservations stay open, but count for no worker.
     pub fn remove(&self, source: &str, rank: i64) {
         let mut state = self.state.lock();
         let Some(ranks) = state.numbers.get_mut(source) else { return };
@@ -124,7 +123,7 @@ impl State {
         (&mut self.reservations, &mut self.work)
     }
 
-    /// Returns the number of a worker. A new one begins with the given requests and choices, which decay.
+    /// Returns the number of a worker. A new worker begins with the given requests and choices, which decay.
     fn number(&mut self, source: &str, rank: i64, now: Instant, (requests, chosen): (f64, f64)) -> WorkNumber {
         if let Some(number) = self.numbers.get(source).and_then(|ranks| ranks.get(&rank)) {
             return *number;
@@ -157,7 +156,7 @@ impl State {
         })
     }
 
-    /// Counts a request that was sent to a worker, with or without a reservation. Returns the number of its work.
+    /// Counts a request that was sent to a worker, with or without a reservation. Returns the number of the worker.
     pub(crate) fn begin(&mut self, (source, rank): (&str, i64), now: Instant, is_reserved: bool) -> WorkNumber {
         let number = self.number(source, rank, now, (0.0, 0.0));
         if let Some(work) = self.work.get_mut(&number) {
@@ -177,7 +176,7 @@ impl State {
 }
 
 impl State {
-    /// Ends an open reservation of this name, or returns an error if too many are open.
+    /// Ends an open reservation of this name, if there is one. Returns an error if there is no room for a new reservation.
     pub(crate) fn make_room(&mut self, id: Option<&str>) -> Result<(), TooMany> {
         let (reservations, workers) = self.parts();
         reservations.check_room(id)?;
@@ -187,7 +186,7 @@ impl State {
         Ok(())
     }
 
-    /// Adds a reservation. `worker` is the source name and the rank that does its work; None for a worker that is not followed.
+    /// Adds a reservation. `worker` has the source name and the rank of its worker; None if the worker is not followed.
     pub(crate) fn reserve(
         &mut self,
         wanted: &Wanted<'_>,
@@ -237,7 +236,7 @@ impl Loads {
         Some(open.view(&id, now))
     }
 
-    /// Returns at most `limit` reservations, in the order in which they end.
+    /// Returns at most `limit` reservations, those that expire first, in this order.
     pub fn reservations(&self, limit: usize) -> Vec<Reservation> {
         let now = Instant::now();
         let state = self.lock(now);
@@ -358,7 +357,7 @@ mod tests {
     const WORKERS: [&str; 3] = ["a", "b", "c"];
     const LIMIT: usize = 12;
 
-    /// Actions of clients, in the order of time. Names are few, so that clients reuse names of others, and of ended reservations.
+    /// An action of a client. Names are few, so that clients reuse names of other clients and of ended reservations.
     #[derive(Clone, Debug)]
     enum Step {
         Reserve {
@@ -401,7 +400,7 @@ mod tests {
         ]
     }
 
-    /// A reservation as the model knows it. `worker` is the number of its worker, and the number of earlier removals of that worker.
+    /// A reservation in the model. `worker` has the number of its worker, and the number of earlier removals of that worker.
     #[derive(Clone, Debug)]
     struct Known {
         id: String,
@@ -428,7 +427,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 1_000, ..ProptestConfig::default() })]
 
-        /// The counts of each worker are those of a list of all reservations, even if clients forget, repeat or invent calls.
+        /// The counts of each worker equal those of a list of all reservations, even if clients omit, repeat or invent calls.
         #[test]
         fn counts_are_those_of_a_list(steps in prop::collection::vec(step(), 1..250)) {
             let loads = Loads::new(Duration::from_secs(5), LIMIT);

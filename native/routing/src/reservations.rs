@@ -1,4 +1,4 @@
-//! Reservations: requests that were sent to a worker, and have neither been finished nor expired.
+//! Reservations: requests that were sent to a worker, until their clients finish them or they expire.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
@@ -12,7 +12,7 @@ use crate::work::{Progress, Work, WorkNumber};
 /// A requested reservation.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
-    /// Name of the reservation; it replaces an open one of the same name. Without a name it gets a new one.
+    /// Name of the reservation, which replaces an open reservation of the same name. None for a new name.
     pub id: Option<&'a str>,
     /// The time after which the reservation expires.
     pub time: Duration,
@@ -55,14 +55,14 @@ pub struct Reservation {
     pub expires_in: f64,
 }
 
-/// Changes of a reservation. Each of them also restarts its time.
+/// Changes of a reservation. Any update also restarts the time until the reservation expires.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Update {
     /// Whether the request has its first token.
     pub first_token: bool,
-    /// Tokens of the answer so far. A smaller number than before is ignored.
+    /// Number of tokens of the answer so far. A number smaller than the known one is ignored.
     pub output_tokens: Option<u64>,
-    /// The new time after which the reservation expires.
+    /// A new time after which the reservation expires; None for the time as before.
     pub time: Option<Duration>,
 }
 
@@ -71,7 +71,7 @@ pub struct Update {
 pub struct ReservationCounts {
     /// Open reservations.
     pub open: usize,
-    /// Number of all reservations that were made.
+    /// Number of reservations that were made.
     pub made: u64,
     /// Finished reservations.
     pub finished: u64,
@@ -117,10 +117,10 @@ impl Open {
 #[derive(Debug)]
 pub(crate) struct Reservations {
     pub(crate) open: HashMap<Arc<str>, Open>,
-    /// Reservations by the time at which they end.
+    /// Names of reservations by the time at which they expire.
     pub(crate) ends: BTreeMap<(Instant, u64), Arc<str>>,
     limit: usize,
-    /// A counter that distinguishes reservations with equal ends, and new names.
+    /// A counter that makes ends and new names unique.
     serial: u64,
     secrets: [RandomState; 2],
     pub(crate) counts: ReservationCounts,
@@ -138,7 +138,7 @@ impl Reservations {
         }
     }
 
-    /// Returns an error if no further reservation may be open.
+    /// Returns an error if a reservation of this name would exceed the limit.
     pub(crate) fn check_room(&mut self, id: Option<&str>) -> Result<(), TooMany> {
         if self.open.len() < self.limit || id.is_some_and(|id| self.open.contains_key(id)) {
             return Ok(());
@@ -147,14 +147,14 @@ impl Reservations {
         Err(TooMany { limit: self.limit })
     }
 
-    /// Ends the reservation of a name, because another one replaces it.
+    /// Ends the open reservation of this name, if there is one, because another reservation replaces it.
     pub(crate) fn replace(&mut self, id: &str, workers: &mut HashMap<WorkNumber, Work>) {
         if self.end(id, workers, true).is_some() {
             self.counts.replaced += 1;
         }
     }
 
-    /// Adds a reservation, which counts as work of `worker`, and returns it. A reservation without a name gets an unpredictable one.
+    /// Adds a reservation, which counts as work of `worker`, and returns it. A reservation without a name gets an unpredictable name.
     pub(crate) fn add(
         &mut self,
         (id, time): (Option<&str>, Duration),
@@ -196,7 +196,7 @@ impl Reservations {
         }
     }
 
-    /// Removes a reservation from the open ones and from its worker's work.
+    /// Removes a reservation from the open reservations and from its worker's work.
     pub(crate) fn end(
         &mut self,
         id: &str,

@@ -1,11 +1,12 @@
-//! The score of workers: what their caches save, their load relative to others, and the best of them.
+//! The scores of workers, from the share of a prompt that their caches save and their relative load, and the best workers.
 //!
-//! Pure numbers: shares of a prompt from 0 to 1, work divided by the length of the prompt, and work over its mean. `/v1/select` and the policy `prefix-aware` of `kvevents.routing` both choose by these.
+//! All terms are ratios: shares of a prompt from 0 to 1, work divided by the length of the prompt, and work divided by the mean work.
+//! `/v1/select` and the policy `prefix-aware` of `kvevents.routing` both choose by these scores.
 
 /// Tolerance within which scores and shares are equal. Sums of the same values in different orders differ by less.
 pub const EQUAL: f64 = 1e-9;
 
-/// Weights of cached tokens by tier. A tier without a weight has the lowest of all.
+/// Weights of cached tokens by tier. A tier without a weight has the lowest weight.
 #[derive(Clone, Debug)]
 pub struct TierWeights {
     /// Pairs of a weight's position and the weight, the highest weight first.
@@ -24,8 +25,8 @@ impl TierWeights {
 
     /// Returns these weights, each multiplied by the factor of its position, or by `other` if there is no factor.
     ///
-    /// The order of tiers stays that of the weights before: the prefix of a slower tier includes that of faster ones, so a token of a
-    /// faster tier must not count with the weight of the slower one.
+    /// The tiers keep the order of the original weights: the prefix of a slower tier includes that of faster tiers, and a token of a faster
+    /// tier must not count with the weight of a slower one.
     pub fn multiplied(&self, factor: impl Fn(usize) -> f64, other: f64) -> Self {
         Self {
             best_first: (self.best_first.iter())
@@ -37,8 +38,8 @@ impl TierWeights {
 
     /// Returns the weighted share of cached tokens in a prompt of `whole` tokens, 0 to 1; 0 for an empty prompt.
     ///
-    /// `tokens` is the prefix over all tiers. `reach` returns the length of the prefix on the tier of a weight, including faster tiers,
-    /// by the position of the weight. Each token counts with the best tier that reaches it.
+    /// `tokens` is the length of the prefix over all tiers. `reach` takes the position of a weight, and returns the length of the prefix on
+    /// its tier, including faster tiers. Each token counts with the best tier whose prefix includes it.
     pub fn saved(&self, tokens: u64, whole: u64, reach: impl Fn(usize) -> u64) -> f64 {
         if let Some(&(best, worth)) = self.best_first.first()
             && 0 < tokens
@@ -65,8 +66,8 @@ impl TierWeights {
 
 /// Returns the trust in a prefix of `tokens` tokens, of which `certain` are certainly held: the mean of the weights of its tokens.
 ///
-/// A token that is certainly held has the weight `own` of the worker's stream, a token that might be gone `uncertain_weight`, but at most
-/// `own`. So an uncertain block costs the credit for itself and the blocks after it, not for the whole prefix.
+/// A token that is certainly held has the weight `own` of the worker's stream. A token that might be gone has `uncertain_weight`, or `own`
+/// if that is less. So an uncertain block reduces the credit for itself and the blocks after it, not for the whole prefix.
 pub fn trust_weight(tokens: u64, certain: u64, own: f64, uncertain_weight: f64) -> f64 {
     if certain >= tokens {
         return own;
@@ -75,7 +76,7 @@ pub fn trust_weight(tokens: u64, certain: u64, own: f64, uncertain_weight: f64) 
     own * share + own.min(uncertain_weight) * (1.0 - share)
 }
 
-/// Weights of loads, and the load from which on a worker is hot.
+/// Weights of loads, and the limits beyond which a worker is hot, which means that its cache does not count.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadWeights {
     /// Weight of the work divided by the length of the prompt.
@@ -86,9 +87,9 @@ pub struct LoadWeights {
     pub base: f64,
     /// A worker with more than this many times the mean requests of the others gets no credit for its cache; infinity for no limit.
     pub guard: f64,
-    /// Requests up to which a worker gets credit whatever the others have. The exception is a worker that takes more than its share again
-    /// and again: it was chosen more often than this number and the multiple of the others' choices, it has more requests than another
-    /// candidate, and one more request would exceed the multiple of the others' requests.
+    /// Number of requests up to which a worker gets credit, however few the others have. The exception is a worker that repeatedly takes
+    /// more than its share. Such a worker was chosen more often than this number and than `guard` times the others' mean; it has more
+    /// requests than another candidate; and with one more request it would exceed `guard` times the others' mean.
     pub guard_requests: f64,
 }
 
@@ -118,7 +119,7 @@ pub struct Score {
     pub is_hot: bool,
 }
 
-/// Scores of candidates for a prompt of `whole` tokens.
+/// Returns the scores of candidates for a prompt of `whole` tokens.
 pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec<Score> {
     let most_requests = bound(candidates.iter().map(|one| one.requests), weights);
     let least_requests = candidates.iter().map(|one| one.requests).fold(f64::INFINITY, f64::min);
@@ -144,7 +145,7 @@ pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec
         .collect()
 }
 
-/// The count above which a worker has more than its share of all: r > guard * (all - r) / (n - 1), solved for r.
+/// The count above which a worker has more than its share: `r > guard * (all - r) / (n - 1)`, solved for the worker's count `r`.
 fn bound(counts: impl ExactSizeIterator<Item = f64>, weights: &LoadWeights) -> f64 {
     let others = counts.len().saturating_sub(1) as f64;
     let all: f64 = counts.sum();
@@ -155,7 +156,7 @@ fn bound(counts: impl ExactSizeIterator<Item = f64>, weights: &LoadWeights) -> f
     }
 }
 
-/// Returns the positions of the candidates that compute least, of those with the smallest score. At least one for at least one candidate.
+/// Returns the positions of the candidates with the smallest score and, if there are several, of those among them that compute least.
 pub fn best_of(scores: &[Score]) -> Vec<usize> {
     let least = |of: fn(&Score) -> f64, among: Vec<usize>| -> Vec<usize> {
         let bound = among.iter().map(|&at| of(&scores[at])).fold(f64::INFINITY, f64::min) + EQUAL;
@@ -172,7 +173,7 @@ pub fn nearest(distances: &[u8]) -> Vec<usize> {
     (0..distances.len()).filter(|&at| Some(&distances[at]) == least).collect()
 }
 
-/// Returns the loads divided by their mean; all 0 without load. They are divided by the largest first, so that no sum overflows.
+/// Returns the loads divided by their mean; all 0 without load. The loads are first divided by the largest, so that no sum overflows.
 fn relative_loads(candidates: &[Candidate], base: f64) -> Vec<f64> {
     let most = candidates.iter().map(|one| one.work + base).fold(0.0, f64::max);
     if most == 0.0 {
@@ -206,7 +207,7 @@ fn sum(values: &[f64]) -> f64 {
         partials.truncate(count);
         partials.push(rest);
     }
-    // Adds partial sums, the largest first, until rounding occurs; the remaining ones decide how a tie is rounded.
+    // Adds partial sums, the largest first, until rounding occurs. The remaining sums decide how a tie is rounded.
     let mut left = partials.into_iter().rev().peekable();
     let mut high = left.next().unwrap_or(0.0);
     while let Some(next) = left.next() {

@@ -8,7 +8,7 @@ use crate::ties::{Tie, Ties};
 use crate::trust::{State, Trust};
 use kvevents_index::holders::placements::TIERS;
 
-/// Returns the choice among candidates of the control plane, as msgpack, with its own `ties`.
+/// Returns the choice among the candidates in `question`, as msgpack. Ties are resolved by `ties`.
 ///
 /// # Errors
 /// If the question has another shape, or no candidates.

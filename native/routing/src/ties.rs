@@ -29,9 +29,9 @@ type Draw = Box<dyn Fn(usize) -> usize + Send + Sync>;
 /// The last choices of workers, by key. The first choice is random, so that many routers do not begin with the same worker.
 pub struct Ties {
     secret: RandomState,
-    /// Random numbers from 0 to below 1.
+    /// Place at which the rotation begins, from 0 to below 1 of the equal candidates.
     start: f64,
-    most: usize,
+    max_workers: usize,
     draw: Draw,
     turns: Mutex<Turns>,
 }
@@ -44,18 +44,19 @@ struct Turns {
 }
 
 impl Ties {
-    /// Creates a rotation that begins at `start`, from 0 to below 1, of the equal candidates, and stores the choices of `most` workers.
-    pub fn new(start: f64, most: usize, draw: Draw) -> Self {
+    /// Creates a rotation that begins at the share `start` of the equal candidates, 0 to below 1. It stores the last choices of up to
+    /// `max_workers` workers.
+    pub fn new(start: f64, max_workers: usize, draw: Draw) -> Self {
         Self {
             secret: RandomState::new(),
             start,
-            most,
+            max_workers,
             draw,
             turns: Mutex::default(),
         }
     }
 
-    /// Creates a rotation that begins at a random one of the equal candidates, with its own random numbers.
+    /// Creates a rotation that begins at a random candidate, with its own random numbers.
     pub fn by_chance() -> Self {
         let (random, drawn) = (RandomState::new(), AtomicU64::new(0));
         let start = (random.hash_one("start") >> 11) as f64 / (1_u64 << 53) as f64;
@@ -69,11 +70,11 @@ impl Ties {
     }
 
     /// Returns the position of the chosen worker; 0 for at most one candidate.
-    pub fn pick(&self, how: Tie, equal: &[u64]) -> usize {
+    pub fn pick(&self, tie: Tie, equal: &[u64]) -> usize {
         if equal.len() < 2 {
             return 0;
         }
-        match how {
+        match tie {
             Tie::First => 0,
             Tie::Random => (self.draw)(equal.len()),
             Tie::Rotate => {
@@ -97,7 +98,7 @@ impl Ties {
             turns.by_number.remove(&before);
         }
         turns.by_number.insert(turns.number, key);
-        if turns.last.len() > self.most
+        if turns.last.len() > self.max_workers
             && let Some((_, oldest)) = turns.by_number.pop_first()
         {
             turns.last.remove(&oldest);

@@ -1,8 +1,8 @@
-//! Trust: how far the known blocks of a stream are those of its engine.
+//! Trust: whether the known blocks of a stream are those of its engine.
 
 use serde::{Deserialize, Serialize};
 
-/// The code and the sentence of an answer with blocks that might be gone; `kvevents.service.fleet.faults` has the same.
+/// The code and the sentence for blocks that might be gone, as in `kvevents.service.fleet.faults`.
 const UNCERTAIN: (&str, &str) = (
     "uncertain-copies",
     "some of these blocks were announced several times and removed less often, so they might be gone",
@@ -40,13 +40,13 @@ impl State {
 /// The trust in a worker's part of an answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Trust {
-    /// The state of the worker's stream, or `Degraded` if some of these blocks might be gone.
+    /// The state of the worker's stream, or `Degraded` if some blocks of the answer might be gone.
     pub state: State,
     /// Why the state is not EXACT; empty for EXACT.
     pub reason: String,
     /// Codes of the reasons.
     pub reason_codes: Vec<String>,
-    /// Whether the engine's own cache was the same at the newest attestation.
+    /// Whether the engine's own cache had the same blocks at the newest attestation.
     pub attested: bool,
 }
 

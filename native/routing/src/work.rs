@@ -1,4 +1,4 @@
-//! The work of one worker: what its engine has reported, and what this process has sent there.
+//! The work of one worker: the requests that its engine has reported, and those that this process has sent to it.
 
 use std::time::{Duration, Instant};
 
@@ -17,13 +17,14 @@ pub enum Progress {
 /// The number of a worker's record. A worker that was removed and added again has another number.
 pub(crate) type WorkNumber = u64;
 
-/// Time after which half of a selection counts, for workers whose engine does not report.
+/// Time after which a selection counts only by half, for workers whose engine does not report.
 pub(crate) const HALF_LIFE: Duration = Duration::from_secs(10);
 
-/// Time after which half of a choice counts in the comparison of workers by choices: many requests of one prefix, not a burst of them.
+/// Time after which a choice counts only by half when workers are compared by their choices. It is long, so that a lasting preference for
+/// one worker counts, and not a burst of requests.
 const CHOICE_HALF_LIFE: Duration = Duration::from_secs(60);
 
-/// Number of decayed requests below which none counts.
+/// Number of decayed requests below which they count as 0.
 const NEGLIGIBLE: f64 = 0.01;
 
 /// Requests that decay.
@@ -50,8 +51,9 @@ impl Decaying {
 pub(crate) struct Reading {
     pub(crate) requests: f64,
     pub(crate) arrived: Instant,
-    /// Requests that this process has sent to the worker since, and reservations that were finished since.
+    /// Number of requests that this process has sent to the worker since the reading.
     pub(crate) begun: u64,
+    /// Number of reservations that were finished since the reading.
     pub(crate) ended: u64,
 }
 
@@ -63,10 +65,11 @@ pub(crate) struct Work {
     pub(crate) unreserved: Decaying,
     /// All selections and reservations.
     chosen: Decaying,
-    /// Requests with which the worker began, and the time at which it began.
+    /// Number of requests with which the worker began, and the time at which it began.
     initial: (f64, Instant),
-    /// Reservations before their first token, and the tokens that the worker must compute for them.
+    /// Number of reservations before their first token.
     waiting: u64,
+    /// Number of tokens that the worker must compute for these reservations.
     waiting_tokens: u64,
     /// Reservations after their first token.
     decoding: u64,
@@ -86,7 +89,7 @@ impl Work {
         }
     }
 
-    /// Whether the worker can be dropped: it has no reservation, and no request counts.
+    /// Whether the worker can be forgotten: it has no reservation, and no other request counts.
     pub(crate) fn is_nothing(&self, now: Instant, max_age: Duration) -> bool {
         self.reserved() == 0
             && self.reported(now, max_age).is_none()
@@ -112,7 +115,7 @@ impl Work {
         self.waiting + self.decoding
     }
 
-    /// The requests that the engine has reported, corrected by requests that have begun and ended since. None without a recent reading.
+    /// The requests that the engine has reported, corrected by those that have begun and ended since. None without a recent reading.
     pub(crate) fn reported(&self, now: Instant, max_age: Duration) -> Option<f64> {
         let reading = self
             .reading
@@ -120,13 +123,13 @@ impl Work {
         Some((reading.requests + reading.begun as f64 - reading.ended as f64).max(0.0))
     }
 
-    /// The counted requests that this process has sent.
+    /// Number of requests according to this process alone: reservations, decayed selections, and initial requests.
     pub(crate) fn sent(&self, now: Instant) -> f64 {
         self.reserved() as f64 + self.unreserved.at(now) + self.begun_with(now)
     }
 
-    /// The rest of the requests that the worker began with: each `HALF_LIFE` halves them in one step. Otherwise a new worker would get
-    /// every prompt in the first seconds.
+    /// What is left of the requests with which the worker began: after each `HALF_LIFE` they are halved at once. A gradual decay would give
+    /// a new worker every prompt in the first seconds.
     fn begun_with(&self, now: Instant) -> f64 {
         let (requests, at) = self.initial;
         let halvings = (now.saturating_duration_since(at).as_secs_f64() / HALF_LIFE.as_secs_f64()).floor();
@@ -136,7 +139,7 @@ impl Work {
 
     /// The work of `requests` requests in tokens. A request that is not reserved, or has its first token, counts as `each` tokens.
     ///
-    /// If the worker has fewer requests than are reserved, some of these have ended unnoticed.
+    /// If the worker has fewer requests than waiting reservations, some of these have ended unnoticed, so they count in proportion.
     pub(crate) fn tokens(&self, requests: f64, each: f64) -> f64 {
         let waiting = self.waiting as f64;
         let share = if waiting > requests { requests / waiting } else { 1.0 };
@@ -149,14 +152,14 @@ impl Work {
         self.waiting_tokens += tokens;
     }
 
-    /// Notes that a reservation has its first token.
+    /// Records that a reservation has its first token.
     pub(crate) fn begin_decoding(&mut self, tokens: u64) {
         self.waiting -= 1;
         self.waiting_tokens -= tokens;
         self.decoding += 1;
     }
 
-    /// Subtracts a reservation. A `finished` one has also left its engine; an expired one might have left it long ago.
+    /// Subtracts a reservation. If it is finished and not expired, its request has just left the engine, which the reading does not show.
     pub(crate) fn release(&mut self, progress: Progress, tokens: u64, is_finished: bool) {
         match progress {
             Progress::Waiting => {
