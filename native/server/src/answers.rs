@@ -55,7 +55,7 @@ fn by_instance(table: &Table, rows: &[Row]) -> Vec<Vec<Row>> {
     found
 }
 
-/// An answer in the format of Dynamo's standalone indexer, with the trust of each rank.
+/// An answer in the format of Dynamo's standalone indexer, extended by the trust of each rank.
 pub(crate) fn dynamo(table: &Table, rows: &[Row]) -> Vec<u8> {
     let (mut scores, mut instances) = (String::new(), String::with_capacity(128 * rows.len()));
     for ranks in by_instance(table, rows) {
@@ -78,7 +78,7 @@ pub(crate) fn dynamo(table: &Table, rows: &[Row]) -> Vec<u8> {
     format!("{{\"scores\":{{{scores}}},\"frequencies\":[],\"instances\":{{{instances}}}}}").into_bytes()
 }
 
-/// An answer in the format of Mooncake Conductor, with the trust of each rank.
+/// An answer in the format of Mooncake Conductor, extended by the trust of each rank.
 pub(crate) fn mooncake(table: &Table, tenant: &str, rows: &[Row]) -> Vec<u8> {
     let mut instances = String::with_capacity(128 * rows.len());
     for ranks in by_instance(table, rows) {
@@ -101,7 +101,7 @@ fn separate(out: &mut String) {
     }
 }
 
-/// Tokens on any tier, on the device, and down to host and disk.
+/// The longest prefix of several ranks in tokens: on any tiers, on the device, down to the host, and down to disks.
 fn longest_by_level(ranks: &[Row]) -> [u32; 4] {
     let most = |of: fn(&Row) -> u32| ranks.iter().map(of).max().unwrap_or(0);
     [

@@ -1,7 +1,7 @@
 //! Bodies of answers, and the requests that are in progress until their answers end.
 //!
-//! An answer counts as unread until it is sent ([`Connections::add_unsent`]). It is sent in parts, each of which belongs to hyper until it
-//! is written. So the last part that hyper drops ends the answer, for any HTTP/2 windows of the client.
+//! An answer counts as unread until it is sent ([`Connections::add_unsent`]). It is sent in parts, and hyper owns each part until it has
+//! written the part. So the answer is sent when hyper drops the last part, whatever HTTP/2 windows the client grants.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ impl InProgress {
         self.connections.is_answering(&self.connection, Instant::now());
     }
 
-    /// Records how many bytes of the body are held. Returns false above the limit.
+    /// Records how many bytes of the body are held in memory. Returns false if that exceeds the limit.
     pub(crate) fn hold(&self, size: usize) -> bool {
         let is_held = self
             .connections
@@ -89,7 +89,7 @@ impl Body {
         }
     }
 
-    /// Length of the body in bytes, also before it is complete. Frames of a body of unknown length count when they arrive.
+    /// Length of the body in bytes, or 0 if it is unknown: then each frame counts when it arrives.
     fn length(&self) -> usize {
         match self {
             Self::Full(_) => self.size_hint().lower() as usize,
@@ -99,7 +99,7 @@ impl Body {
     }
 }
 
-/// The control plane has given up an answer that it had begun.
+/// The control plane has given up an answer after its beginning.
 #[derive(Debug)]
 pub(crate) struct Aborted;
 
@@ -111,11 +111,11 @@ impl std::fmt::Display for Aborted {
 
 impl std::error::Error for Aborted {}
 
-/// An answer in pieces, as they come.
+/// An answer that the control plane sends in pieces.
 pub(crate) struct Pieces {
     receiver: mpsc::Receiver<Bytes>,
     is_complete: Arc<AtomicBool>,
-    /// A function that is called when a piece was taken, and when no more are taken.
+    /// A function that is called after each piece is taken, and when no more pieces will be taken.
     on_change: Box<dyn Fn() + Send>,
 }
 
@@ -162,7 +162,7 @@ impl hyper::body::Body for Body {
                 let data = data.take().map(Frame::data);
                 Poll::Ready(data.or_else(|| trailers.take().map(Frame::trailers)).map(Ok))
             }
-            // The trailers have the errors of a stream.
+            // Errors of the stream are dropped, since its trailers report them.
             Self::Stream(body) => Poll::Ready(ready!(Pin::new(body).poll_frame(cx)).and_then(Result::ok).map(Ok)),
         }
     }
@@ -187,7 +187,7 @@ impl hyper::body::Body for Body {
 /// Maximum number of bytes of a part: one HTTP/2 frame.
 const PART: usize = 1 << 14;
 
-/// Bytes of an answer that count as unread until it is dropped.
+/// Bytes of an answer, which count as unread until this value is dropped.
 struct Unsent {
     connection: Arc<Connection>,
     number: u64,
@@ -230,10 +230,10 @@ pub(crate) struct Sending {
     body: Body,
     /// The rest of the frame that is being sent.
     rest: Bytes,
-    /// The answer; if its length is unknown, the frame that is being sent.
+    /// The unread bytes: those of the answer or, if its length is unknown, those of the frame that is being sent.
     unsent: Option<Arc<Unsent>>,
     has_length: bool,
-    /// The request, in progress until the end of the body or until the client leaves.
+    /// The request, which is in progress until the body ends or the client leaves.
     progress: InProgress,
 }
 

@@ -1,28 +1,28 @@
 //! Limits of clients' connections: their number, their deadlines and their memory.
 //!
-//! Theory of operation. Each connection reports what it does, and [`Connections::sweep`] ends connections that have been in one state for
+//! Theory of operation. Each connection reports its progress, and [`Connections::sweep`] ends connections that have been in one state for
 //! too long:
 //!
 //! | state | the connection | ends after |
 //! |---|---|---|
 //! | New | has sent nothing yet, or is in its TLS handshake | `request_seconds`, without an answer |
 //! | Reading | is in the middle of a request: over HTTP/1.1 from its first byte on, over HTTP/2 from the end of its head | `request_seconds`, with 408 |
-//! | Answering | waits for the service, whose own limits bound that | never |
+//! | Answering | waits for the service, which has its own time limits | never |
 //! | Idle | is kept for the next request | `idle_seconds` |
-//! | Closing | has its last answer, which may be on its way | `CLOSING`; input is discarded meanwhile |
+//! | Closing | has got its last answer, of which a part may still be in transit | `CLOSING`; further input is discarded |
 //!
-//! In each state, a client that does not read its answers is cut off after `unread_seconds`. Each answer must be sent completely within
-//! this time; or a part of it must be sent, and `MIN_TAKEN` bytes of all answers of the connection.
+//! In each state, a connection is closed if its client does not read answers within `unread_seconds`. In this time each answer must be sent
+//! completely, or else a part of it must be sent, and `MIN_TAKEN` bytes of the connection's answers in total.
 //!
-//! At `max_clients` connections a new one replaces another without a request in progress: the oldest one that has sent no request within
-//! `YOUNG`, else the one that is idle for the longest time. If each has a request in progress, the new one is
-//! *reserved*: only probes are answered on it. There are at most `reserved_clients` of these, and the oldest one among them that does not
-//!   wait for the service makes room for the next. So idle or slow connections never prevent the answer to a probe.
+//! At `max_clients` connections, a new connection replaces one without a request in progress: the oldest that has sent no request within
+//! `YOUNG`, or else the one that has been idle for the longest time. If every connection has a request in progress, the new one is
+//! *reserved*: only probes are answered on it. There are at most `reserved_clients` of these. At this limit, the oldest reserved connection
+//! that does not wait for the service is closed for the next. So idle or slow connections never prevent the answer to a probe.
 //!
-//! Each connection holds `FREE` bytes of its requests, of which there are several over HTTP/2. All connections together hold at most
-//! `max_received_bytes` beyond that; a request that would exceed it is refused. Answers that clients have not read hold at most
-//! `max_unread_bytes`; beyond that the connection with the most is closed. An answer counts from its beginning until it is sent, also
-//! while an HTTP/2 client does not permit to send any of it.
+//! Each connection can hold `FREE` bytes of its requests, which can be several over HTTP/2. Beyond that, all connections together hold at
+//! most `max_received_bytes`; a request that would exceed this is refused. Answers that clients have not read hold at most
+//! `max_unread_bytes` in total; beyond that the connection with most unread bytes is closed. An answer counts from its beginning until it
+//! is sent, even while an HTTP/2 client permits none of it to be sent.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -36,13 +36,14 @@ use crate::settings::Limits;
 
 /// Interval at which the deadlines of all connections are checked.
 pub(crate) const SWEEP: Duration = Duration::from_millis(200);
-/// Time for a client to read its last answer and close. A reset while the client sends would destroy the answer.
+/// Time for a client to read its last answer and close the connection. If the service closed first while the client sends, the reset would
+/// destroy the answer.
 pub(crate) const CLOSING: Duration = Duration::from_secs(2);
-/// Age up to which a connection without a request is not replaced, since its first request can have arrived without being read.
+/// Age up to which a connection without a request is not replaced, since its first request can have arrived but not been read.
 const YOUNG: Duration = Duration::from_millis(50);
 /// Number of request bytes that each connection can hold independently of the others.
 pub(crate) const FREE: usize = 1 << 16;
-/// Number of bytes of long answers that a client must read within `unread_seconds`.
+/// Number of bytes that a client must read within `unread_seconds` if its answers take longer.
 const MIN_TAKEN: u64 = 1 << 20;
 
 /// The state of a connection.
@@ -70,25 +71,25 @@ impl State {
 #[repr(u8)]
 pub(crate) enum Order {
     GoOn,
-    /// Order to complete the answers in progress, then end.
+    /// The task must complete the answers in progress, and then end.
     Close,
-    /// Order to refuse the request whose head is not complete in time.
+    /// The task must refuse the request, whose head was not complete in time.
     Refuse,
-    /// End at once.
+    /// The task must end at once.
     Abort,
 }
 
-/// An answer, or a part of one, that is not sent.
+/// An answer or a part of one that is not sent yet.
 #[derive(Debug)]
 struct Unsent {
-    /// Bytes of memory of the answer.
+    /// Bytes of memory that the answer takes.
     size: usize,
     clock: Clock,
     /// Whether a part of the answer was sent since the time limit began.
     has_progressed: bool,
 }
 
-/// The time that a client has to read.
+/// A time limit for a client to read.
 #[derive(Clone, Copy, Debug)]
 struct Clock {
     end: Instant,
@@ -104,9 +105,9 @@ struct Inner {
     deadline: Option<Instant>,
     /// Whether a request's head is being received.
     is_in_head: bool,
-    /// Whether the connection has had a request over HTTP/2: then bytes can be other frames, such as answers to pings.
+    /// Whether the connection has had a request over HTTP/2: then arriving bytes can be other frames, such as answers to pings.
     is_http2: bool,
-    /// Requests whose answers are not complete: over HTTP/2 several.
+    /// Number of requests whose answers are not complete; over HTTP/2 there can be several.
     active: usize,
     /// Bytes of all requests of the connection.
     held: usize,
@@ -132,7 +133,7 @@ impl Inner {
         Clock { end, taken: self.taken }
     }
 
-    /// Whether the client has failed to read in time. The time limits of clients that have read enough begin again.
+    /// Whether the client has failed to read in time. Passed time limits begin again.
     fn is_stuck(&mut self, now: Instant, time: Duration) -> bool {
         let (again, taken) = (self.clock(now + time), self.taken);
         let mut is_stuck = false;
@@ -182,7 +183,7 @@ impl Connection {
         self.ordered.notify_one();
     }
 
-    /// Records that the client can still be sending when the last answer is written.
+    /// Records that the client might still be sending when the last answer is written.
     pub(crate) fn linger(&self) {
         self.lingers.store(true, Ordering::Relaxed);
     }
@@ -195,14 +196,14 @@ impl Connection {
         self.inner.lock().state
     }
 
-    /// A part of an answer was sent.
+    /// Records that a part of an answer was sent.
     pub(crate) fn has_progressed(&self, number: u64) {
         if let Some(unsent) = self.inner.lock().unsent.get_mut(&number) {
             unsent.has_progressed = true;
         }
     }
 
-    /// An answer was sent, or dropped.
+    /// Removes an answer that was sent or dropped.
     pub(crate) fn remove_unsent(&self, number: u64) {
         self.inner.lock().unsent.remove(&number);
     }
@@ -216,7 +217,7 @@ impl Connection {
 /// The decision about a new connection.
 pub(crate) enum Admission {
     Admitted(Arc<Connection>),
-    /// The connection waits for at most `YOUNG`: other connections might have unread requests, or one of them might end.
+    /// The connection must wait, for at most `YOUNG`: young connections might have requests that are not read yet, or might end.
     Later,
     /// The limit of connections is reached.
     Refused,
@@ -226,11 +227,11 @@ pub(crate) enum Admission {
 #[derive(Debug, Default)]
 struct Groups {
     next: u64,
-    /// Connections without a complete request head so far.
+    /// Connections that have not sent a complete head of a request yet.
     strangers: BTreeMap<u64, Arc<Connection>>,
-    /// Connections with a request.
+    /// Connections that have sent one.
     known: BTreeMap<u64, Arc<Connection>>,
-    /// Connections above the limit.
+    /// Connections above the limit, for probes.
     reserved: BTreeMap<u64, Arc<Connection>>,
 }
 
@@ -251,11 +252,11 @@ pub(crate) type Counts = Mutex<HashMap<&'static str, u64>>;
 pub(crate) struct Connections {
     limits: Limits,
     groups: Mutex<Groups>,
-    /// Connections that were ended against the client's will, by reason.
+    /// Number of connections that the service has ended, by reason.
     pub(crate) closed: Counts,
-    /// Requests that were rejected before their path was known, by reason.
+    /// Number of requests that were refused before their path was known, by reason.
     pub(crate) refusals: Counts,
-    /// Bytes of requests that are held, beyond `FREE` of each connection.
+    /// Bytes of requests that are held beyond the `FREE` bytes of each connection.
     received: AtomicUsize,
 }
 
@@ -386,14 +387,14 @@ impl Connections {
         self.hold(connection, held, 0);
     }
 
-    /// A connection has ended.
+    /// Removes a connection that has ended.
     pub(crate) fn remove(&self, connection: &Connection) {
         self.forget(&mut self.groups.lock(), connection);
     }
 
-    // --- what they do
+    // --- their progress
 
-    /// Bytes have arrived. Only the first bytes of a request set its deadline.
+    /// Records that bytes have arrived. Only the first bytes of a request set its deadline.
     pub(crate) fn has_received(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         if matches!(inner.state, State::New | State::Idle) && !inner.is_http2 {
@@ -402,7 +403,7 @@ impl Connections {
         }
     }
 
-    /// The head of a request is complete. From now on other connections are replaced before this one.
+    /// Records that the head of a request is complete. From now on, connections without a request are replaced before this one.
     pub(crate) fn has_head(&self, connection: &Arc<Connection>, is_http2: bool, now: Instant) {
         let is_new = {
             let mut inner = connection.inner.lock();
@@ -411,7 +412,7 @@ impl Connections {
             inner.is_http2 = is_http2;
             inner.active += 1;
             if was_idle {
-                // The head was received together with the previous request, or over HTTP/2.
+                // The head arrived together with the previous request, or over HTTP/2, so `has_received` did not begin this state.
                 enter(&mut inner, State::Reading, now, Some(self.limits.request()));
             }
             !connection.is_reserved
@@ -424,7 +425,7 @@ impl Connections {
         }
     }
 
-    /// The request is complete.
+    /// Records that a request is complete.
     pub(crate) fn is_answering(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         if inner.state != State::Closing {
@@ -432,7 +433,7 @@ impl Connections {
         }
     }
 
-    /// An answer is complete.
+    /// Records that an answer is complete.
     pub(crate) fn has_answered(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         inner.active = inner.active.saturating_sub(1);
@@ -441,7 +442,7 @@ impl Connections {
         }
     }
 
-    /// The client has closed its sending side. Returns whether it can still wait for an answer, for a limited time.
+    /// Records that the client has closed its sending side. Returns whether it can still wait for an answer, for a limited time.
     pub(crate) fn has_left(&self, connection: &Connection, now: Instant) -> bool {
         let mut inner = connection.inner.lock();
         if inner.state == State::Answering && inner.active > 0 {
@@ -451,7 +452,7 @@ impl Connections {
         false
     }
 
-    /// The last answer is written.
+    /// Records that the last answer is written.
     pub(crate) fn is_closing(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         if inner.state != State::Closing {
@@ -461,10 +462,11 @@ impl Connections {
 
     // --- their memory
 
-    /// Records how many bytes of one request a connection holds, and held before. Returns false if the total exceeds its limit.
+    /// Records that a connection holds `size` bytes of a request instead of `before`. Returns false, and changes nothing, if that exceeds
+    /// the limit of all connections.
     pub(crate) fn hold(&self, connection: &Connection, before: usize, size: usize) -> bool {
         let mut inner = connection.inner.lock();
-        // A removed connection holds nothing.
+        // The bytes of a removed connection are no longer counted.
         let all = inner.held.saturating_sub(before) + size;
         let (was, is) = (inner.held.saturating_sub(FREE), all.saturating_sub(FREE));
         if is > was {
@@ -481,7 +483,7 @@ impl Connections {
         true
     }
 
-    /// Records that bytes of an answer were written, and that `left` bytes could not be.
+    /// Records that `written` bytes of answers were written, and that `left` bytes could not be.
     pub(crate) fn has_written(&self, connection: &Connection, written: usize, left: usize, now: Instant) {
         let mut inner = connection.inner.lock();
         inner.taken += written as u64;
@@ -521,7 +523,7 @@ impl Connections {
         for connection in all {
             let mut inner = connection.inner.lock();
             let is_stuck = inner.is_stuck(now, self.limits.unread_time());
-            // While an answer is unread, only its deadline ends a closing connection.
+            // While a closing connection has unread answers, only their time limits end it.
             let has_unread = inner.stuck_at.is_some() || !inner.unsent.is_empty();
             let is_due =
                 inner.deadline.is_some_and(|deadline| now >= deadline) && !(inner.state == State::Closing && has_unread);
@@ -544,9 +546,9 @@ impl Connections {
                     connection.give(Order::Close);
                 }
                 State::Reading if is_in_head => connection.give(Order::Refuse),
-                // The client has left before its answer was complete.
+                // The client has closed its sending side, and the answer was not complete in time.
                 State::Answering => self.abort(groups, &connection, "left"),
-                // The task that receives the rest of the body has the deadline.
+                // The task that receives the rest of the body ends the request at the deadline.
                 State::Reading => {}
             }
         }
@@ -560,7 +562,7 @@ impl Connections {
         }
     }
 
-    /// Ends connections that have sent nothing, and other connections as soon as their requests are answered.
+    /// Ends connections that have sent nothing at once, and other connections as soon as their requests are answered.
     pub(crate) fn drain(&self) {
         let mut guard = self.groups.lock();
         let all: Vec<Arc<Connection>> = guard.all().cloned().collect();

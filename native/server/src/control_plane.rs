@@ -1,8 +1,9 @@
-//! Requests that the control plane answers: it takes them from a queue, and answers each through a handle.
+//! Requests that the control plane answers: it takes them from a queue, and answers each through a [`Request`].
 //!
-//! A byte in a socket wakes the control plane when the queue was empty, so no thread of the data plane waits for the interpreter.
+//! If an event comes into an empty queue, a byte in a socket wakes the control plane. So no thread of the data plane waits for the
+//! interpreter.
 //!
-//! Only the head of a refused request is sent, whose answer is an error: so it is answered before its body is received.
+//! The control plane gets only the head of a refused request, and answers with the error before the body is received.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -27,7 +28,7 @@ const WAITING_PIECES: usize = 2;
 pub enum Event {
     /// A request to answer.
     Request(Box<Request>),
-    /// An answer in pieces, by its number: the client has read a piece, or has left.
+    /// The number of an answer in pieces whose client has read a piece or has left.
     Changed(u64),
 }
 
@@ -76,7 +77,7 @@ impl ControlPlane {
         let Some(events) = guard.as_mut() else { return };
         events.push_back(event);
         if events.len() == 1 {
-            // A full socket has bytes that wake the control plane.
+            // If the socket is full, its bytes wake the control plane anyway.
             let _ = (&self.waker).write(&[0]);
         }
     }
@@ -96,8 +97,8 @@ impl ControlPlane {
 /// Names and values of headers.
 pub type Headers = Vec<(Vec<u8>, Vec<u8>)>;
 
-/// A request that waits for the control plane's answer. If it is dropped without an answer, the client gets the error that the service
-/// ends.
+/// A request that waits for the control plane's answer. If it is dropped without an answer, the client gets an error which says that the
+/// service is ending.
 pub struct Request {
     head: Parts,
     peer: String,
@@ -118,7 +119,7 @@ impl Request {
         decoded_path(&self.head.uri)
     }
 
-    /// Path and method of the endpoint in the table; empty if the path is unknown, or the endpoint has another method.
+    /// Path and method of the endpoint in the table. The path is empty if it is unknown, the method if the endpoint does not have it.
     pub fn endpoint(&self) -> (&str, &str) {
         (&self.access.path, &self.access.method)
     }
@@ -203,7 +204,8 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// Sends a piece. False if other pieces wait to be sent, or the client has left; an event follows when that changes.
+    /// Sends a piece. Returns false if too many pieces wait to be sent, or the client has left. An [`Event::Changed`] follows when that
+    /// changes.
     pub fn send(&self, piece: Bytes) -> bool {
         let sender = self.sender.lock();
         sender.as_ref().is_some_and(|sender| sender.try_send(piece).is_ok())
@@ -214,12 +216,12 @@ impl Stream {
         self.sender.lock().as_ref().is_none_or(mpsc::Sender::is_closed)
     }
 
-    /// Notes that the answer is complete.
+    /// Records that the answer is complete.
     pub fn finish(&self) {
         self.is_complete.store(true, Ordering::Release);
     }
 
-    /// Sends no more pieces. The connection is closed unless the answer is complete.
+    /// Ends the answer. If it is not complete, the connection is closed.
     pub fn close(&self) {
         self.sender.lock().take();
     }

@@ -11,7 +11,7 @@ use kvevents_routing::Selected;
 
 /// Maximum number of stored choices.
 const REMEMBERED: usize = 64;
-/// Maximum number of stored candidates of a choice: the best ones.
+/// Maximum number of stored candidates of a choice; the best ones are stored.
 const CANDIDATES: usize = 16;
 /// Minimum time between two stored choices.
 const PAUSE: Duration = Duration::from_secs(1);
@@ -40,7 +40,7 @@ impl Decisions {
         is_due
     }
 
-    /// Remembers a choice.
+    /// Stores a choice.
     pub(crate) fn add(&self, scope: &Scope, prompt_tokens: usize, selected: &Selected<'_>) {
         let at = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
         let mut selection = json!(selected);

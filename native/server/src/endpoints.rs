@@ -47,7 +47,7 @@ pub(crate) enum Verb {
 pub(crate) const RESERVATIONS: &str = "/v1/reservations/";
 
 impl Question {
-    /// The query of a request.
+    /// The query of a request; None if the control plane answers it.
     pub(crate) fn of(method: &Method, path: &str) -> Option<Self> {
         if path.strip_prefix(RESERVATIONS).is_some_and(requests::is_id) {
             return Some(Self::Reservation(match *method {
@@ -68,7 +68,7 @@ impl Question {
         })
     }
 
-    /// Whether the answer can be msgpack; answers in formats of other services are JSON.
+    /// Whether the answer has our own format and can be msgpack. Answers in formats of other services are JSON.
     pub(crate) fn is_ours(self) -> bool {
         !matches!(self, Self::Query | Self::QueryByHash)
     }
@@ -108,7 +108,7 @@ pub(crate) struct Head {
 /// The body of an answer.
 pub(crate) struct Answered {
     pub(crate) body: Vec<u8>,
-    /// Tokens that the best worker holds.
+    /// Number of tokens of the prompt that the best worker holds.
     pub(crate) longest: u32,
 }
 
@@ -149,8 +149,8 @@ impl Endpoints {
         Ok(())
     }
 
-    /// Returns the body of the answer, or the error that follows from the fleet. None for a query that the control plane answers; such a
-    /// query is forwarded.
+    /// Returns the body of the answer, or the error that follows from the fleet. None for a query that must be forwarded to the control
+    /// plane.
     pub(crate) fn answer(&self, question: Question, head: &Head, body: &[u8]) -> Option<Result<Vec<u8>, Problem>> {
         body_of(self.read_and_answer(question, head, body))
     }
@@ -231,7 +231,7 @@ impl Endpoints {
         }
     }
 
-    /// Answers a gRPC message, as JSON.
+    /// Answers a gRPC message with JSON.
     pub(crate) fn answer_match(&self, mut message: MatchRequest) -> Option<Result<Vec<u8>, Problem>> {
         let tokens = Some(std::mem::take(&mut message.tokens));
         let request = Match {
@@ -260,7 +260,7 @@ impl Endpoints {
         body_of(self.select(&request, false))
     }
 
-    /// The reservation of a gRPC message.
+    /// Answers a gRPC message about a reservation.
     pub(crate) fn answer_reservation(
         &self,
         verb: Verb,
@@ -270,7 +270,7 @@ impl Endpoints {
         body_of(self.reservation(verb, id, &self.read_message(message)?, false))
     }
 
-    /// A message without its token ids.
+    /// Converts a message, from which token ids were removed, to a request.
     fn read_message<T: DeserializeOwned>(&self, message: &impl Serialize) -> Option<T> {
         let json = serde_json::to_vec(message).ok()?;
         read_json(&json).ok().filter(|_| json.len() <= self.limits.max_json_bytes)
@@ -280,7 +280,7 @@ impl Endpoints {
         self.table.read().clone().ok_or(Declined::Unread)
     }
 
-    /// Answers from the current table, and again if `check_present` finds that a worker has left meanwhile.
+    /// Answers from the current table. If `check_present` finds that a worker has left during the lookup, answers again.
     fn with_table(&self, answer: impl Fn(&Table) -> Answer) -> Answer {
         loop {
             match answer(&*self.table()?) {
@@ -290,7 +290,8 @@ impl Endpoints {
         }
     }
 
-    /// Checks after a lookup that no worker of the table has left: the index removes its blocks only after it has left.
+    /// Checks after a lookup that no worker of the table has left. The index removes the blocks of a worker only after a table without the
+    /// worker is in place.
     fn check_present(&self, table: &Table) -> Result<(), Declined> {
         if table.is_part_of(&*self.table()?) {
             Ok(())
@@ -308,7 +309,7 @@ impl Endpoints {
         }
     }
 
-    /// Reads a prompt, whose token ids do not count towards the limit of JSON.
+    /// Reads a request with one prompt. Its token ids do not count towards the limit of JSON.
     fn read_prompt<T: DeserializeOwned>(
         &self,
         head: &Head,
@@ -346,7 +347,7 @@ impl Endpoints {
         }
     }
 
-    /// Returns how much of a prompt each worker holds. `scopes` are the scopes of the candidates, with the items of the request.
+    /// Returns the match of a prompt for each worker. `scopes` are the scopes of the candidates, with the multimodal items of the request.
     fn find(
         &self,
         table: &Table,
@@ -354,7 +355,7 @@ impl Endpoints {
         tokens: &[u32],
         options: &Options,
     ) -> Result<Vec<Row>, Declined> {
-        // Engines recompute the last token, and with it the block that it is in.
+        // Engines recompute the last token, so the block with this token does not count.
         let usable = if options.whole_prompt {
             tokens
         } else {
@@ -566,7 +567,7 @@ fn indexer_answer(
         return Err(Declined::Unread);
     }
     let longest = longest(&rows);
-    // Workers that are not EXACT might hold more than is known, and their trust says so.
+    // Workers that are not EXACT might hold more than is known. They are added, since their trust shows this.
     add_others(&mut rows, &found.inexact);
     let instance = instance.filter(|_| !is_dynamo).map(requests::Id::text);
     rows.retain(|row| {
@@ -583,7 +584,7 @@ fn indexer_answer(
     Ok(Answered { body, longest })
 }
 
-/// The scope of a request with names that `/v1` admits.
+/// The scope of a request, if its names are such as `/v1` admits.
 fn good_scope(request: &impl Names) -> Result<Scope, Declined> {
     request.scope().filter(|_| request.has_good_names()).ok_or(Declined::Unread)
 }
@@ -615,7 +616,7 @@ struct Options {
     whole_prompt: bool,
 }
 
-/// Returns the scopes of candidates with the items of a request.
+/// Returns the scopes of candidates, with the multimodal items of a request.
 fn with_items<'a>(found: &'a Candidates, media: &[Object<Media>]) -> Result<Cow<'a, [kvevents_index::Scope]>, Declined> {
     let items = requests::items(media).ok_or(Declined::Unread)?;
     if items.is_empty() {
@@ -648,7 +649,7 @@ fn add_others(rows: &mut Vec<Row>, workers: &[u32]) {
     rows.extend(others.map(|&place| Row::nothing(place)));
 }
 
-/// Reads a raw prompt, with everything else in the query string.
+/// Reads a raw prompt, whose other fields are in the query string.
 fn raw(query_string: &str, body: &[u8]) -> Result<Match, Declined> {
     let (numbers, rest) = body.as_chunks::<4>();
     let request = requests::of_query_string(query_string).filter(|_| rest.is_empty());
@@ -679,7 +680,8 @@ mod tests {
     use super::*;
     use crate::fleet::tests::{changes, index, row};
 
-    /// The index removes the blocks of a worker after its departure: a lookup before that might have found it without its blocks.
+    /// The index removes the blocks of a worker after the worker has left, so a lookup with the old table might find the worker without its
+    /// blocks.
     #[test]
     fn a_query_is_answered_again_if_a_worker_leaves_meanwhile() {
         let terms = serde_json::from_value(json!({"tiers": {}, "trust": {}, "wait_weight": 1.0, "load_weight": 1.0}));

@@ -13,7 +13,7 @@ use serde::Deserialize;
 
 use crate::problems::{Declined, Problem};
 
-/// Maximum number of scopes whose candidates are cached, since clients can name any LoRA and salt.
+/// Maximum number of scopes whose candidates are cached. Without a limit, clients could name any number of LoRAs and salts.
 const MAX_REMEMBERED: usize = 256;
 /// Maximum number of characters of a name that `/v1` admits.
 const MAX_NAME: usize = 512;
@@ -48,7 +48,7 @@ impl Scope {
         (self.model.clone(), self.tenant.clone(), self.group.clone())
     }
 
-    /// Whether no name is longer than `/v1` admits: `/query` reads others too, but none of them is cached.
+    /// Whether each name has a length that `/v1` admits. `/query` admits longer names, but scopes with these are not cached.
     fn has_short_names(&self) -> bool {
         let lora = match &self.lora {
             Some(Lora::Name(name)) => name,
@@ -89,15 +89,15 @@ pub(crate) struct Worker {
     /// The model with which the index labels the stream.
     label: String,
     pub(crate) trust: Trust,
-    /// Whether a worker is left out of answers to clients that might not look at trust.
+    /// Whether the worker is left out of answers in formats whose clients might ignore trust.
     pub(crate) is_hidden: bool,
     pub(crate) distance: u8,
-    /// Tokens per block as registered.
+    /// Registered number of tokens per block.
     pub(crate) block_size: Option<u64>,
     /// Tiers from which the engine announces no removals.
     #[serde(default)]
     pub(crate) stores_only: Vec<String>,
-    /// The trust in an answer with blocks of the worker that might be gone.
+    /// The trust in an answer in which some blocks of the worker might be gone.
     #[serde(skip)]
     pub(crate) trust_if_uncertain: Option<Trust>,
     /// The instance's name as JSON.
@@ -106,7 +106,7 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
-    /// Returns the worker with the values that follow from its fields.
+    /// Returns the worker with the fields that are derived from others.
     fn completed(self) -> Self {
         Self {
             trust_if_uncertain: Some(self.trust.if_uncertain()),
@@ -115,8 +115,8 @@ impl Worker {
         }
     }
 
-    /// Returns the state by which the worker's tokens are weighted. A stream that waits only for a live batch to confirm replay, as of
-    /// every idle engine, counts as exact: nothing contradicts it.
+    /// Returns the state by which the worker's tokens are weighted. A stream that waits only for a live batch to confirm replay counts as
+    /// exact: nothing contradicts it, and the stream of every idle engine is in this state.
     pub(crate) fn weighed_state(&self) -> State {
         let is_unproven = self.trust.reason_codes.iter().eq(["replay-unproven"]);
         if is_unproven && self.trust.state == State::Degraded {
@@ -126,7 +126,7 @@ impl Worker {
         }
     }
 
-    /// Returns the trust in an answer about the worker; all of its blocks certainly exist if the flag is set.
+    /// Returns the trust in an answer about the worker. `is_certain` is whether all blocks of the answer certainly exist.
     pub(crate) fn trust_in(&self, is_certain: bool) -> &Trust {
         match &self.trust_if_uncertain {
             Some(trust) if !is_certain => trust,
@@ -138,22 +138,22 @@ impl Worker {
 #[derive(Deserialize)]
 struct TableMessage {
     has_failed: bool,
-    /// All workers by their numbers, in order.
+    /// The numbers of all workers, in the order of the table.
     order: Vec<u64>,
     /// The workers that are new or have changed since the previous table.
     workers: HashMap<u64, Worker>,
     /// Tokens per block, the smallest first, by fleet.
     block_sizes: Vec<(String, String, String, Vec<u32>)>,
-    /// Models that have a LoRA, by its name, tenant and group.
+    /// Models that have a LoRA, by the LoRA's name, tenant and group.
     bases: Vec<(String, String, String, Vec<String>)>,
 }
 
 /// The namespaces in which a prompt of one scope is looked up, and the workers that can hold it.
 #[derive(Debug)]
 pub(crate) struct Candidates {
-    /// The scope, with a model that is served.
+    /// The scope, in which the model is the base model.
     pub(crate) scope: Scope,
-    /// Scopes of the index.
+    /// Scopes in which the index looks up the prompt.
     pub(crate) within: Vec<IndexScope>,
     /// Positions of workers in the table.
     pub(crate) workers: Vec<u32>,
@@ -178,12 +178,12 @@ pub struct Table {
     block_sizes: HashMap<Fleet, Vec<u32>>,
     bases: HashMap<Fleet, Vec<String>>,
     remembered: RwLock<HashMap<Scope, Arc<Candidates>>>,
-    /// Number of earlier tables after which workers have left.
+    /// Number of replacements of a table so far in which workers have left.
     departures: u64,
 }
 
 impl Table {
-    /// Reads the control plane's JSON, which describes the changes of a table; it is answered from `index`.
+    /// Creates a table from the previous one, `before`, and the control plane's JSON, which has the changes. `index` answers its lookups.
     ///
     /// # Errors If the JSON has another shape, or lacks a worker that the previous table lacks too.
     pub fn read(json: &[u8], index: Arc<PrefixIndex>, before: Option<&Self>) -> Result<Self, String> {
@@ -237,12 +237,12 @@ impl Table {
         self.workers.push(worker);
     }
 
-    /// Whether all of its workers are also in a later table.
+    /// Whether all workers of this table are also in the table `later`.
     pub(crate) fn is_part_of(&self, later: &Self) -> bool {
         self.departures == later.departures
     }
 
-    /// The worker of a stream.
+    /// The position of a stream's worker.
     pub(crate) fn place(&self, stream: &Stream) -> Option<u32> {
         self.places.get(stream).copied()
     }
@@ -268,7 +268,7 @@ impl Table {
         Ok(found)
     }
 
-    /// Returns the scope with the base model if its model is an adapter's name. A model takes precedence over an adapter of the same name.
+    /// Returns the scope with base model and LoRA if its model is the name of a LoRA. If a model has the same name, it takes precedence.
     fn resolve_model(&self, scope: &Scope) -> Result<Scope, Declined> {
         let fleet = scope.fleet();
         let is_adapter = match &scope.lora {
@@ -294,7 +294,7 @@ impl Table {
         }
         let (lora, salt) = (lora_seed(scope.lora.as_ref()), salt_seed(scope.salt.as_deref()));
         let mut within = Vec::new();
-        // The scope of workers whose events name LoRA and salt is without both, which their keys contain.
+        // A worker's scope has no LoRA or salt that the worker's events contain, since block keys contain these.
         for own_lora in distinct(scope.lora.clone()) {
             for own_salt in distinct(scope.salt.clone()) {
                 let view = Scope {
@@ -324,12 +324,12 @@ impl Table {
         })
     }
 
-    /// A number that workers of one instance name share.
+    /// The number that all workers with the instance name of this worker share.
     pub(crate) fn instance_number(&self, place: u32) -> u32 {
         self.instance_numbers[place as usize]
     }
 
-    /// The worker at a place.
+    /// The worker at a position.
     pub(crate) fn worker(&self, place: u32) -> &Worker {
         &self.workers[place as usize]
     }
@@ -370,7 +370,7 @@ fn by_fleet<T>((model, tenant, group, of): (String, String, String, T)) -> (Flee
     ((model, tenant, group), of)
 }
 
-/// Returns None, then the value if there is one.
+/// Yields None and then, if there is one, the value.
 fn distinct<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
     let given = value.map(Some);
     std::iter::once(None).chain(given)
@@ -388,7 +388,7 @@ fn salt_seed(salt: Option<&str>) -> u64 {
     salt.map_or(0, |salt| keys::salt(salt.as_bytes()))
 }
 
-/// Seconds of the clock by which expectations end: Python's `time.monotonic`.
+/// Time in seconds of the clock by which speculative entries expire: Python's `time.monotonic`.
 pub(crate) fn monotonic() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a valid `timespec`, which the call fills.

@@ -1,13 +1,12 @@
 //! gRPC on the port of HTTP: the queries of `/v1` as calls, and the standard health service.
 //!
-//! Theory of operation. A call is a request like others: it has the same connection, limits and rules. [`METHODS`] names the query
-//! of `/v1` that each method is equivalent to. First the call is admitted as that query is, and its body is received. Then tonic, with the
-//! generated code of `proto`, reads the message and calls the method of [`Call`]. A query is answered from the index like one over
-//! HTTP. What is not answered there goes to the control plane as the equivalent query; its answer or its problem comes back as a message or
-//! a status.
+//! Theory of operation. A call is a request like others, with the same connections, limits and rules. [`METHODS`] names the equivalent
+//! query of `/v1` for each method. First the call is admitted by the rules for that query, and its body is received. Then tonic, with the
+//! generated code of `proto`, decodes the message and calls the method of [`Call`]. The index answers a query as it does over HTTP. If it
+//! cannot, the equivalent query is forwarded to the control plane, and the answer or the problem is converted to a message or a status.
 //!
-//! A new method is a row of [`METHODS`] and a function of its service. The answer to a unary call is encoded before it is sent, so
-//! that its bytes count as unread.
+//! A new method needs a row in [`METHODS`] and a function in its service. The answer to a unary call is encoded completely before it is
+//! sent, so that its bytes count as unread.
 
 use std::convert::Infallible;
 use std::pin::pin;
@@ -45,24 +44,24 @@ use crate::requests::is_id;
 use crate::server_state::Shared;
 use crate::settings::Access;
 
-/// The reason code for programs, for example `unknown-model`.
+/// Name of the metadata with the reason code for programs, for example `unknown-model`.
 const REASON: &str = "kvevents-reason";
 /// Number of bytes before a message in the body of a request.
 const PREFIX: usize = 5;
 
-/// Methods by path, each with the query of `/v1` that is admitted as it is.
+/// Paths of the methods, each with the query of `/v1` by whose rules it is admitted.
 const METHODS: [(&str, Question); 7] = [
     ("/kvevents.v1.Query/Match", Question::Match),
     ("/kvevents.v1.Query/MatchMany", Question::MatchMany),
     ("/kvevents.v1.Query/Select", Question::Select),
     ("/kvevents.v1.Query/UpdateReservation", Question::Reservation(Verb::Update)),
     ("/kvevents.v1.Query/FinishReservation", Question::Reservation(Verb::Finish)),
-    (CHECK, Question::Match), // admitted always
+    (CHECK, Question::Match), // always admitted
     (WATCH, Question::Match),
 ];
 const CHECK: &str = "/grpc.health.v1.Health/Check";
 const WATCH: &str = "/grpc.health.v1.Health/Watch";
-/// Path by which a call about any reservation is admitted before its message is read.
+/// Path under which a call about a reservation is admitted, since its message, which names the reservation, is not read yet.
 const ANY_RESERVATION: &str = "/v1/reservations/any";
 
 /// Whether a request is a call.
@@ -73,7 +72,7 @@ pub(crate) fn is_call(head: &Parts) -> bool {
         && kind.is_some_and(|kind| kind == b"application/grpc" || kind == b"application/grpc+proto")
 }
 
-/// Whether a call only checks health: it is answered without a token, and also when all places for other calls are taken.
+/// Whether a call only checks health. Such a call is answered without a token, and on reserved connections as well.
 pub(crate) fn is_probe(head: &Parts) -> bool {
     head.uri.path() == CHECK
 }
@@ -158,7 +157,7 @@ pub(crate) async fn respond(
     answered.unwrap_or_else(refused)
 }
 
-/// The time that a call has, by `grpc-timeout`.
+/// The time limit of a call from its header `grpc-timeout`.
 fn deadline(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get("grpc-timeout")?.to_str().ok()?;
     let (number, unit) = value.split_at_checked(value.len().checked_sub(1)?)?;
@@ -213,13 +212,13 @@ async fn answer(
         }
     };
     let size = call.body.len();
-    // With the message in one part with its prefix, tonic would copy it twice.
+    // If the message came in one part with its prefix, tonic would copy it twice.
     let mut message = call.body.clone();
     let prefix = message.split_to(PREFIX.min(size));
     let parts = [prefix, message].map(|part| Ok::<_, Infallible>(Frame::data(part)));
     let request = Request::from_parts(head, StreamBody::new(tokio_stream::iter(parts)));
     let mut answered = pin!(call.serve(request));
-    // All of the work here is in the first poll; after that it waits for the control plane.
+    // All of the data plane's work is done in the first poll. After that the call waits for the control plane.
     let first = || answered.as_mut().poll(&mut Context::from_waker(Waker::noop()));
     match shared.run(question, size, first).await {
         None => Err(ending()),
@@ -248,8 +247,9 @@ struct Call {
     shared: Arc<Shared>,
     peer: String,
     path: &'static str,
-    /// Head of the equivalent query of `/v1`, and whether the caller may send it.
+    /// Head of the equivalent query of `/v1`.
     equivalent: Parts,
+    /// Whether the caller may send that query.
     access: Access,
     /// The message, after its prefix.
     body: Bytes,
@@ -282,7 +282,7 @@ impl Call {
         Ok(Response::from_parts(head, body))
     }
 
-    /// Returns the answer of the index, else that of the control plane.
+    /// Returns the answer of the index or, if it has none, that of the control plane.
     async fn query<Q, A>(
         &self,
         equivalent: &Parts,
@@ -332,7 +332,7 @@ impl Call {
 }
 
 impl Call {
-    /// Returns a reservation after a call that names it.
+    /// Answers a call about the reservation `id`.
     async fn reservation<Q>(&self, verb: Verb, id: &str, request: tonic::Request<Q>) -> Answered<Reservation>
     where
         Q: Message + Default + serde::Serialize,
@@ -358,7 +358,7 @@ impl Query for Call {
     }
 
     async fn select(&self, request: tonic::Request<SelectRequest>) -> Answered<SelectResponse> {
-        // JSON has no such numbers: the equivalent request would have no load.
+        // JSON has no infinite numbers and no NaN, so the equivalent query would lack the load.
         if (request.get_ref().candidates.iter()).any(|one| one.load.is_some_and(|load| !load.is_finite())) {
             return Err(Status::from(&Problem::not_finite()));
         }

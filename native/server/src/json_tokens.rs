@@ -1,10 +1,11 @@
 //! Extracts token ids from JSON, three times as fast as general parsers.
 //!
-//! A query is a small object with one large array of token ids. The array is read here, and the rest of the text by `serde_json`.
-//! Text with anything unexpected is not read here: the control plane then reads all of it, and reports the error.
+//! A query is a small object with one large array of token ids. This module reads the array, and `serde_json` the rest of the text. If the
+//! text has anything unexpected, this module returns None; the control plane then reads the whole text and reports the error.
 //!
-//! The first numbers are read one by one; then many at once, as long as they are short and have equal separators. A number can only be read
-//! when the end of the previous one is known, so latency dominates. `side_by_side` hides it by reading from several positions at once.
+//! The first numbers are read one by one. Then many are read at once, as long as they are short and have equal separators. A number can be
+//! read only when the end of the previous number is known, so latency dominates. `side_by_side` hides this latency: it reads from several
+//! positions at the same time.
 
 mod side_by_side;
 #[cfg(test)]
@@ -29,8 +30,8 @@ pub fn lift(text: &[u8], name: &str) -> Option<(Vec<u8>, Vec<u32>)> {
     Some(([&text[..start], b"[]", &text[end..]].concat(), tokens))
 }
 
-/// Continues after a number that ended at the given position, and appends the numbers that it reads. Returns the end of the last
-/// number; the given position if it read none. It reads only numbers as `number` would, each before a comma, or a comma and a space.
+/// A fast loop: reads numbers after one that ended at the given position, and appends them. Returns the end of the last number, which is
+/// the given position if it read no number. It reads only numbers that `number` reads, each before a comma, or before a comma and a space.
 type Quick = fn(&[u8], usize, &mut Vec<u32>) -> usize;
 
 fn lift_with(text: &[u8], name: &[u8], quick: Quick) -> Option<Lifted> {
@@ -68,7 +69,7 @@ fn space(text: &[u8], mut at: usize) -> usize {
     at
 }
 
-/// Returns the length of the separator after a number that ends at `end`, if it is one of the two that the fast loops read.
+/// Returns the length of the separator after a number that ends at `end`, if it is one of the two separators that the fast loop reads.
 fn gap(text: &[u8], end: usize) -> Option<usize> {
     match text.get(end..end + 3)? {
         [b',', b' ', b'0'..=b'9'] => Some(2),
@@ -93,7 +94,7 @@ fn string(text: &[u8], at: usize) -> Option<usize> {
     }
 }
 
-/// Returns the position after any value. It examines only the ends of strings.
+/// Returns the position after a value of any type. It checks nothing in the value except where strings end.
 fn value(text: &[u8], mut at: usize) -> Option<usize> {
     let mut depth = 0_usize;
     loop {
@@ -131,7 +132,7 @@ fn value(text: &[u8], mut at: usize) -> Option<usize> {
 /// Reads an array of 32-bit numbers. Returns the value and the position after it.
 fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
     let mut at = space(text, expect(text, at, b'[')?);
-    // The shortest element has two bytes, so no text makes this larger than twice its own size.
+    // An element with its separator has at least two bytes, so the capacity in bytes is at most twice the size of the text.
     let mut tokens = Vec::with_capacity((text.len() - at) / 6);
     if text.get(at) == Some(&b']') {
         return Some((tokens, at + 1));
@@ -218,7 +219,7 @@ fn digits(eight: [u8; 8]) -> (u64, usize) {
 /// Returns the value of the first `count` digits, one to eight.
 #[inline]
 fn of_digits(word: u64, count: usize) -> u32 {
-    // Drops the bytes after the digits, and adds zeros in front.
+    // Drops the bytes after the digits, and puts zeros in front of them.
     let digits = word << (64 - 8 * count);
     let pairs = (digits.wrapping_mul(10) + (digits >> 8)) & 0x00FF_00FF_00FF_00FF;
     let fours = (pairs.wrapping_mul(100) + (pairs >> 16)) & 0x0000_FFFF_0000_FFFF;

@@ -1,14 +1,13 @@
 //! The data plane of `kvevents serve`, for HTTP and gRPC.
 //!
-//! Theory of operation. [`Server`] owns the listening socket and every client's connection, on threads of its own. It answers
-//! queries and probes from the index and from a [`fleet::Table`]: an immutable picture of the fleet that the control plane
-//! (Python) replaces as a whole whenever registration, trust or adapters change. Everything else goes to the control plane by a
-//! queue.
+//! Theory of operation. [`Server`] owns the listening socket and every client's connection, on its own threads. It answers queries and
+//! probes from the index and from a [`fleet::Table`]: an immutable description of the fleet, which the control plane (Python) replaces as
+//! a whole whenever registrations, trust or adapters change. All other requests go to the control plane through a queue.
 //!
-//! Callers, hosts and limits of connections are decided only here ([`policy`], [`connections`]). The control plane alone has the rules
-//! for the contents of requests. The code here answers only requests that it understands completely; all others (malformed, refused,
-//! unknown model) are forwarded, so that each error is written in one place. A query that the control plane reads comes back as
-//! fields, and is answered here too.
+//! Only this crate decides which callers and hosts are allowed, and limits connections ([`policy`], [`connections`]). Only the control
+//! plane has the rules for the contents of requests. The data plane answers only requests that it understands completely. It forwards all
+//! others (malformed, refused, unknown model), so that each error is written in one place. If the control plane reads a query itself, it
+//! passes the fields back, and the data plane answers the query as well.
 #![deny(missing_docs)]
 
 mod answers;

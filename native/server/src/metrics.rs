@@ -82,7 +82,7 @@ impl Metrics {
         of_path.seconds.add(time.as_secs_f64());
     }
 
-    /// Counts a lookup of a prompt, with the tokens that the best worker holds.
+    /// Counts a lookup of a prompt, and how much of it the best worker holds.
     pub(crate) fn lookup(&self, tokens: usize, longest: u32) {
         let mut counters = self.counters.lock();
         counters.lookups += 1;

@@ -1,10 +1,10 @@
 //! Access control: who sends a request, and whether it is refused. The control plane reads the settings, and writes the errors and the
 //! audit log.
 //!
-//! A web page can make the browser of its visitor send requests to any address that the machine reaches, loopback included. The browser
-//! sends the page's origin in `Origin` and `Sec-Fetch-Site`, which scripts cannot change, so requests of other origins are refused. With
-//! DNS rebinding the host name of the page resolves to the service, and both headers say "same origin", but `Host` then has the name of
-//! the page. So `Host` must be an address or a configured name as long as callers without a token have any role. If every request needs
+//! A web page can make the browser of its visitor send requests to any address that the visitor's machine reaches, including loopback. The
+//! browser states the page's origin in `Origin` and `Sec-Fetch-Site`, which scripts cannot change. So requests of other origins are
+//! refused. With DNS rebinding, the host name of the page resolves to the service, and both headers say "same origin", but then `Host` has
+//! the name of the page. So `Host` must be an address or a configured name if callers without a token have any role. If every request needs
 //! a token, `Host` may be anything, because a browser does not add a bearer token by itself.
 
 use std::net::{IpAddr, Ipv6Addr};
@@ -29,7 +29,7 @@ pub(crate) enum Role {
 pub(crate) struct Endpoint {
     /// Role that a caller needs. None if the endpoint is public.
     pub(crate) role: Option<Role>,
-    /// Whether orchestrators send it: from any origin, and with any host name.
+    /// Whether it is for probes of orchestrators, which are allowed from any origin and with any host name.
     pub(crate) probe: bool,
 }
 
@@ -48,8 +48,9 @@ pub(crate) struct Policy {
     tokens: Vec<Token>,
     /// Role of callers without a token.
     anonymous: Role,
-    /// The address at which the service listens, in lower case, and whether only this machine reaches it.
+    /// The address at which the service listens, in lower case.
     host: String,
+    /// Whether only this machine reaches that address.
     is_loopback: bool,
     hosts: Hosts,
 }
@@ -58,20 +59,20 @@ pub(crate) struct Policy {
 #[derive(Clone, Debug, Deserialize)]
 struct Hosts {
     names: Vec<String>,
-    /// Ends of names.
+    /// Suffixes of allowed names.
     suffixes: Vec<String>,
     /// First and last address of each network.
     networks: Vec<(IpAddr, IpAddr)>,
 }
 
-/// The reason of a refusal, for which the control plane has a sentence (`kvevents.service.http.app`).
+/// The reason of a refusal; the control plane has a sentence for each (`kvevents.service.http.app`).
 pub(crate) type Refusal = &'static str;
 /// The reason for a body above the size limit.
 pub(crate) const TOO_LARGE: Refusal = "too-large";
 
 impl Policy {
-    /// Returns the name of the caller, and why its request to an endpoint is refused. A request that `reads` changes nothing, so a link
-    /// on another site may open it in a browser.
+    /// Returns the name of the caller, and why its request to an endpoint is refused, if it is. If `reads`, the request changes nothing, so
+    /// that a link on another site may open it in a browser.
     pub(crate) fn check(&self, headers: &HeaderMap, endpoint: &Endpoint, reads: bool) -> (&str, Option<Refusal>) {
         let (role, name) = self.caller(headers.get(AUTHORIZATION));
         let origin = || self.foreign_origin(headers, reads).filter(|_| !endpoint.probe);
@@ -86,8 +87,8 @@ impl Policy {
         (name, refusal)
     }
 
-    /// Returns role and name of the caller with a value of `Authorization`. An unknown token has no role even if anonymous callers have
-    /// one, so that its owner notices the mistake. All bytes of all digests are compared, so the time does not depend on the token.
+    /// Returns role and name of the caller with this value of `Authorization`. An unknown token has no role even if anonymous callers have
+    /// one, so that its owner notices the mistake. All bytes of all digests are compared, so that the time does not depend on the token.
     fn caller(&self, authorization: Option<&HeaderValue>) -> (Role, &str) {
         let Some(value) = authorization.filter(|_| !self.tokens.is_empty()) else {
             return (self.anonymous, "anonymous");
@@ -105,7 +106,7 @@ impl Policy {
         caller
     }
 
-    /// Returns why a request comes from a page of another site, or might.
+    /// Returns why a request comes, or might come, from a page of another site.
     fn foreign_origin(&self, headers: &HeaderMap, reads: bool) -> Option<Refusal> {
         let host = headers.get(HOST).map(text);
         if self.anonymous > Role::None && host.as_deref().is_some_and(|host| !self.is_own_host(host_of(host))) {
@@ -123,8 +124,8 @@ impl Policy {
         (!is_own_site && !is_link).then_some("foreign-page")
     }
 
-    /// Whether an origin is that of `Host`, with any scheme since a proxy can end TLS, or of a configured name. The origin of sandboxed
-    /// frames and files is `null`.
+    /// Whether an origin has the host of `Host` or a configured name. Its scheme does not matter, since a proxy can end TLS. Sandboxed
+    /// frames and files have the origin `null`, which is not our own.
     fn is_own_origin(&self, origin: &str, host: Option<&str>) -> bool {
         let place = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"));
         place.is_some_and(|place| host == Some(place) || self.hosts.contains(host_of(place)))
@@ -145,7 +146,7 @@ impl Hosts {
     }
 }
 
-/// A header in lower case. Bytes above ASCII are Latin-1, so that each header is a text.
+/// A header as text in lower case. Bytes above ASCII are read as Latin-1, so that every header is a text.
 fn text(value: &HeaderValue) -> String {
     let characters: String = value.as_bytes().iter().map(|byte| char::from(*byte)).collect();
     characters.trim_matches([' ', '\t']).to_lowercase()

@@ -1,5 +1,5 @@
-//! Errors that belong to a connection, or that follow from the fleet; all others are the control plane's. They are problem details of
-//! RFC 9457, as `kvevents.client.schemas.Problem` has them.
+//! Errors of connections, and errors that follow from the fleet. The control plane writes all other errors. They are problem details of
+//! RFC 9457, with the fields of `kvevents.client.schemas.Problem`.
 
 use bytes::Bytes;
 use hyper::header::{CONNECTION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
@@ -49,11 +49,11 @@ impl Serialize for Problem {
 /// Why a query is not answered here.
 #[derive(Debug)]
 pub(crate) enum Declined {
-    /// The query was not read, or no worker serves its model, or the index has failed: the control plane knows more.
+    /// The query was not read, or no worker serves its model, or the index has failed. The control plane answers it.
     Unread,
     /// The fleet does not permit the request.
     Refused(Problem),
-    /// A worker has left the fleet during the lookup, which might have missed its blocks: the query is answered again.
+    /// A worker has left the fleet during the lookup, which might have missed the worker's blocks. The query is answered again.
     Outdated,
 }
 
@@ -112,7 +112,7 @@ impl Problem {
         }
     }
 
-    /// No candidate of the `named` ones can be chosen; 0 if the request named none, and no worker serves its model.
+    /// None of the `named` candidates can be chosen. If `named` is 0, the request named no candidates and no worker serves its model.
     pub(crate) fn no_candidates(model: &str, named: usize) -> Self {
         let (detail, hint) = if named == 0 {
             let hint = "name some in `candidates`, or register engines that serve it";
@@ -225,7 +225,7 @@ impl Problem {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// An answer after which the connection is closed.
+    /// Returns the response, after which the connection is closed.
     pub(crate) fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::full(Bytes::from(self.json())));
         *response.status_mut() = self.status;

@@ -1,6 +1,6 @@
 //! Messages and services of `src/kvevents/service/proto/kvevents/v1/query.proto`. `make contract` writes their code.
 //!
-//! Each message has the fields of a body of `/v1`: requests are converted to these bodies for the control plane, and its answers are
+//! Each message has the fields of a body of `/v1`. For the control plane, requests are converted to such bodies, and its answers are
 //! converted back. So both planes answer calls in the same way as HTTP requests.
 
 use std::marker::PhantomData;
@@ -71,7 +71,7 @@ impl<E: Message + 'static, D: Message + Default> Decoder for MessageCodec<E, D> 
     type Error = Status;
 
     fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<D>, Status> {
-        // For many small numbers, `DecodeBuf` is several times as slow as bytes.
+        // Reading many small numbers from `DecodeBuf` takes several times as long as from bytes.
         let message = from.copy_to_bytes(from.remaining());
         let wrong = |error| Status::invalid_argument(format!("cannot decode the message: {error}"));
         D::decode(message).map(Some).map_err(wrong)

@@ -1,4 +1,4 @@
-//! The bodies of requests, received within their bounds.
+//! Receives the bodies of requests, within limits of time and memory.
 
 use std::time::Instant;
 
@@ -45,7 +45,7 @@ pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &
         match &mut all {
             None if first.is_empty() => first = data,
             None => {
-                // The announced length is not trusted.
+                // The client can announce any length, so only 1 MiB of it is reserved.
                 let expected = usize::try_from(body.size_hint().lower()).unwrap_or(0).min(1 << 20);
                 let mut joined = BytesMut::with_capacity(size + expected);
                 joined.extend_from_slice(&first);

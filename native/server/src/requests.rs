@@ -1,5 +1,5 @@
-//! Bodies of requests that are answered here. A body that these types do not read, or that their checks do not admit, is forwarded;
-//! the control plane then answers it or returns an error.
+//! Bodies of requests that the data plane answers. If these types cannot read a body, or their checks do not admit it, the request is
+//! forwarded: the control plane then answers it or returns an error.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ const MAX_ID: usize = 128;
 const RESERVATION_SECONDS: std::ops::RangeInclusive<f64> = 1.0..=86_400.0;
 const DEFAULT: &str = "default";
 
-/// An object; serde alone would also read an array of its fields.
+/// A value that was read from an object. Without this type, serde would also read an array of its fields.
 pub(crate) struct Object<T>(pub(crate) T);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
@@ -44,12 +44,12 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
     }
 }
 
-/// A value that is present; null is refused.
+/// Reads the value of a field that is present; null is refused.
 fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
     T::deserialize(from).map(Some)
 }
 
-/// A list. With `Vec` alone serde would also read binary data of msgpack, as a list of its bytes.
+/// A list. Without this type, serde would also read binary data of msgpack, as a list of its bytes.
 struct List<T>(Vec<T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
@@ -72,23 +72,23 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
     }
 }
 
-/// A list that is present; null is refused.
+/// Reads a list from a field that is present; null is refused.
 fn present_list<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<Vec<T>>, D::Error> {
     List::deserialize(from).map(|List(items)| Some(items))
 }
 
-/// A list or null.
+/// Reads a list or null.
 fn optional_list<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<Vec<T>>, D::Error> {
     Ok(Option::<List<T>>::deserialize(from)?.map(|List(items)| items))
 }
 
-/// A list of lists that is present.
+/// Reads a list of lists from a field that is present; null is refused.
 fn present_lists<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<Vec<Vec<T>>>, D::Error> {
     let List(lists) = List::<List<T>>::deserialize(from)?;
     Ok(Some(lists.into_iter().map(|List(items)| items).collect()))
 }
 
-/// Labels by name, each name once.
+/// Reads labels; each name can occur only once.
 fn labels<'de, D: Deserializer<'de>>(from: D) -> Result<Labels, D::Error> {
     struct ByName;
 
@@ -113,7 +113,7 @@ fn labels<'de, D: Deserializer<'de>>(from: D) -> Result<Labels, D::Error> {
     from.deserialize_map(ByName)
 }
 
-/// A request with the fields that every query has.
+/// Declares a request, which has the given fields and those that every query has.
 macro_rules! question {
     ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $kind:ty,)* }) => {
         $(#[$meta])*
@@ -163,12 +163,12 @@ macro_rules! question {
     };
 }
 
-/// The fields of the scope of a prompt, each under several names.
+/// A request whose fields for the scope of a prompt have several names each.
 pub(crate) trait Names {
     fn names(&self) -> [[&Option<String>; 4]; 5];
     fn lora_id(&self) -> Option<i64>;
 
-    /// Returns the scope of the prompt. None without a model, or if two names have different values.
+    /// Returns the scope of the prompt. None if there is no model, or if a field has values under two names.
     fn scope(&self) -> Option<Scope> {
         let [model, tenant, group, lora, salt] = self.names();
         let lora = picked(lora, true)?.map(|name| Lora::Name(name.clone()));
@@ -188,7 +188,7 @@ pub(crate) trait Names {
     }
 }
 
-/// The value that one of several names has; an empty value counts as absent if `is_optional`. None if two names have values.
+/// The value of a field under one of its names, if any. With `is_optional` an empty value counts as absent. None if two names have values.
 fn picked(names: [&Option<String>; 4], is_optional: bool) -> Option<Option<&String>> {
     let given = names.into_iter().flatten();
     let mut given = given.filter(|value| !(is_optional && value.is_empty()));
@@ -278,7 +278,7 @@ question! {
     }
 }
 
-/// Decimal digits with an optional minus and without leading zeros, or up to 16 hexadecimal digits after `0x`.
+/// Reads a hash from decimal digits with an optional minus and without leading zeros, or from up to 16 hexadecimal digits after `0x`.
 fn of_text(text: &str) -> Option<u64> {
     if let Some(digits) = text.strip_prefix("0x") {
         let is_hex = (1..=16).contains(&digits.len()) && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
@@ -399,7 +399,7 @@ pub(crate) struct ReserveAs {
     seconds: Option<f64>,
 }
 
-/// Whether this can be the name of a reservation. It is part of a path, so dots alone would mean another path.
+/// Whether this can be the name of a reservation. The name is part of a path, and a name of dots alone would lead to another path.
 pub(crate) fn is_id(id: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~:".contains(&byte);
     (1..=MAX_ID).contains(&id.len()) && id.bytes().all(is_plain) && id.bytes().any(|byte| byte != b'.')
@@ -443,7 +443,7 @@ impl Select {
         })
     }
 
-    /// Whether all numbers are within their bounds.
+    /// Whether all numbers of the request are within their limits.
     pub(crate) fn is_sound(&self) -> bool {
         let is_weight = |weight: &f64| (0.0..=1.0).contains(weight);
         let candidates = self.candidates.as_deref().unwrap_or_default();
@@ -494,7 +494,7 @@ impl Candidate {
     }
 }
 
-/// Returns the query in the query string of a raw prompt. None if any part of it is unusual.
+/// Returns the request in the query string of a raw prompt. None if any part of the string is unusual.
 pub(crate) fn of_query_string(query: &str) -> Option<Match> {
     let mut request = Match::default();
     let mut seen: Vec<&str> = Vec::new();

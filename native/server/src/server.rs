@@ -71,7 +71,7 @@ impl Server {
     /// Selections use `loads`.
     ///
     /// # Errors
-    /// For settings of another shape, certificates that cannot be used, and if the system refuses threads.
+    /// If the settings have another shape, a certificate cannot be used, or the system refuses threads.
     pub fn start(settings: &[u8], listener: TcpListener, waker: UnixStream, loads: Arc<Loads>) -> Result<Self, Failure> {
         let settings: Settings = serde_json::from_slice(settings)?;
         listener.set_nonblocking(true)?;
@@ -109,8 +109,8 @@ impl Server {
         })
     }
 
-    /// Answers queries from another table from now on. `changes` is JSON: the order of all workers, and the changed ones. One thread at a
-    /// time may call this.
+    /// Answers queries from another table from now on. `changes` is JSON with the order of all workers, and the changed workers. One thread
+    /// at a time may call this.
     ///
     /// # Errors
     /// If the JSON has another shape, or lacks a worker that was never described.
@@ -118,7 +118,7 @@ impl Server {
         self.shared.endpoints.replace(changes, index)
     }
 
-    /// Takes the requests that the control plane answers, and the changes of its answers in pieces.
+    /// Takes the requests that the control plane must answer, and the numbers of answers in pieces that have changed.
     pub fn take_events(&self) -> VecDeque<Event> {
         self.shared.control_plane.take()
     }
@@ -165,7 +165,7 @@ impl Server {
 
     /// Reads the certificate, the key and the authorities again, for connections from now on.
     ///
-    /// # Errors If they cannot be used; the former ones stay.
+    /// # Errors If they cannot be used; then the former ones stay in use.
     pub fn reload_tls(&self) -> Result<(), Failure> {
         if let (Some(acceptor), Some(files)) = (&self.shared.tls, &self.shared.settings.tls) {
             *acceptor.write() = tls::acceptor(files)?;
@@ -205,7 +205,7 @@ impl Server {
             .into_bytes()
     }
 
-    /// Accepts no more connections, and waits at most `time` until the open ones have ended.
+    /// Accepts no more connections, and waits until the open ones have ended, for at most `time` seconds.
     pub fn drain(&self, time: f64) {
         let guard = self.runtime.lock();
         let Some(runtime) = guard.as_ref() else { return };
@@ -265,7 +265,7 @@ async fn accept(shared: Arc<Shared>, listener: tokio::net::TcpListener) {
                     tokio::spawn(connected(shared.clone(), connection, stream, peer.to_string()));
                 }
             }
-            // The process has reached its limit of open files, or the client has left already.
+            // The process has reached its limit of open files, or the client has already left.
             Some(Err(_)) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
     }
@@ -289,7 +289,7 @@ async fn connected(shared: Arc<Shared>, connection: Arc<Connection>, stream: Tcp
     shared.connections.remove(&connection);
 }
 
-/// Runs `work` until it is done or the connection must end at once.
+/// Runs `work` until it is complete, or until the connection must end at once.
 async fn unless_aborted(connection: &Connection, work: impl Future<Output = ()>) {
     let mut work = pin!(work);
     let mut ordered = pin!(connection.ordered.notified());
@@ -417,7 +417,7 @@ async fn respond(
     let has_body = !body.is_end_stream();
     let mut access = shared.settings.access(&head);
     if shared.settings.probes.iter().any(|probe| probe == path) {
-        // The answer to a liveness probe never waits.
+        // The answer to a liveness probe never waits for the control plane.
         progress.is_answering();
         let mut response = match answer_probe(shared, &head) {
             Some(response) => {
@@ -485,7 +485,7 @@ async fn respond(
     Ok(forward(shared, &head, peer, &access, body).await)
 }
 
-/// An answer to a request whose body is not received: the connection ends after it.
+/// Returns an answer after which the connection ends, because the body of the request is not received.
 fn close_after(connection: &Connection, mut response: Response<Body>) -> Response<Body> {
     connection.linger();
     response.headers_mut().insert(CONNECTION, CLOSE);
@@ -514,7 +514,7 @@ fn answer_probe(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
     Some(response)
 }
 
-/// Returns whether the client wants msgpack, and not JSON. None if its `Accept` names several types: the control plane weighs these.
+/// Returns whether the client wants msgpack and not JSON. None if its `Accept` names several types, among which the control plane chooses.
 fn wants_msgpack(head: &Parts) -> Option<bool> {
     let mut kinds = head.headers.get_all(ACCEPT).iter();
     match (kinds.next(), kinds.next()) {
@@ -525,7 +525,8 @@ fn wants_msgpack(head: &Parts) -> Option<bool> {
     }
 }
 
-/// Returns the parts of a query's head. None for a body that is not read here, or an answer whose format the control plane chooses.
+/// Returns the parts of a query's head. None if the data plane does not read such a body, or the control plane must choose the format of
+/// the answer.
 fn parse_head(head: &Parts, question: Question) -> Option<Head> {
     let has_body = !matches!(question, Question::Reservation(Verb::Show | Verb::Finish));
     let kind = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);

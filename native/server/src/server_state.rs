@@ -18,11 +18,11 @@ use crate::control_plane::ControlPlane;
 use crate::endpoints::{Endpoints, Question};
 use crate::settings::{Access, Settings};
 
-/// Number of sweeps without a report after which the control plane counts as failed: 10 s.
+/// Number of sweeps without a report of the control plane after which it counts as failed: 10 s.
 pub(crate) const MAX_SILENCE: u32 = 50;
-/// Size of a body above which a separate thread reads it, so that it does not delay other clients.
+/// Size of a body above which a separate thread reads it, so that other clients are not delayed.
 const MANY_BYTES: usize = 1 << 16;
-/// Size of the body of a prompt above which a separate thread reads it; token ids are read faster.
+/// Size of a body with one prompt above which a separate thread reads it. It is larger, since token ids are read faster.
 const MANY_PROMPT_BYTES: usize = 1 << 20;
 
 /// Status and body of the answers to probes.
@@ -38,7 +38,7 @@ pub(crate) struct Shared {
     pub(crate) endpoints: Endpoints,
     pub(crate) control_plane: Arc<ControlPlane>,
     pub(crate) probes: RwLock<Option<Probes>>,
-    /// Number of sweeps since the control plane has set `probes`.
+    /// Number of sweeps since the control plane last set `probes`.
     pub(crate) silence: AtomicU32,
     pub(crate) heavy: Semaphore,
     pub(crate) is_draining: Notify,
@@ -80,12 +80,12 @@ impl Shared {
         Some(answer)
     }
 
-    /// Runs work on a query of this number of bytes, in a separate thread if it is large. None if the service ends.
+    /// Runs work on a query of `size` bytes, in a separate thread if the query is large. None if the service ends.
     pub(crate) async fn run<T>(&self, question: Question, size: usize, work: impl FnOnce() -> T) -> Option<T> {
         let most = match question {
             Question::Query | Question::Match => MANY_PROMPT_BYTES,
             Question::QueryByHash | Question::Select | Question::Reservation(_) => MANY_BYTES,
-            // Six bytes can be a prompt that every worker holds, and each worker is a row of the answer.
+            // A prompt of six bytes can match every worker, and the answer has a row for each worker and prompt.
             Question::MatchMany => 0,
         };
         if size <= most {

@@ -1,4 +1,4 @@
-//! Settings that the control plane passes once, at the start.
+//! Settings that the control plane passes once, at the start of the server.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -70,7 +70,7 @@ pub(crate) fn seconds(seconds: f64) -> Duration {
     Duration::from_secs_f64(seconds.clamp(0.0, 3e9))
 }
 
-/// The server's certificate, as names of PEM files.
+/// The names of the PEM files of the server's TLS.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Tls {
     pub(crate) certificate: String,
@@ -86,16 +86,17 @@ const ITEM: &str = "{id}";
 pub(crate) struct Settings {
     pub(crate) limits: Limits,
     pub(crate) policy: Policy,
-    /// Whether queries are answered here; if not, they are forwarded.
+    /// Whether the data plane answers queries. If not, it forwards them.
     pub(crate) answers_queries: bool,
     /// Default weights of `/v1/select`.
     pub(crate) select: Terms,
     /// The table of endpoints, by path and method.
     pub(crate) endpoints: HashMap<String, HashMap<String, Endpoint>>,
-    /// Paths of probes, and of what else is answered when the service accepts no other clients.
+    /// Paths that are answered even on reserved connections: those of probes, and a few others.
     pub(crate) probes: Vec<String>,
-    /// Bounds of the buckets of both histograms: durations, and shares of a prompt.
+    /// Bounds of the buckets of the histogram of durations.
     pub(crate) seconds: Vec<f64>,
+    /// Bounds of the buckets of the histogram of matched shares of prompts.
     pub(crate) depths: Vec<f64>,
     pub(crate) threads: usize,
     pub(crate) tls: Option<Tls>,
@@ -121,7 +122,7 @@ impl Settings {
         access
     }
 
-    /// Returns the endpoints at the path of a request by method, and their path in the table. None for an unknown path.
+    /// Returns the path in the table that matches the path of a request, and its endpoints by method. None for an unknown path.
     fn endpoints_at(&self, path: &str) -> Option<(&String, &HashMap<String, Endpoint>)> {
         let is_endpoint = |(known, _): &(&String, _)| {
             let item = known
@@ -144,7 +145,7 @@ pub(crate) fn decoded_path(target: &Uri) -> Cow<'_, str> {
 pub(crate) struct Access {
     /// Path of the endpoint in the table; empty for an unknown path.
     pub(crate) path: String,
-    /// Method of the endpoint in the table; empty if it has not that of the request.
+    /// Method of the endpoint in the table; empty if the endpoint does not have the method of the request.
     pub(crate) method: String,
     /// Name of the caller, if the endpoint is known.
     pub(crate) caller: String,
@@ -152,7 +153,7 @@ pub(crate) struct Access {
 }
 
 impl Access {
-    /// Whether the request may have a body, and be answered: if not, the control plane's answer is an error.
+    /// Whether the body of the request may be received and the request answered. If not, the control plane answers with an error.
     pub(crate) fn is_granted(&self) -> bool {
         !self.method.is_empty() && self.refusal.is_none()
     }

@@ -13,7 +13,7 @@ use crate::settings::Tls;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
 
-/// Returns an acceptor of handshakes with this certificate.
+/// Returns an acceptor of TLS handshakes with these files.
 pub(crate) fn acceptor(tls: &Tls) -> Result<TlsAcceptor, Error> {
     let provider = Arc::new(ring::default_provider());
     let builder = ServerConfig::builder_with_provider(provider.clone()).with_safe_default_protocol_versions()?;

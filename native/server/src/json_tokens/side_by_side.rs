@@ -1,20 +1,20 @@
 //! Reads numbers from several positions of an array at the same time, on any processor.
 //!
-//! In an array of numbers every comma separates two of them, so reading can begin after any comma. Numbers that are read from such a
-//! position count only if reading from the front arrives at it, so any other content of the text is detected.
+//! In an array of numbers every comma separates two numbers, so reading can begin after any comma. Numbers that were read from such a
+//! position count only if reading from the front arrives at the same position. So any other content of the text is detected.
 
 use super::{digits, gap, of_digits};
 
-/// Number of positions.
+/// Number of positions from which numbers are read at the same time.
 const STREAMS: usize = 3;
 
-/// Number of bytes from one of these positions to the next.
+/// Maximum number of bytes from one of these positions to the next: a part.
 const PART: usize = 1024;
 
 /// Number of bytes in which a comma is searched for.
 const NEAR: usize = 16;
 
-/// Smallest part for which several positions are faster.
+/// Minimum size of a part for which reading from several positions is faster.
 const SMALLEST: usize = 128;
 
 /// See `Quick`.
@@ -27,7 +27,7 @@ pub(super) fn read(text: &[u8], end: usize, tokens: &mut Vec<u32>) -> usize {
 }
 
 fn read_with<const GAP: usize>(text: &[u8], end: usize, tokens: &mut Vec<u32>) -> usize {
-    // A number and its comma have two bytes.
+    // A number and its comma have at least two bytes.
     let mut found = [[0; PART / 2]; STREAMS];
     let mut at = end + GAP;
     while let Some(starts) = starts::<GAP>(text, at) {
@@ -62,8 +62,8 @@ fn read_with<const GAP: usize>(text: &[u8], end: usize, tokens: &mut Vec<u32>) -
     at - GAP
 }
 
-/// Returns positions from `at` on at which numbers can begin: one for each part, and the end of the last one. Parts are as large as
-/// possible with a comma near the end of each, so they are smaller near the end of the array.
+/// Returns positions from `at` on at which numbers can begin: the beginning of each part, and the end of the last part. Parts are as large
+/// as possible, but there must be a comma near the end of each. So they are smaller near the end of the array.
 fn starts<const GAP: usize>(text: &[u8], at: usize) -> Option<[usize; STREAMS + 1]> {
     let mut part = PART.min(text.len().checked_sub(at + NEAR)? / STREAMS);
     while part >= SMALLEST {
@@ -84,7 +84,7 @@ fn split<const GAP: usize>(text: &[u8], at: usize, part: usize) -> Option<[usize
     Some(found)
 }
 
-/// Reads a number of up to eight digits. Returns the number and the beginning of the next one.
+/// Reads a number of up to eight digits. Returns the number and the position at which the next number begins.
 #[inline]
 fn number<const GAP: usize>(text: &[u8], at: usize) -> Option<(u32, usize)> {
     let near: &[u8; 10] = text.get(at..)?.first_chunk()?;
