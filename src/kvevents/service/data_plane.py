@@ -1,9 +1,9 @@
 """The control plane's view of the data plane: the native HTTP server that clients connect to.
 
 The data plane answers queries and probes without the Python interpreter, from the index and a *routing table*.
-`DataPlane.publish` writes what has changed of it whenever the fleet changes. The data plane forwards all other requests to
-`kvevents.service.http.app`, also queries that it does not fully understand, so that one place writes their errors. Queries
-without an error come back to `DataPlane.answer`. With spans all queries go this way; the start decides that once.
+Whenever the fleet changes, `DataPlane.publish` writes the changed parts of this table. The data plane forwards all other
+requests to `kvevents.service.http.app`, and also queries that it does not fully understand, so that one place writes their
+errors. Forwarded queries without an error come back to `DataPlane.answer`. If spans are recorded, all queries are forwarded.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ class Counts(msgspec.Struct):
     received: int = 0
     unread: int = 0
     reservations: dict[str, int] = {}
-    """Open reservations, and those of each outcome."""
+    """Number of open reservations, and of ended ones by outcome."""
 
 
 _decode_counts = msgspec.json.Decoder(Counts).decode
 _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 _numbers = count()
-"""Numbers of workers in routing tables."""
+"""Yields the numbers that workers have in routing tables."""
 
 
 class Answered(NamedTuple):
@@ -80,7 +80,7 @@ class Answered(NamedTuple):
 
     body: bytes
     longest: int
-    """Tokens that the best worker holds."""
+    """Number of tokens that the best worker holds."""
 
 
 class DataPlane:
@@ -103,8 +103,8 @@ class DataPlane:
     ) -> None:
         """Serve at a listening socket. Only the event loop may call this.
 
-        `handle` gets each request that is forwarded, and the number of each response in pieces that has room for one more or
-        whose client has left. `settings` are the fields of `native/server/src/settings.rs`.
+        `handle` is called with each forwarded request, and with the number of a response in pieces when it has room for another
+        piece or its client has left. `settings` are the fields of `native/server/src/settings.rs`.
         """
         wakes, waker = socket.socketpair()
         wakes.setblocking(False)
@@ -223,7 +223,7 @@ class DataPlane:
 
 
 def _take_all(native: _native.DataPlane, wakes: socket.socket, handle: Callable[[_native.Request | int], None]) -> None:
-    wakes.recv(64)  # a byte for each time that the queue was empty
+    wakes.recv(64)  # one byte for each time at which the empty queue got an item
     for item in native.take():
         handle(item)
 
@@ -248,7 +248,7 @@ def _row(member: Member, former: _Row | None) -> _Row:
 
 
 def _changes(fleet: Fleet, rows: Mapping[Member, _Row], members: Sequence[Member]) -> Mapping[str, Any]:
-    """Return the order of all workers, their changes, and the scopes and adapters of the fleet."""
+    """Return the order of all workers, the changed workers, and the scopes and adapters of the fleet."""
     scopes = fleet.scopes.all_scopes
     models = {scope[:3] for scope in scopes}
     bases: dict[tuple[str, str, str], set[str]] = {}

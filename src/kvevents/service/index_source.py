@@ -1,4 +1,4 @@
-"""Where the index of the service comes from: from the engines that it follows itself, or from another place, such as a log."""
+"""The source of the service's index: the engines that the service follows itself, or another source, such as a log."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class IndexSource(Protocol):
 
     @property
     def why_incomplete(self) -> str:
-        """Why engines can be missing, so that a model might be unknown for that reason; empty if none is."""
+        """Why engines, and so their models, may be unknown at present; empty without a reason."""
         ...
 
     @property
     def is_partial(self) -> bool:
-        """Whether queries are answered although engines can be missing, without a time limit."""
+        """Whether queries are answered, without a time limit, even if engines are missing."""
         ...
 
     @property
     def has_found_engines(self) -> bool:
-        """Whether each way in which the engines are found has answered once."""
+        """Whether every way in which engines are found has answered once."""
         ...
 
     async def run(self) -> None:
         """Run until cancelled."""
 
     def warnings(self) -> Iterable[str]:
-        """Return sentences that an operator should know."""
+        """Return sentences about problems that an operator should know."""
         ...
 
     def collect(self) -> Iterator[Metric]:
@@ -75,7 +75,7 @@ class FollowedEngines:
         await asyncio.gather(self._prober.run(), self._discovery.run(), self._registrations.end_leases())
 
     def warnings(self) -> Iterable[str]:
-        """Return what is wrong with the providers; what is wrong with an engine is shown beside that engine."""
+        """Return the faults of the providers. The faults of an engine are shown with that engine."""
         return self._discovery.provider_faults()
 
     def collect(self) -> Iterator[Metric]:

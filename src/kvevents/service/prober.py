@@ -42,7 +42,7 @@ _LOAD_PATHS: Final = frozenset({"", "/", METRICS_PATH, "/load"})
 
 
 async def check_allowed(allow_list: EndpointAllowList, *endpoints: str) -> None:
-    """Raise `EndpointRefusedError` if the allow list excludes one of these endpoints, or an address of its name.
+    """Raise `EndpointRefusedError` if the allow list excludes one of these endpoints, or an address of its host name.
 
     A name that does not resolve is allowed. The prober checks it again later.
     """
@@ -55,7 +55,7 @@ async def check_allowed(allow_list: EndpointAllowList, *endpoints: str) -> None:
 def endpoints_of(registration: Registration) -> list[str]:
     """Return the endpoints to which a client's registration makes the service connect.
 
-    Raises `EndpointRefusedError` for a load at a path that has none.
+    Raises `EndpointRefusedError` for a URL of a load with a path at which no load is read.
     """
     endpoints = [tcp_of(registration.endpoint), registration.replay_endpoint]
     if (load := registration.load) is not None:
@@ -69,7 +69,7 @@ def endpoints_of(registration: Registration) -> list[str]:
 
 
 def load_target(load: str) -> str:
-    """Return the endpoint from which a load is read; of a URL, the endpoint of its server."""
+    """Return the endpoint from which a load is read; for a URL, the endpoint of its server."""
     if not is_load_url(load):
         return load
     parts = urlsplit(load)
@@ -89,7 +89,7 @@ class _Probe(Struct):
 
 
 class Prober:
-    """Probes the endpoint of each source that has no connection, and the replay endpoint of each that gets no replay."""
+    """Probes the endpoints of sources without a connection, and the replay endpoints of sources without replay answers."""
 
     def __init__(self, fleet: Fleet, allow_list: EndpointAllowList, settings: Probing) -> None:
         self._fleet = fleet
@@ -124,7 +124,7 @@ class Prober:
         for target in targets:
             probe = self._probes.get(target)
             if probe is None:
-                # A replay usually arrives after a moment. A connection is established at once or not at all.
+                # Wait for a replay, which usually arrives after a moment. A connection is established at once or not at all.
                 wait = 0.0 if target[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
                 backoff = Backoff(maximum=self._settings.pause_seconds)
                 probe = self._probes[target] = _Probe(now, now + wait, backoff)
@@ -140,7 +140,7 @@ class Prober:
     async def _try(self, member: Member, field: EndpointField, *, is_patient: bool) -> None:
         if await self._may_stay(member):
             fault = await self._fault_of(member, field, is_patient=is_patient)
-            if (member, field) in self._probes:  # else it has connected meanwhile
+            if (member, field) in self._probes:  # otherwise it has connected in the meantime
                 self._note(member, field, fault)
 
     async def _fault_of(self, member: Member, field: EndpointField, *, is_patient: bool) -> SourceFault | None:
@@ -187,7 +187,7 @@ class Prober:
 
 
 def _endpoint_to_probe(member: Member) -> EndpointField | None:
-    """Return which endpoint of a member needs a probe; None if none does. A gRPC client reports its own errors."""
+    """Return which endpoint of a member must be probed; None without one. A gRPC client reports its own errors."""
     if member.registration.endpoint.startswith(GRPC):
         return None
     if member.trust in {Trust.CONNECTING, Trust.STALE}:
@@ -210,7 +210,7 @@ _MEANINGS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
 
 
 async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Probe an endpoint. Return why it delivers no events, or no replay; None if no fault is found."""
+    """Probe an endpoint. Return why it delivers no events, or no replay; None without a fault."""
     handshake, is_replay = await perform_handshake_async(endpoint, seconds), field == "replay_endpoint"
     fault = _fault_of(handshake, endpoint, seconds, has_keys=has_keys)
     is_router = handshake.detail == "ROUTER"
@@ -228,7 +228,7 @@ async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_key
 
 
 def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Return why nothing can be received from an endpoint: no ZeroMQ socket, or other keys; None without a fault."""
+    """Return why nothing can be received from an endpoint: it is no ZeroMQ socket, or its keys differ; None without a fault."""
     if handshake.outcome in _MEANINGS:
         reason, sentence = _MEANINGS[handshake.outcome]
         host = (split_tcp(endpoint) or ("",))[0]

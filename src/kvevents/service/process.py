@@ -34,7 +34,7 @@ from kvevents.service.settings import Limits, ServiceSettings
 from kvevents.zeromq.sockets import raise_descriptor_limit
 
 RESERVED_FILES: Final = 256
-"""Number of descriptors that are not client connections. The subscriber itself checks the room for its engines."""
+"""Number of descriptors for other uses than client connections. The subscriber checks the limit for its engines itself."""
 
 
 def fit_clients(limits: Limits) -> tuple[Limits, str]:
@@ -64,7 +64,7 @@ KEEP_ALIVE: Final[Mapping[str, int]] = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30,
 MAX_THREADS: Final = 8
 """Maximum number of threads of the data plane; it has one for each CPU up to this number."""
 HEAP_RESERVE_BYTES: Final = 64 << 20
-"""Maximum freed memory that the process does not return to the system, for the next large request."""
+"""Maximum size of freed memory that the process keeps, for the next large request, instead of returning it to the system."""
 
 
 def serve(
@@ -76,7 +76,7 @@ def serve(
     """Serve until SIGTERM or SIGINT, with the sources of a `sources_file` beside those of `config`.
 
     `announce` is called with the URL. `open_source` opens another source of the index than the engines of the settings.
-    Raises `ConfigError` for settings that this machine cannot provide.
+    Raises `ConfigError` for settings that are impossible on this machine.
     """
     check_settings(config, sources_file)
     _keep_heap()
@@ -98,7 +98,7 @@ def check(config: ServiceSettings, sources_file: Path | None) -> None:
 
 
 def check_settings(config: ServiceSettings, sources_file: Path | None) -> None:
-    """Raise `ConfigError` for settings that `kvevents serve` cannot start with, and `MissingDependencyError`."""
+    """Raise `ConfigError` or `MissingDependencyError` if `kvevents serve` cannot start with these settings."""
     require_prometheus()
     read_tokens(config.access)
     EndpointAllowList(config.allow)

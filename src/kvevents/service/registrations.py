@@ -1,6 +1,6 @@
-"""Registrations by clients: what may be registered, which ones a request to unregister means, and their file on the disk.
+"""Registrations by clients: which are allowed, which of them a request to unregister means, and their file.
 
-The handlers of `service/http/` translate requests and answers; the rules are here, for each API that registers.
+The handlers of `service/http/` translate requests and answers. The rules, which are the same for all APIs, are here.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class RegistrationOutcome(NamedTuple):
     """The effect of a request to register."""
 
     is_new: bool
-    """False if an equal registration was there already."""
+    """False if an equal registration existed already."""
     warning: str = ""
-    """A sentence for the client; empty without one."""
+    """A sentence for the client; empty without a warning."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,11 +60,11 @@ class Registrations:
     advice: str
     """What clients should do if the service follows no engines itself; empty if the service does."""
     owner_of: Callable[[Key], str | None]
-    """Returns the discovery provider that names a rank."""
+    """Returns the discovery provider that has found a rank."""
     resume: Callable[[Key], Checkpoint | None]
     """Returns the checkpoint from which a rank continues."""
     report_fault: Callable[[str], None]
-    """Is called after each write, with what has failed; with an empty text if nothing has."""
+    """Called after each write, with a sentence about its fault or with an empty text."""
     were_saved: bool = False
     """Whether the file had registrations when the service started."""
     ended_leases: int = 0
@@ -103,9 +103,9 @@ class Registrations:
     async def register(
         self, registration: Registration, client: Client, lease_seconds: int | None = None
     ) -> RegistrationOutcome:
-        """Follow an engine's rank, if its endpoints are allowed and no equal registration is there already.
+        """Follow an engine's rank, if its endpoints are allowed and no equal registration exists already.
 
-        The newest registration decides whether there is a lease, which begins now. Registrations of discovery have no lease.
+        The newest registration decides whether the rank has a lease, which begins now. Registrations of discovery have none.
         """
         self._check_follows()
         await check_allowed(self.allow_list, *endpoints_of(registration))
@@ -130,7 +130,7 @@ class Registrations:
         return RegistrationOutcome(is_new=True, warning=self._describe_twin(registration))
 
     def _describe_twin(self, new: Registration) -> str:
-        """Return a warning if the engine of a registration has another name too; empty otherwise."""
+        """Return a warning if the same engine is registered under another name too; otherwise an empty text."""
         for other in [member.registration for member in list(self.fleet.members.values())]:
             is_equal = other.endpoint == new.endpoint and other.topic == new.topic and other.scope == new.scope
             if is_equal and other.instance != new.instance:
@@ -138,7 +138,7 @@ class Registrations:
         return ""
 
     def _find_owned(self, current: Registration, registration: Registration) -> RegistrationOutcome:
-        """Return the outcome for a rank that discovery names. Raises `ConflictError` if the client names it differently."""
+        """Return the outcome for a rank that discovery found. Raises `ConflictError` if the client's registration differs."""
         owner = self.owner_of(current.key) or "discovery"
         if different := current.differences(registration):
             sentence = f"{current.label} is named by {owner}, with another {' and '.join(different)}"
@@ -146,7 +146,7 @@ class Registrations:
         return RegistrationOutcome(is_new=False, warning=f"{current.label} is named by {owner}, which decides when it ends")
 
     def _grant_lease(self, key: Key, seconds: int | None) -> None:
-        if (member := self.fleet.members.get(key)) is not None:  # else the follower has refused it meanwhile
+        if (member := self.fleet.members.get(key)) is not None:  # otherwise the follower has refused it
             member.lease = Lease.of(seconds)
 
     async def end_leases(self) -> None:
@@ -167,8 +167,8 @@ class Registrations:
     async def unregister(self, query: InstanceQuery, client: Client) -> list[Registration]:
         """Stop following the ranks of an instance, drop their blocks, and return the registrations that ended.
 
-        Raises `NotFoundError` if no rank is registered, or if it is registered with another model, LoRA or salt, and
-        `ConflictError` if discovery names one of them.
+        Raises `NotFoundError` if no rank is registered, or if the instance has another model, LoRA or salt, and `ConflictError`
+        if discovery has found one of the ranks.
         """
         members = self._find(query)
         for member in members:
@@ -184,7 +184,7 @@ class Registrations:
         return ranks
 
     async def drain(self, query: InstanceQuery, client: Client, *, is_draining: bool) -> list[Registration]:
-        """Exclude the ranks of an instance from selections, or end that, and return their registrations.
+        """Exclude the ranks of an instance from selections, or include them again, and return their registrations.
 
         Raises `NotFoundError` if no rank is registered.
         """
@@ -217,7 +217,7 @@ class Registrations:
             raise ConflictError("this service follows no engines itself", "replica", self.advice)
 
     async def save(self) -> None:
-        """Write the registrations to the disk. Changes during a write are written together by the next one."""
+        """Write the registrations to the disk. The next write contains all changes made during a write."""
         if self.store is None:
             return
         self._changes += 1

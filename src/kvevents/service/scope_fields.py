@@ -58,11 +58,11 @@ class Scopes:
 
 MODEL, TENANT, GROUP, LORA, SALT = SCOPE_NAMES.values()
 _CANONICAL: Final = {alias: name for name, aliases in SCOPE_NAMES.items() for alias in aliases}
-"""Names in `/v1`, which handlers read, by all names."""
+"""For each accepted name, the name in `/v1`, which handlers read."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
-"""Words without another meaning here: a field whose name contains one of them must not be ignored."""
+"""Words that occur only in names of scope fields: an unknown field whose name contains one must not be ignored."""
 _ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
-"""Names of scope fields by their letters, except the model's."""
+"""The names of all scope fields except the model, by their letters."""
 MAX_UNKNOWN: Final = 64
 """Maximum number of unknown fields of one request, because each one is compared with the known ones."""
 MAX_COMPARED: Final = 40
@@ -85,7 +85,7 @@ def scope_of(request: Any) -> Scope:
 
 
 def owner_of(request: Any) -> tuple[str, str]:
-    """Return the tenant and the routing group of a request, each the default one if it is not given."""
+    """Return the tenant and the routing group of a request, or the defaults of those that are not given."""
     tenant, group = pick(request, TENANT), pick(request, GROUP)
     return DEFAULT_GROUP if tenant is None else tenant, DEFAULT_GROUP if group is None else group
 
@@ -107,7 +107,7 @@ def pick(request: Any, names: tuple[str, ...]) -> str | None:
 
 
 def check_unknown(names: Collection[str], given: Collection[str]) -> None:
-    """Raise `RefusedError` for too many unknown names, and for one like a scope field, or like the model if none is `given`."""
+    """Raise `RefusedError` for too many unknown names, or one like a scope field (like the model only if none is given)."""
     if len(names) > MAX_UNKNOWN:
         sentence = f"{len(names)} fields are unknown, more than {MAX_UNKNOWN}"
         raise RefusedError(sentence, "too-many-fields", "leave them out; see /openapi.json")
@@ -134,8 +134,8 @@ def _meant_by(name: str, aliases: Mapping[str, str]) -> str | None:
 def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], *, beside: str = "") -> dict[str, str]:
     """Return the parameters of a query string, with the scope fields under their `/v1` names.
 
-    `known_names` are those of the endpoint, each under any of its names. Raises `RefusedError` for every other one,
-    since ignoring a tenant would return the blocks of other tenants. `beside` is the hint for an endpoint without scope fields.
+    `known_names` are the parameters of the endpoint, accepted under all their names. Raises `RefusedError` for others, since
+    ignoring a tenant would return the blocks of other tenants. `beside` ends the hint if the endpoint takes no parameters.
     """
     accepted_names = {_CANONICAL.get(name, name) for name in known_names}
     result: dict[str, str] = {}

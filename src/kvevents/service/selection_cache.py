@@ -26,7 +26,7 @@ class PendingSelection(NamedTuple):
     rank: int
     scope: Scope
     tokens: Any
-    """Token ids of the prompt, or as many as the worker must compute if only hashes were sent."""
+    """Token ids of the prompt; if only hashes were sent, placeholders for the tokens that the worker must compute."""
     ignores_cache: bool
     waits: bool
     """Whether the request waits for its first token at the worker."""
@@ -39,7 +39,7 @@ class PendingSelection(NamedTuple):
 
 
 class SelectionCache:
-    """Selections by scope and name, bounded in time, number and bytes; the oldest ones leave first. Any thread may use it."""
+    """Selections by scope and name, limited by age, number and bytes; the oldest are removed first. Any thread may use it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock: Final = clock
@@ -82,4 +82,4 @@ class SelectionCache:
 
 
 def _key(scope: Scope, name: str) -> _Key:
-    return scope[:3], name  # a replay names neither LoRA nor salt
+    return scope[:3], name  # a request for a stored selection names neither LoRA nor salt

@@ -45,13 +45,13 @@ STANDING_SECONDS: Final = 10.0
 
 
 class Service:
-    """Everything except the HTTP server. Call `start` and `stop` once each, in one event loop."""
+    """The service without its HTTP server. Call `start` and `stop` once each, in one event loop."""
 
     snapshot_at: float | None = None
     limit_warning = ""
-    """A sentence about a limit that was lowered because the process cannot have it; empty if none was."""
+    """A sentence about a limit that was lowered to what the process can have; empty if no limit was lowered."""
     is_ending = False
-    """Whether the process is ending: it answers requests, and is not ready."""
+    """Whether the process is ending, so that it still answers requests but is not ready."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Service:
         self.restore_faults: list[str] = []
         """Sentences about saved state that could not be restored."""
         self._save_faults: dict[str, str] = {}
-        """Why the newest write of a part of the state has failed; empty if it has not."""
+        """For each part of the state, why its newest write has failed; empty if it has not."""
         self._checkpoints: dict[Key, Checkpoint] = {}
         external = None if open_source is None else open_source(self.fleet)
         self._discovery = EngineDiscovery(config, sources_file, self.fleet, self._resume, config.limits.max_sources)
@@ -170,7 +170,7 @@ class Service:
             log.info("restored %d blocks of %d streams", self.index.stats().blocks, len(self._checkpoints))
 
     def _owner_of(self, key: Key) -> str | None:
-        """Return what names a rank, if that is not a client."""
+        """Return the topic or the discovery provider that has found a rank; None if only a client has registered it."""
         member, topics = self.fleet.members.get(key), self.settings.topics
         is_by_topic = member is not None and member.origin == TOPIC and topics is not None
         return f"its topic at {topics.endpoint}" if is_by_topic and topics else self._discovery.owner_of(key)
@@ -226,12 +226,12 @@ class Service:
     # --- answers
 
     def members(self) -> Mapping[Key, Member]:
-        """Return the members of the fleet, with the other ranks that their streams carry."""
-        self.data_plane.publish()  # the answer must not be newer than the table of queries
+        """Return the members of the fleet, with the further ranks that their streams carry."""
+        self.data_plane.publish()  # the answer must not be newer than the routing table
         return dict(self.fleet.workers)
 
     def blocks(self, key: Key) -> Iterable[Block]:
-        """Return the blocks of a worker, of one moment and in no order."""
+        """Return the blocks that a worker has at one moment, in no order."""
         try:
             return self.index.blocks(key)
         except LookupError:  # no event has arrived yet
@@ -240,12 +240,12 @@ class Service:
     # --- state
 
     def faults(self) -> dict[str, list[str]]:
-        """Return the sentences of the faults of discovery, by provider."""
+        """Return sentences about the faults of discovery, by provider."""
         topics = list(self.fleet.topic_faults.values())
         return self._discovery.faults() | ({TOPIC: topics} if topics else {})
 
     def warnings(self) -> list[str]:
-        """Return sentences that an operator should know."""
+        """Return sentences about problems that an operator should know."""
         sentences = [*self.restore_faults, *filter(None, (self.limit_warning,))]
         if self.settings.is_open:
             sentences.append(
@@ -299,7 +299,7 @@ class Service:
         )
 
     def _why_incomplete(self) -> str:
-        """Return why the service cannot know the engines of any model yet; empty if it can."""
+        """Return why engines of any model may still be unknown; empty if all are known."""
         if reason := self.index_source.why_incomplete:
             return reason
         expects = self._expects_engines or self.registrations.were_saved or self.settings.ready.expected
@@ -308,7 +308,7 @@ class Service:
         return "engines are expected, and none is registered or found so far" if expects and not self.fleet.members else ""
 
     def _what_is_missing(self, members: int, exact: int, caught_up: int) -> str:
-        """Return the condition of readiness that is not met until the deadline; empty if all are met."""
+        """Return a condition of readiness that is not met, which counts until the deadline; empty if all are met."""
         if not self.index_source.has_found_engines:
             return "not every way of discovery has answered"
         if members < (count := self.settings.ready.expected):
@@ -362,10 +362,10 @@ def _make_fleet(config: ServiceSettings) -> Fleet:
 
 
 def _names_engines(config: ServiceSettings, sources_file: Path | None) -> bool:
-    """Return whether the settings, or the watched file, name engines; a selector may select no pod."""
+    """Return whether the settings, or the watched file, name engines. A selector does not count: it may select no pod."""
     if config.sources or config.source_files or config.dns:
         return True
     try:
         return sources_file is not None and bool(read_sources(sources_file, alone=False))
-    except ExceptionGroup:  # its provider reports what is wrong with it
+    except ExceptionGroup:  # the file's provider reports the fault
         return True

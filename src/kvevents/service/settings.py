@@ -40,7 +40,7 @@ _OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of what peers and clients can make the service do. The error at a limit contains the limit's name."""
+    """Limits of the resources that peers and clients can use. The error at a limit contains the limit's name."""
 
     max_body_bytes: Bytes = 16 << 20
     """Maximum size of the body of a request. The default has room for two million token ids as JSON."""
@@ -58,7 +58,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_sources: Positive = 4_096
     """Maximum number of registered ranks."""
     max_metric_sources: Positive = 128
-    """Maximum number of ranks with series of their own at `/metrics`, of 5 kB each: those that were registered first."""
+    """Maximum number of ranks that have their own series at `/metrics`, of 5 kB each: the ranks that were registered first."""
     max_clients: Positive = 1_024
     """Maximum number of open connections. A further connection replaces an idle one if there is one."""
     reserved_clients: Positive = 32
@@ -66,7 +66,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_received_bytes: Bytes = 256 << 20
     """Maximum memory of all requests that are being received or answered, not counting the first 64 KiB of each."""
     max_unread_bytes: Bytes = 256 << 20
-    """Maximum memory of all answers that clients have not read. Above it the connection with the most is closed."""
+    """Maximum memory of all answers that clients have not read. Above it the connection with the largest part is closed."""
     max_listeners: Positive = 64
     """Maximum number of clients of `/v1/events` at one time."""
     max_reservations: Positive = 65_536
@@ -86,7 +86,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     idle_seconds: Seconds = 75.0
     """Time after which an idle connection is closed. It is longer than in common client pools, so that clients close first."""
     unread_seconds: Seconds = 10.0
-    """Longest time for a client to read an answer, or a part of it and the next MiB, and to answer an HTTP/2 ping."""
+    """Longest time for a client to read an answer, or a part of it and 1 MiB in all, and to answer an HTTP/2 ping."""
     drain_seconds: Seconds = 5.0
     """Longest time for requests in progress after the service received a stop signal."""
 
@@ -97,11 +97,11 @@ class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
     quorum: Annotated[float, Range(0, 1)] = 1.0
     """Share of the sources that must be EXACT, 0 to 1."""
     deadline_seconds: Annotated[float, Unit.SECONDS, Range()] = 30.0
-    """Seconds after the start from which `/readyz` returns 200 although sources are not EXACT. Its answer lists them. If
-    engines are expected by settings, by registrations before a restart or by `expected`, it needs at least one source. A
-    selector of pods expects none, once the pods were listed."""
+    """Seconds after the start from which `/readyz` returns 200 although sources are not EXACT. The answer lists these sources.
+    At least one source is required if engines are expected by settings, by registrations before a restart or by `expected`. A
+    selector of pods does not count once the pods were listed."""
     expected: Annotated[int, Range()] = 0
-    """Number of sources that clients will register over HTTP. Before the deadline `/readyz` requires this many."""
+    """Number of sources that clients will register over HTTP. Until the deadline `/readyz` requires this number of sources."""
     grace_seconds: Annotated[float, "--grace-seconds", Unit.SECONDS, Range(0, 3_600)] = 0.0
     """Seconds after SIGTERM for which /readyz returns 503 while all other requests are answered, so that load balancers
     react."""
@@ -110,7 +110,7 @@ class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Probing(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How endpoints without a connection or without replay answers are probed.
 
-    With the defaults a fault is named within 10 s.
+    With the defaults a fault is reported within 10 s.
     """
 
     connect_seconds: Seconds = 2.0
@@ -178,15 +178,15 @@ class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fie
     namespaces: Annotated[tuple[Name, ...], "--kubernetes-namespace"] = ()
     """Namespace of the pods, by default that of the service; can be repeated."""
     pools: Annotated[tuple[Name, ...], "--kubernetes-pool"] = ()
-    """Follow the engines in pods of this `InferencePool`; can be repeated. With a selector, those that both name."""
+    """Follow the engines in pods of this `InferencePool`; can be repeated. With a selector, only pods that both select."""
     kubeconfig: Annotated[FilePath | None, "--kubeconfig"] = None
     """Kubeconfig to use instead of the pod's service account; outside of a cluster the default is that of kubectl."""
     http_port: Port = 8000
-    """Port of the HTTP server in pods that name none."""
+    """Port of the HTTP server in pods that do not name it."""
     events_port: Port = 5557
-    """Port of the events of engines that do not name it, in pods that name none."""
+    """Port of the events if neither the engine nor its pod names it."""
     replay_port: Port | None = None
-    """Port for replay of engines that do not name it, in pods that name none."""
+    """Port for replay if neither the engine nor its pod names it."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -215,7 +215,7 @@ class EngineSources(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def names_engines(self) -> bool:
-        """Whether any engine is named, or a place where engines are found."""
+        """Whether any engine, or any place where engines are found, is named."""
         return bool(self.sources or self.source_files or self.dns or self.kubernetes)
 
 
@@ -228,7 +228,7 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     port: Port = 8090  # the port of Dynamo's standalone indexer
     """Port to listen at; 0 takes a free one."""
     insecure: bool = False
-    """Allow to listen at an address that other machines can reach although requests need no token."""
+    """Allow requests without a token even if other machines can reach the address."""
     allowed_hosts: Annotated[list[Host], "--allowed-host"] = field(default_factory=list)
     """Host name of the service for clients, in addition to its addresses: HOST or *.SUFFIX; can be repeated. Pages of these
     hosts can send requests from browsers. While requests need no token, their `Host` must be one of these or an address."""

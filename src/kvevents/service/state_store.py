@@ -39,7 +39,7 @@ _CHECKPOINTS: Final = msgspec.msgpack.Decoder(list[Checkpoint])
 
 
 class SavedRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A client's registration, or that of an engine that a client has drained, and what else a client has said about it."""
+    """A client's registration, or the registration of an engine that a client has drained, with the client's other choices."""
 
     registration: Registration
     lease_seconds: int | None = None
@@ -67,7 +67,7 @@ class StateStore:
             raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror or error}") from error
         self._save_lock = threading.Lock()
         self._registrations_lock = threading.Lock()
-        for path in folder.glob(".*.tmp"):  # the unfinished files of a process that was killed
+        for path in folder.glob(".*.tmp"):  # unfinished files of a process that was killed
             with suppress(OSError):
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -75,9 +75,9 @@ class StateStore:
                     path.unlink()
 
     def save(self, index: PrefixIndex, read_checkpoints: Callable[[], list[Checkpoint]]) -> float:
-        """Write a generation of the index and of the streams' checkpoints. Wait for a save in another thread.
+        """Write a generation of the index and of the streams' checkpoints. If another thread is saving, wait until it is done.
 
-        Return the Unix time at which it began to read them: what was known then is in the generation.
+        Return the Unix time at which the reading began: the generation contains all that was known then.
         """
         generation = secrets.token_hex(8)
         streams = self.folder / _STREAMS.format(generation)
@@ -86,8 +86,8 @@ class StateStore:
             try:
                 former = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in read_checkpoints()}
                 _write_index(index, self.folder / _INDEX.format(generation))
-                # The streams went on meanwhile. Batches that the snapshot already contains are delivered again, and the index
-                # recognises them by their sequence numbers.
+                # The streams have advanced during the snapshot. Batches that it already contains are delivered again, and the
+                # index recognises them by their sequence numbers.
                 points = {(point.source, point.rank): point for point in read_checkpoints()}
                 checkpoints = [former[key].merge_later(point) for key, point in points.items() if key in former]
                 _write(streams, msgspec.msgpack.encode(checkpoints))
@@ -101,7 +101,7 @@ class StateStore:
             return began
 
     def restore(self, index: PrefixIndex) -> dict[Key, Checkpoint]:
-        """Load the current generation into the index and return its checkpoints; none if there is no generation.
+        """Load the current generation into the index and return its checkpoints; empty without a generation.
 
         Raises `SnapshotError` if it cannot be read.
         """
@@ -117,7 +117,7 @@ class StateStore:
         return {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in checkpoints}
 
     def save_registrations(self, registrations: Callable[[], list[SavedRegistration]]) -> None:
-        """Write the registrations of clients. The function is called just before, so the newest list is written."""
+        """Write the registrations of clients. `registrations` is called just before that, so the newest list is written."""
         try:
             with self._registrations_lock:
                 _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(registrations())))
@@ -160,7 +160,7 @@ class StateStore:
 
     def _remove_old_generations(self) -> None:
         current = self._generation()
-        if current == _UNREADABLE:  # the generation that it names is unknown and must not be removed
+        if current == _UNREADABLE:  # the current generation is unknown and must not be removed
             return
         for pattern in (_INDEX, _STREAMS):
             for path in self.folder.glob(pattern.format("*")):
@@ -170,7 +170,7 @@ class StateStore:
 
 
 def _write_index(index: PrefixIndex, path: Path) -> None:
-    """Write a snapshot that only its owner can read. It is written in a private folder until it has its mode."""
+    """Write a snapshot that only its owner can read. The file stays in a private folder until it has its mode."""
     with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=path.parent) as private:
         temporary = Path(private) / path.name
         index.snapshot(temporary)

@@ -18,7 +18,7 @@ Session = Annotated[str, Meta(max_length=MAX_NAME_BYTES)]
 
 
 class WorkerRank(Struct, frozen=True):
-    """A rank of a worker; without `dp_rank` rank 0, and all ranks as `affinity_target`."""
+    """A rank of a worker. Without `dp_rank` this is rank 0, or in `affinity_target` any rank."""
 
     worker_id: WorkerId
     dp_rank: Rank | None = None
@@ -34,9 +34,9 @@ class RouterOverride(Struct, frozen=True):
     """Settings of Dynamo's router for one request."""
 
     overlap_score_credit: float | None = None
-    """0 lets caches count nothing; other values change nothing."""
+    """With 0 caches do not count; other values have no effect."""
     track_prefill_tokens: bool | None = None
-    """False for a request that waits for no prefill."""
+    """False for a request that does not wait for its prefill."""
 
 
 class SessionContext(Struct, frozen=True):
@@ -80,12 +80,12 @@ class SelectWorkerRequest(PromptRequest, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def session(self) -> str | None:
-        """The name of the conversation; None if it has none."""
+        """The name of the conversation; None without a name."""
         return (self.session_id if self.session_context is None else self.session_context.session_id) or None
 
 
 class BookRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
-    """A reservation: of the selection `selection_id`, or with `worker_id` of that worker."""
+    """A reservation under `selection_id`: of the worker `worker_id`, or by default of the worker selected under this id."""
 
     selection_id: ReservationId
     worker_id: WorkerId | None = None
@@ -98,7 +98,7 @@ class OutputBlockRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """One more block of output."""
 
     decay_fraction: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """Changes nothing."""
+    """Has no effect."""
 
 
 class TieredQueryRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -239,7 +239,7 @@ class DeviceScores(Struct, frozen=True, kw_only=True):
 
 
 class TierHits(Struct, frozen=True, kw_only=True):
-    """Blocks by rank that continue the prefix of the tiers before."""
+    """Blocks by rank that continue the prefix of the faster tiers."""
 
     hits: list[tuple[WorkerRank, int]]
 
@@ -265,6 +265,6 @@ _PROMPT: Final = [
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     PromptRequest: {"anyOf": _PROMPT},
     SelectWorkerRequest: {"anyOf": _PROMPT},
-    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # a replay needs no prompt
+    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # a selection has the prompt already
 }
 """JSON Schema rules of these bodies that their types do not express."""

@@ -1,7 +1,7 @@
 """The API of Dynamo's selection service (crate `dynamo-kv-router` 1.6.1, `services/selection/server.rs`) for its front ends.
 
-Requests become selections and reservations of `/v1`. Dynamo numbers its workers: an instance whose name is a number is that
-worker, and another one has a number from a hash of its name. `endpoint` is the `url` of the registration, or empty.
+Requests become selections and reservations of `/v1`. Dynamo numbers its workers: the number of an instance is its name if that
+is a number, and otherwise a hash of its name. `endpoint` is the `url` of the registration, or empty.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _decode_reservations = msgspec.json.Decoder(schemas.ReservationsAnswer).decode
 
 @lru_cache(65_536)
 def worker_id(instance: str) -> int:
-    """Return the number of a worker: its name if that is a number, else 63 bits of a hash, which all clients can read."""
+    """Return the number of a worker: its name if that is a number, else a hash of 63 bits, which all clients can read."""
     number = id_of(instance)
     if isinstance(number, int) and number < 1 << 64:
         return number
@@ -97,7 +97,7 @@ def _block_size(member: Member | None, default: int = 1) -> int:
 
 
 class _Fleet:
-    """The workers of one model, and questions about them."""
+    """The workers of one model, and queries about them."""
 
     def __init__(self, service: Service, scope: Scope) -> None:
         self.service = service
@@ -137,7 +137,7 @@ class _Fleet:
         return {(worker.instance, worker.rank): _by_tier(worker.tiers, worker.tokens) for worker in workers}
 
     def _held_by_hash(self, hashes: list[int]) -> dict[Worker, _Held]:
-        """Return the matches of hashes. Dynamo's answer has the device of each rank, and Mooncake's has all of its tiers."""
+        """Return the matches of hashes. Dynamo's answer has matches on the device by rank, and Mooncake's on all tiers."""
         if not hashes:
             return {}
         model, tenant, group = self.scope[:3]
@@ -258,10 +258,10 @@ class _Chooser:
         return selection
 
     def _choose_by_hash(self, workers: list[Worker] | None, name: str | None) -> _Choice:
-        """Choose by the scores without caches, less what the workers hold by the hashes of the prompt."""
+        """Choose by the scores of a selection without caches, minus the share of the prompt that workers hold by its hashes."""
         matches = self._fleet.match(self._prompt)
         length = self._prompt.length
-        draft = f"draft-{uuid4()}"  # a reservation that ends leaves no trace in the loads, a selection alone would
+        draft = f"draft-{uuid4()}"  # an ended reservation does not count as load, a selection alone does
         first = self._select(_placeholder(length), workers, draft, ignores_cache=True)
         reservations.ask(self._fleet.service, "DELETE", draft)
 
@@ -374,7 +374,7 @@ def book(service: Service, request: HttpRequest) -> Response:
         refusal = _unknown_worker(worker_id(pending.instance), pending.rank, pending.scope)
         if pending.worker not in fleet.members:
             raise refusal
-        fleet = _Fleet(service, pending.scope)  # its LoRA and salt are not repeated here
+        fleet = _Fleet(service, pending.scope)  # this request does not repeat the LoRA and salt
         terms = {"reserve": {"id": name}, "ignores_cache": pending.ignores_cache, "session": pending.session}
         if not fleet.select(pending.tokens, [pending.worker], **terms).usable:
             raise refusal
@@ -385,7 +385,7 @@ def book(service: Service, request: HttpRequest) -> Response:
 
 
 def _explicit(service: Service, fleet: _Fleet, body: messages.BookRequest, tokens: Any) -> PendingSelection:
-    """Return the selection of a worker that the request names."""
+    """Return a selection of the worker that the request names."""
     prompt = _read_prompt(service, body, tokens)
     number = body.worker_id or 0
     workers = fleet.workers(number, body.dp_rank or 0)
@@ -416,7 +416,7 @@ def prefill_complete(service: Service, request: HttpRequest) -> Response:
 def output_block(service: Service, request: HttpRequest) -> Response:
     """Record that a request has one more block of output."""
     request.read()
-    with service.selections.booking:  # so that two requests add two blocks
+    with service.selections.booking:  # so that concurrent requests add a block each
         now = _decode_reservation(reservations.ask(service, "GET", request.item))
         member = _members_of(service, Scope(now.model, now.tenant, now.group)).get((now.instance, now.rank))
         changes = schemas.ReservationUpdate(output_tokens=now.output_tokens + _block_size(member))

@@ -1,8 +1,8 @@
 """The indexer API of Dynamo's standalone indexer and of Mooncake Conductor (RFC #1403): registration and queries.
 
-Both APIs derive from one draft and differ in names. A request with `model_name` gets a response as from Dynamo. A request with
-`model` (`modelname` to register) gets a response as from Mooncake. Unknown fields are ignored, as both do, and counted. Unknown
-fields that resemble a field of the scope are rejected (`kvevents.service.scope_fields`).
+Both APIs derive from one draft and differ in names. A request with `model_name` gets a response in Dynamo's form. A request
+with `model` (`modelname` to register) gets a response in Mooncake's form. Unknown fields are ignored, as in both projects, and
+counted. Unknown fields that resemble a field of the scope are rejected (`kvevents.service.scope_fields`).
 """
 
 # Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
@@ -42,7 +42,7 @@ class IndexerRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     instance_id: EngineId | None = None
     block_size: Annotated[int, Meta(gt=0, extra_json_schema={"maximum": (1 << 64) - 1})] | None = None
     whole_prompt: bool = False
-    """Look up the last token too. Engines recompute it and its block."""
+    """Look up the last token too, although engines recompute it with its block."""
 
     ALIASES: ClassVar = ScopeFields.ALIASES | {"additionalsalt"}
 
@@ -96,7 +96,7 @@ SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
 
 
 async def register(service: Service, request: HttpRequest) -> Response:
-    """Register a rank of an engine, or all ranks of the engine at a URL; an equal registration is 200."""
+    """Register a rank of an engine, or all ranks of the engine at a URL; the status is 200 if an equal registration exists."""
     body: RegisterRequest = request.read()
     try:
         ranks = (_registration(body),) if body.endpoint else await _ask_engine(service, body)
@@ -114,7 +114,7 @@ async def register(service: Service, request: HttpRequest) -> Response:
 
 
 def _facts(body: RegisterRequest) -> dict[str, Any]:
-    """Return what a request says of all ranks, by the names that `Registration` and `Template` share."""
+    """Return the fields of a request that apply to all ranks, under the names that `Registration` and `Template` share."""
     tenant, group = owner_of(body)
     lora = pick(body, LORA)
     if lora is None and body.lora_id is not None:
@@ -156,7 +156,7 @@ def _registration(body: RegisterRequest) -> Registration:
 
 
 async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registration, ...]:
-    """Return the ranks of the engine at `url`, as it names them."""
+    """Return the ranks that the engine at `url` reports."""
     if not body.url:
         raise ServiceError("neither endpoint nor url is given", "bad-shape", _hint(), status=422)
     provider = EngineProvider(body.url, Template(model=pick(body, MODEL), **_facts(body)), str(body.instance_id))

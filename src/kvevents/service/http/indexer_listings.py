@@ -1,7 +1,7 @@
 """The indexer API's listings: registered workers as Dynamo and Mooncake list them, and a dump of the index.
 
-`/dump` serves one client at a time. It holds the blocks of one worker, about 200 bytes each, and one piece of the response. It
-encodes the next piece when the client has read the previous one.
+`/dump` serves one client at a time. It keeps in memory the blocks of one worker, about 200 bytes each, and one piece of the
+response. It encodes the next piece when the client has read the previous one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def workers(service: Service, request: HttpRequest) -> Response:
 
 
 def list_members(service: Service, filters: Mapping[str, str]) -> Iterator[Member]:
-    """Return the workers of a model, a tenant and a group, in order, as far as `filters` names them."""
+    """Return the workers, in order, that have the model, tenant and group in `filters`; a missing filter accepts all."""
     return (member for _, member in sorted(service.members().items()) if matches(member.registration, filters))
 
 
@@ -73,7 +73,7 @@ def _listener(member: Member) -> dict[str, Any]:
 
 
 def id_of(instance: str) -> int | str:
-    """Return an instance id as a number if it is one, as Dynamo's clients sent it."""
+    """Return an instance id as Dynamo's clients sent it: as a number if it is one."""
     return int(instance) if instance.isascii() and instance.isdecimal() and str(int(instance)) == instance else instance
 
 
@@ -84,7 +84,7 @@ def services(service: Service, request: HttpRequest) -> Response:
 
 
 def _scope_fields(registration: Registration) -> dict[str, Any]:
-    """Return what separates workers, under Mooncake's names."""
+    """Return the fields that separate workers, under Mooncake's names."""
     return {
         "modelname": registration.model,
         "tenant_id": registration.tenant,
@@ -119,7 +119,7 @@ def global_view(service: Service, request: HttpRequest) -> Response:
 
 
 PIECE_BLOCKS: Final = 1_024
-"""Maximum number of blocks of one piece, which is smaller than 1 MiB."""
+"""Maximum number of blocks of one piece. Such a piece is smaller than 1 MiB."""
 _DOMAINS: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
 
 
@@ -161,7 +161,7 @@ async def _pieces(service: Service) -> AsyncIterator[bytes]:
 def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
     """Return the trust of each worker, also of workers without blocks.
 
-    If several tenants have workers of one name, the lowest trust counts.
+    If several tenants have workers with the same name, the lowest trust counts.
     """
     trusts: dict[str, dict[str, TrustStatus]] = {}
     for member in sorted(members, key=lambda candidate: trust_order(candidate.trust_status.state), reverse=True):

@@ -32,19 +32,19 @@ _WEIGHT: Final = re.compile(rb"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
 _REFUSED: Final = (0.0, 0)
 """Weight and place of a type that a client does not accept."""
 MAX_ERROR: Final = 800
-"""Maximum number of characters of an error's sentence, which may quote the request. The response has it twice."""
+"""Maximum number of characters of an error's sentence, which may quote the request. The response repeats the sentence."""
 
 _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Headers:
-    """The headers that the endpoints use; of several headers with one name the first one counts, except for `Accept`."""
+    """The headers that the endpoints use. If a name occurs several times, the first header counts, except for `Accept`."""
 
     def __init__(self, headers: Sequence[tuple[str, bytes]]) -> None:
         fields = dict(reversed(headers))
         self.wants_msgpack: Final = prefers_msgpack(b",".join(value for name, value in headers if name == "accept"))
-        """Whether the answer should be msgpack, and not JSON."""
+        """Whether the answer should be msgpack instead of JSON."""
         self.kind: Final = fields.get("content-type", b"").partition(b";")[0].strip().lower()
         """Media type of the body in lower case, without parameters; empty if not given."""
         self.host: Final = fields.get("host", b"")
@@ -76,7 +76,7 @@ class Decoders(msgspec.Struct, frozen=True):
     json: Any = None
     msgpack: Any = None
     known: frozenset[str] | None = None
-    """Known fields, if unknown fields are ignored unless they resemble a known one; None if they are rejected."""
+    """The known fields, if unknown ones are ignored; None if unknown fields are rejected."""
 
 
 class HttpRequest(Struct, eq=False):
@@ -99,7 +99,7 @@ class HttpRequest(Struct, eq=False):
     arguments: Mapping[str, str] = {}
     """Parameters of the query string that the endpoint knows, under their names of `/v1`."""
     span_attributes: dict[str, str | int] = {}
-    """Attributes of its span about its query."""
+    """Attributes about the query, for the span of the request."""
 
     @property
     def parameters(self) -> Mapping[str, str]:
@@ -142,14 +142,14 @@ class HttpRequest(Struct, eq=False):
             raise TooMuchError(f"the body has {len(body)} bytes beside its token ids", "too-large", hint)
         try:
             value = _decode(decoder, body)
-        except ServiceError:  # unknown fields, and numbers such as 1.0, are rare
+        except ServiceError:  # only now: unknown fields, and numbers such as 1.0, are rare
             known = self._without_unknown(decoder, body)
             if decoder is self.decoders.json and len(known) <= MAX_REWRITTEN:
                 known = _with_integers(known)
             if known is body:
                 raise
             value = _decode(decoder, known, self.ignored_fields)
-        try:  # of a field that occurs twice, programs differ in which one counts, and it can be a tenant
+        try:  # of two fields with the same name programs use different ones, and it can be the tenant
             _native.check_names(body, decoder is self.decoders.msgpack)
         except ValueError as error:
             raise RefusedError(f"malformed body: {error}", "malformed-body", "send each field once") from error
@@ -196,7 +196,7 @@ def answer(value: Any, request: HttpRequest | None = None, *, status: int = 200)
 
 
 def answer_json(body: bytes, request: HttpRequest) -> Response:
-    """Return a value that is encoded as JSON already, as `answer` returns it."""
+    """Return a value, which is JSON already, in the same forms as `answer`."""
     return answer(msgspec.json.decode(body), request) if request.headers.wants_msgpack else Response(body)
 
 
@@ -230,7 +230,7 @@ def _with_integers(body: bytes) -> bytes:
 
 
 def _decode(decoder: Any, body: bytes, ignored_fields: Iterable[str] = ()) -> Any:
-    """Return a decoded body. The error for a missing field names an ignored one that is similar."""
+    """Return a decoded body. The error for a missing field names an ignored field with a similar name."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

@@ -44,7 +44,7 @@ def read_cursor(arguments: Mapping[str, str], pattern: re.Pattern[str]) -> str:
 
 
 def matches(item: Registration | StreamEvent, filters: Mapping[str, str]) -> bool:
-    """Return whether an engine, or an event of its stream, is one that the filters of a listing name."""
+    """Return whether an engine, or an event of its stream, passes the filters of a listing."""
     return all(getattr(item, name) == filters[name] for name in _FILTERS if name in filters)
 
 
@@ -60,7 +60,7 @@ def cut_page(items: Iterable[tuple[Key, T]], arguments: Mapping[str, str]) -> tu
 
 
 def link_next(request: HttpRequest, cursor: str | None) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the header with the address of the next page, for answers that have no place for its cursor."""
+    """Return the header with the address of the next page, for answers without a field for the cursor."""
     if cursor is None:
         return ()
     query = urlencode({**request.parameters, "cursor": cursor})
@@ -68,7 +68,7 @@ def link_next(request: HttpRequest, cursor: str | None) -> tuple[tuple[bytes, by
 
 
 def tag(response: Response, request: HttpRequest) -> Response:
-    """Return a response with an entity tag, or 304 if the client has the same one already."""
+    """Return a response with an entity tag, or 304 if the client already has a response with this tag."""
     etag = b'"%b"' % blake2b(response.body, digest_size=16).hexdigest().encode()
     headers = (*response.headers, (b"etag", etag), (b"cache-control", b"private, no-cache"), (b"vary", b"accept"))
     tags = [entry.strip(b" \t").removeprefix(b"W/") for entry in request.headers.if_none_match.split(b",")]

@@ -1,7 +1,7 @@
-"""Queries that the data plane has forwarded: they are checked here, and answered by the data plane.
+"""Queries that the data plane has forwarded: they are checked here, and then answered by the data plane.
 
-The data plane answers a query itself if it understands all of the request. All other queries arrive here: queries with an
-error, from browsers, of a content type or with fields that only this plane reads, and every query if spans are recorded.
+The data plane answers a query itself if it understands all of the request. All other queries arrive here: those with an error,
+those from browsers, those with a content type or fields that only this plane reads, and every query if spans are recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvevents.service.scope_fields import scope_of
 from kvevents.service.service import Service
 
 _PROMPTS: Final = frozenset({"tokens", "token_ids"})
-"""Fields with the token ids of one prompt, which the data plane gets apart from the others."""
+"""Fields with the token ids of one prompt, which are passed to the data plane separately."""
 
 
 def check_tokens(service: Service, count: int) -> None:
@@ -48,7 +48,7 @@ def answer_query(service: Service, request: HttpRequest, query: Struct, tokens: 
 def ask(
     service: Service, scope: Scope, path: str, fields: Mapping[str, Any], tokens: Any = (), *, wants_msgpack: bool = False
 ) -> Answered:
-    """Return the data plane's answer to `POST` of a query, by the fields of its body. Raises `ServiceError`."""
+    """Return the data plane's answer to a query that is sent by `POST` with these fields. Raises `ServiceError`."""
     check_tokens(service, len(tokens))
     answer = partial(service.data_plane.answer, "POST", path, fields, tokens, wants_msgpack=wants_msgpack)
     try:
@@ -56,7 +56,7 @@ def ask(
     except OverflowError as error:
         raise ServiceError("a number has more than 64 bits", "bad-shape", "see /openapi.json", status=422) from error
     if response is None:
-        service.data_plane.publish()  # the routing table may be older than the fleet by a moment
+        service.data_plane.publish()  # the routing table may be slightly older than the fleet
         response = answer()
     if response is None:
         raise service.fleet.why_unanswered(scope)

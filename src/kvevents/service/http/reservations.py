@@ -1,4 +1,4 @@
-"""Reservations of `/v1`, and the sample of selections. The data plane has both; what it forwards is checked here."""
+"""Reservations of `/v1`, and the sample of selections. The data plane has both; this module checks forwarded requests."""
 
 from __future__ import annotations
 

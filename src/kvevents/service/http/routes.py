@@ -51,13 +51,13 @@ class Route:
     raw: bool = False
     """Whether the body may also be raw token ids: 32-bit unsigned little-endian numbers."""
     probe: bool = False
-    """Whether orchestrators send it: with any host name, and also when the service accepts no other clients."""
+    """Whether orchestrators send this request: with any host name, and even while no other clients are accepted."""
     pool: PoolName | None = None
     """The thread pool that runs the handler, if it may take longer than a match; None for the event loop."""
     parameters: tuple[Mapping[str, Any], ...] = ()
     """Parameters of the query string, and headers that change the response, as in OpenAPI documents.
 
-    An endpoint with a body accepts a query string with raw bodies only. Other parameters are rejected, except at public
+    An endpoint with a body accepts a query string only with raw bodies. Other parameters are rejected, except at public
     endpoints.
     """
     media: str = "application/json"
@@ -67,7 +67,7 @@ class Route:
 
     @property
     def known(self) -> frozenset[str] | None:
-        """Fields of the body, if others are ignored, as in the APIs of Dynamo and Mooncake; None if they are rejected."""
+        """Fields of the body, if unknown ones are ignored, as Dynamo and Mooncake do; None if unknown ones are rejected."""
         return None if self.takes is None or self.tag == "v1" else frozenset(self.takes.__struct_fields__)
 
     def __post_init__(self) -> None:
@@ -258,11 +258,11 @@ for _endpoint in ENDPOINTS:
     ROUTES.setdefault(_endpoint.path, {})[_endpoint.method] = _endpoint
 
 ITEM: Final = "{id}"
-"""Stands for a name in the path of a route."""
+"""The placeholder for a name in the path of a route."""
 
 
 def item_of(path: str, path_of_request: str) -> str:
-    """Return the part of a requested path at the place of `{id}` in its route's path; empty if that has none."""
+    """Return the part of a requested path that is in the place of `{id}` in the path of the route; empty without `{id}`."""
     prefix, _, suffix = path.partition(ITEM)
     return path_of_request.removeprefix(prefix).removesuffix(suffix)
 

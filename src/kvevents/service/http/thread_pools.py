@@ -22,7 +22,7 @@ _THREADS: Final[dict[PoolName, int]] = {
 
 
 class ThreadPool:
-    """Threads that do one kind of work, for which at most `max_waiting` requests wait."""
+    """Threads that do one kind of work. At most `max_waiting` requests wait for a thread."""
 
     def __init__(self, name: str, threads: int, max_waiting: int) -> None:
         self._executor: Final = ThreadPoolExecutor(threads, f"kvevents-{name}")
@@ -53,7 +53,7 @@ def thread_pools(max_waiting: int) -> dict[PoolName, ThreadPool]:
 
 
 class BoundedLock:
-    """A lock for work that one client may have at a time; at most `max_waiting` others wait, each for a bounded time."""
+    """A lock for work that is done for one client at a time. At most `max_waiting` others wait, each for a bounded time."""
 
     def __init__(self, name: str, max_waiting: int) -> None:
         self._name: Final = name

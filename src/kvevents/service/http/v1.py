@@ -24,8 +24,8 @@ from kvevents.service.service import Service
 CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
 """Form of a cursor of `/v1/blocks`; empty for the first page."""
 HEARTBEAT_SECONDS: Final = 15.0
-"""Longest pause of `/v1/events`, after which a comment is sent. It keeps proxies from closing the connection, reveals clients
-that have left, and moves the last id of a client on whose filters nothing has passed."""
+"""Longest pause of `/v1/events`, after which a comment is sent. The comment keeps proxies from closing the connection, reveals
+clients that have left, and advances the last id of a client for which no event has passed the filters."""
 
 
 # --- prompts
@@ -58,7 +58,7 @@ def _raw_prompt(request: HttpRequest) -> tuple[schemas.ScopedRequest, Any]:
 
 
 def match_many(service: Service, request: HttpRequest) -> Response:
-    """Return the longest prefix of each of several prompts of one scope that each worker holds."""
+    """Return the longest prefix that each worker holds, for each of several prompts of one scope."""
     query: schemas.MatchManyRequest = request.read()
     check_tokens(service, sum(map(len, query.prompts)))
     return answer_query(service, request, query)
@@ -133,7 +133,7 @@ def events(service: Service, request: HttpRequest) -> StreamingResponse:
         sentence = f"{limit} clients are connected to /v1/events already"
         raise UnavailableError(sentence, "too-many-listeners", "raise limits.max_listeners, or poll /v1/sources")
     context = ExitStack()
-    # It counts from now on.
+    # Subscribe now rather than in the generator, so that the limit above counts this client.
     subscription = context.enter_context(service.fleet.event_bus.subscribe(request.headers.last_event_id))
     return StreamingResponse(_events(subscription, request.arguments), b"text/event-stream", release=context.close)
 
@@ -150,6 +150,6 @@ async def _events(subscription: Subscription, filters: Mapping[str, str]) -> Asy
         elif time.monotonic() - sent_at >= HEARTBEAT_SECONDS:
             lines = b": still here"
         else:
-            continue  # the client has filtered it out
+            continue  # no event, or one that the filters exclude
         yield b"%b\nid: %b\n\n" % (lines, subscription.last_id.encode())
         sent_at = time.monotonic()
