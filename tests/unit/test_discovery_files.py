@@ -166,9 +166,9 @@ async def test_a_file_that_is_written_while_it_is_read_is_read_again(path: Path,
     watched = WatchedFile(path)
     await watched.first()
 
-    def read_while_written(given: Path, *, alone: bool, max_bytes: int) -> object:
+    def read_while_written(given: Path, *, only_sources: bool, max_bytes: int) -> object:
         monkeypatch.undo()
-        half = read_sources(given, alone=alone, max_bytes=max_bytes)
+        half = read_sources(given, only_sources=only_sources, max_bytes=max_bytes)
         path.write_text(MORE)
         return half[:0]
 

@@ -110,7 +110,7 @@ def run(args: Namespace) -> int:
     for path in args.save:
         check_directory(path)
     driver = _driver(args)
-    plays = _plays(scenarios, driver)
+    plays = _play_functions(scenarios, driver)
     if not plays:
         raise ConfigError(f"none of these scenarios is for {driver.title}; --list prints all scenarios")
     done = 0
@@ -135,7 +135,7 @@ def run(args: Namespace) -> int:
     return FAILED if found.has_failed(args.max_needless) and not args.exit_zero else OK
 
 
-def _plays(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
+def _play_functions(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
     """Return functions that play one scenario each, for the scenarios that suit the driver's kind of target."""
     if isinstance(driver, PublisherDriver):
         return [partial(driver.play, scenario) for scenario in scenarios if isinstance(scenario, PublisherScenario)]

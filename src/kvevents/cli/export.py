@@ -36,7 +36,7 @@ _COUNT_NOTES: Final = {
     "dropped": ("block", "{} counted as removed: more were resident than fit into memory"),
 }
 """For each count: what it counts, and the note that is printed unless the count is 0."""
-_NORMAL: Final = frozenset({"compacted", "unknown_removals"})
+_NORMAL_COUNTS: Final = frozenset({"compacted", "unknown_removals"})
 """Counts above 0 that are normal if the recording began after the engine."""
 
 
@@ -70,7 +70,7 @@ def _export(args: Namespace, console: Console) -> int:
     for name, (noun, text) in _COUNT_NOTES.items():
         if count := done.counts.get(name, 0):
             note = text.format(plural(count, noun), reasons=reasons)
-            console.note(Span(note, "dim" if name in _NORMAL else "warn"))
+            console.note(Span(note, "dim" if name in _NORMAL_COUNTS else "warn"))
     rows = ", ".join(f"{name} {count:,}" for name, count in done.rows.items())
     console.note(f"wrote {done.folder} in {done.seconds:.1f} s, {done.bytes:,} bytes; rows: {rows}")
     console.note(f"`kvevents export --list-queries` lists queries, `kvevents export --query NAME {done.folder}` runs one")

@@ -71,7 +71,7 @@ class Setting:
         self.is_tables: Final = any(issubclass(each, msgspec.Struct) for each in self._types)
         lists = [each for each in parts if get_origin(each) in {list, tuple}]
         self.is_list: Final = bool(lists) and self._types == [*types_in(lists[0])]
-        self.adds: Final = self.is_list and (self.is_tables or Unit.FILE in parts)
+        self.is_appended: Final = self.is_list and (self.is_tables or Unit.FILE in parts)
         """Whether the values of file, variable and option are concatenated, instead of one replacing the others."""
         self._range: Final = next((each for each in parts if isinstance(each, Range)), Range())
         self._unit: Final = next((each for each in parts if isinstance(each, Unit)), None)
@@ -165,20 +165,20 @@ class SettingsParser(Generic[T]):
         self._tables: Final = tables or {}
         found = (each for each in self._settings(kind, "") if each.path not in without)
         self.settings: Final = {each.path: each for each in found}
-        self._left = dict(self.settings)
+        self._undeclared = dict(self.settings)
         """Settings whose options are not declared yet."""
         self._shown: Final[list[tuple[Setting, argparse.Action]]] = []
         """Settings that `--help` shows."""
 
     def add(self, group: ArgumentParser | Group, *paths: str) -> None:
         """Declare the options of these settings."""
-        for setting in map(self._left.pop, paths):
+        for setting in map(self._undeclared.pop, paths):
             self._shown.append((setting, setting.add_to(group)))
 
     def add_positional(self, parser: ArgumentParser, path: str, metavar: str) -> None:
         """Declare a setting that is a list of texts as positional arguments."""
         action = parser.add_argument(path, metavar=metavar, nargs="*", default=argparse.SUPPRESS)
-        self._shown.append((self._left.pop(path), action))
+        self._shown.append((self._undeclared.pop(path), action))
 
     def add_help_texts(self) -> None:
         """Add the help texts to the declared options. Only `--help` needs them, and reading them from the source takes time."""
@@ -189,7 +189,7 @@ class SettingsParser(Generic[T]):
         """Declare `--config`, and the options of all settings that have none yet. Only `--help-all` shows these options."""
         parser.add_argument("-c", "--config", type=Path, help=file)
         group = parser.add_argument_group("all other settings")
-        hidden = [(each, each.add_to(group, shown=False)) for each in self._left.values() if not each.is_tables]
+        hidden = [(each, each.add_to(group, shown=False)) for each in self._undeclared.values() if not each.is_tables]
 
         class HelpAll(argparse.Action):
             def __call__(self, parser: ArgumentParser, *_: Any) -> NoReturn:
@@ -272,7 +272,7 @@ class SettingsValues(Generic[T]):
         for path, (value, origin) in values.items():
             table, name = self._place(path, make=True)
             known = table.get(name, [])
-            if not self._parser.settings[path].adds:
+            if not self._parser.settings[path].is_appended:
                 table[name] = value
             elif isinstance(known, list):  # else `settings` reports its type
                 table[name] = [*known, *value]

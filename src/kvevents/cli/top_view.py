@@ -17,7 +17,7 @@ MAX_NAME: Final = 40
 """Maximum number of characters of a name; longer names are cut."""
 MAX_FAULTS: Final = 3
 """Maximum number of faults of discovery that are shown; further ones are counted."""
-_GAP: Final = 2
+_COLUMN_GAP: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ WIDE_COLUMNS: Final = (
     SourceColumn("origin", lambda source, _: source.origin, 0),
     SourceColumn("labels", lambda source, _: ",".join(f"{key}={value}" for key, value in source.labels.items()), 0),
 )
-_LEFT: Final = frozenset({"worker", "model", "trust", "tiers", "why", "endpoint", "replay", "url", "origin", "labels"})
+_LEFT_ALIGNED: Final = frozenset({"worker", "model", "trust", "tiers", "why", "endpoint", "replay", "url", "origin", "labels"})
 """Titles of the columns with text."""
 UNLIMITED: Final = 10_000
 """Width of a view that is written to a file or a pipe: wide enough for all columns."""
@@ -205,22 +205,22 @@ def source_table(
     widest = {column: max(map(width_of, spans)) for column, spans in cells.items()}
     widths = _select_columns({column: max(wide, len(column.title)) for column, wide in widest.items() if wide}, width)
     rows = list(zip(*(cells[column] for column in widths), strict=True))
-    return table([column.title for column in widths], rows, _LEFT, list(widths.values()))
+    return table([column.title for column in widths], rows, _LEFT_ALIGNED, list(widths.values()))
 
 
 def _select_columns(widths: dict[SourceColumn, int], width: int) -> dict[SourceColumn, int]:
     """Return the columns that fit, with their widths."""
-    if sum(widths.values()) + _GAP * (len(widths) - 1) <= width:
+    if sum(widths.values()) + _COLUMN_GAP * (len(widths) - 1) <= width:
         return widths
     selected = {column: min(wide, MIN_ISSUES if column is ISSUES else MAX_NAME) for column, wide in widths.items()}
 
-    def left() -> int:
-        return width - sum(selected.values()) - _GAP * (len(selected) - 1)
+    def free_width() -> int:
+        return width - sum(selected.values()) - _COLUMN_GAP * (len(selected) - 1)
 
-    while left() < 0 and (least := max(selected, key=lambda column: column.rank)).rank:
+    while free_width() < 0 and (least := max(selected, key=lambda column: column.rank)).rank:
         del selected[least]
     if ISSUES in selected:
-        selected[ISSUES] = min(widths[ISSUES], selected[ISSUES] + left())
-    elif left() < 0:  # cut the names of workers rather than their states
-        selected[COLUMNS[0]] = max(selected[COLUMNS[0]] + left(), 1)
+        selected[ISSUES] = min(widths[ISSUES], selected[ISSUES] + free_width())
+    elif free_width() < 0:  # cut the names of workers rather than their states
+        selected[COLUMNS[0]] = max(selected[COLUMNS[0]] + free_width(), 1)
     return selected

@@ -51,7 +51,7 @@ _MAX_QUOTED: Final = 80
 """Maximum number of characters of an unknown response, or of the detail of an error, that an error message quotes."""
 OK: Final = 200
 UNAVAILABLE: Final = 503
-_BUSY: Final = frozenset({429, UNAVAILABLE})
+_BUSY_STATUSES: Final = frozenset({429, UNAVAILABLE})
 
 
 class ServiceRequestError(ExternalError):
@@ -240,7 +240,7 @@ class Endpoint:
 
     def transport_error(self, kind: HttpErrorKind, detail: str, seconds: float) -> ServiceRequestError:
         """Return the error of a request without a response."""
-        sentence, hint = _TROUBLES[kind]
+        sentence, hint = _TRANSPORT_ERRORS[kind]
         detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # which another protocol may have sent
         text = sentence.format(url=self.url, host=self.host, seconds=f"{seconds:g}", detail=detail, most=self.max_bytes >> 20)
         return ServiceRequestError(text, kind, hint)
@@ -276,7 +276,7 @@ _STATUS_HINTS: Final = {
     5: "if this is a proxy, check that the service behind it runs",
 }
 _OTHER_PORT: Final = "check the port, and whether the URL begins with https://"
-_TROUBLES: Final[dict[HttpErrorKind, tuple[str, str]]] = {
+_TRANSPORT_ERRORS: Final[dict[HttpErrorKind, tuple[str, str]]] = {
     "untrusted": ("the certificate of {url} is not trusted: {detail}", "name the authority that signed it with --tls-ca"),
     "no-tls": ("the TLS handshake with {url} failed: {detail}", "check whether the URL begins with http://"),
     "unknown-host": ("the host name {host} cannot be resolved: {detail}", "check the name"),
@@ -325,7 +325,7 @@ class Attempts(Generic[T]):
 
     def on_answer(self, status: int, content: bytes) -> T | Pause:
         """Return the value of a response, or the pause before the next attempt. Raises `ServiceRequestError`."""
-        if status in _BUSY and status != self._call.accepted_status:
+        if status in _BUSY_STATUSES and status != self._call.accepted_status:
             error = self._endpoint.response_error(status, content)
             # A proxy that refuses may have forwarded the request. If the service itself refuses, the request had no effect.
             if self._call.is_repeatable or error.reason != "not-kvevents":
@@ -367,7 +367,7 @@ class ReadyWait:
 
     def check_error(self, error: ServiceRequestError) -> None:
         """Raise an error that does not pass by itself; after the deadline raise every error."""
-        if self._now() >= self._end or (error.status is not None and error.status not in _BUSY):
+        if self._now() >= self._end or (error.status is not None and error.status not in _BUSY_STATUSES):
             raise error
 
 

@@ -258,7 +258,7 @@ class _TimedSocket(io.RawIOBase):
 
 
 # The first match counts: some types are subclasses of later ones.
-_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
+_ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
     (TimeoutError, "timeout"),
     (ssl.SSLCertVerificationError, "untrusted"),
     (ssl.SSLError, "no-tls"),
@@ -274,4 +274,4 @@ _KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
 
 
 def _classify(error: BaseException) -> tuple[HttpErrorKind, str]:
-    return next(kind for error_type, kind in _KINDS if isinstance(error, error_type)), reason_of(error)
+    return next(kind for error_type, kind in _ERROR_KINDS if isinstance(error, error_type)), reason_of(error)

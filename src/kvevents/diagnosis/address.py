@@ -65,7 +65,7 @@ BOTH_CONNECT: Final = (
 )
 BINDS: Final = 'give the engine a wildcard, "endpoint": "tcp://*:PORT" in its KV events configuration'
 
-_WRONG: Final[dict[HandshakeOutcome, tuple[str, str]]] = {
+_HANDSHAKE_FAULTS: Final[dict[HandshakeOutcome, tuple[str, str]]] = {
     "unknown-host": (
         "the host name cannot be resolved: {detail}",
         "check the name; inside Kubernetes use the pod's IP or a headless service",
@@ -93,7 +93,7 @@ _WRONG: Final[dict[HandshakeOutcome, tuple[str, str]]] = {
         "use --curve-key with your own keys and --curve-server-key with its public key; `kvevents keys NAME` creates a pair",
     ),
 }
-_HTTP: Final = (
+_HTTP_FAULT: Final = (
     "it speaks HTTP, not ZeroMQ",
     "this may be the engine's HTTP port; vLLM returns that of KV events at /kv_event_sources, SGLang at /server_info",
 )
@@ -149,7 +149,7 @@ def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handsha
         advice = 'start the engine with "replay_endpoint": "tcp://*:5558" in its KV events configuration'
         text = "nothing listens there"
     else:
-        text, advice = _HTTP if handshake.detail == "HTTP" else _WRONG[handshake.outcome]
+        text, advice = _HTTP_FAULT if handshake.detail == "HTTP" else _HANDSHAKE_FAULTS[handshake.outcome]
     return fail(check, f"{endpoint}: {text.format(detail=handshake.detail).strip()}", advice)
 
 

@@ -98,11 +98,11 @@ def _holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> CheckRes
 # --- whether the endpoint belongs to the stream
 
 
-_LOSSY: Final = (
+_LOSSY_ADVICE: Final = (
     "kvevents repairs this by replay, other consumers do not; check for a slow network or proxy, and whether the engine's send"
     " queue (hwm) is too short"
 )
-_UNREPAIRED: Final = (
+_UNREPAIRED_ADVICE: Final = (
     "if a proxy or a slow network lost them, a replay endpoint repairs this; a batch that replay does not have either was never"
     " published: see the engine's log"
 )
@@ -140,12 +140,12 @@ def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | 
     missing = sum(last - first + 1 for first, last in gaps)
     text = f"{missing:,} of {missing + len(numbers.received):,} live batches did not arrive ({number_ranges(gaps)})"
     if endpoint is None or missing > MAX_MISSING:
-        return warn("losses", text, _UNREPAIRED)
+        return warn("losses", text, _UNREPAIRED_ADVICE)
     lost_numbers = {seq for first, last in gaps for seq in range(first, last + 1)}
     sample = sample_replay(endpoint, lost_numbers, COMPARE_PATIENCE, curve, requests=COMPARE_REQUESTS)
     stored = lost_numbers & {batch.seq for batch in sample.batches}
     text += f"; replay has {len(stored):,} of these {len(lost_numbers):,}"
-    return warn("losses", text, _LOSSY if stored else _UNREPAIRED)
+    return warn("losses", text, _LOSSY_ADVICE if stored else _UNREPAIRED_ADVICE)
 
 
 def find_replay_endpoint(

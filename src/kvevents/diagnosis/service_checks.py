@@ -18,7 +18,7 @@ from kvevents.diagnosis.text_format import duration, first_names, percentage, pl
 
 ENOUGH_LOOKUPS: Final = 20
 """If none of this many lookups had a hit, that is a fault."""
-_LOGS: Final = "see the service's log"
+_LOG_ADVICE: Final = "see the service's log"
 _NOT_HTTP: Final = frozenset({"timeout", "closed", "not-http"})
 """Errors that a port without an HTTP server can cause."""
 
@@ -38,7 +38,7 @@ class ServiceChecks:
         except ServiceRequestError as error:
             check = "access" if error.status in {401, 403} else "service"
             finding = self._other_port() if error.reason in _NOT_HTTP else None
-            yield finding or fail(check, error.sentence, error.hint or _LOGS)
+            yield finding or fail(check, error.sentence, error.hint or _LOG_ADVICE)
 
     def _other_port(self) -> CheckResult | None:
         """Return a finding if the port is that of an engine."""
@@ -76,7 +76,7 @@ def check_health(health: HealthAnswer, stats: StatsAnswer) -> Iterator[CheckResu
         elif warning != stats.snapshot_fault:  # reported below
             yield warn("health", warning, "change its settings, and restart it")
     if not health.warnings:
-        yield fail("health", "the service reports that it has failed", _LOGS) if has_failed else ok("health", "no faults")
+        yield fail("health", "the service reports that it has failed", _LOG_ADVICE) if has_failed else ok("health", "no faults")
 
 
 def check_ready(ready: ReadyAnswer) -> Iterator[CheckResult]:

@@ -217,13 +217,13 @@ def check_ranks(ranks: set[int], neighbours: int) -> CheckResult | None:
     return ok("ranks", f"{summary}; no further publisher on the next port") if ranks else None
 
 
-_WAIT: Final = "raise --duration; if this stays, the replay endpoint belongs to another engine"
+_WAIT_ADVICE: Final = "raise --duration; if this stays, the replay endpoint belongs to another engine"
 _ADVICE: Final[dict[DegradedReason, str]] = {
     DegradedReason.NO_REPLAY: "use a replay endpoint with --replay",
     DegradedReason.REPLAY_SILENT: "see replay above",
     DegradedReason.REPLAY_FOREIGN: "use this engine's replay endpoint with --replay; the current one belongs to another stream",
-    DegradedReason.REPLAY_UNCONFIRMED: _WAIT,
-    DegradedReason.REPLAY_UNPROVEN: _WAIT,
+    DegradedReason.REPLAY_UNCONFIRMED: _WAIT_ADVICE,
+    DegradedReason.REPLAY_UNPROVEN: _WAIT_ADVICE,
     DegradedReason.IDENTITY: "the connection was lost meanwhile; a larger buffer_steps lets a subscriber verify the stream",
     DegradedReason.LOST: "exact again after the next AllBlocksCleared or restart; subscribe earlier, or raise buffer_steps",
     DegradedReason.REJECTED: "exact again after the next AllBlocksCleared; see decoding above",

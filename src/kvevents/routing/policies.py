@@ -67,9 +67,9 @@ def nearest(candidates: Sequence[A], distances: list[int]) -> Sequence[A]:
     return candidates if len(places) == len(candidates) else [candidates[place] for place in places]
 
 
-def break_tie(ties: Ties, equal: Sequence[Candidate], how: str = "rotate") -> Candidate:
+def break_tie(ties: Ties, equal: Sequence[Candidate], tie: str = "rotate") -> Candidate:
     """Choose one of several equal candidates. In the rotation it is then the last one."""
-    chosen = equal[ties.pick(how, [one.worker for one in equal]) if len(equal) > 1 else 0]
+    chosen = equal[ties.pick(tie, [one.worker for one in equal]) if len(equal) > 1 else 0]
     ties.took(chosen.worker)
     return chosen
 

@@ -38,11 +38,11 @@ T = TypeVar("T")
 Labels = dict[str, str]
 
 STATES: Final[tuple[TrustState, ...]] = get_args(TrustState)
-_CLOSED: Final = dict.fromkeys(
+_CLOSE_REASONS: Final = dict.fromkeys(
     ("full", "evicted", "silent", "idle", "unread", "unread-bytes", "not-closed", "left", "handshake", "draining"), 0
 )
 """Connections that the data plane has closed, by reason: 0 for each reason."""
-_REJECTED: Final = dict.fromkeys(
+_REJECT_REASONS: Final = dict.fromkeys(
     ("too-slow", "headers-too-large", "malformed-request", "too-much-at-once", "too-many-clients", "not-a-proxy"), 0
 )
 """Requests that the data plane has rejected before it knew their path, by reason: 0 for each reason."""
@@ -259,11 +259,11 @@ _SERVICE: Final[Table[_Scrape]] = {
     "http_connections_opened_total": ("Connections that clients opened.", lambda s: s.counts.opened),
     "http_connections_closed_total": (
         "Connections that the service closed, by reason; full and evicted mean too many.",
-        lambda s: by_label("reason", _CLOSED | s.counts.closed),
+        lambda s: by_label("reason", _CLOSE_REASONS | s.counts.closed),
     ),
     "http_rejected_requests_total": (
         "Requests rejected before their path was known, by reason.",
-        lambda s: by_label("reason", _REJECTED | s.counts.refusals),
+        lambda s: by_label("reason", _REJECT_REASONS | s.counts.refusals),
     ),
     "http_request_buffer_bytes": ("Memory of received request bodies beyond 64 KiB each.", lambda s: s.counts.received),
     "http_response_buffer_bytes": ("Memory of responses that clients have not read yet.", lambda s: s.counts.unread),

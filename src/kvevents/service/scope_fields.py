@@ -113,12 +113,12 @@ def check_unknown(names: Collection[str], given: Collection[str]) -> None:
         raise RefusedError(sentence, "too-many-fields", "leave them out; see /openapi.json")
     aliases = _ALIASES if any(name in given for name in MODEL) else {name.replace("_", ""): name for name in MODEL} | _ALIASES
     for name in names:
-        if (field := _meant_by(name, aliases)) is not None:
+        if (field := _similar_field(name, aliases)) is not None:
             sentence = f"unknown field {name[:MAX_COMPARED]!r}; did you mean {field!r}?"
             raise RefusedError(sentence, "unknown-field", f"write {field}, or leave it out")
 
 
-def _meant_by(name: str, aliases: Mapping[str, str]) -> str | None:
+def _similar_field(name: str, aliases: Mapping[str, str]) -> str | None:
     """Return the scope field that an unknown name is similar to; None if none is similar."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
     for word, field in _WORDS.items():

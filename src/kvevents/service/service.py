@@ -366,6 +366,6 @@ def _names_engines(config: ServiceSettings, sources_file: Path | None) -> bool:
     if config.sources or config.source_files or config.dns:
         return True
     try:
-        return sources_file is not None and bool(read_sources(sources_file, alone=False))
+        return sources_file is not None and bool(read_sources(sources_file, only_sources=False))
     except ExceptionGroup:  # the file's provider reports the fault
         return True

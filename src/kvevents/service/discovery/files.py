@@ -54,7 +54,7 @@ class FileProvider:
     """Finds the engines of a watched file. If the file is invalid or missing, there are faults, and the former engines stay."""
 
     path: Path
-    alone: bool = True
+    only_sources: bool = True
     """Whether the file contains only tables of sources. The service's configuration contains other settings too."""
     interval: float = CHECK_SECONDS
     max_bytes: int = MAX_FILE_BYTES
@@ -81,7 +81,7 @@ class FileProvider:
 
     def _load(self, known: Finding) -> Finding:
         try:
-            return build_finding(read_sources(self.path, alone=self.alone, max_bytes=self.max_bytes))
+            return build_finding(read_sources(self.path, only_sources=self.only_sources, max_bytes=self.max_bytes))
         except ExceptionGroup as errors:
             note = "; the sources that it named before stay" if known.registrations or known.providers else ""
             return replace(known, faults=tuple(f"{error}{note}" for error in errors.exceptions[:MAX_FAULTS]))
@@ -96,13 +96,13 @@ def file_stamp(path: Path) -> _Stamp:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def read_sources(path: Path, *, alone: bool = True, max_bytes: int = MAX_FILE_BYTES) -> list[SourceTable]:
+def read_sources(path: Path, *, only_sources: bool = True, max_bytes: int = MAX_FILE_BYTES) -> list[SourceTable]:
     """Return the tables of a file.
 
     Raises an `ExceptionGroup` of `ConfigError`: one for each invalid table, or one for the file.
     """
     try:
-        raw = _read(path, alone=alone, max_bytes=max_bytes)
+        raw = _read(path, only_sources=only_sources, max_bytes=max_bytes)
     except (OSError, ValueError, RecursionError) as error:  # also UnicodeDecodeError, TOMLDecodeError and ConfigError
         reason = f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise ExceptionGroup(f"{path} is invalid", [ConfigError(f"{path}: {reason}")]) from error
@@ -118,13 +118,13 @@ def read_sources(path: Path, *, alone: bool = True, max_bytes: int = MAX_FILE_BY
     return tables
 
 
-def _read(path: Path, *, alone: bool, max_bytes: int) -> list[Any]:
+def _read(path: Path, *, only_sources: bool, max_bytes: int) -> list[Any]:
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ConfigError(f"it has more than {max_bytes} bytes")
     found = parse_toml(content.decode("utf-8"))
-    if not alone:
+    if not only_sources:
         found.setdefault("sources", [])
     elif unknown := sorted(found.keys() - {"sources"}):
         raise ConfigError(f"unknown key {unknown[0]!r}; a file of sources has [[sources]] tables and nothing else")

@@ -292,7 +292,7 @@ def build_providers(config: EngineSources, watched: Path | None) -> list[Provide
     """
     found: list[Provider] = []
     if watched is not None:
-        found.append(FileProvider(watched, alone=False))
+        found.append(FileProvider(watched, only_sources=False))
     if config.sources:
         found.append(StaticProvider(tuple(config.sources)))
     found += [FileProvider(Path(path)) for path in config.source_files]
@@ -340,7 +340,7 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
 
 def _configured_registrations(config: EngineSources, watched: Path | None) -> list[tuple[Registration, str]]:
     try:
-        tables = [(table, str(watched)) for table in read_sources(watched, alone=False)] if watched is not None else []
+        tables = [(table, str(watched)) for table in read_sources(watched, only_sources=False)] if watched is not None else []
         tables += [(table, "the settings") for table in config.sources]
         tables += [(table, path) for path in config.source_files for table in read_sources(Path(path))]
     except ExceptionGroup as errors:

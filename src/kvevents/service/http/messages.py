@@ -75,7 +75,7 @@ class Decoders(msgspec.Struct, frozen=True):
 
     json: Any = None
     msgpack: Any = None
-    known: frozenset[str] | None = None
+    known_fields: frozenset[str] | None = None
     """The known fields, if unknown ones are ignored; None if unknown fields are rejected."""
 
 
@@ -157,7 +157,7 @@ class HttpRequest(Struct, eq=False):
 
     def _without_unknown(self, decoder: Any, body: bytes) -> bytes:
         """Return a body without its unknown fields, if they are ignored."""
-        known, codec = self.decoders.known, msgspec.json if decoder is self.decoders.json else msgspec.msgpack
+        known, codec = self.decoders.known_fields, msgspec.json if decoder is self.decoders.json else msgspec.msgpack
         try:
             fields = {} if known is None else codec.decode(body, type=dict[str, msgspec.Raw])
         except (ValueError, RecursionError):

@@ -46,7 +46,7 @@ class Route:
     gives: Any = None
     """Type of the response body."""
     status: int = 200
-    also: Mapping[int, str] = field(default_factory=dict)
+    more_statuses: Mapping[int, str] = field(default_factory=dict)
     """Further statuses of responses with this type, each with its condition."""
     raw: bool = False
     """Whether the body may also be raw token ids: 32-bit unsigned little-endian numbers."""
@@ -66,12 +66,12 @@ class Route:
     """Decoders of the body."""
 
     @property
-    def known(self) -> frozenset[str] | None:
+    def known_fields(self) -> frozenset[str] | None:
         """Fields of the body, if unknown ones are ignored, as Dynamo and Mooncake do; None if unknown ones are rejected."""
         return None if self.takes is None or self.tag == "v1" else frozenset(self.takes.__struct_fields__)
 
     def __post_init__(self) -> None:
-        decoders = Decoders(msgspec.json.Decoder(self.takes), msgspec.msgpack.Decoder(self.takes), self.known)
+        decoders = Decoders(msgspec.json.Decoder(self.takes), msgspec.msgpack.Decoder(self.takes), self.known_fields)
         object.__setattr__(self, "decoders", decoders)  # at import, see `build_decoder_now`
 
 
@@ -199,7 +199,7 @@ _probe: Final = partial(_public, probe=True)
 
 ENDPOINTS: Final[tuple[Route, ...]] = (
     # The indexer API of Dynamo and Mooncake
-    _changing("/register", indexer_api.register, takes=schemas.RegisterRequest, status=201, also=_REGISTERED),
+    _changing("/register", indexer_api.register, takes=schemas.RegisterRequest, status=201, more_statuses=_REGISTERED),
     _changing("/unregister", indexer_api.unregister, takes=schemas.UnregisterRequest),
     _matching("/query", indexer_api.query, takes=indexer_api.QueryRequest),
     _matching("/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest),
@@ -227,7 +227,12 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _selection("DELETE", "/reservations/{id}", selection.free, gives=dynamo.Done),
     _selection("GET", "/loads", selection.loads, gives=list[dynamo.ModelLoad], pool="fleet", parameters=_SCOPE_FILTERS),
     _selection(
-        "GET", "/ready", selection.ready, gives=dynamo.ReadyWorkers, also={503: "no worker can be selected"}, pool="fleet"
+        "GET",
+        "/ready",
+        selection.ready,
+        gives=dynamo.ReadyWorkers,
+        more_statuses={503: "no worker can be selected"},
+        pool="fleet",
     ),
     # The API of kvevents
     _querying("/v1/match", v1.match, takes=schemas.MatchRequest, gives=schemas.MatchAnswer, raw=True, parameters=_RAW),
@@ -244,9 +249,9 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _v1("GET", "/v1/blocks", v1.blocks, gives=schemas.BlocksAnswer, pool="listing", parameters=_BLOCKS),
     _v1("GET", "/v1/events", v1.events, gives=str, parameters=_EVENTS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
-    _probe("/health", health, gives=schemas.HealthAnswer, also=_FAILED),
-    _probe("/livez", health, gives=schemas.HealthAnswer, also=_FAILED),
-    _probe("/readyz", ready, gives=schemas.ReadyAnswer, also={503: "the service is not ready"}),
+    _probe("/health", health, gives=schemas.HealthAnswer, more_statuses=_FAILED),
+    _probe("/livez", health, gives=schemas.HealthAnswer, more_statuses=_FAILED),
+    _probe("/readyz", ready, gives=schemas.ReadyAnswer, more_statuses={503: "the service is not ready"}),
     _public("/metrics", metrics, gives=str, role="read", media="text/plain", pool="metrics"),
     _public("/openapi.json", openapi, gives=_Object),
     _public("/", page, gives=str, media="text/html"),
@@ -293,7 +298,7 @@ def openapi_document() -> dict[str, Any]:
     for kind, rules in (indexer_api.SCHEMA_RULES | dynamo.SCHEMA_RULES).items():
         components[kind.__name__] |= rules
     for endpoint in ENDPOINTS:
-        if endpoint.known is not None:
+        if endpoint.known_fields is not None:
             components[endpoint.takes.__name__]["additionalProperties"] = True
     for kind in kinds:
         for alias in getattr(kind, "ALIASES", ()):
@@ -343,7 +348,7 @@ def _responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
     content = {endpoint.media: {"schema": by_kind[id(endpoint.gives)]}}
     responses: dict[str, Any] = {
         str(status): {"description": description, "content": content}
-        for status, description in {endpoint.status: "success", **endpoint.also}.items()
+        for status, description in {endpoint.status: "success", **endpoint.more_statuses}.items()
     }
     if _TAGGED in endpoint.parameters:
         responses["304"] = {"description": "the client has this version already (`If-None-Match`)"}
