@@ -78,12 +78,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--api", choices=tuple(APIS), default="dynamo", help="whose form of the API the indexer has")
     text = "a router to start; {port}, {block_size}, {urls}, {endpoints} and {replays} in COMMAND are filled in"
     targets.add_argument("--router", metavar="COMMAND", help=text)
-    text = "ENDPOINT,REPLAY of one that runs, or a command with {endpoint}, {replay_endpoint}, {buffer_steps}"
+    text = "ENDPOINT,REPLAY of a running publisher, or a command with {endpoint}, {replay_endpoint}, {buffer_steps}"
     targets.add_argument("--publisher", metavar="TARGET", help=text)
     text = "only scenarios with TEXT in their name; can be repeated"
     parser.add_argument("--only", metavar="TEXT", action="append", default=[], help=text)
     parser.add_argument("--scenarios", metavar="PATH", type=Path, help="a scenario file or a folder of them (default: ours)")
-    text = "let all engines send as RELEASE does, such as sglang-0.5.9; scenarios that it cannot express are left out"
+    text = "let all engines send as RELEASE does, such as sglang-0.5.9; scenarios that it cannot express are skipped"
     parser.add_argument("--dialect", metavar="NAME", type=_dialect, help=text)
     parser.add_argument("--title", metavar="TEXT", help="name of the target in results (default: its name and version)")
     parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
@@ -91,7 +91,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     folder = os.environ.get(FOLDER_VARIABLE) or Path("~/.cache/kvevents/conform").expanduser()
     text = f"virtual environments of programs from wheels (default: ${FOLDER_VARIABLE} or ~/.cache/kvevents/conform)"
     parser.add_argument("--folder", metavar="DIR", type=Path, default=folder, help=text)
-    text = "exit with 1 if more than N are reported without need, or any in which nothing goes wrong (default: a twentieth)"
+    text = "exit with 1 if more than N scenarios, or a healthy one, are reported without need (default: a twentieth)"
     parser.add_argument("--max-needless", type=whole_number, help=text)
     parser.add_argument("--exit-zero", action="store_true", help="exit with 0 regardless of the verdicts")
     add_output(parser, "one object at the end, or for each scenario of --list", "junit")

@@ -135,7 +135,7 @@ def read_sources(args: Namespace) -> list[Source]:
 def note_missing_endpoints(args: Namespace, console: Console) -> None:
     """Print a note if no replay endpoint is given, or if it is the endpoint of the events."""
     if args.replay == args.endpoint:
-        console.note(Span(f"{args.replay} cannot be both: events and replay have a port each", "warn"))
+        console.note(Span(f"{args.replay} is given for events and replay: each needs its own port", "warn"))
     if args.replay is None and not args.no_replay:
         text = "no replay endpoint given: lost batches stay lost; add --replay tcp://HOST:PORT"
         search = "" if args.bind else f" (`kvevents doctor {args.endpoint}` looks for it)"

@@ -170,7 +170,7 @@ def find_replay_endpoint(
     if not comparison.is_answered:
         text = f"{problem}; {candidate} is open and does not answer replay requests"
         condition = "if it belongs to this engine, which may hang or be busy"
-        return warn("replay", text, f"{condition}, try again with --replay {candidate}, then restart it"), None
+        return warn("replay", text, f"{condition}, try again with --replay {candidate}, then restart the engine"), None
     if not comparison.agreeing:
         return warn("replay", f"{problem}; {candidate} belongs to another stream: {comparison.difference}", USE_REPLAY), None
     text = f"no replay endpoint given; {candidate} has the live batches as published, and is used here"

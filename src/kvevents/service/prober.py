@@ -235,5 +235,5 @@ def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, has_keys: 
         return SourceFault(reason, sentence.format(endpoint=endpoint, host=host, detail=handshake.detail, seconds=seconds))
     if (handshake.outcome == "curve") == has_keys:
         return None
-    state = "speaks in clear, and CURVE keys are set" if has_keys else "demands CURVE keys, and none are set"
+    state = "does not use CURVE, but keys are set" if has_keys else "demands CURVE keys, but none are set"
     return SourceFault(Reason.KEYS, f"{endpoint} {state} for this source")

@@ -337,11 +337,11 @@ class Declaration(Struct, frozen=True):
     def contradictions(self, first: RankEndpoint, models: set[str]) -> Iterator[str]:
         """Yield sentences about declared values that the engine contradicts. `first` is its first rank, which need not be 0."""
         if self.names_model and models and self.model not in models:
-            yield f"it is declared to serve {self.model}, and serves {', '.join(sorted(models))}"
+            yield f"it is declared to serve {self.model}, but serves {', '.join(sorted(models))}"
         replay = first.replay_endpoint or "no endpoint"
         for name, port, endpoint in ("events", self.events_port, first.endpoint), ("replay", self.replay_port, replay):
             if port is not None and (split_tcp(endpoint) or ("", 0))[1] != port + first.rank:
-                yield f"its {name} port is declared as {port + first.rank}, and it names {endpoint}"
+                yield f"its {name} port is declared as {port + first.rank}, but it names {endpoint}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,7 +196,7 @@ class Fleet(Listener):
         label = registration.label
         if (former := self.members.get(registration.key)) is not None:
             different = " and ".join(former.registration.differences(registration))
-            problem = "registered over HTTP already" if former.origin == HTTP else "found already"
+            problem = "registered over HTTP already" if former.origin == HTTP else "followed already"
             problem += f", with another {different}" if different else ""
             raise ConflictError(f"{label} is {problem}", "registered", "unregister it first")
         if len(self.members) >= self._max_sources:

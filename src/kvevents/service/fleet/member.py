@@ -161,7 +161,7 @@ class Member(Struct, eq=False):
         reason = why_not_ready or self.silence_of_server()
         is_silent = Reason.REPLAY_SILENT in self.trust_status.reason_codes and (self.last_event or 0.0) < self.since
         if not reason and self._was_exact and is_silent:
-            reason = "it seems to be stopped: its replay endpoint answered before, and now neither that nor an event comes"
+            reason = "it seems to be stopped: its replay endpoint answered before, but now neither answers nor events arrive"
         has_changed = bool(reason) != bool(self.why_unreachable)
         self.why_unreachable = reason
         if has_changed:

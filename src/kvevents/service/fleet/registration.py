@@ -199,11 +199,11 @@ class Lease(NamedTuple):
 
 def _check_labels(labels: Mapping[str, str]) -> None:
     if len(labels) > MAX_LABELS:
-        raise ConfigError(f"{len(labels)} labels were given; the most is {MAX_LABELS}")
+        raise ConfigError(f"{len(labels)} labels were given; at most {MAX_LABELS} are allowed")
     texts = [*labels, *labels.values()]
     lengths = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
     if sum(lengths) > MAX_LABEL_BYTES:
-        raise ConfigError(f"the labels have {sum(lengths)} bytes together; the most is {MAX_LABEL_BYTES}")
+        raise ConfigError(f"the labels have {sum(lengths)} bytes together; at most {MAX_LABEL_BYTES} are allowed")
     for text, length in zip(texts, lengths, strict=True):
         if not 0 < length <= MAX_NAME_BYTES or not text.isprintable():
             raise ConfigError(f"invalid label {text[:MAX_SHOWN]!r}: expected 1 to {MAX_NAME_BYTES} printable bytes")

@@ -225,7 +225,7 @@ class _Chooser:
         if pinned is not None:
             if allowed_ids is not None and pinned.worker_id not in allowed_ids:
                 sentence = f"the pinned worker {pinned.worker_id} is not in allowed_worker_ids"
-                raise RefusedError(sentence, "bad-candidates", "leave one of both out")
+                raise RefusedError(sentence, "bad-candidates", "omit one of the two")
             return self._fleet.workers(pinned.worker_id, pinned.dp_rank or 0)
         if allowed_ids is None:
             return None

@@ -43,7 +43,7 @@ def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _
         raise NotFoundError(sentence, "no-such-reservation", "use the `id` of the reservation")
     response = service.data_plane.answer(method, f"/v1/reservations/{name}", msgspec.structs.asdict(changes), ())
     if response is None:
-        raise UnavailableError("the service ends", "ending", "ask another replica")
+        raise UnavailableError("the service is ending", "ending", "ask another replica")
     return response.body
 
 

@@ -46,7 +46,7 @@ class Route:
     gives: Any = None
     """Type of the response body."""
     status: int = 200
-    more_statuses: Mapping[int, str] = field(default_factory=dict)
+    statuses: Mapping[int, str] = field(default_factory=dict)
     """Further statuses of responses with this type, each with its condition."""
     raw: bool = False
     """Whether the body may also be raw token ids: 32-bit unsigned little-endian numbers."""
@@ -199,7 +199,7 @@ _probe: Final = partial(_public, probe=True)
 
 ENDPOINTS: Final[tuple[Route, ...]] = (
     # The indexer API of Dynamo and Mooncake
-    _changing("/register", indexer_api.register, takes=schemas.RegisterRequest, status=201, more_statuses=_REGISTERED),
+    _changing("/register", indexer_api.register, takes=schemas.RegisterRequest, status=201, statuses=_REGISTERED),
     _changing("/unregister", indexer_api.unregister, takes=schemas.UnregisterRequest),
     _matching("/query", indexer_api.query, takes=indexer_api.QueryRequest),
     _matching("/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest),
@@ -227,12 +227,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _selection("DELETE", "/reservations/{id}", selection.free, gives=dynamo.Done),
     _selection("GET", "/loads", selection.loads, gives=list[dynamo.ModelLoad], pool="fleet", parameters=_SCOPE_FILTERS),
     _selection(
-        "GET",
-        "/ready",
-        selection.ready,
-        gives=dynamo.ReadyWorkers,
-        more_statuses={503: "no worker can be selected"},
-        pool="fleet",
+        "GET", "/ready", selection.ready, gives=dynamo.ReadyWorkers, statuses={503: "no worker can be selected"}, pool="fleet"
     ),
     # The API of kvevents
     _querying("/v1/match", v1.match, takes=schemas.MatchRequest, gives=schemas.MatchAnswer, raw=True, parameters=_RAW),
@@ -249,9 +244,9 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _v1("GET", "/v1/blocks", v1.blocks, gives=schemas.BlocksAnswer, pool="listing", parameters=_BLOCKS),
     _v1("GET", "/v1/events", v1.events, gives=str, parameters=_EVENTS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
-    _probe("/health", health, gives=schemas.HealthAnswer, more_statuses=_FAILED),
-    _probe("/livez", health, gives=schemas.HealthAnswer, more_statuses=_FAILED),
-    _probe("/readyz", ready, gives=schemas.ReadyAnswer, more_statuses={503: "the service is not ready"}),
+    _probe("/health", health, gives=schemas.HealthAnswer, statuses=_FAILED),
+    _probe("/livez", health, gives=schemas.HealthAnswer, statuses=_FAILED),
+    _probe("/readyz", ready, gives=schemas.ReadyAnswer, statuses={503: "the service is not ready"}),
     _public("/metrics", metrics, gives=str, role="read", media="text/plain", pool="metrics"),
     _public("/openapi.json", openapi, gives=_Object),
     _public("/", page, gives=str, media="text/html"),
@@ -348,7 +343,7 @@ def _responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
     content = {endpoint.media: {"schema": by_kind[id(endpoint.gives)]}}
     responses: dict[str, Any] = {
         str(status): {"description": description, "content": content}
-        for status, description in {endpoint.status: "success", **endpoint.more_statuses}.items()
+        for status, description in {endpoint.status: "success", **endpoint.statuses}.items()
     }
     if _TAGGED in endpoint.parameters:
         responses["304"] = {"description": "the client has this version already (`If-None-Match`)"}
