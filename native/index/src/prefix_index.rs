@@ -25,7 +25,7 @@ use crate::wire::scan::Schema;
 pub use deliveries::{ApplyResult, BatchReport, Outcome};
 pub use registry::ImportedStream;
 pub(crate) use registry::Registry;
-pub use reports::{Held, Info};
+pub use reports::{HeldBlock, Info};
 pub(crate) use typed_events::TypedEvent;
 
 /// The index as the other crates of kvevents use it; `crate::Index` is the interface for Rust programs. See `kvevents.index.PrefixIndex`.

@@ -8,32 +8,35 @@
 //! end    0, u32 | sum, u64
 //! ```
 //!
-//! Numbers are little-endian. A sum is the XXH3-64 of the payload, seeded with the sum before it plus the length (of the first frame:
-//! plus the XXH3-64 of the head), so that no frame can be lost, moved, or left over from another file.
+//! Numbers are little-endian. A sum is the XXH3-64 of the payload. Its seed is the previous sum plus the length; for the first frame, the
+//! XXH3-64 of the head replaces the previous sum. So a frame that is lost, moved, or left over from another file is detected.
 //!
-//! The payloads together are items, each beginning with one byte for its kind. Counts are LEB128, hashes and other numbers fixed.
+//! The payloads together are a sequence of items, each of which begins with one byte for its kind. Counts are LEB128 numbers; hashes and
+//! other numbers have a fixed size.
 //!
 //! ```text
-//! PLANE    tier, locality?, ownership?, group          placements are numbered as they come
-//! STREAM   source, rank, incarnation, the rank of the stream that carries it?, stated ranks, last number, whether it attests, sums of groups of unknown kinds, what it has
-//! shown about its completeness, replaced LoRAs, whether there are salts that it misses, groups, hashing?, lookahead, salts; then, up to DONE, what belongs to it:
-//!   CONTEXT  block size, eagle, lora, salt             numbered as they come, from 0 again after 2^16
-//!   RUN      how many, u16; which kind; context; whether outdated; its placements, each with the least and the most copies; then hash and word of every block
-//!   SEVERAL  hash, key, context                        of hashes with several blocks all, the oldest first
-//!   WAITING  hash, placement, awaited, content?            in the order in which they came
-//!   DONE     how many blocks, digest
-//! FENCE    source, rank, incarnation                   the oldest first
-//! LABEL    source, model
+//! PLACEMENT  tier, locality?, ownership?, group     placements are numbered in the order of the file
+//! STREAM     source, rank, incarnation, rank of the stream that carries it?, stated ranks, last number, whether its sender attests,
+//!            attestations of groups of unknown kinds, evidence of completeness, replaced LoRAs, whether salts are missing, groups,
+//!            hash scheme?, lookahead, salts; then the items of the stream, up to DONE:
+//!   CONTEXT  block size, eagle, lora, salt           numbered in the order of the file, again from 0 after 2^16 of them
+//!   RUN      number of blocks, u16; kind; context; whether outdated; for each placement the bounds of the number of copies;
+//!            then hash and word of each block
+//!   SEVERAL  hash, key, context                      for each hash with several blocks all of them, the oldest first
+//!   WAITING  hash, placement, awaited hash, content? in the order in which they were added
+//!   DONE     number of blocks, digest
+//! FENCE      source, rank, incarnation               the oldest first
+//! LABEL      source, model
 //! ```
 //!
-//! The stated ranks are `StatedRanks` as one byte, and the one rank.
+//! The stated ranks are one byte for the variant of `StatedRanks`, followed by the rank if there is one.
 //!
 //! In a run of kind KEYS, words are rolling keys. In a run of kind CHAIN each block is the child of the previous one; the first word is a
 //! key, and the others are local hashes. In a run of kind REST all words are local hashes, and the first block is the child of the last
 //! block of the previous run.
 //!
-//! Streams come in the order of their workers, and blocks in that of their records, which is mostly that of their chains. A file may hold
-//! some workers of an index alone, with their fences and the labels of their sources.
+//! Streams are in the order of their workers. Blocks are in the order of their records, which is mostly the order of their chains. A file
+//! may hold only some workers of an index, with their fences and the labels of their sources.
 
 mod frames;
 mod importing;
@@ -47,7 +50,7 @@ pub use importing::Part;
 pub use restore::{absorb, restore};
 pub use writer::save;
 
-const PLANE: u8 = 1;
+const PLACEMENT: u8 = 1;
 const STREAM: u8 = 2;
 const CONTEXT: u8 = 3;
 const RUN: u8 = 4;
@@ -69,7 +72,7 @@ const NO_RANK: u8 = 0;
 const ONE_RANK: u8 = 1;
 const SEVERAL_RANKS: u8 = 2;
 
-/// Kinds of groups; smaller numbers are those of full attention.
+/// Kinds of groups. Smaller numbers are the kinds of full attention.
 const UNKNOWN_GROUP: u8 = 253;
 const WINDOW_GROUP: u8 = 254;
 const STATE_GROUP: u8 = 255;

@@ -1,4 +1,5 @@
-//! Counts the steps of loops whose length a peer can choose. Tests bound the steps, since time depends on the machine.
+//! Counts the steps of loops whose length a peer can choose. Tests bound the number of steps and not the time, which depends on the
+//! machine.
 
 #[cfg(test)]
 thread_local! {
@@ -10,7 +11,7 @@ thread_local! {
 pub(crate) struct Steps {
     /// All steps.
     pub taken: usize,
-    /// Steps since this thread last yielded, or could have yielded, the shared lock.
+    /// Steps since this thread last yielded the shared lock, or could have yielded it.
     held: usize,
     /// Largest value of `held`.
     pub longest: usize,
@@ -26,8 +27,8 @@ pub(crate) fn count(_steps: usize) {
     });
 }
 
-/// Counts the steps of growing a table, if it has a new entry that has made it grow. These are its entries and its capacity before, and its
-/// entries now.
+/// If a new entry has made a table grow, counts the moved entries as steps. The arguments are the table's number of entries and its
+/// capacity before, and its number of entries now.
 #[inline(always)]
 pub(crate) fn count_growth((_before, _capacity): (usize, usize), _now: usize) {
     #[cfg(test)]
@@ -43,7 +44,7 @@ pub(crate) fn begin_hold() {
     change(|counted| counted.held = 0);
 }
 
-/// Records that it yields the lock to waiting threads.
+/// Records that this thread yields the lock to waiting threads.
 #[inline(always)]
 pub(crate) fn end_hold() {
     #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The blocks of all streams: their records, their workers, the view of them that lookups read, and decisions that expect blocks.
+//! The blocks of all streams: records of blocks, the streams that hold them, the view that lookups read, and decisions that expect blocks.
 
 pub mod members;
 pub mod overlay;

@@ -1,4 +1,4 @@
-//! One stream: its incarnation, its blocks by the engine's own hashes, and what it has announced about them.
+//! One stream: its incarnation, its blocks by the engine's hashes, and its announcements about these blocks.
 
 mod counters;
 mod estimate;
@@ -50,9 +50,9 @@ struct Foreign {
     number: u32,
 }
 
-/// Maximum number of times that the blocks by hash are dropped in an incarnation.
+/// Maximum number of times that `Stream::group_cache` is dropped in one incarnation.
 const CACHE_DROPS: u8 = 4;
-/// Number of stores in which the hash scheme of an engine is searched.
+/// Number of stores from which the index tries to find out how the engine hashes blocks.
 const SAMPLES: u8 = 4;
 
 /// A placement that the stream has named.
@@ -72,7 +72,7 @@ impl NamedPlacement {
     }
 }
 
-/// A way in which an incarnation divides prompts into blocks.
+/// A scheme by which an incarnation divides prompts into blocks.
 #[derive(Clone, Copy, Debug)]
 struct UsedScheme {
     scheme: Scheme,
@@ -80,8 +80,8 @@ struct UsedScheme {
     is_on_device: bool,
 }
 
-/// The blocks that one stream holds, and what it has shown about its engine. Its writer holds its lock, and also that of the shared part
-/// while blocks change.
+/// The blocks that one stream holds, and what it has shown about its engine. A thread that changes a stream holds the stream's lock. To
+/// change blocks, it also holds the lock of the shared part.
 #[derive(Debug)]
 pub struct Stream {
     /// Number of the stream in the shared part.
@@ -94,11 +94,11 @@ pub struct Stream {
     pub last: i64,
     /// The ranks that its payloads state.
     pub stated_ranks: StatedRanks,
-    /// Number of blocks, each counted once on all its placements.
+    /// Number of blocks; a block on several placements counts once.
     pub blocks: usize,
     /// The sums over the copies that are placed.
     pub tally: Tally,
-    /// The attestation, by group, of the copies of groups whose blocks are not kept.
+    /// For each group whose blocks are not kept, the sum of its copies' contributions to the attestation.
     unkept: Vec<(i64, u64)>,
     /// Whether the stream held the same blocks as the engine at the last attestation of this incarnation; None before the first.
     pub attested: Option<bool>,
@@ -106,15 +106,16 @@ pub struct Stream {
     pub groups: Groups,
     /// The stream's blocks by the engine's own hashes, if lookups need them.
     pub group_cache: Option<Arc<RwLock<GroupCache>>>,
-    /// Copies that the current batch has changed, by hash, group and level; kept with `group_cache` only.
+    /// Copies that the current batch has changed, by hash, group and level; empty without `group_cache`.
     pub changed_copies: Vec<(u64, i64, u8)>,
-    /// Number of times that `group_cache` may still be dropped: each time that lookups need it again, it is filled from all blocks.
+    /// Number of times that `group_cache` may still be dropped. It is limited since the cache must be filled from all blocks when lookups
+    /// need it again.
     cache_drops_left: u8,
     /// Whether `groups` has changed since it was published to lookups.
     pub has_new_groups: bool,
-    /// A store from which the hash scheme of the engine can be found later, if it is needed.
+    /// A block from which the index can find out later, if needed, how the engine hashes blocks.
     pub sample: Option<Sample>,
-    /// Number of further stores in which the hash scheme of its engine is searched.
+    /// Number of further stores from which the index tries to find out how the engine hashes blocks.
     pub samples_left: u8,
     /// First blocks of prompts with salts in the current batch.
     pub salted: Vec<(String, Sample)>,
@@ -140,9 +141,9 @@ pub struct Stream {
     foreign: HashTable<Foreign>,
     collisions: Collisions,
     copies: CopyTable,
-    /// Bytes of what is known about its replaced LoRAs, which lookups read; 0 without any.
+    /// Bytes of the notes about replaced LoRAs, which are in the view; 0 if no LoRA was replaced.
     lora_bytes: usize,
-    /// Whether its sender attests its engine's cache: then every store is a new copy.
+    /// Whether the sender attests the engine's cache. If so, every store is a new copy.
     has_attested: bool,
     /// Copies of the current batch that might not exist.
     hit_reports: HitReports<u32, u16>,
@@ -208,15 +209,15 @@ impl Stream {
         self.evicted_when_whole = self.counters.evicted;
     }
 
-    /// Whether blocks were refused at the memory limit since it was last known to be complete.
+    /// Whether blocks were refused at the memory limit since the stream was last known to be complete.
     pub fn lacks_refused_blocks(&self) -> bool {
         self.counters.evicted != self.evicted_when_whole
     }
 
     /// Compares the blocks on the device with an attestation of the engine; None as for `agrees`.
     ///
-    /// A sender that attests announces each copy once: that applies to its stores from now on, and after an equal attestation also to all
-    /// earlier ones.
+    /// A sender that attests announces each copy exactly once. This is certain for its stores from now on, and after an equal attestation
+    /// also for all earlier stores.
     pub fn attest(&mut self, writer: &mut Writer<'_, SharedState>, attestation: u64, is_limited: bool) -> Option<bool> {
         let is_equal = self.attestation() == attestation;
         self.has_attested = true;
@@ -228,7 +229,7 @@ impl Stream {
         self.attested
     }
 
-    /// Makes the numbers of copies on the device certain, which an equal attestation proves.
+    /// Makes the numbers of copies on the device certain, since an equal attestation has proved them.
     fn certify_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
         let is_meant = |named: &&NamedPlacement| named.is_on_device() && self.copies.are_inexact(named.placement);
         let inexact: Vec<u16> = self.named.iter().filter(is_meant).map(|named| named.placement).collect();
@@ -251,7 +252,7 @@ impl Stream {
         self.publish_changed_copies(writer);
     }
 
-    /// The attestation that the engine has if it holds the stream's blocks, including waiting ones.
+    /// The attestation of an engine that holds exactly the stream's blocks, including blocks that wait.
     pub fn attestation(&self) -> u64 {
         let place = |waiting: &Waiting| self.named.iter().find(|named| named.placement == waiting.placement);
         let waiting = self
@@ -277,7 +278,7 @@ impl Stream {
         &self.unkept
     }
 
-    /// Whether its sender attests its engine's cache.
+    /// Whether the sender attests the engine's cache.
     pub fn has_attested(&self) -> bool {
         self.has_attested
     }
@@ -287,7 +288,7 @@ impl Stream {
         (self.has_attested, self.unkept) = (has_attested, unkept);
     }
 
-    /// Removes the attestation of such copies after a clear of one group, or of all.
+    /// Removes the sums of groups whose blocks are not kept, after a clear of one group, or of all groups if `group` is None.
     pub fn clear_unkept(&mut self, group: Option<i64>) {
         self.unkept.retain(|(known, _)| group.is_some_and(|group| group != *known));
     }
@@ -304,12 +305,12 @@ impl Stream {
             + self.sample.as_ref().map_or(0, Sample::bytes)
     }
 
-    /// Copies beyond the first of each block and placement, at most.
+    /// Maximum number of copies beyond the first copy of each block on each placement.
     pub fn copies(&self) -> usize {
         self.copies.beyond_first()
     }
 
-    /// Blocks that might be gone, once for each placement: they were announced several times and removed less often.
+    /// Number of blocks that might be gone; a block counts once for each placement.
     pub fn uncertain(&self) -> usize {
         self.copies.uncertain()
     }
@@ -341,7 +342,7 @@ impl Stream {
         count
     }
 
-    /// Records a block size of this incarnation on a placement; false if it has used too many.
+    /// Records that this incarnation uses a scheme on a placement. Returns false if it would use too many schemes.
     #[inline]
     pub fn admit_scheme(&mut self, shared: &mut SharedState, scheme: Scheme, placement: u16) -> bool {
         let is_on_device = self.named(placement).is_on_device();
@@ -385,7 +386,7 @@ impl Stream {
         Some(number)
     }
 
-    /// Begins another incarnation of the publisher: nothing of the previous one remains.
+    /// Begins another incarnation of the publisher; removes everything that belongs to the previous one.
     pub fn begin_incarnation(&mut self, writer: &mut Writer<'_, SharedState>, incarnation: i64) {
         self.remove_all(writer);
         self.leave_placements(writer);
@@ -405,7 +406,7 @@ impl Stream {
         self.published_incarnation.store(incarnation, Ordering::Relaxed);
     }
 
-    /// Leaves the shared part and removes all its blocks.
+    /// Removes all blocks, and removes the stream from the shared part.
     pub fn leave_index(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.remove_all(writer);
         self.leave_placements(writer);
@@ -414,7 +415,7 @@ impl Stream {
         self.counted = 0;
     }
 
-    /// Releases the placements that the stream named; it holds no blocks there any more.
+    /// Releases the placements that the stream has named. It must not hold blocks on them any more.
     pub fn leave_placements(&mut self, shared: &mut SharedState) {
         self.places.clear();
         for named in self.named.drain(..) {
@@ -422,7 +423,7 @@ impl Stream {
         }
     }
 
-    /// Prefetches the memory for a lookup of a hash, in the stages of a table.
+    /// Prefetches memory for one stage of the lookup of a hash in the stream's table.
     #[inline]
     pub fn prefetch(&self, mixed: TableHash, stage: Stage) {
         self.table.prefetch(mixed, stage);
@@ -443,7 +444,7 @@ impl Stream {
             .map(|entry| entry.number)
     }
 
-    /// The record of the block with this hash; of several, the one stored last.
+    /// The record of the block with this hash. If several blocks have the hash, the one that was stored last.
     #[inline]
     pub fn newest(&self, shared: &SharedState, hash: u64) -> Option<u32> {
         if let Some(list) = self.collisions.get(hash) {
@@ -488,7 +489,7 @@ impl Stream {
         }
     }
 
-    /// Records that the engine names groups on the level of a placement: each store there is another copy.
+    /// Records that the engine's events name groups on the level of a placement, so each store on that level is another copy.
     #[inline]
     pub fn note_copies_there(&mut self, placement: u16) {
         self.groups.copied_levels |= 1 << self.named(placement).level;
@@ -513,8 +514,8 @@ impl Stream {
         found.expect("a stream names a placement before it has blocks there")
     }
 
-    /// Forgets the copies of a block on a placement, which does not hold it any more. Its slot must be changed before, so that no lookup
-    /// finds the block marked as certain.
+    /// Forgets the copies of a block on a placement that does not hold the block any more. The block's slot must be changed before, so that
+    /// no lookup finds the block held and certain.
     fn forget_copies(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> Copies {
         let (copies, change) = self.copies.remove(number, placement);
         self.note(shared, number, placement, change);
@@ -526,7 +527,7 @@ impl Stream {
         self.copies.get(number, placement)
     }
 
-    /// The blocks that share a hash, the oldest first, whose order `numbers` does not contain.
+    /// The hashes that several blocks share, with these blocks, the oldest first. `numbers` does not keep this order.
     pub fn ordered(&self) -> impl Iterator<Item = (u64, &[u32])> {
         self.collisions.iter()
     }
@@ -536,12 +537,12 @@ impl Stream {
         self.table.iter().chain(self.foreign.iter().map(|entry| entry.number))
     }
 
-    /// Records that the stream has under their own hash, in no order.
+    /// Records whose hash is also the block's hash in this stream, in no order.
     pub fn own_numbers(&self) -> impl Iterator<Item = u32> + '_ {
         self.table.iter()
     }
 
-    /// Records for which this stream has a hash of its own, with that hash, in no order.
+    /// Records whose hash differs from the block's hash in this stream, with the stream's hash, in no order.
     pub fn foreign(&self) -> impl ExactSizeIterator<Item = (u32, u64)> + '_ {
         self.foreign.iter().map(|entry| (entry.number, entry.hash))
     }
@@ -562,7 +563,7 @@ impl Stream {
         self.collisions.is_counted()
     }
 
-    /// Returns the pending blocks that can be placed after a block that arrived.
+    /// Removes and returns one pending block that waits for this hash.
     pub fn take_awaiting(&mut self, hash: u64) -> Option<Waiting> {
         self.waiting.take_one_awaiting(hash)
     }
@@ -579,7 +580,7 @@ fn is_block(shared: &SharedState, number: u32, block: &Block, parent: Option<u32
         return records.word(number) == block.key;
     }
     match parent {
-        // A linked block is after the only record of its parent's key in that context.
+        // A linked block is in the slot after the only record with its parent's key in that context.
         Some(parent) if records.context(parent) == block.context => {
             Records::next(parent) == Some(number) && records.word(number) == block.local
         }

@@ -21,7 +21,7 @@ use kvevents_index::holders::placements::Placement;
 use kvevents_index::keys;
 use kvevents_index::limits::Limits;
 use kvevents_index::lookup::Matches;
-use kvevents_index::prefix_index::{ApplyResult, Held, Info, Outcome, PrefixIndex};
+use kvevents_index::prefix_index::{ApplyResult, HeldBlock, Info, Outcome, PrefixIndex};
 use kvevents_index::snapshot::{self, Failure};
 use kvevents_index::store::members::Worker;
 use kvevents_index::stream::Estimate;
@@ -102,7 +102,7 @@ type PlainBlock = (u64, u64, String, i64, u32, u32);
 /// The blocks of a stream at one moment, each of which is returned once.
 #[pyclass(frozen, module = "kvevents.index")]
 pub(super) struct Listing {
-    blocks: ProcessOwned<Mutex<std::vec::IntoIter<Held>>>,
+    blocks: ProcessOwned<Mutex<std::vec::IntoIter<HeldBlock>>>,
     placements: Vec<Placement>,
 }
 
@@ -114,7 +114,7 @@ impl Listing {
     /// Releases the GIL each time, so that a long listing does not delay other threads.
     fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
         let blocks = self.blocks.get().ok_or_else(|| of_parent(py))?;
-        let plain = |held: Held| {
+        let plain = |held: HeldBlock| {
             let placement = &self.placements[held.placement as usize];
             (
                 held.key,

@@ -51,7 +51,7 @@ pub struct Info {
 
 /// A block on one placement.
 #[derive(Clone, Debug)]
-pub struct Held {
+pub struct HeldBlock {
     /// Key of the block.
     pub key: u64,
     /// The engine's hash.
@@ -124,7 +124,7 @@ impl PrefixIndex {
     }
 
     /// Blocks of a stream, once for each placement of a block, and all placements by number.
-    pub fn blocks(&self, source: &str, rank: i64) -> (Vec<Held>, Vec<Placement>) {
+    pub fn blocks(&self, source: &str, rank: i64) -> (Vec<HeldBlock>, Vec<Placement>) {
         let Some(stream) = self.stream(source, rank) else {
             return (Vec::new(), Vec::new());
         };
@@ -136,7 +136,7 @@ impl PrefixIndex {
             let set = shared.records.set(number);
             step_counter::count(1 + shared.sets.words(set).len());
             for placement in shared.sets.placements(set, stream.number) {
-                found.push(Held {
+                found.push(HeldBlock {
                     key: shared.records.key(number),
                     hash,
                     placement,

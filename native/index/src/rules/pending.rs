@@ -1,7 +1,7 @@
-//! Pending entries of a stream, oldest first: orphans wait for their parent, hashes without tokens for a store with tokens.
+//! Pending entries of a stream, the oldest first: orphans wait for their parent, and hashes without tokens wait for a store with tokens.
 //!
-//! Entries are in lists of three kinds, each a doubly linked list: all entries in order of arrival, entries that wait for the same hash,
-//! and copies of one hash on one placement. So each entry is added and removed in constant time.
+//! Each entry is in three doubly linked lists: all entries in order of arrival, the entries that wait for the same hash, and the copies of
+//! one hash on one placement. So an entry is added and removed in constant time.
 
 use std::collections::HashMap;
 
@@ -45,7 +45,7 @@ pub struct Waiting<C = Content> {
     pub placement: u16,
     /// The hash for which the block waits.
     pub awaited: u64,
-    /// None for a hash without tokens.
+    /// The data to place an orphan; None for a hash without tokens.
     pub content: Option<C>,
 }
 
@@ -94,7 +94,7 @@ enum Kind {
 #[derive(Debug)]
 struct Entry<C> {
     waiting: Waiting<C>,
-    /// Rises in the order in which entries were added.
+    /// A number that increases with each added entry.
     number: u64,
     links: [Links; 3],
 }
@@ -206,7 +206,7 @@ impl<C: Weight> Queue<C> {
         self.bytes
     }
 
-    /// In the order in which they came.
+    /// All entries, in the order in which they were added.
     pub fn iter(&self) -> impl Iterator<Item = &Waiting<C>> {
         let mut at = self.order.first;
         std::iter::from_fn(move || {
@@ -266,12 +266,12 @@ impl<C: Weight> Queue<C> {
             .map_or(0, |count| count.entries - count.orphans)
     }
 
-    /// Adds an entry. Above `limit` the oldest entries are dropped and counted.
+    /// Adds an entry. If there are more than `limit` entries, the oldest are dropped. Returns the number of dropped entries.
     pub fn push(&mut self, waiting: Waiting<C>, limit: usize) -> u64 {
         self.push_within(waiting, limit, usize::MAX)
     }
 
-    /// Adds an entry, with a bound for the bytes of all entries.
+    /// Adds an entry as `push` does, with a bound `bytes` for the bytes of all entries.
     pub fn push_within(&mut self, waiting: Waiting<C>, limit: usize, bytes: usize) -> u64 {
         let (size, mut dropped) = (waiting.bytes(), 0);
         if limit == 0 || size > bytes {
@@ -390,7 +390,7 @@ impl<C: Weight> Queue<C> {
         std::iter::from_fn(|| self.take_one_awaiting(hash)).collect()
     }
 
-    /// Removes one copy of `hash` on `placement`: of an orphan, else of a hash without tokens. Returns whether there was one.
+    /// Removes one copy of `hash` on `placement`: an orphan, or else a hash without tokens. Returns whether there was such a copy.
     pub fn remove(&mut self, hash: u64, placement: u16) -> bool {
         self.remove_where(hash, |other| other == placement)
     }

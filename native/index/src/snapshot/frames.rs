@@ -1,4 +1,4 @@
-//! Bytes in frames with checksums, and the numbers and texts in them.
+//! Writes and reads numbers and texts as bytes in frames with checksums.
 
 use std::io::{self, Read, Write};
 
@@ -48,7 +48,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Returns the failure for unusable bytes.
+/// Returns the failure for unusable bytes; `what` says why they are unusable.
 pub fn bad(what: impl Into<String>) -> Failure {
     Failure::Bad(what.into())
 }
@@ -64,7 +64,7 @@ fn sum_of(payload: &[u8], before: u64) -> u64 {
     xxh3_64_with_seed(payload, before.wrapping_add(payload.len() as u64))
 }
 
-/// Collects bytes, and writes them as a frame in `drain`.
+/// Collects bytes, and writes them as frames.
 pub struct FrameWriter<W> {
     out: W,
     /// Bytes that are not written yet.
@@ -99,7 +99,7 @@ impl<W: Write> FrameWriter<W> {
         Ok(())
     }
 
-    /// Writes the remaining bytes as a frame, and the end.
+    /// Writes the remaining bytes as a frame, and then the end of the file.
     pub fn finish(mut self) -> io::Result<W> {
         self.emit(self.buffer.len())?;
         self.out.write_all(&header(0, sum_of(&[], self.sum)))?;
@@ -147,7 +147,7 @@ fn header(length: usize, sum: u64) -> [u8; HEADER] {
     header
 }
 
-/// Reads the output of `FrameWriter`; it returns no bytes of a frame before the checksum of the frame is verified.
+/// Reads the output of `FrameWriter`. It returns bytes of a frame only after it has verified the frame's checksum.
 pub struct FrameReader<R> {
     from: R,
     frame: Vec<u8>,
@@ -180,7 +180,7 @@ impl<R: Read> FrameReader<R> {
         }
     }
 
-    /// Reads the next frame; false at the end.
+    /// Reads the next frame. Returns false at the end of the file.
     fn advance(&mut self) -> Result<bool, Failure> {
         let mut header = [0; HEADER];
         self.from.read_exact(&mut header)?;
@@ -259,7 +259,7 @@ impl<R: Read> FrameReader<R> {
         }
     }
 
-    /// Reads bytes; memory is allocated as they arrive.
+    /// Reads `length` bytes. Memory is allocated as they arrive, since a damaged file can declare any length.
     pub fn bytes(&mut self, length: u64) -> Result<Vec<u8>, Failure> {
         let mut found = Vec::new();
         while (found.len() as u64) < length {

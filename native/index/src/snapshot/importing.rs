@@ -1,4 +1,4 @@
-//! Adds the streams of snapshots to an index, or replaces its streams by them; `snapshot` has the format.
+//! Adds the streams of a snapshot to an index, or replaces the index's streams by them. The module `snapshot` describes the format.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
@@ -16,7 +16,7 @@ use crate::sync::yielding_lock::YieldingRwLock;
 /// The contents of a snapshot.
 #[derive(Debug, Default)]
 pub struct Part {
-    /// Every stream, in the order of their workers.
+    /// All streams, in the order of their workers.
     pub streams: Vec<ImportedStream>,
     /// Models by source.
     pub labels: Vec<(String, String)>,
@@ -25,7 +25,7 @@ pub struct Part {
 }
 
 impl Part {
-    /// Makes the streams visible to lookups of these models.
+    /// Labels the streams with these models, and makes the streams visible to lookups.
     fn show(&self, shared: &mut SharedState, labels: &HashMap<&str, &str>) {
         if !labels.is_empty() {
             shared.relabel(|source| labels.get(source).map(|&model| Some(model.to_owned())));
@@ -61,7 +61,7 @@ impl PrefixIndex {
         for (worker, incarnation) in fences {
             self.fence(&mut fresh, worker, incarnation);
         }
-        // Dropped when no lock is held any more.
+        // The old streams; they are dropped after the locks are released.
         let mut ended = Vec::new();
         let whole = self.replacing.write();
         let mut registry = self.registry.write();
@@ -82,7 +82,7 @@ impl PrefixIndex {
         fresh.drafts = std::mem::replace(&mut registry.drafts, hashbrown::HashMap::with_hasher(Secret::new()));
         let mut shared = self.shared_lock.write();
         std::mem::swap(&mut *shared, &mut *old);
-        // Lookups keep the same owner; only its contents change.
+        // Lookups have a handle of the view of `shared`, so only the contents of the two views are swapped, not their owners.
         std::mem::swap(&mut shared.view, &mut old.view);
         std::mem::swap(&mut *shared.view.change(), &mut *old.view.change());
         self.shared_lock.heal();
@@ -96,12 +96,12 @@ impl PrefixIndex {
 
     // --- absorbing
 
-    /// Adds the contents of a snapshot; changes nothing if it fails. Returns the added workers that have streams of their own.
+    /// Adds the contents of a snapshot; changes nothing if it fails. Returns the added workers that no other stream carries.
     pub fn absorb(&self, from: impl Read) -> Result<Vec<Arc<Worker>>, Failure> {
-        // Replacing the shared part now would leave these streams in one that is dropped.
+        // The shared part must not be replaced now: the old one would be dropped with these streams.
         let _whole = self.replacing.read_recursive();
         let mut part = Part::default();
-        // Until the end, heads may have the keys of linked blocks.
+        // While `strangers` is above 0, lookups expect that heads can have the same keys as linked blocks.
         self.shared_lock.write().view.change().strangers += 1;
         let outcome = super::absorb(self, from, &mut part).and_then(|()| self.register_imported(&part));
         self.shared_lock.write().view.change().strangers -= 1;
@@ -113,7 +113,7 @@ impl PrefixIndex {
         Ok(own.map(|imported| imported.worker).collect())
     }
 
-    /// Lets a stream of a snapshot join the shared part. Deliveries and lookups find it only after `register_imported`.
+    /// Adds a stream of a snapshot to the shared part. Deliveries and lookups find the stream only after `register_imported`.
     pub fn import(&self, worker: Worker, incarnation: i64) -> Result<ImportedStream, Failure> {
         let registry = self.registry.read();
         if registry.find(&worker.source, worker.rank).is_some() {
@@ -130,15 +130,15 @@ impl PrefixIndex {
         Ok(ImportedStream::join(&mut shared, number, worker, incarnation, model, drafts))
     }
 
-    /// Removes a stream that has joined and was not registered.
+    /// Removes a stream that `import` has added and that was not registered.
     pub fn discard(&self, imported: &ImportedStream) {
         imported.leave(&self.shared_lock);
     }
 
-    /// Registers complete streams that have joined.
+    /// Registers the streams of a snapshot after all of them were read.
     fn register_imported(&self, part: &Part) -> Result<(), Failure> {
         let mut registry = self.registry.write();
-        // Deliveries during the reading of the snapshot may have added one of them.
+        // A delivery may have registered one of these workers while the snapshot was read.
         let known = |imported: &&ImportedStream| registry.find(&imported.worker.source, imported.worker.rank).is_some();
         if let Some(imported) = part.streams.iter().find(known) {
             return Err(held(&imported.worker));

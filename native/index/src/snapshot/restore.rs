@@ -1,7 +1,8 @@
-//! Reads a snapshot: into a shared part of its own, which replaces the index's when it is complete, or into the shared part of an index.
+//! Reads a snapshot. `restore` reads it into a new shared part, which replaces that of the index when it is complete. `absorb` reads it
+//! into the shared part of an index.
 //!
-//! Other threads can read and write an index that absorbs a snapshot. Its shared part is locked for some blocks at a time, and never while
-//! bytes are read: those can come from Python, and another thread can hold the GIL while it waits for the shared part.
+//! Other threads can read and write an index that absorbs a snapshot. The shared part is locked for some blocks at a time, and never while
+//! bytes are read: bytes can come from Python, and another thread can hold the GIL while it waits for the shared part.
 
 use std::collections::{HashMap, HashSet};
 use std::io::Read;
@@ -32,14 +33,15 @@ use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
 use super::frames::{Failure, FrameReader, bad};
 use super::{
-    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, PLANE, REST, RUN, SEVERAL, SEVERAL_RANKS,
+    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, PLACEMENT, REST, RUN, SEVERAL, SEVERAL_RANKS,
     STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
-/// Number of blocks that are placed under one lock of the shared part: about a tenth of a millisecond; readers can run in between.
+/// Number of blocks that are placed under one lock of the shared part, which takes about a tenth of a millisecond; other threads can run
+/// between two such locks.
 pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 
-/// Replaces everything except the overlay, or nothing if it fails.
+/// Replaces everything in the index except the overlay; changes nothing if it fails.
 pub fn restore(index: &PrefixIndex, from: impl Read) -> Result<(), Failure> {
     let (shared_lock, mut part) = (YieldingRwLock::new(SharedState::new(*index.limits())), Part::default());
     Restoring::new(from, &shared_lock, None, *index.limits(), &mut part)?.all()?;
@@ -47,8 +49,8 @@ pub fn restore(index: &PrefixIndex, from: impl Read) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Lets the streams of a snapshot join the shared part of an index, where lookups do not see them yet. If it fails, `part` has the streams
-/// that have joined so far; the last one can have some of its blocks.
+/// Adds the streams of a snapshot to the shared part of an index, where lookups do not see them yet. If it fails, `part` has the streams
+/// that were added so far; the last of them can be incomplete.
 pub fn absorb(index: &PrefixIndex, from: impl Read, part: &mut Part) -> Result<(), Failure> {
     Restoring::new(from, &index.shared_lock, Some(index), *index.limits(), part)?.all()
 }
@@ -65,11 +67,11 @@ struct Restoring<'a, R> {
     index: Option<&'a PrefixIndex>,
     limits: Limits,
     part: &'a mut Part,
-    /// Placements as they are numbered in the file, each with its number in the shared part once a block of the present stream is on it.
+    /// Placements by their number in the file. Each has its number in the shared part as soon as the present stream has a block on it.
     placements: Vec<(Placement, Option<u16>)>,
-    /// Contexts by their numbers in the present stream; each has a counted use.
+    /// Contexts by their number in the present stream's part of the file. Each has a temporary use, which `release_contexts` ends.
     contexts: Vec<u32>,
-    room: RunRoom,
+    state: RunState,
 }
 
 impl<'a, R: Read> Restoring<'a, R> {
@@ -88,14 +90,14 @@ impl<'a, R: Read> Restoring<'a, R> {
             part,
             placements: Vec::new(),
             contexts: Vec::new(),
-            room: RunRoom::default(),
+            state: RunState::default(),
         })
     }
 
     fn all(mut self) -> Result<(), Failure> {
         while let Some(item) = self.from.next()? {
             match item {
-                PLANE => self.placement()?,
+                PLACEMENT => self.placement()?,
                 STREAM => self.stream()?,
                 FENCE => self.fence()?,
                 LABEL => {
@@ -110,7 +112,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(())
     }
 
-    /// Discards ranks whose carrier was removed after they were written.
+    /// Discards ranks whose carrier is missing, since it was removed after these ranks were written.
     fn discard_orphaned_ranks(&mut self) {
         let workers: HashSet<Worker> = self.part.streams.iter().map(|imported| (*imported.worker).clone()).collect();
         let (complete, orphaned): (Vec<_>, Vec<_>) = self.part.streams.drain(..).partition(|imported| {
@@ -178,7 +180,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             None => self.join(worker, incarnation)?,
         };
         imported.carrier = carrier;
-        // From here on the owner of the part removes it again if anything fails.
+        // If anything fails after this line, the owner of `part` removes the stream.
         self.part.streams.push(imported.clone());
         let mut stream = imported.stream.lock();
         stream.stated_ranks = match self.from.byte()? {
@@ -200,7 +202,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             stream.put_replaced_lora(&mut self.shared_lock.write(), lora);
         }
         self.placements.iter_mut().for_each(|(_, number)| *number = None);
-        self.room = RunRoom::default();
+        self.state = RunState::default();
         let salts = self.groups(&mut stream)?;
         let blocks = self.blocks(&mut stream);
         self.release_contexts();
@@ -287,7 +289,7 @@ impl<'a, R: Read> Restoring<'a, R> {
                 SEVERAL => {
                     let (hash, key) = (self.from.fixed()?, self.from.fixed()?);
                     let context = self.context_named()?;
-                    several.add(self.shared_lock, stream, hash, (key, context), self.room.is_refused)?;
+                    several.add(self.shared_lock, stream, hash, (key, context), self.state.is_refused)?;
                 }
                 WAITING => {
                     let waiting = self.waiting(stream)?;
@@ -302,10 +304,10 @@ impl<'a, R: Read> Restoring<'a, R> {
                 other => return Err(unexpected(other)),
             }
         }
-        several.end(self.shared_lock, stream, self.room.is_refused)?;
+        several.end(self.shared_lock, stream, self.state.is_refused)?;
         let blocks = self.from.count()?;
         let digest = u128::from(self.from.fixed()?) | u128::from(self.from.fixed()?) << 64;
-        let refused = &self.room;
+        let refused = &self.state;
         let read = (
             stream.blocks as u64 + refused.count,
             stream.tally.digest.wrapping_add(refused.digest),
@@ -355,8 +357,8 @@ impl<'a, R: Read> Restoring<'a, R> {
         let mut left = usize::from(u16::from_le_bytes([self.from.byte()?, self.from.byte()?]));
         let kind = self.from.byte()?;
         let context = self.context_named()?;
-        self.room.is_outdated = self.from.byte()? != 0;
-        self.room.placements.clear();
+        self.state.is_outdated = self.from.byte()? != 0;
+        self.state.placements.clear();
         for _ in 0..self
             .from
             .below(self.placements.len() as u64 + 1, "block on so many placements:")?
@@ -367,19 +369,19 @@ impl<'a, R: Read> Restoring<'a, R> {
             if most == 0 || least > most {
                 return Err(bad(format!("a block has from {least} to {most} copies")));
             }
-            self.room.placements.push((placement, Copies { least, most }));
+            self.state.placements.push((placement, Copies { least, most }));
         }
         let mut is_linked = match kind {
             KEYS | CHAIN => false,
-            REST if self.room.before.is_some() => true,
+            REST if self.state.before.is_some() => true,
             REST => return Err(bad("a run continues without a block before it")),
             other => return Err(bad(format!("unknown kind of run {other}"))),
         };
         while left > 0 {
             let count = left.min(BLOCKS_AT_ONCE);
-            self.room.read.clear();
+            self.state.read.clear();
             for _ in 0..count {
-                self.room.read.push((self.from.fixed()?, self.from.fixed()?, is_linked));
+                self.state.read.push((self.from.fixed()?, self.from.fixed()?, is_linked));
                 is_linked = kind != KEYS;
             }
             self.place(stream, context)?;
@@ -388,24 +390,24 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(())
     }
 
-    /// Places the blocks that were read, up to the memory limit.
+    /// Places the blocks that were read. Blocks beyond the memory limit are refused and counted.
     fn place(&mut self, stream: &mut Stream, context: u32) -> Result<(), Failure> {
-        let room = &mut self.room;
+        let state = &mut self.state;
         let mut writer = self.shared_lock.write();
         let keyed = writer.contexts.get(context).is_keyed();
-        if page_pool::must_prepare() || stream.must_resize(room.read.len()) {
+        if page_pool::must_prepare() || stream.must_resize(state.read.len()) {
             let secret = writer.secret;
             writer.unlocked(|| {
                 page_pool::prepare();
-                stream.make_room(room.read.len(), secret);
+                stream.make_room(state.read.len(), secret);
             });
         }
-        for few in room.read.chunks(WORK_PER_HOLD) {
+        for chunk in state.read.chunks(WORK_PER_HOLD) {
             let shared: &mut SharedState = &mut writer;
-            room.is_refused |= !stream.may_grow(shared);
-            room.blocks.clear();
-            for &(hash, word, is_linked) in few {
-                let before = room.before.filter(|_| is_linked);
+            state.is_refused |= !stream.may_grow(shared);
+            state.blocks.clear();
+            for &(hash, word, is_linked) in chunk {
+                let before = state.before.filter(|_| is_linked);
                 let key = before.map_or(word, |before| keys::chained(before, word));
                 let block = Block {
                     hash,
@@ -417,25 +419,25 @@ impl<'a, R: Read> Restoring<'a, R> {
                     mixed_hash: shared.mixed(hash),
                 };
                 stream.prefetch(block.mixed_hash, Stage::Bucket);
-                room.before = Some(key);
-                room.blocks.push((block, is_linked));
+                state.before = Some(key);
+                state.blocks.push((block, is_linked));
             }
-            for (block, is_linked) in &room.blocks {
-                if room.is_refused {
-                    room.count += 1;
-                    let part = stream.digest_of(block.hash, block.key, &room.placements);
-                    room.digest = room.digest.wrapping_add(part);
+            for (block, is_linked) in &state.blocks {
+                if state.is_refused {
+                    state.count += 1;
+                    let part = stream.digest_of(block.hash, block.key, &state.placements);
+                    state.digest = state.digest.wrapping_add(part);
                     continue;
                 }
-                let parent = room.parent.filter(|_| *is_linked && !keyed);
-                let number = stream.put(shared, block, &room.placements, parent);
+                let parent = state.parent.filter(|_| *is_linked && !keyed);
+                let number = stream.put(shared, block, &state.placements, parent);
                 let number = number.ok_or_else(|| bad("a block is repeated or missing"))?;
-                if stream.has_replaced_loras() && !room.is_outdated {
+                if stream.has_replaced_loras() && !state.is_outdated {
                     stream.put_current(shared, number);
                 }
-                room.parent = Some(number);
+                state.parent = Some(number);
             }
-            writer.spend(few.len());
+            writer.spend(chunk.len());
         }
         Ok(())
     }
@@ -478,7 +480,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         })
     }
 
-    /// Restores a fence. A stream that it excludes was removed after it was written.
+    /// Restores a fence. If it excludes a stream of the snapshot, the stream was removed after it was written, so it is discarded.
     fn fence(&mut self) -> Result<(), Failure> {
         let (worker, incarnation) = (self.worker()?, self.from.signed()?);
         let streams = &mut self.part.streams;
@@ -492,11 +494,11 @@ impl<'a, R: Read> Restoring<'a, R> {
     }
 }
 
-/// Merges heads with linked blocks of the same key, which exist if a stream lacks a part of a chain. Streams of the snapshot that hold such
-/// a head hold the linked block instead; if other streams hold the head too, both become heads. Streams that are applied meanwhile create
-/// no such blocks, since they search for heads first.
+/// Merges heads with linked blocks of the same key. Such pairs exist if a stream of the snapshot lacks a part of a chain. Streams of the
+/// snapshot that hold the head get the linked block in its place. If other streams hold the head too, it stays, and the linked block
+/// becomes a head as well. Deliveries that are applied at the same time create no such pairs, since they search for heads first.
 fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
-    // No other thread can have these streams yet.
+    // No other thread can hold the locks of these streams yet.
     let mut streams: HashMap<u32, MutexGuard<'_, Stream>> = part
         .streams
         .iter()
@@ -532,20 +534,20 @@ fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
 }
 
 #[derive(Default)]
-struct RunRoom {
+struct RunState {
     placements: Vec<(u16, Copies)>,
-    /// Hashes and words, and whether a block is linked to its predecessor.
+    /// For each block its hash, its word, and whether it is linked to its predecessor.
     read: Vec<(u64, u64, bool)>,
     blocks: Vec<(Block, bool)>,
     /// The key of the preceding block, if there is one.
     before: Option<u64>,
-    /// Number of the block's record.
+    /// Number of the record of the preceding block.
     parent: Option<u32>,
     /// Whether the blocks might have been computed with former weights of a LoRA.
     is_outdated: bool,
     /// Whether the memory limit has no room for more blocks of the stream.
     is_refused: bool,
-    /// Blocks of the stream that were refused, and their part of its digest.
+    /// Number of blocks of the stream that were refused, and the sum of their contributions to the stream's digest.
     count: u64,
     digest: u128,
 }

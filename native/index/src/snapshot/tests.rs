@@ -1,4 +1,4 @@
-//! Merges parts of one index into another that other threads use.
+//! Tests of the merge of a snapshot into an index that other threads use.
 
 use std::collections::HashSet;
 use std::io::{self, Read};
@@ -29,7 +29,7 @@ fn worker(source: &str) -> Worker {
     }
 }
 
-/// Has a worker hold the keys from `first` on, on a placement of its own and in a context of its own.
+/// Makes a worker hold `count` keys from `first` on, on a placement and in a context that no other worker has.
 fn hold(index: &PrefixIndex, source: &str, first: u64, count: u64) {
     index.reset(source, 0, 1);
     let stream = index.stream(source, 0).unwrap();
@@ -69,7 +69,7 @@ fn saved(index: &PrefixIndex, sources: &[&str]) -> Vec<u8> {
     index.save(Vec::new(), Some(&workers)).unwrap()
 }
 
-/// Blocks that each worker holds of the chain that begins with `first`.
+/// Number of blocks that each worker holds of the chain that begins with `first`.
 fn held(index: &PrefixIndex, first: u64, count: u64) -> Vec<(String, u64)> {
     let keys: Vec<u64> = (first..first + count).collect();
     let hits = index.match_rolling_keys(&keys, Some(2), &None).unwrap();
@@ -77,7 +77,7 @@ fn held(index: &PrefixIndex, first: u64, count: u64) -> Vec<(String, u64)> {
     hits.hits.iter().map(held).collect()
 }
 
-/// The counts that the shared part has of its contents.
+/// The numbers of records, heads, contexts and streams of the shared part.
 fn counts(index: &PrefixIndex) -> (usize, usize, usize, usize) {
     let shared = index.shared_lock.read();
     let members = shared.view.members.iter().flatten().count();
@@ -112,7 +112,7 @@ fn a_stream_is_seen_when_all_of_it_is_there_and_nothing_is_locked_while_bytes_ar
         assert_eq!(held(&into, 1, 100_000), [("c".into(), 10)]);
         assert_eq!(held(&into, 1 << 32, 100), []);
         assert!(into.stream("a", 0).is_none() && into.stream("b", 0).is_none());
-        // Takes every lock that a delivery takes.
+        // Calls functions that take every lock that a delivery takes.
         hold(&into, "d", 1 << 40, left as u64 % 7);
         into.remove("d", None);
         into.admit("d", 0);

@@ -1,7 +1,7 @@
 //! Writes a snapshot while other threads read and write the index.
 //!
-//! A stream is locked while its part is written, so that its blocks match its last number; other streams continue. The shared part
-//! is locked for a few thousand blocks at a time, never while bytes are written out.
+//! A stream is locked while its part is written, so that its blocks match the number of its last batch; deliveries to other streams
+//! continue. The shared part is locked for a few thousand blocks at a time, and never while bytes are written to the output.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
@@ -21,19 +21,20 @@ use crate::stream::{StatedRanks, Stream};
 
 use super::frames::FrameWriter;
 use super::{
-    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, PLANE, REST, RUN, SEVERAL, SEVERAL_RANKS,
+    CHAIN, CONTEXT, DONE, FENCE, KEYS, LABEL, MAX_CONTEXTS, NO_RANK, ONE_RANK, PLACEMENT, REST, RUN, SEVERAL, SEVERAL_RANKS,
     STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
-/// Number of bytes that are written under one lock of the shared part: some 4,000 blocks.
+/// Number of bytes that are added to the buffer under one lock of the shared part: about 4,000 blocks.
 const HOLD_BYTES: usize = 1 << 16;
-/// Number of blocks with a hash of the stream's own that are sorted at once; or a 32nd of all records if that is more.
-const LEAST_WINDOW: usize = 1 << 16;
-/// Numbers of a list that are written between two checks for a complete frame.
-const PIECE: usize = 1 << 14;
+/// Minimum number of records whose blocks are written at once if the stream has more foreign hashes than this; a 32nd of all records if
+/// that is more.
+const MIN_WINDOW: usize = 1 << 16;
+/// Number of list elements that are written between two checks for a complete frame.
+const ELEMENTS_PER_CHECK: usize = 1 << 14;
 
-/// Writes everything except the overlay and the counters; only `workers` that the index knows, if any are given, with the other ranks of
-/// their streams.
+/// Writes everything except the overlay and the counters. If `workers` are given, writes only those of them that the index knows, with the
+/// other ranks that their streams carry.
 pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
     let is_carried_by_one = |worker: &Worker, workers: &HashSet<Worker>| {
         let carrier = |rank| Worker { rank, ..worker.clone() };
@@ -63,12 +64,12 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
             .is_none_or(|now| !Arc::ptr_eq(&now, &stream))
         {
             return Err(io::Error::other(
-                "a stream has begun to state several ranks meanwhile; write the snapshot again",
+                "a stream began to state several ranks while the snapshot was written; write it again",
             ));
         }
         saving.stream(&worker, carrier, &locked)?;
     }
-    // The fences are read after the streams: a worker that was removed during the writing is known as removed.
+    // The fences are written after the streams, so a worker that was removed in between has a fence in the file.
     for (worker, incarnation) in index.fences().into_iter().filter(|(worker, _)| meant(worker)) {
         saving.out.byte(FENCE);
         saving.worker(&worker);
@@ -90,9 +91,9 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
 struct Saving<'a, W> {
     index: &'a PrefixIndex,
     out: FrameWriter<W>,
-    /// Placements in the file, in their order.
+    /// The placements that the file has so far, in the order of their numbers.
     written: Vec<Placement>,
-    /// Contexts of the present stream: the number in the file by the number in the index.
+    /// Placements of the present stream: the number in the file by the number in the index.
     placements: HashMap<u16, u64>,
     /// Contexts of the present stream: the number in the file by the number in the index.
     contexts: HashMap<u32, u64>,
@@ -103,19 +104,19 @@ struct Saving<'a, W> {
     records: Vec<u64>,
 }
 
-/// Blocks that differ in hash and word only.
+/// Consecutive blocks that differ only in hash and word.
 #[derive(Default)]
 struct Run {
-    /// Position in the buffer at which the number of blocks is filled in, followed by their kind.
+    /// Position in the buffer at which the number of blocks and the kind of the run are filled in later.
     at: usize,
     blocks: u16,
-    /// None while one block is not enough to know it.
+    /// None while the run has one block that does not determine the kind.
     kind: Option<u8>,
     context: u32,
     set: u32,
     /// Whether the blocks might have been computed with former weights of a LoRA.
     is_outdated: bool,
-    /// Placements, and the copies on each.
+    /// Placements of each block, and the number of copies on each placement.
     placements: Vec<(u16, Copies)>,
     other: Vec<(u16, Copies)>,
 }
@@ -214,7 +215,7 @@ impl<W: Write> Saving<'_, W> {
                     ownership,
                     group,
                 } = placement;
-                self.out.byte(PLANE);
+                self.out.byte(PLACEMENT);
                 self.out.text(tier);
                 self.out.option(locality.as_deref(), FrameWriter::text);
                 self.out.option(ownership.as_deref(), FrameWriter::text);
@@ -237,10 +238,10 @@ impl<W: Write> Saving<'_, W> {
         for number in stream.numbers() {
             records[number as usize >> 6] |= 1 << (number & 63);
         }
-        let window = if stream.foreign().len() <= LEAST_WINDOW {
+        let window = if stream.foreign().len() <= MIN_WINDOW {
             bound
         } else {
-            LEAST_WINDOW.max(bound / 32).next_multiple_of(64)
+            MIN_WINDOW.max(bound / 32).next_multiple_of(64)
         };
         let mut foreign = Vec::new();
         for start in (0..bound).step_by(window.max(1)) {
@@ -279,7 +280,7 @@ impl<W: Write> Saving<'_, W> {
                 let own = foreign.next_if(|(other, _)| *other == number).map(|(_, hash)| hash);
                 self.block(&shared, stream, number, own);
             }
-            // Sets may have other numbers when the lock is taken again.
+            // The numbers of sets can have changed when the lock is taken again, so a run must end here.
             self.end_run();
             step_counter::end_hold();
             drop(shared);
@@ -360,7 +361,7 @@ impl<W: Write> Saving<'_, W> {
         (self.run.blocks, self.run.kind) = (0, None);
     }
 
-    /// Returns the number of a context in the file, and writes the context if it is not there yet.
+    /// Returns the number of a context in the file, and writes the context first if the file does not have it yet.
     fn context(&mut self, shared: &SharedState, context: u32) -> u64 {
         if let Some(&number) = self.contexts.get(&context) {
             return number;
@@ -416,14 +417,14 @@ impl<W: Write> Saving<'_, W> {
         self.out.byte(content.scheme.eagle.into());
         self.out.fixed(content.lora);
         self.out.option(content.salt, FrameWriter::fixed);
-        for piece in content.tokens.chunks(PIECE) {
+        for piece in content.tokens.chunks(ELEMENTS_PER_CHECK) {
             piece
                 .iter()
                 .for_each(|token| self.out.buffer.extend_from_slice(&token.to_le_bytes()));
             self.out.drain()?;
         }
         self.out.count(content.extras.len() as u64);
-        for piece in content.extras.chunks(PIECE) {
+        for piece in content.extras.chunks(ELEMENTS_PER_CHECK) {
             piece.iter().for_each(|&extra| self.out.fixed(extra));
             self.out.drain()?;
         }

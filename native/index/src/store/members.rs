@@ -27,15 +27,15 @@ pub struct Member {
     pub worker: Arc<Worker>,
     /// The model with which the stream was labelled.
     pub model: Option<String>,
-    /// The search of the stream's groups, if bitmaps are not enough.
+    /// How prompts are looked up in the stream's groups; None if bitmaps suffice.
     pub lookup: Option<Arc<GroupLookup>>,
-    /// Block sizes and seeds by which its present incarnation divides prompts.
+    /// The schemes by which the stream's present incarnation divides prompts into blocks.
     pub schemes: Vec<Scheme>,
-    /// The stream's blocks, as of its last batch.
+    /// Number of the stream's blocks after its last batch.
     pub blocks: AtomicUsize,
-    /// Records that the stream holds on a placement, although they might be gone there (`crate::holders::copies`).
+    /// Pairs of record and placement: blocks that the stream holds on the placement and that might be gone (`crate::holders::copies`).
     pub uncertain: BTreeSet<(u32, u16)>,
-    /// LoRAs with blocks that might have been computed with other weights than the loaded ones.
+    /// LoRAs some of whose blocks might have been computed with other weights than those that are loaded now.
     pub loras: ReplacedLoras,
 }
 
@@ -44,6 +44,6 @@ pub struct Member {
 pub struct Model {
     /// One bit per stream, by its number.
     pub streams: Vec<u64>,
-    /// Block sizes and seeds by which they divide prompts, each with the number of streams that use it.
+    /// The schemes by which these streams divide prompts into blocks, each with the number of streams that use it.
     pub schemes: Vec<(Scheme, u32)>,
 }

@@ -1,8 +1,8 @@
 //! Routing decisions that no event has confirmed yet. They are short-lived, and separate from the blocks of streams.
 //!
-//! A decision ends when its worker announces the last block of the prompt, by time, or as the oldest one at the limit; the cost of a
-//! decision does not depend on the number of others. The decisions that expect a block are counted, so that the end of one does not affect
-//! another one with the same prefix.
+//! A decision ends when its worker announces the last block of the prompt, when its time is over, or when it is the oldest one and the
+//! limit is exceeded. The cost of a decision does not depend on the number of other decisions. For each block the decisions that expect it
+//! are counted, so that the end of one decision does not affect others with the same prefix.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -10,7 +10,7 @@ use std::ops::Range;
 use crate::step_counter;
 use crate::store::members::Worker;
 
-/// A prompt that goes to a worker.
+/// The decision to send a prompt to a worker.
 #[derive(Debug)]
 struct Decision {
     worker: Worker,
@@ -29,10 +29,10 @@ impl Decision {
     }
 }
 
-/// Blocks that a worker probably holds soon.
+/// Blocks that workers will probably hold soon.
 #[derive(Debug)]
 pub struct Overlay {
-    /// By number, in the order in which they came.
+    /// Decisions by number, in the order in which they were added.
     decisions: BTreeMap<u64, Decision>,
     /// Numbers of decisions by the time at which they end.
     ends: BTreeSet<(i64, u64)>,
@@ -61,7 +61,7 @@ fn order(moment: f64) -> i64 {
 }
 
 impl Overlay {
-    /// Creates an overlay of at most `limit` blocks; above that the oldest decisions end.
+    /// Creates an overlay of at most `limit` blocks. If decisions expect more blocks, the oldest decisions end.
     pub fn new(limit: usize) -> Self {
         Self {
             decisions: BTreeMap::new(),
@@ -92,8 +92,8 @@ impl Overlay {
         self.expected.keys()
     }
 
-    /// Adds a decision: a prompt with these keys, in one of several schemes, goes to a worker, which is expected to hold them `until` then.
-    /// Without keys it does nothing.
+    /// Adds a decision: a prompt goes to a worker, which is expected to hold the prompt's blocks until the time `until`. `prompts` has the
+    /// keys of the prompt in each of several schemes. Without keys nothing is added.
     pub fn add(&mut self, worker: Worker, mut prompts: Vec<Vec<u64>>, until: f64) {
         let end = order(until);
         prompts.retain(|keys| !keys.is_empty());
@@ -123,8 +123,8 @@ impl Overlay {
             .any(|worker| worker.rank == rank && worker.source == source)
     }
 
-    /// Ends some of the decisions for a worker whose last block has one of these keys: from now on its events say what it holds. Returns how
-    /// many of the keys are done; it is called with the others until none is left.
+    /// Ends some of the decisions for a worker whose last block has one of these keys: from now on the worker's events show which of these
+    /// blocks it holds. Returns how many of the keys are done. The caller calls it again with the other keys until none remains.
     pub fn confirm(&mut self, source: &str, rank: i64, stored: &[u64]) -> usize {
         let mut work = 0;
         for (done, key) in stored.iter().enumerate() {
@@ -149,14 +149,14 @@ impl Overlay {
         self.size > self.limit || self.next_expired(now).is_some()
     }
 
-    /// The next decision that is over.
+    /// The next decision whose time is over.
     fn next_expired(&self, now: f64) -> Option<u64> {
         let &(end, number) = self.ends.first()?;
         (end <= order(now)).then_some(number)
     }
 
-    /// Ends some of the decisions that are over, and of the oldest ones above the limit, while `is_due` returns true. `held` returns whether
-    /// a worker holds the last block of a prompt. Returns the number of their blocks.
+    /// While `is_due` returns true, ends some of the decisions whose time is over, and then of the oldest decisions, if there are too many
+    /// blocks. `held` returns whether a worker holds the last block of a prompt. Returns the number of blocks of the ended decisions.
     pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, &[u64]) -> bool) -> usize {
         let mut ended = 0;
         while ended < ENDED_PER_HOLD && self.is_due(now) {
@@ -176,13 +176,13 @@ impl Overlay {
         ended
     }
 
-    /// The numbers that decisions have so far.
+    /// The range of the numbers of all decisions so far.
     pub fn numbers(&self) -> Range<u64> {
         0..self.next
     }
 
-    /// Forgets some of the decisions with these numbers for a worker, or for all ranks of a source; they count as neither confirmed nor
-    /// expired. It is called until no number is left.
+    /// Forgets some of the decisions in this range of numbers for a worker, or for all ranks of a source; they count as neither confirmed
+    /// nor expired. Removes the examined numbers from the range. The caller calls it again until the range is empty.
     pub fn forget(&mut self, source: &str, rank: Option<i64>, numbers: &mut Range<u64>) {
         let mut work = 0;
         while work < ENDED_PER_HOLD {
@@ -229,7 +229,8 @@ impl Overlay {
     /// Number of leading keys that a worker was expected to hold when `expire` was last called.
     pub fn depth(&self, worker: &Worker, keys: &[u64]) -> usize {
         let Some(expected) = self.expected.get(worker) else { return 0 };
-        // A decision expects a prompt from its first block on, so with a block also those before it.
+        // A decision expects all blocks of a prompt from the first one on. So if a block is expected, the blocks before it are expected
+        // too.
         keys.partition_point(|key| {
             step_counter::count(1);
             expected.contains_key(key)
@@ -245,11 +246,12 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Step {
-        /// A prompt with this number of keys of a chain, for a worker, and the time for which it counts.
+        /// A decision: the worker, the chain, the number of leading keys of the chain that the prompt has, and the time until which the
+        /// decision counts.
         Add(i64, u64, usize, u8),
         Pass(u8),
         Forget(Option<i64>),
-        /// A worker stores a block of a chain.
+        /// A worker stores the block at this position of a chain.
         Confirm(i64, u64, usize),
     }
 
@@ -316,7 +318,8 @@ mod tests {
     }
 
     proptest! {
-        /// After any end, by time, by the limit or with its worker, the blocks that other decisions expect stay.
+        /// However a decision ends, by time, by the limit or by its worker's removal, the blocks that other decisions expect are still
+        /// expected.
         #[test]
         fn is_a_list_of_decisions(steps in prop::collection::vec(step(), 0..60), limit in 0_usize..30) {
             let held = |worker: &Worker, keys: &[u64]| (keys[keys.len() - 1] + worker.rank as u64).is_multiple_of(2);
@@ -366,7 +369,7 @@ mod tests {
             }
         }
 
-        /// Moments before and after 0 keep their order.
+        /// `order` keeps the order of negative and positive times.
         #[test]
         fn moments_keep_their_order(one in any::<f64>(), other in any::<f64>()) {
             prop_assert_eq!(order(one).cmp(&order(other)), one.total_cmp(&other));

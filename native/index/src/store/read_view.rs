@@ -1,8 +1,9 @@
 //! The state that lookups read while a writer runs.
 //!
-//! Lookups do not take the lock of writers (`yielding_lock`). They hold a lock of their own, which a writer takes for as long as it changes
-//! a table or a list that they search, which is seldom and short: most stores and removals change slots alone, and those are read beside a
-//! writer (`crate::store::records`). While a writer has unpublished changes to a chunk, lookups see that it is being changed, and retry.
+//! Lookups do not take the lock of writers (`yielding_lock`). They hold another lock, which a writer takes only while it changes a table or
+//! a list that lookups search. That is rare and short: most stores and removals change only slots, and lookups can read slots while a
+//! writer runs (`crate::store::records`). While a writer has unpublished changes to a chunk, lookups see that it is being changed, and
+//! retry.
 
 use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
@@ -24,9 +25,9 @@ use crate::sync::atomics::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 pub struct View {
     /// Heads of runs by their keys.
     pub heads: Table,
-    /// Blocks that were stored by their keys, which have no place in a run.
+    /// Blocks that were stored by their keys, by these keys. Such blocks are in no run.
     pub keyed: Table,
-    /// Number of streams that are being restored from snapshots; meanwhile heads can have the keys of linked blocks.
+    /// Number of snapshots that are being absorbed; while it is above 0, heads can have the keys of linked blocks.
     pub strangers: usize,
     /// The placements where copies can be.
     pub placements: Placements,
@@ -46,9 +47,9 @@ pub struct View {
     pub has_uncertain_copies: bool,
     /// Chunks of records that are in use, as of the last time that a writer published them.
     pub chunks: Vec<Option<Arc<Memory>>>,
-    /// Holders by the number of their set, as of then.
+    /// Holders by the number of their set, as they were published last.
     pub sets: Vec<Holders>,
-    /// Contexts of blocks, as of then.
+    /// Contexts of blocks, as they were published last.
     pub contexts: Known,
     /// Secret of the tables' hash function.
     pub secret: Secret,
@@ -104,10 +105,10 @@ struct Inner<T> {
     value: UnsafeCell<T>,
 }
 
-// SAFETY: as for an `RwLock<T>`: `&T` is handed to several threads, `&mut T` to one at a time, and the value is dropped by any.
+// SAFETY: as for an `RwLock<T>`: several threads can have `&T`, one thread at a time can have `&mut T`, and any thread can drop the value.
 unsafe impl<T: Send + Sync> Sync for Inner<T> {}
 
-/// A value that its one owner reads without a lock, and changes under one; others read it under that lock.
+/// A value with one owner. The owner reads the value without a lock, and changes it under a lock; readers read it under that lock.
 pub struct Owner<T>(Arc<Inner<T>>);
 
 /// A handle that reads the value of an owner.
@@ -122,7 +123,7 @@ impl<T> Owner<T> {
         }))
     }
 
-    /// Readers and their lock.
+    /// Returns a reader of the value.
     pub fn reader(&self) -> Reader<T> {
         Reader(self.0.clone())
     }
@@ -142,7 +143,7 @@ impl<T> Deref for Owner<T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: only `Change` has a `&mut` to the value, and borrows the one owner exclusively for as long.
+        // SAFETY: only `Change` has a `&mut` to the value, and while it exists it borrows the one owner exclusively.
         unsafe { &*self.0.value.get() }
     }
 }
@@ -181,7 +182,7 @@ impl<T> Deref for Reading<'_, T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: the lock is held for reading, and only its holder for writing has a `&mut` to the value.
+        // SAFETY: the lock is held for reading, and only a thread that holds it for writing has a `&mut` to the value.
         unsafe { &*self.value.get() }
     }
 }

@@ -1,18 +1,18 @@
 //! Records of single blocks, by the number of their slot.
 //!
 //! Blocks of a chain are adjacent: a *run* is a row of slots of one chunk, each *linked* to the one before it. A lookup of a
-//! prompt compares the hashes of its blocks with those of a run, one after the other, in the order of memory; only the first
-//! block of a run, its *head*, is found by its rolling key, in the table of heads (`crate::store::shared_state`).
+//! prompt compares the hashes of its blocks with those of a run, one after the other, in the order of memory; only the first block of a
+//! run, its *head*, is found in a table by its rolling key: in the table of heads (`crate::store::shared_state`).
 //!
-//! A slot stores the local hash of a linked block, or the rolling key of a head. The key of a linked block is rolled from the head, or from
-//! the last of the keys that are stored for every eighth slot.
+//! A slot stores the local hash of a linked block, or the rolling key of a head. The key of a linked block is computed from the key of the
+//! head, or from the nearest earlier key of those that are stored for every eighth slot.
 //!
-//! Invariant: if slot n + 1 is linked, it is the only record with its key in its context, slot n holds its parent and is the only record
+//! Invariant: if slot n + 1 is linked, it is the only record with its key in its context, and slot n holds the parent, as the only record
 //! with the parent's key in that context.
 //!
-//! Lookups read slots while a writer runs: all that is in a slot is an atomic number, and each chunk has a version, which is odd from its
-//! first change on until `Records::publish`. A reader that finds a chunk's version even, and the same at the end, has read what was true at
-//! one moment; the writer never waits for readers.
+//! Lookups read slots while a writer runs. Everything in a slot is an atomic number. Each chunk has a version, which is odd from the first
+//! change of the chunk until `Records::publish`. If a reader finds an even version before it reads a chunk, and the same version
+//! afterwards, it has read the state of one moment. The writer never waits for readers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -32,12 +32,13 @@ const _: () = assert!(MAX_CONTEXTS <= TWIN, "a flag would be part of the number 
 
 /// Set number of a free slot.
 const FREE: u32 = u32::MAX;
-/// Number of bits of the number of slots in a chunk; for the model checker, which keeps a history of each number, as few as possible.
+/// Number of bits of a slot's position in its chunk. It is as small as possible for the model checker, which keeps a history of each atomic
+/// number.
 const BITS: u32 = if cfg!(all(loom, test)) { 6 } else { 10 };
 /// Number of slots of a chunk.
 pub const CHUNK: usize = 1 << BITS;
 const MASK: u32 = (CHUNK - 1) as u32;
-/// Number of slots in a group. Of each group the key of the first slot is stored.
+/// Number of slots in a group. The key of the first slot of each group is stored.
 const GROUP: usize = 8;
 
 /// The slots of a chunk, as one array for each property.
@@ -45,7 +46,7 @@ const GROUP: usize = 8;
 struct Slots {
     /// The local hash if the block is linked, the rolling key if it is a head.
     words: [AtomicU64; CHUNK],
-    /// The engine's hash; streams with another hash for the same block keep theirs themselves.
+    /// The engine's hash. A stream with another hash for the same block stores that hash itself.
     hashes: [AtomicU64; CHUNK],
     /// The number of its set of holders in `Sets`, in the lower half; the number of its context, and flags, in the upper one.
     states: [AtomicU64; CHUNK],
@@ -95,7 +96,7 @@ impl std::fmt::Debug for Memory {
 }
 
 impl Memory {
-    /// Creates the memory of a chunk, with the version of one that is being changed.
+    /// Creates the memory of a chunk, with a version that says that the chunk is being changed.
     fn new() -> Self {
         Self {
             version: AtomicU32::new(1),
@@ -104,13 +105,13 @@ impl Memory {
         }
     }
 
-    /// Version of the chunk before anything is read; None while it is being changed.
+    /// Version of the chunk, for a reader that has not read anything yet; None while the chunk is being changed.
     #[inline]
     pub fn version(&self) -> Option<u32> {
         Some(self.version.load(Ordering::Acquire)).filter(|version| version & 1 == 0)
     }
 
-    /// Whether all reads since it had this version belong to one moment.
+    /// Whether the chunk still has this version: then all reads since `version` returned it belong to one moment.
     #[inline]
     pub fn is_still(&self, version: u32) -> bool {
         fence(Ordering::Acquire);
@@ -157,7 +158,7 @@ impl Memory {
         self.flags(number) & LINKED != 0
     }
 
-    /// The slots after a slot.
+    /// The slots after a slot, up to the end of its chunk.
     #[inline]
     pub fn run_after(&self, number: u32) -> Run<'_> {
         let (slots, at) = (&self.slots[0], (number & MASK) as usize + 1);
@@ -175,7 +176,7 @@ impl Memory {
         last
     }
 
-    /// Visits the keys of a block and of the blocks before it in its group of eight slots, up to the beginning of the run.
+    /// Visits the keys of a block and of earlier blocks of its run in its group of eight slots, the earliest first.
     #[inline]
     fn keys_up_to(&self, number: u32, mut visit: impl FnMut(usize, u64)) {
         let (slots, end) = (&self.slots[0], (number & MASK) as usize);
@@ -205,7 +206,7 @@ struct Chunk {
     used: u32,
     /// Words of `free` before this one are zero.
     hint: u32,
-    /// Whether a search has found no long stretches since slots were last released.
+    /// Whether a search has failed to find a long stretch since slots were last released.
     is_scattered: bool,
     /// Whether the chunk is in `Records::partial`.
     listed: bool,
@@ -242,7 +243,7 @@ impl Chunk {
         length.min(end - at)
     }
 
-    /// The first stretch of this many free slots, or else the first free slots.
+    /// The position of the first stretch of `wanted` free slots, or else of the first free slot.
     fn find(&mut self, wanted: usize) -> usize {
         while self.free[self.hint as usize] == 0 {
             self.hint += 1;
@@ -269,14 +270,14 @@ impl Chunk {
         first
     }
 
-    /// The first group that is free as a whole, or else the first free slot.
+    /// The position of the first group whose slots are all free, or else of the first free slot.
     fn find_group(&mut self) -> usize {
         while self.free[self.hint as usize] == 0 {
             self.hint += 1;
         }
         for word in self.hint as usize..self.free.len() {
             let mut whole = self.free[word];
-            // A byte has only ones if and only if the lowest bit of its conjunction with its shifts is one.
+            // These conjunctions with shifted words leave the lowest bit of a byte set if and only if all bits of the byte were set.
             whole &= whole >> 4;
             whole &= whole >> 2;
             whole &= whole >> 1;
@@ -305,7 +306,7 @@ impl Chunk {
     }
 }
 
-/// Slots of one chunk side by side.
+/// Adjacent slots of one chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Row {
     /// The number of the first slot.
@@ -323,7 +324,7 @@ impl Row {
         }
     }
 
-    /// Adds a slot if it is adjacent to the row; false otherwise.
+    /// Adds a slot if it is adjacent to the row. Returns whether the slot was added.
     #[inline]
     pub fn extend(&mut self, number: u32) -> bool {
         if number + 1 == self.first && self.first & MASK != 0 {
@@ -365,8 +366,8 @@ pub struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Returns the number of leading slots that are linked blocks of a context with these local hashes and one set, and that set; removes
-    /// these slots.
+    /// Counts the leading slots that are linked blocks of a context, have these local hashes, and have the same set. Removes these slots
+    /// from the run. Returns their number and their set.
     #[inline]
     pub fn take(&mut self, locals: &[u64], context: u32) -> (usize, u32) {
         let length = locals.len().min(self.words.len()).min(self.states.len());
@@ -377,7 +378,8 @@ impl Run<'_> {
         if flags_in(first) != context | LINKED {
             return (0, EMPTY);
         }
-        // Compilers do not vectorise atomic loads; two untaken branches per block are quicker than sums of eight.
+        // Compilers do not vectorise atomic loads. A loop with two untaken branches per block is quicker than one that sums the comparisons
+        // of eight blocks.
         let same =
             |at: &usize| words[*at].load(Ordering::Relaxed) == locals[*at] && states[*at].load(Ordering::Relaxed) == first;
         let count = (0..length).take_while(same).count();
@@ -411,7 +413,7 @@ impl Records {
         chunks * (size_of::<Slots>() + CHUNK / GROUP * 8 + 2 * size_of::<Chunk>())
     }
 
-    /// An upper bound of the numbers: every number that was ever given is below it.
+    /// An upper bound of the numbers: every number that was ever assigned to a record is below it.
     pub fn bound(&self) -> u32 {
         (self.chunks.len() << BITS) as u32
     }
@@ -502,7 +504,7 @@ impl Records {
     }
 
     /// Records that other records with this key exist.
-    pub fn twin(&mut self, number: u32) {
+    pub fn mark_twin(&mut self, number: u32) {
         self.put_state(number, self.state(number) | state(0, TWIN));
     }
 
@@ -530,7 +532,7 @@ impl Records {
         self.memory(number).map_or(0, |memory| memory.key(number))
     }
 
-    /// Visits the keys of a block and of the blocks before it in its group of eight slots, up to the beginning of the run.
+    /// Visits the keys of a block and of earlier blocks of its run in its group of eight slots, the earliest first.
     #[inline]
     pub fn keys_up_to(&self, number: u32, visit: impl FnMut(usize, u64)) {
         if let Some(memory) = self.memory(number) {
@@ -561,7 +563,7 @@ impl Records {
         }
     }
 
-    /// Prefetches what a removal reads first, and what the key is computed from.
+    /// Prefetches what a removal reads first, and the word from which it computes the key.
     #[inline]
     pub fn prefetch_all(&self, number: u32) {
         if let Some(slots) = self.slots(number) {
@@ -570,7 +572,7 @@ impl Records {
         self.prefetch(number);
     }
 
-    // --- taking and giving back
+    // --- allocation and release
 
     /// Allocates a row of at most `count` slots, directly after `after` if possible; None if all slot numbers are used.
     pub fn take(&mut self, after: Option<u32>, count: usize) -> Option<Row> {
@@ -584,7 +586,7 @@ impl Records {
                 let chunk = self.room()?;
                 let found = &mut self.chunks[chunk];
                 let at = match (count, after) {
-                    // The run may grow by a few blocks at a time, in turn with other runs.
+                    // The run may grow by a few blocks at a time, alternating with other runs, so it gets a whole group if there is one.
                     (..GROUP, Some(_)) => found.find_group(),
                     (count, _) => found.find(count.min(GROUP)),
                 };
@@ -663,7 +665,7 @@ impl Records {
         Some(self.current)
     }
 
-    /// Releases slots. A block that is linked to the last one must have been unlinked.
+    /// Releases slots. A block that was linked to the last of these slots must have been unlinked before.
     pub fn remove(&mut self, Row { first, length }: Row) {
         let at = (first & MASK) as usize;
         for slot in &self.memory_to_change(first).slots[0].states[at..at + length as usize] {
@@ -703,13 +705,13 @@ impl Records {
 
     // --- for lookups
 
-    /// Whether the memory of chunks has changed without lookups knowing it yet.
+    /// Whether chunks have got or released memory since `move_to` was last called.
     #[inline]
-    pub fn is_moved(&self) -> bool {
+    pub fn has_moved_chunks(&self) -> bool {
         !self.moved.is_empty()
     }
 
-    /// Publishes the memory of all chunks to lookups. No lookup may run meanwhile.
+    /// Publishes the memory of all chunks to lookups. No lookup may run during this call.
     pub fn move_to(&mut self, view: &mut Vec<Option<Arc<Memory>>>) {
         if view.len() < self.chunks.len() {
             view.resize_with(self.chunks.len(), || None);

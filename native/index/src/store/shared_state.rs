@@ -17,7 +17,7 @@ use crate::store::read_view::{Owner, View};
 use crate::store::records::{Records, Row};
 use crate::sync::yielding_lock::Publish;
 
-/// Places of records in the tables of heads and of keys.
+/// Computes where the tables of heads and of keys place records.
 pub struct ByKey<'a>(pub &'a Records, pub Secret);
 
 impl Hashes for ByKey<'_> {
@@ -32,7 +32,7 @@ impl Hashes for ByKey<'_> {
     }
 }
 
-/// Places of records in the table of a stream.
+/// Computes where the table of a stream places records.
 pub struct ByHash<'a>(pub &'a Records, pub Secret);
 
 impl Hashes for ByHash<'_> {
@@ -84,15 +84,16 @@ pub struct SharedState {
     pub view: Owner<View>,
     /// All blocks.
     pub records: Records,
-    /// The sets of their holders.
+    /// The sets of holders of blocks.
     pub sets: Sets,
     /// Block sizes and namespaces of blocks.
     pub contexts: Contexts,
-    /// Records that lookups do not find since too many share their key and context, by key and context, once for each holder.
+    /// Records that lookups do not find, since too many records share their key and context. They are listed by key and context, once for
+    /// each holder.
     unlisted: HashMap<(u64, u32), BTreeSet<(u32, u32)>>,
-    /// Number of these holders.
+    /// Number of entries in `unlisted`.
     unlisted_holders: usize,
-    /// Heap bytes of all streams, maintained only with a memory limit.
+    /// Heap bytes of all streams; it is updated only if there is a memory limit.
     pub streams_bytes: usize,
     /// Secret of the tables' hash function.
     pub secret: Secret,
@@ -132,7 +133,8 @@ impl SharedState {
             + self.view.members.len() * MEMBER_BYTES
     }
 
-    /// A key or hash, mixed with the secret of this index, by which tables place it: a peer that chooses values cannot choose places.
+    /// A key or hash, mixed with the secret of this index. Tables place entries by the mixed value, so a peer that chooses keys and hashes
+    /// cannot choose the places.
     #[inline]
     pub fn mixed(&self, value: u64) -> TableHash {
         TableHash::from(self.secret.place(value))
@@ -152,7 +154,8 @@ impl SharedState {
         table.insert(mixed, number, &hashes);
     }
 
-    /// Whether a head has the key of a block in its context; for a block stored by its key, whether another block stored by its key has it.
+    /// Whether a table lists a record with the key and the context of a block: the table of heads, or, for a block stored by its key, the
+    /// table of such blocks.
     #[inline]
     pub fn is_listed(&self, block: &Block) -> bool {
         let records = &self.records;
@@ -169,8 +172,8 @@ impl SharedState {
             && records.context(number) == context
     }
 
-    /// Adds a stream to the holders of a block, which it does not hold yet. `parent` is the record of its parent, if that is known. None if
-    /// all numbers of records are used.
+    /// Adds a stream to the holders of a block that it does not hold yet. `parent` is the record of the block's parent, if it is known.
+    /// Returns None if all numbers of records are used.
     #[inline]
     pub fn add_holder(
         &mut self,
@@ -229,8 +232,9 @@ impl SharedState {
         })
     }
 
-    /// Hides one of the records that equal a block in key and context from lookups: one whose holders each have two other records that
-    /// lookups find, and that no holder stored with its present LoRA. So a stream holds a few of them, independent of their number.
+    /// Hides from lookups one of the records that have the key and the context of a block. It must be a record that no holder has stored
+    /// with the present weights of its LoRA. Each holder of it must also hold two other such records that lookups find. So lookups find
+    /// only a few such records of each stream, however many it holds.
     #[cold]
     fn unlist_twin(&mut self, block: &Block) {
         let listed = self.twins_of(block.keyed, block.key, block.context);
@@ -238,7 +242,7 @@ impl SharedState {
         let is_surplus = |number: u32, stream: u32| {
             let is_current = |member: &Member| member.loras.contains(lora) && !member.loras.is_outdated(lora, number);
             !self.view.members[stream as usize].as_ref().is_some_and(is_current)
-                && self.count_held(&listed, stream) > LEAST_LISTED
+                && self.count_held(&listed, stream) > MIN_LISTED
         };
         let found = listed.iter().copied().find_map(|number| {
             let holders = self.sets.streams(self.records.set(number));
@@ -293,7 +297,7 @@ impl SharedState {
         unlisted.remove(&(stream, number));
         let keyed = self.contexts.get(context).is_keyed();
         let mut held = self.count_held(&self.twins_of(keyed, key, context), stream);
-        while held < LEAST_LISTED
+        while held < MIN_LISTED
             && let Some(&(_, other)) = unlisted.range((stream, 0)..=(stream, u32::MAX)).next()
         {
             for holder in self.sets.streams(self.records.set(other)) {
@@ -343,7 +347,7 @@ impl SharedState {
         Some(number)
     }
 
-    /// Whether a block in the slot after its parent may be linked to it, if it is the only one of its key.
+    /// Whether a block in the slot after its parent may be linked to the parent, provided that no other record has the block's key.
     #[inline]
     pub fn may_link(&self, parent: u32, context: u32) -> bool {
         self.records.context(parent) == context && !self.records.has_twins(parent)
@@ -363,7 +367,7 @@ impl SharedState {
         self.insert(false, self.mixed(key), number);
     }
 
-    /// Makes the block that is linked to a block a head.
+    /// If a block is linked to this one, makes it a head.
     #[inline]
     pub fn list_next(&mut self, number: u32) {
         if let Some(next) = self.records.linked_next(number) {
@@ -378,7 +382,7 @@ impl SharedState {
         self.for_each_twin(keyed, key, |number| found.push(number));
         for number in found {
             if self.records.context(number) == context {
-                self.records.twin(number);
+                self.records.mark_twin(number);
                 self.list_next(number);
             }
         }
@@ -394,7 +398,7 @@ impl SharedState {
         });
     }
 
-    /// Adds or removes a holder of a block.
+    /// Adds a holder to a block, or removes it if the block has it.
     #[inline]
     pub fn toggle(&mut self, number: u32, placement: u16, stream: u32, last: &mut Move) {
         let set = self.sets.move_block(self.records.set(number), placement, stream, last);
@@ -450,12 +454,12 @@ impl SharedState {
         table.remove(mixed, number, &hashes);
     }
 
-    /// All records of the last block of a chain that begins with the first block of a prompt.
+    /// Returns all records of the last of these keys, which are a chain from the first block of a prompt on.
     pub fn ends_of(&self, keys: &[u64]) -> Vec<u32> {
         let mut found = Vec::new();
         let Some(&end) = keys.last() else { return found };
         self.for_each_twin(true, end, |number| found.push(number));
-        // The last head on the way there, since a block that is linked to one of several is not a head.
+        // The heads with the last key for which there are any: the records of later keys are linked blocks after one of these heads.
         let mut heads = Vec::new();
         for (at, &key) in keys.iter().enumerate().rev() {
             self.for_each_twin(false, key, |number| heads.push((at, number)));
@@ -496,7 +500,7 @@ impl SharedState {
         self.view.change().rename(number, worker);
     }
 
-    /// Assigns streams to the models that `model_of` returns for their sources; for other sources nothing changes.
+    /// Assigns streams to the models that `model_of` returns for their sources. Where it returns None, nothing changes.
     pub fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
         self.view.change().relabel(model_of);
     }
@@ -555,20 +559,20 @@ impl SharedState {
         bytes
     }
 
-    /// Releases the number of a stream, which holds nothing any more.
+    /// Releases the number of a stream, which must not hold blocks any more.
     pub fn leave(&mut self, stream: u32) {
         self.view.change().leave(stream);
     }
 }
 
-/// Number of changed sets and contexts that are published while lookups wait, which takes some tens of microseconds.
+/// Number of changed sets and contexts from which on a writer publishes them. Lookups wait for that some tens of microseconds.
 const CHANGES_AT_ONCE: usize = 1_024;
 
 impl Publish for SharedState {
     #[inline]
     fn publish(&mut self) {
         let changes = self.sets.changes() + self.contexts.changes();
-        if self.records.is_moved() || changes > 0 {
+        if self.records.has_moved_chunks() || changes > 0 {
             step_counter::count(changes);
             let view = &mut *self.view.change();
             self.records.move_to(&mut view.chunks);
@@ -740,9 +744,10 @@ impl Model {
     }
 }
 
-/// Minimum number of records with one key that lookups find of each holder: two show that they differ by their hashes alone.
-const LEAST_LISTED: usize = 2;
-/// Approximate bytes of a holder of an unlisted record, with the key.
+/// Minimum number of records with one key and context that lookups find for each holder: two suffice to show that several blocks differ
+/// only in their hashes.
+const MIN_LISTED: usize = 2;
+/// Approximate bytes of an entry in `unlisted`, including the key.
 const UNLISTED_BYTES: usize = 96;
 
 /// Approximate bytes of a member.

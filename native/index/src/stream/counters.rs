@@ -1,4 +1,4 @@
-//! Counts of the input of a stream that was refused or had no effect.
+//! Counters of input of a stream that was refused or had no effect.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ pub struct Counters {
     pub dropped: u64,
     /// Blocks that were refused at the memory limit.
     pub evicted: u64,
-    /// Deliveries that came twice.
+    /// Deliveries that were applied before.
     pub duplicates: u64,
     /// Deliveries of an incarnation that has ended.
     pub void: u64,

@@ -10,17 +10,18 @@ pub enum Estimate {
     SetAside(u64),
     /// Some blocks on the device have parents or tokens that were never announced; the value is their number.
     UnknownParents(u64),
-    /// Hashes cover pages alone. Releases of SGLang that hash in this way announce blocks inside a prompt as first blocks.
+    /// The hash of a page does not cover the pages before it. Releases of SGLang that hash in this way announce blocks inside a prompt as
+    /// first blocks.
     PageHashes,
-    /// Blocks on tiers below the device were announced without the extra keys (salts, LoRAs, media) that blocks on the device have, or not
-    /// all blocks of these tiers were known when the cache was cleared, which might not have emptied them.
+    /// Blocks on tiers below the device were announced without the extra keys (salts, LoRAs, media) that blocks on the device have, or the
+    /// cache was cleared, which might not have emptied these tiers, when not all of their blocks were known.
     InexactTiers,
-    /// The groups of the engine cannot be searched as the engine does.
+    /// The index cannot search the groups of the engine as the engine does; the value says why.
     Groups(&'static str),
 }
 
 impl Estimate {
-    /// A name for programs.
+    /// The name of the reason for programs.
     pub fn code(self) -> &'static str {
         match self {
             Self::SetAside(_) => "set-aside",
@@ -84,7 +85,7 @@ impl Stream {
         self.named.iter().fold(0, |bits, named| bits | 1 << named.level)
     }
 
-    /// Blocks with full attention on the device whose parents or tokens were never announced.
+    /// Number of blocks with full attention on the device whose parents or tokens were never announced.
     fn unknown_parents(&self) -> usize {
         if !self.are_pending_certain() {
             return 0;
@@ -94,7 +95,8 @@ impl Stream {
         orphans + self.untied(true)
     }
 
-    /// Blocks announced by their hash alone, on the device or below it, whose tokens were never announced: prompts do not find them.
+    /// Number of blocks, on the device or below it, that were announced only by a hash whose tokens were never announced. Lookups of
+    /// prompts do not find them.
     fn untied(&self, is_on_device: bool) -> usize {
         if !self.are_pending_certain() {
             return 0;
@@ -103,8 +105,9 @@ impl Stream {
         there.map(|named| self.waiting.untied_on(named.placement)).sum()
     }
 
-    /// Whether pending blocks show that something was never announced. False if something is known to be missing. False for several
-    /// groups, too: if their block sizes differ, vLLM also hashes parts of blocks, and names such parts, which it never announces, as parents.
+    /// Whether pending blocks show that something was never announced. False if batches or blocks are known to be missing. Also false for
+    /// several groups: if their block sizes differ, vLLM also hashes parts of blocks. It never announces these parts, but names them as
+    /// parents.
     fn are_pending_certain(&self) -> bool {
         !self.waiting.is_empty() && self.evidence.is_whole && self.groups.all().len() <= 1
     }

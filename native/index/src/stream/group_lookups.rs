@@ -13,7 +13,7 @@ use crate::store::shared_state::SharedState;
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
 impl Stream {
-    /// Searches prompts by the groups that are known now.
+    /// Makes lookups use the groups that are known now.
     pub fn use_groups(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.has_new_groups = false;
         if self.groups.needs_hashing()
@@ -40,7 +40,7 @@ impl Stream {
         writer.use_lookup(self.number, lookup);
     }
 
-    /// Collects all copies by their hashes, for lookups that begin to need them.
+    /// Collects all copies by their hashes, when lookups begin to need them.
     fn fill_group_cache(&mut self, writer: &mut Writer<'_, SharedState>) {
         let mut cache = GroupCache::default();
         if self.misses_salts {
@@ -57,7 +57,7 @@ impl Stream {
         self.publish_changed_copies(writer);
     }
 
-    /// The records of all blocks, each with its hash in this stream if that differs.
+    /// The records of all blocks. Each has the block's hash in this stream if it differs from the record's hash.
     pub(super) fn all_blocks(&self, writer: &mut Writer<'_, SharedState>) -> Vec<(u32, Option<u64>)> {
         writer.unlocked(|| {
             let own = self.own_numbers().map(|number| (number, None));
@@ -66,7 +66,7 @@ impl Stream {
         })
     }
 
-    /// Notes for lookups by hashes that a copy has changed.
+    /// Notes that a copy has changed, for lookups by hashes.
     pub(super) fn note_changed_copy(&mut self, shared: &SharedState, hash: u64, placement: u16) {
         if self.group_cache.is_some() {
             let placement = shared.view.placements.get(placement);
@@ -83,7 +83,7 @@ impl Stream {
         }
     }
 
-    /// Notes changes of copies that cannot be placed yet.
+    /// Notes that copies of pending blocks have changed, for placements that `meant` accepts.
     pub(super) fn note_waiting(&mut self, shared: &SharedState, meant: impl Fn(u16) -> bool) {
         if self.group_cache.is_some() {
             step_counter::count(self.waiting.len());
@@ -122,7 +122,7 @@ impl Stream {
         }
     }
 
-    /// A store can repeat a hash, and each block of a hash is examined once for all of its copies.
+    /// Sorts the changed copies and removes duplicates, so that each block of a hash is examined once for all of its changed copies.
     fn sort_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
         let (many, changed) = (self.changed_copies.len() > WORK_PER_HOLD, &mut self.changed_copies);
         let mut sort = || {
@@ -132,7 +132,7 @@ impl Stream {
         if many { writer.unlocked(sort) } else { sort() }
     }
 
-    /// Removes every block if a batch has changed copies of hashes that mean too many blocks for its length.
+    /// Removes every block if the hashes whose copies a batch has changed have more blocks than the length of the batch allows to examine.
     fn limit_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
         if self.collisions.is_empty() || self.group_cache.is_none() {
             return;
@@ -148,7 +148,7 @@ impl Stream {
         }
     }
 
-    /// Ends a batch: lookups search what it has changed.
+    /// Ends a batch: publishes its changes to lookups.
     pub fn publish_groups(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.limit_changed_copies(writer);
         self.publish_changed_copies(writer);
@@ -181,8 +181,8 @@ impl Stream {
         }
     }
 
-    /// Replaces `held` by whether each of these groups holds a copy of their hash on its level, also one that waits; and whether it
-    /// certainly does.
+    /// Fills `held` with two flags for each entry of `changed`, which all have the same hash: whether the group holds a copy of the hash on
+    /// the level, including a copy that waits, and whether it certainly does.
     fn find_held(&self, shared: &SharedState, changed: &[(u64, i64, u8)], held: &mut Vec<(bool, bool)>) {
         let (hash, placements) = (changed[0].0, &shared.view.placements);
         held.clear();

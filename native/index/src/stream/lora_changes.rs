@@ -1,4 +1,4 @@
-//! Signs that the name of a LoRA has come to mean other weights.
+//! Detects that the name of a LoRA means other weights than before.
 
 use super::Stream;
 use super::placing::Placed;
@@ -8,8 +8,8 @@ use crate::step_counter;
 use crate::store::shared_state::SharedState;
 
 impl Stream {
-    /// Notes whether a block of a LoRA that was stored belongs to the weights that are loaded now: `ReplacedLoras::note`. Returns false if
-    /// too many LoRAs were replaced.
+    /// Notes whether a stored block of a LoRA belongs to the weights that are loaded now: see `ReplacedLoras::note`. Returns false if too
+    /// many LoRAs were replaced.
     #[cold]
     pub fn note_lora(&mut self, shared: &mut SharedState, placed: &Placed, placement: u16, parent: Option<u32>) -> bool {
         let Some(lora) = lora_of(shared, placed.number) else {
@@ -35,7 +35,7 @@ impl Stream {
         is_noted
     }
 
-    /// Whether the stream holds another block with the key of a block on a placement, which is not outdated.
+    /// Whether the stream holds, on this placement, another block with the same key that is not outdated.
     fn has_current_twin(&self, shared: &SharedState, loras: &ReplacedLoras, lora: u64, number: u32, placement: u16) -> bool {
         let (mut is_held, context) = (false, shared.records.context(number));
         shared.for_each_twin(false, shared.records.key(number), |other| {
@@ -54,7 +54,7 @@ impl Stream {
         self.lora_bytes > 0
     }
 
-    /// Forgets a block that the stream does not hold any more; without blocks no LoRA is replaced.
+    /// Forgets a block that the stream does not hold any more. When the stream holds no block, no LoRA counts as replaced.
     pub(super) fn forget_lora(&mut self, shared: &mut SharedState, number: u32) {
         if !self.has_replaced_loras() {
             return;
@@ -69,7 +69,7 @@ impl Stream {
         });
     }
 
-    /// Moves what is known of a record of a LoRA's block to another record of the same block.
+    /// Moves the note about a LoRA's block from one record to another record of the same block.
     pub(super) fn exchange_lora(&mut self, shared: &mut SharedState, from: u32, to: u32) {
         if self.has_replaced_loras()
             && let Some(lora) = lora_of(shared, from)
@@ -87,20 +87,20 @@ impl Stream {
         shared.loras(self.number).into_iter().flat_map(ReplacedLoras::iter).collect()
     }
 
-    /// Notes that the engine lists another path for a LoRA. Does nothing if blocks have shown it since the last call, or if too many LoRAs
-    /// were replaced.
+    /// Notes that the engine lists another path for a LoRA. Does nothing if blocks have shown this change since the last call, or if too
+    /// many LoRAs were replaced.
     pub fn replace_listed_lora(&mut self, shared: &mut SharedState, lora: u64) {
         if self.blocks > 0 && shared.loras(self.number).is_some_and(|loras| loras.has_room(lora)) {
             self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace_listed(lora));
         }
     }
 
-    /// Restores the record that a LoRA was replaced.
+    /// Restores from a snapshot that a LoRA was replaced.
     pub fn put_replaced_lora(&mut self, shared: &mut SharedState, lora: u64) {
         self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace(lora));
     }
 
-    /// Restores that a block was stored since its LoRA was replaced, if it was.
+    /// Restores from a snapshot that a block was stored after its LoRA was replaced. Does nothing if the block has no replaced LoRA.
     pub fn put_current(&mut self, shared: &mut SharedState, number: u32) {
         if let Some(lora) = lora_of(shared, number) {
             self.lora_bytes = shared.change_loras(self.number, |loras| loras.store(lora, number));

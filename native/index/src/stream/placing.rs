@@ -7,7 +7,7 @@ use crate::step_counter;
 use crate::store::shared_state::{Block, ByHash, Holding, SharedState};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
-/// Cost, in examinations, of computing the key of a block whose parent is unknown.
+/// Number of examinations that count for computing the key of a block whose parent is unknown.
 const EXAMINATIONS_PER_KEY: usize = 8;
 
 /// The outcome of placing a block.
@@ -26,7 +26,8 @@ pub struct Placed {
 }
 
 impl Stream {
-    /// Adds one copy of a block. `parent` is the record of its parent, if that is known. None if too many blocks equal it.
+    /// Adds one copy of a block. `parent` is the record of the block's parent, if it is known. Returns None if too many blocks have the
+    /// same hash, or if all numbers of records are used.
     #[inline]
     pub fn place(&mut self, shared: &mut SharedState, block: &Block, placement: u16, parent: Option<u32>) -> Option<Placed> {
         let hash = block.hash;
@@ -99,7 +100,8 @@ impl Stream {
         self.groups.copied_levels >> self.named(placement).level & 1 != 0
     }
 
-    /// Applies a store to a block that the stream has: if copies are physical, perhaps a further copy.
+    /// Applies a store of a block that the stream holds. On a placement that has the block already, the store might mean a further copy if
+    /// copies are counted there.
     #[inline]
     pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         if shared.sets.holds(shared.records.set(number), placement, self.number) {
@@ -124,7 +126,7 @@ impl Stream {
         }
     }
 
-    /// Adds a copy of a store without tokens, as of groups with sliding windows. See `mark_fresh_uncertain`.
+    /// Adds a copy for a store without tokens, as groups with sliding windows have them. See `mark_fresh_uncertain`.
     pub fn copy_without_tokens(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         let is_held = shared.sets.holds(shared.records.set(number), placement, self.number);
         if !self.has_attested && (!is_held || self.copies.get(number, placement).is_uncertain()) {
@@ -166,7 +168,7 @@ impl Stream {
         self.tally += copy;
     }
 
-    /// Counts blocks that are new on a placement, and were entered.
+    /// Counts blocks that are new on a placement, after they were entered.
     #[inline]
     pub fn count_new(&mut self, hashes: &[u64], keys: &[u64], placement: u16) {
         if let Some(stored) = &mut self.stored {
@@ -181,7 +183,7 @@ impl Stream {
         self.clear_budget.add_stored(count);
     }
 
-    /// Enters a record under the hash of its block.
+    /// Enters a record under the hash that the block has in this stream.
     #[inline]
     fn enter(&mut self, shared: &SharedState, block: &Block, position: TablePosition, number: u32, is_new: bool) {
         let hash = block.hash;
@@ -196,7 +198,7 @@ impl Stream {
         }
     }
 
-    /// Enters a record under its own hash.
+    /// Enters a record under the hash that the record has.
     #[inline]
     pub fn enter_own(&mut self, shared: &SharedState, mixed: TableHash, position: TablePosition, number: u32) {
         let hashes = ByHash(&shared.records, shared.secret);

@@ -1,8 +1,8 @@
-//! Removals of a stream: copies by their hashes, the scopes of clears, and everything.
+//! Removals from a stream: of copies by their hashes, of the scope of a clear, and of everything.
 
 use hashbrown::HashTable;
 
-use super::room::LARGE;
+use super::room::LARGE_TABLE;
 use super::tally::{CopyMarks, Tally};
 use super::{NamedPlacement, Stream};
 use crate::holders::copies::{Copies, CopyTable};
@@ -15,8 +15,8 @@ use crate::store::shared_state::{ByHash, SharedState};
 use crate::sync::yielding_lock::Writer;
 
 impl Stream {
-    /// Takes one copy from the oldest block of each of a few hashes on `placement`, or from a pending block; counts the hashes that have no
-    /// copy.
+    /// Removes one copy on `placement` for each of a few hashes: from the oldest block of the hash, or else from a pending block. Counts
+    /// the hashes without a copy.
     pub fn remove(&mut self, shared: &mut SharedState, hashes: &[u64], placement: u16, targets: &mut Vec<RemovalTarget>) {
         targets.clear();
         targets.extend(hashes.iter().map(|&hash| {
@@ -28,30 +28,30 @@ impl Stream {
                 number: None,
             }
         }));
-        for each in &mut *targets {
-            self.table.for_each_match_at(each.position, |number| {
-                each.number = Some(number);
+        for target in &mut *targets {
+            self.table.for_each_match_at(target.position, |number| {
+                target.number = Some(number);
                 false
             });
-            if let Some(number) = each.number {
+            if let Some(number) = target.number {
                 shared.records.prefetch_all(number);
             }
         }
         let (mut pending, mut keys) = (PendingRemovals::new(self.named(placement).marks), KeyCache::default());
-        for each in targets {
-            if self.remove_single(shared, each, placement, &mut keys, &mut pending) {
+        for target in targets {
+            if self.remove_single(shared, target, placement, &mut keys, &mut pending) {
                 continue;
             }
             self.apply_removals(shared, placement, &mut pending);
-            if !self.remove_oldest(shared, each.hash, placement) && !self.waiting.remove(each.hash, placement) {
+            if !self.remove_oldest(shared, target.hash, placement) && !self.waiting.remove(target.hash, placement) {
                 self.counters.unknown += 1;
             }
         }
         self.apply_removals(shared, placement, &mut pending);
     }
 
-    /// The usual case: a hash means one block, of which there is one copy. The common changes of these blocks are only collected, as are
-    /// the records to remove. In all other cases it returns false and changes nothing.
+    /// Handles the usual case: the hash has one block, which has one copy on the placement. Changes that consecutive blocks share, and
+    /// records to remove, are collected in `pending`. In all other cases it returns false and does not change the block.
     #[inline]
     fn remove_single(
         &mut self,
@@ -71,7 +71,7 @@ impl Stream {
             return false;
         }
         let position = self.table.position_again(position, mixed);
-        // Another block with the same tag is rare, and so is one that this event has removed already, whose set is empty.
+        // It is rare that the entry belongs to another block with the same tag, or to a block that this event has removed already.
         let is_meant = |number: u32| shared.records.hash(number) == hash && shared.records.is_used(number);
         let Some(number) = number.filter(|&number| is_meant(number)) else {
             return false;
@@ -124,7 +124,7 @@ impl Stream {
         shared.forget_row(row);
     }
 
-    /// Removes one copy of a hash in the unusual cases: several blocks or copies, or a record with another hash.
+    /// Removes one copy of a hash in the unusual cases: the hash has several blocks or copies, or the record has another hash.
     #[inline(never)]
     fn remove_oldest(&mut self, shared: &mut SharedState, hash: u64, placement: u16) -> bool {
         if !self.collisions.may_examine(hash) {
@@ -190,7 +190,7 @@ impl Stream {
         let (length, capacity) = (self.foreign.len(), self.foreign.capacity());
         if length == 0 {
             self.foreign = HashTable::new();
-        } else if (64..=LARGE).contains(&capacity) && self.must_shrink() {
+        } else if (64..=LARGE_TABLE).contains(&capacity) && self.must_shrink() {
             self.foreign.shrink_to(length * 2, |entry| shared.secret.place(entry.hash));
         }
     }
@@ -251,8 +251,8 @@ impl Stream {
         true
     }
 
-    /// Applies a clear that names no tier: the device is empty. Blocks on lower tiers might be gone, since engines do not say whether these
-    /// were emptied too.
+    /// Applies a clear that names no tier: the device is empty now. Blocks on lower tiers might be gone, since engines do not say whether
+    /// they emptied these tiers too.
     pub fn clear_all(&mut self, writer: &mut Writer<'_, SharedState>) {
         let emptied = self.evidence.emptied_levels();
         let is_lower = |named: &&NamedPlacement| emptied >> named.level & 1 == 0;
@@ -266,7 +266,7 @@ impl Stream {
             levels(&|named| self.waiting.is_on(named.placement)),
         );
         let is_emptied = |placement| lower.iter().all(|named| named.placement != placement);
-        let keeps = held != 0 && self.clear(writer, is_emptied) && self.doubt_all(writer);
+        let keeps = held != 0 && self.clear(writer, is_emptied) && self.mark_all_uncertain(writer);
         self.evidence.begin(pending | if keeps { 0 } else { held }, keeps);
         if keeps {
             self.note_waiting(writer, |_| true);
@@ -278,8 +278,8 @@ impl Stream {
         }
     }
 
-    /// Marks every block as one that might be gone. Returns false if clears are so frequent that blocks must not be examined again.
-    fn doubt_all(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
+    /// Marks every block as uncertain: it might be gone. Returns false if clears are so frequent that blocks must not be examined again.
+    fn mark_all_uncertain(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
         if !self.clear_budget.try_spend(self.blocks) {
             return false;
         }
@@ -298,7 +298,7 @@ impl Stream {
         true
     }
 
-    /// Removes every block, which lookups see at once. The rules of groups stay.
+    /// Removes every block; lookups find none of them from the beginning of the removal on. The rules of groups stay.
     pub fn remove_all(&mut self, writer: &mut Writer<'_, SharedState>) {
         let number = self.number;
         self.unkept.clear();
@@ -334,7 +334,7 @@ impl Stream {
         writer.show(number, true);
     }
 
-    /// Removes every block if a removal was skipped, since a block that is gone must not match. Returns whether it did so.
+    /// Removes every block if a removal was skipped, since the block that is gone must not match. Returns whether blocks were removed.
     pub fn remove_some_blocks(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
         let is_spent = self.collisions.take_skipped();
         if is_spent {
@@ -344,9 +344,9 @@ impl Stream {
     }
 }
 
-/// Records in the order in which they are removed: from the ends of runs, so that no block is linked to a removed one.
+/// Sorts records in the order in which they are removed: from the ends of runs, so that no block is linked to a removed one.
 fn in_removal_order(numbers: impl Iterator<Item = u32>, count: usize, bound: u32) -> Vec<u32> {
-    if count < bound as usize / SPARSE {
+    if count < bound as usize / SORT_RATIO {
         let mut found: Vec<u32> = numbers.collect();
         found.sort_unstable_by(|one, other| other.cmp(one));
         return found;
@@ -367,8 +367,8 @@ fn in_removal_order(numbers: impl Iterator<Item = u32>, count: usize, bound: u32
     found
 }
 
-/// Ratio of an index's records to a stream's above which the stream's records are sorted instead of marked in a bitmap.
-const SPARSE: usize = 64;
+/// If the index has more than this many times the records of the stream, these are sorted in a list instead of marked in a bitmap.
+const SORT_RATIO: usize = 64;
 
 /// A hash to remove.
 #[derive(Clone, Copy, Debug)]
@@ -381,16 +381,16 @@ pub struct RemovalTarget {
     number: Option<u32>,
 }
 
-/// The removals of one event with equal sets, which are not counted yet.
+/// The consecutive removals of one event that change the same set to the same set, and that are not counted yet.
 struct PendingRemovals {
-    /// The sets of the last block, before and after its removal.
+    /// The sets of each of these blocks, before and after its removal.
     from: u32,
     to: u32,
-    /// Whether the stream is missing in the set after the removal.
+    /// Whether the stream is in no holder of the set after the removal.
     leaves: bool,
-    /// Number of blocks that have moved from the first set to the second.
+    /// Number of further blocks that have moved from the first set to the second.
     moved: u32,
-    /// How blocks on this placement contribute to the stream's sums, and what these blocks contributed.
+    /// How copies on this placement contribute to the stream's sums. `tally` is the sum of the contributions of the removed copies.
     marks: CopyMarks,
     tally: Tally,
     held: usize,
@@ -416,22 +416,22 @@ impl PendingRemovals {
     }
 }
 
-/// Number of adjacent slots whose keys are cached at once.
-const REMEMBERED: usize = 8;
+/// Number of adjacent slots for which a `KeyCache` has keys.
+const CACHED_SLOTS: usize = 8;
 
-/// Keys that were computed for a block and can be used for the blocks before it, as long as no slot gets another block.
+/// Keys that were computed for one block and that can be used for the blocks before it, as long as no slot gets another block.
 #[derive(Clone, Copy, Debug, Default)]
 struct KeyCache {
-    /// Number of the group plus one.
+    /// Number of the group of slots, plus one; 0 if there is none.
     group: u32,
     known: u8,
-    keys: [u64; REMEMBERED],
+    keys: [u64; CACHED_SLOTS],
 }
 
 impl KeyCache {
     #[inline]
     fn key(&mut self, records: &Records, number: u32) -> u64 {
-        let (group, at) = (number / REMEMBERED as u32 + 1, number as usize % REMEMBERED);
+        let (group, at) = (number / CACHED_SLOTS as u32 + 1, number as usize % CACHED_SLOTS);
         if self.group != group {
             (self.group, self.known) = (group, 0);
         }

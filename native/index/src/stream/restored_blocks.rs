@@ -1,4 +1,4 @@
-//! Blocks of a snapshot, and records that another record of the same block replaces.
+//! Adds blocks of a snapshot, and replaces a record by another record of the same block.
 
 use std::collections::HashMap;
 
@@ -9,8 +9,8 @@ use crate::store::shared_state::{Block, ByHash, SharedState};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
 impl Stream {
-    /// Adds a block that the stream does not have, on placements with the given copies. Returns its record, or None if a limit prevents
-    /// that.
+    /// Adds a block that the stream does not have, on placements with the given numbers of copies. Returns the block's record; None if the
+    /// stream has the block, or if a limit prevents the addition.
     #[inline]
     pub fn put(
         &mut self,
@@ -54,8 +54,8 @@ impl Stream {
         })
     }
 
-    /// Puts the blocks of one hash, given by key and context, in this order; refused ones are skipped. Says whether these are
-    /// its blocks.
+    /// Puts the blocks of one hash, given by key and context, in this order. With `refused`, blocks that the stream does not have are
+    /// skipped. Returns whether these are the blocks of the hash.
     pub fn reorder(
         &mut self,
         shared_lock: &YieldingRwLock<SharedState>,
@@ -89,8 +89,8 @@ impl Stream {
         true
     }
 
-    /// Replaces a record by another one of the same block. Returns false and changes nothing if the stream holds both, or holds the old one
-    /// under another hash than the record's.
+    /// Replaces the record `from` by the record `to` of the same block. Returns false and changes nothing if the stream holds both records,
+    /// or if it holds `from` under another hash than the record's.
     pub fn exchange(&mut self, shared: &mut SharedState, from: u32, to: u32) -> bool {
         let hash = shared.records.hash(from);
         let mixed = shared.mixed(hash);

@@ -1,4 +1,4 @@
-//! Memory of a stream: when its tables move, and whether the memory limit allows more blocks.
+//! Memory of a stream: when its tables are resized, and whether the memory limit allows more blocks.
 
 use std::sync::atomic::Ordering;
 
@@ -7,27 +7,28 @@ use crate::memory::hasher::Secret;
 use crate::store::shared_state::SharedState;
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
-/// Number of entries from which on a table is not moved while other threads wait.
-pub(super) const LARGE: usize = 1 << 14;
-/// Growth of the index's tables while some blocks are placed.
+/// Number of entries from which on a table is not resized while other threads wait.
+pub(super) const LARGE_TABLE: usize = 1 << 14;
+/// Bytes by which the index's tables can grow while some blocks are placed.
 const TABLE_GROWTH: usize = 16 << 10;
-/// Denominator of the part of the memory limit that is reserved for streams that hold less than the others.
+/// Denominator of the part of the memory limit that is reserved for streams that hold fewer blocks than the average.
 const RESERVE: usize = 16;
 
 impl Stream {
-    /// Whether a large table can grow with this many additional blocks, or must shrink: both take long, since all of it is moved.
+    /// Whether a large table might have to grow for this many additional blocks, or must shrink. Both take long, since the whole table is
+    /// moved.
     #[inline]
     pub fn must_resize(&self, blocks: usize) -> bool {
-        let is_tight = |length: usize, capacity: usize| length >= LARGE && capacity - length < blocks;
+        let is_tight = |length: usize, capacity: usize| length >= LARGE_TABLE && capacity - length < blocks;
         is_tight(self.foreign.len(), self.foreign.capacity())
             || is_tight(self.collisions.room().0, self.collisions.room().1)
             || self.copies.rooms().any(|(length, capacity)| is_tight(length, capacity))
-            || self.foreign.capacity() > LARGE && self.must_shrink()
+            || self.foreign.capacity() > LARGE_TABLE && self.must_shrink()
     }
 
-    /// Moves these tables while no thread waits for the shared part.
+    /// Resizes the tables for this many additional blocks. The caller must not hold the lock of the shared part.
     pub fn make_room(&mut self, blocks: usize, secret: Secret) {
-        if self.foreign.capacity() > LARGE && self.must_shrink() {
+        if self.foreign.capacity() > LARGE_TABLE && self.must_shrink() {
             self.foreign
                 .shrink_to(self.foreign.len() * 2, |entry| secret.place(entry.hash));
         }
@@ -38,7 +39,7 @@ impl Stream {
         }
     }
 
-    /// Counts work, as `Writer::spend`, and makes room for what comes next.
+    /// Counts work as `Writer::spend` does, and resizes tables for the work that follows.
     #[inline]
     pub fn spend(&mut self, writer: &mut Writer<'_, SharedState>, work: usize) {
         if writer.spend(work) && self.must_resize(2 * WORK_PER_HOLD) {
@@ -59,7 +60,7 @@ impl Stream {
     }
 
     /// Whether the memory limit allows this stream to hold more blocks. The last part of the memory is reserved for streams that hold fewer
-    /// blocks than the others.
+    /// blocks than the average.
     #[inline]
     pub fn may_grow(&mut self, shared: &mut SharedState) -> bool {
         match shared.limits.memory {

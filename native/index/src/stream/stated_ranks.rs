@@ -8,7 +8,7 @@ pub enum StatedRanks {
     None,
     /// One rank, which can differ from the rank by which the stream is known: an engine of one rank is often followed as rank 0.
     One(i64),
-    /// Several, each of which has a stream of its own.
+    /// Several ranks, each of which has a separate stream in the index.
     Several,
 }
 

@@ -1,4 +1,5 @@
-//! Sums over the copies that a stream holds. They do not depend on the order of events, so two parties that hold the same have the same sums.
+//! Sums over the copies that a stream holds. They do not depend on the order of events, so two parties that hold the same copies have the
+//! same sums.
 
 use std::ops::{AddAssign, SubAssign};
 
@@ -7,9 +8,9 @@ use crate::holders::placements::{AttestedGroup, Placement};
 /// The two sums of a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Sum over the blocks on all placements, as a sender announces it.
+    /// Sum over the copies on all placements, which a sender announces in heartbeats.
     pub digest: u128,
-    /// Sum over the copies on the device, as an engine attests it.
+    /// Sum over the copies on the device, which a heartbeat attests for the engine's cache.
     pub attestation: u64,
 }
 

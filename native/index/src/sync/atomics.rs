@@ -27,7 +27,7 @@ mod checked {
         static IS_WRITER: Cell<bool> = Cell::new(false);
     }
 
-    /// Makes this thread the only one that stores.
+    /// Declares that this thread is the only one that stores.
     pub fn be_the_writer() {
         IS_WRITER.with(|is_writer| is_writer.set(true));
     }
@@ -42,8 +42,8 @@ mod checked {
                     Self(atomic::$name::new(value))
                 }
 
-                /// Loads a value that the writer itself has stored. Loom stores only the last access to a number: it would take this load
-                /// for the last one, and would not try the following store before a lookup's load.
+                /// Loads a value. If the writer loads what it has stored itself, loom must not see the load: it remembers only the last
+                /// access to a number, and with this load as the last one it would not try the writer's next store before a lookup's load.
                 pub fn load(&self, order: Ordering) -> $number {
                     if IS_WRITER.with(Cell::get) {
                         // SAFETY: no other thread stores; loom checks that.

@@ -1,7 +1,8 @@
-//! Forked children: they have the memory of their parent, but none of its other threads, which may have been changing it.
+//! Protection of forked children: a child has the memory of its parent, but not the parent's other threads, which may have been in the
+//! middle of a change.
 //!
-//! Data that another thread was changing stays half changed in the child, and its locks stay locked. So the thread that forks locks the
-//! memory pool, which the child continues to use, and everything else belongs to the parent only: see `ProcessOwned`.
+//! Data that another thread was changing stays half changed in the child, and locks that it held stay locked. So the thread that forks
+//! locks the memory pool, which the child continues to use. Everything else belongs to the parent only: see `ProcessOwned`.
 
 use std::mem::ManuallyDrop;
 use std::sync::Once;
@@ -31,7 +32,7 @@ extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
 }
 
-/// A value that belongs to the process that made it. In a forked child `get` returns None, and the value is never dropped.
+/// A value that belongs to the process that created it. In a forked child `get` returns None, and the value is never dropped.
 #[derive(Debug)]
 pub struct ProcessOwned<T> {
     value: ManuallyDrop<T>,
@@ -57,7 +58,7 @@ impl<T> ProcessOwned<T> {
 impl<T> Drop for ProcessOwned<T> {
     fn drop(&mut self) {
         if generation() == self.generation {
-            // SAFETY: it is dropped nowhere else, and not used afterwards.
+            // SAFETY: the value is dropped nowhere else, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.value) };
         }
     }

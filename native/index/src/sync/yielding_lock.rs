@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::step_counter;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// Work of a writer before it checks whether other threads wait, in placed or removed blocks: about two microseconds.
+/// Number of blocks that a writer places or removes before it checks whether other threads wait: about two microseconds.
 pub const WORK_PER_HOLD: usize = 32;
-/// Number of spins before a thread sleeps, which costs much more than a writer's turn.
+/// Number of spins before a thread sleeps. To sleep and wake costs much more time than a writer's turn.
 const SPINS: usize = 2_000;
 
-/// A value with a part that its writer publishes for others.
+/// A value with a part that its writer publishes for other threads.
 pub trait Publish {
-    /// Publishes the current state. Called before a writer yields.
+    /// Publishes the current state. A writer calls it before it yields.
     fn publish(&mut self);
 
     /// Whether enough changes are unpublished that the writer should publish and yield now.
@@ -106,7 +106,7 @@ impl<T: Publish> YieldingRwLock<T> {
     }
 }
 
-/// A guard for writing, with pauses.
+/// A guard for writing, which yields to waiting threads.
 #[derive(Debug)]
 pub struct Writer<'a, T: Publish> {
     shared_lock: &'a YieldingRwLock<T>,
@@ -115,8 +115,8 @@ pub struct Writer<'a, T: Publish> {
 }
 
 impl<T: Publish> Writer<'_, T> {
-    /// Counts work, in blocks, and after enough of it yields to waiting threads. Returns whether it has yielded. Then everything that was
-    /// read before can have changed, except the caller's own stream.
+    /// Counts the work done, in blocks, and yields to waiting threads once it has done enough. Returns whether it may have yielded. If so,
+    /// everything that was read before can have changed, except the caller's stream.
     #[inline]
     pub fn spend(&mut self, work: usize) -> bool {
         step_counter::count(work);
@@ -147,7 +147,7 @@ impl<T: Publish> Writer<'_, T> {
         self.release();
         let waiting = self.shared_lock.waiting.load(Ordering::Relaxed);
         for _ in 0..SPINS {
-            // Waking one thread is enough: it will yield to the other waiting threads in the same way.
+            // It is enough that one thread has got the lock: it will yield to the other waiting threads in the same way.
             if self.shared_lock.waiting.load(Ordering::Relaxed) < waiting {
                 break;
             }
