@@ -1,10 +1,10 @@
-//! The messages of `SubscribeKvEvents`, as far as they are used. Numbers of fields are those of `smg-grpc-proto` 0.4.28.
+//! The messages of `SubscribeKvEvents`, with the fields that are used here. The numbers of fields are those of `smg-grpc-proto` 0.4.28.
 
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Request {
     #[prost(uint64, tag = "1")]
     pub start_sequence_number: u64,
-    /// Without it a worker that is idle sends nothing, not even that it is there.
+    /// Without this, an idle worker sends nothing, so a subscriber could not see that it has accepted the call.
     #[prost(bool, tag = "2")]
     pub load_records_before_first_batch: bool,
 }
@@ -30,14 +30,14 @@ pub struct Batch {
 pub struct Snapshot {
     #[prost(uint32, tag = "1")]
     pub index: u32,
-    /// Batches before the servicer's record that it never saw.
+    /// Number of batches before the servicer's record begins, which the servicer has not received.
     #[prost(uint64, tag = "4")]
     pub unknown_before: u64,
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Load {
-    /// The batch has no events, and repeats a number.
+    /// Whether the batch has no events, and repeats the number of another batch.
     #[prost(bool, tag = "9")]
     pub load_only: bool,
 }
@@ -94,7 +94,7 @@ pub struct Block {
     pub block_size: i32,
     #[prost(int64, optional, tag = "4")]
     pub lora_id: Option<i64>,
-    /// The tier less one, of servicers that name no tier.
+    /// The number of the tier minus one; only servicers that name no tier send it.
     #[prost(int32, optional, tag = "5")]
     pub cache_level: Option<i32>,
     #[prost(message, repeated, tag = "6")]

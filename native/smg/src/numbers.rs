@@ -13,11 +13,12 @@ pub struct Numbers {
 }
 
 impl Numbers {
-    /// Returns the number of a batch, which leaves out one if batches before it are missing. None for a batch that came before.
+    /// Returns the number of a batch. If batches before it are missing, one number is skipped. Returns None for a batch that has arrived
+    /// before.
     pub fn number(&mut self, batch: &Batch) -> Option<u64> {
         let newest = self.newest.insert(batch.dp_rank, batch.sequence_number);
         let is_complete = match (&batch.snapshot, newest) {
-            // A snapshot represents what came before it, also if it begins in the middle of a call.
+            // A snapshot represents all batches before it, even if it begins in the middle of a call.
             (Some(snapshot), _) if snapshot.index == 0 => snapshot.unknown_before == 0,
             (_, None) => batch.sequence_number == 0,
             (_, Some(newest)) if batch.sequence_number <= newest => {

@@ -1,4 +1,4 @@
-//! Batches as the payloads of a vLLM publisher: the map form, which has all fields.
+//! Encodes batches as payloads of a vLLM publisher, with events as maps, which have all fields.
 
 use serde::Serialize;
 
@@ -85,7 +85,7 @@ pub fn encode(batch: &Batch) -> Option<Vec<u8>> {
     Some(payload)
 }
 
-/// Adds a store for each run of blocks of one size, LoRA and level: a store of an engine has one of each.
+/// Adds a store for each run of blocks with equal size, LoRA and level: a store in the form of vLLM has only one of each.
 fn stores<'a>(stored: &'a Stored, events: &mut Vec<Event<'a>>) {
     let kind = |block: &Block| (block.block_size, block.lora_id, block.cache_level);
     let mut parent = stored.parent_block_hash.map(unsigned);
@@ -124,7 +124,7 @@ fn removal(removed: &Removed) -> BlockRemoved<'_> {
     }
 }
 
-/// Returns a hash as engines send it: the servicer sends its lower 64 bits as a signed number.
+/// Returns a hash as an unsigned number, as engines send it: the servicer sends the hash's lower 64 bits as a signed number.
 fn unsigned(hash: i64) -> u64 {
     hash.cast_unsigned()
 }

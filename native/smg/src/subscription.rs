@@ -1,4 +1,4 @@
-//! A subscription to one worker: a task that calls it, and a queue of what has arrived.
+//! A subscription to one worker: a task that calls the worker, and a queue of arrivals.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -19,50 +19,51 @@ use crate::messages;
 use crate::numbers::Numbers;
 use crate::payload;
 
-/// The services that have the call, one for each engine.
+/// The methods for the call, in one service for each engine.
 const METHODS: [&str; 4] = [
     "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
     "/sglang.grpc.scheduler.SglangScheduler/SubscribeKvEvents",
     "/tokenspeed.grpc.scheduler.TokenSpeedScheduler/SubscribeKvEvents",
     "/trtllm.TrtllmService/SubscribeKvEvents",
 ];
-/// Maximum number of batches that wait for the application. Beyond them nothing is read, and HTTP/2 holds the servicer back.
-const MAX_WAITING: usize = 1_024;
-/// Maximum number of bytes of their payloads, for the same reason; a larger payload waits until it is the only one.
+/// Maximum number of batches that wait for the application. At this number nothing is read, and the flow control of HTTP/2 stops the
+/// servicer.
+const MAX_WAITING_BATCHES: usize = 1_024;
+/// Maximum number of bytes of the payloads of these batches. A payload that is larger waits until no other payload is queued.
 const MAX_WAITING_BYTES: u32 = 64 << 20;
 /// Longest message: SMG's own limit.
 const MAX_MESSAGE_BYTES: usize = 64 << 20;
 const CONNECT_TIME: Duration = Duration::from_secs(5);
-/// Time after which a quiet connection is checked, and that for the answer: a worker that was frozen or cut off is noticed.
+/// Time after which a quiet connection is checked, and time to wait for the answer, so that a worker that is frozen or cut off is noticed.
 const CHECK_AFTER: Duration = Duration::from_secs(2);
 const CHECK_TIME: Duration = Duration::from_secs(3);
 const MIN_PAUSE: Duration = Duration::from_millis(100);
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
-/// What has arrived, in its order.
+/// Something that has arrived from the worker; arrivals are in the order in which they came.
 #[derive(Debug, PartialEq)]
 pub enum Arrival {
-    /// A call has begun: its batches begin with the first one.
+    /// A call has begun: the numbers of batches begin at 0 again.
     Connected,
-    /// The number in this call, and the payload as vLLM encodes it.
+    /// A batch: its number in this call, and its payload as vLLM encodes it.
     Batch(u64, Vec<u8>),
-    /// The call has ended, or none could begin, for this reason.
+    /// The call has ended, or could not begin; the text says why.
     Disconnected(String),
 }
 
-/// A subscription to the events of one worker. It is ended when it is dropped.
+/// A subscription to the events of one worker. It ends when the value is dropped.
 pub struct Subscription {
     arrivals: Mutex<mpsc::Receiver<Waiting>>,
     endpoint: Endpoint,
     outlet: Outlet,
-    /// Follows the worker.
+    /// The task that calls the worker.
     task: Mutex<JoinHandle<()>>,
 }
 
-/// An arrival with the room that it takes until it is taken.
+/// An arrival, with the permit for its bytes, which is returned when the arrival is taken from the queue.
 type Waiting = (Arrival, Option<OwnedSemaphorePermit>);
 
-/// Where arrivals are queued.
+/// The end of the queue to which arrivals are added.
 #[derive(Clone)]
 struct Outlet {
     sender: mpsc::Sender<Waiting>,
@@ -70,7 +71,7 @@ struct Outlet {
     waker: Arc<Waker>,
 }
 
-/// A socket whose other end is readable while something waits.
+/// A socket whose other end is readable while arrivals wait.
 struct Waker {
     socket: UnixStream,
     is_awake: AtomicBool,
@@ -96,7 +97,7 @@ impl Subscription {
             .keep_alive_timeout(CHECK_TIME)
             .keep_alive_while_idle(true);
         waker.set_nonblocking(true).map_err(|error| error.to_string())?;
-        let (sender, arrivals) = mpsc::channel(MAX_WAITING);
+        let (sender, arrivals) = mpsc::channel(MAX_WAITING_BATCHES);
         let waker = Arc::new(Waker {
             socket: waker,
             is_awake: AtomicBool::new(false),
@@ -112,10 +113,10 @@ impl Subscription {
         })
     }
 
-    /// Returns up to `limit` arrivals. Empty the other end of the waker before.
+    /// Takes up to `limit` arrivals from the queue. The caller must read all bytes from the other end of the waker before.
     pub fn take(&self, limit: usize) -> Vec<Arrival> {
         let mut arrivals = self.arrivals.lock();
-        // Before the queue is read: what comes afterwards wakes again.
+        // This is reset before the queue is read, so that arrivals after that wake the application again.
         self.outlet.waker.is_awake.store(false, Ordering::SeqCst);
         let mut taken = Vec::new();
         while taken.len() < limit {
@@ -128,7 +129,7 @@ impl Subscription {
         taken
     }
 
-    /// Ends the call and begins another one, which brings everything again.
+    /// Ends the call and begins another one, in which the worker sends everything again.
     pub fn restart(&self) {
         let mut task = self.task.lock();
         task.abort();
@@ -160,7 +161,7 @@ impl Waker {
 }
 
 impl Outlet {
-    /// Queues an arrival, when there is room. Without a receiver the task is about to be ended.
+    /// Queues an arrival as soon as there is room. If there is no receiver, the arrival is dropped: the task is about to end.
     async fn put(&self, arrival: Arrival) {
         let bytes = match &arrival {
             Arrival::Batch(_, payload) => u32::try_from(payload.len()).unwrap_or(u32::MAX),
@@ -172,7 +173,7 @@ impl Outlet {
     }
 }
 
-/// Calls the worker until the task is ended.
+/// Calls the worker again and again until the task is aborted.
 async fn follow(endpoint: Endpoint, outlet: Outlet) {
     let mut pause = MIN_PAUSE;
     loop {
@@ -192,7 +193,7 @@ async fn call(endpoint: &Endpoint, outlet: &Outlet, has_begun: &mut bool) -> Str
     };
     let mut batches = match subscribe(channel).await {
         Ok(batches) => batches,
-        Err(status) => return sentence(&status),
+        Err(status) => return message_of(&status),
     };
     outlet.put(Arrival::Connected).await;
     *has_begun = true;
@@ -200,7 +201,7 @@ async fn call(endpoint: &Endpoint, outlet: &Outlet, has_begun: &mut bool) -> Str
     loop {
         match batches.message().await {
             Ok(None) => return "the worker has ended the stream".to_owned(),
-            Err(status) => return sentence(&status),
+            Err(status) => return message_of(&status),
             Ok(Some(batch)) => {
                 if batch.load.as_ref().is_some_and(|load| load.load_only) {
                     continue;
@@ -208,7 +209,7 @@ async fn call(endpoint: &Endpoint, outlet: &Outlet, has_begun: &mut bool) -> Str
                 let Some(number) = numbers.number(&batch) else {
                     continue;
                 };
-                // The number of a batch that cannot be used is missing, which the stream reports as a loss.
+                // A batch that cannot be encoded is dropped: its number is missing, which the stream reports as a loss.
                 if let Some(payload) = payload::encode(&batch) {
                     outlet.put(Arrival::Batch(number, payload)).await;
                 }
@@ -217,7 +218,7 @@ async fn call(endpoint: &Endpoint, outlet: &Outlet, has_begun: &mut bool) -> Str
     }
 }
 
-/// Calls the first service that the worker has.
+/// Calls the method in the first of the services that the worker has.
 async fn subscribe(channel: Channel) -> Result<tonic::Streaming<messages::Batch>, Status> {
     let mut client = tonic::client::Grpc::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES);
     let mut refused = Status::unimplemented("");
@@ -238,7 +239,7 @@ async fn subscribe(channel: Channel) -> Result<tonic::Streaming<messages::Batch>
     Err(refused)
 }
 
-fn sentence(status: &Status) -> String {
+fn message_of(status: &Status) -> String {
     if status.code() == Code::Unimplemented {
         return "the worker has no stream of KV cache events: start its engine with events (vLLM: --kv-events-config)"
             .to_owned();
@@ -246,7 +247,7 @@ fn sentence(status: &Status) -> String {
     format!("{:?}: {}", status.code(), status.message())
 }
 
-/// Returns the message of an error with those of its causes.
+/// Returns the message of an error with the messages of its causes.
 fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
@@ -266,7 +267,7 @@ mod tests {
 
     #[test]
     fn payloads_wait_for_room() {
-        let (sender, mut arrivals) = mpsc::channel(MAX_WAITING);
+        let (sender, mut arrivals) = mpsc::channel(MAX_WAITING_BATCHES);
         let (socket, _other) = UnixStream::pair().unwrap();
         let waker = Arc::new(Waker {
             socket,
