@@ -1,4 +1,4 @@
-//! Reads the events of a batch from its bytes.
+//! Reads the events of a batch from the bytes of its payload.
 
 pub mod decode;
 pub mod msgpack;

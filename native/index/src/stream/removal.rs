@@ -422,7 +422,7 @@ const CACHED_SLOTS: usize = 8;
 /// Keys that were computed for one block and that can be used for the blocks before it, as long as no slot gets another block.
 #[derive(Clone, Copy, Debug, Default)]
 struct KeyCache {
-    /// Number of the group of slots, plus one; 0 if there is none.
+    /// Number of the group of slots, plus one; 0 while the cache is empty.
     group: u32,
     known: u8,
     keys: [u64; CACHED_SLOTS],

@@ -1,5 +1,5 @@
-//! Searches for a payload that takes more steps per byte than the bound, after any earlier payloads, or that lets other streams wait for
-//! too many steps.
+//! Searches for payloads that, after any earlier payloads, take more steps per byte than the bound, or for which other streams wait for too
+//! many steps.
 
 use proptest::prelude::*;
 
@@ -13,30 +13,31 @@ use crate::store::members::Worker;
 use crate::testing::cases::text;
 use crate::wire::scan::{Limits as ScanLimits, Schema};
 
-/// Number of steps for each byte of a payload: some hundred milliseconds for a megabyte.
-const PER_BYTE: usize = 40;
-/// Maximum budget saved from earlier payloads, for partial clears and for blocks that share a hash.
-const SAVED: usize = 3 << 20;
-/// Number of times that partial clears may examine each stored block.
-const PER_BLOCK: usize = 20;
+/// Maximum number of steps for each byte of a payload: some hundred milliseconds for a megabyte.
+const STEPS_PER_BYTE: usize = 40;
+/// Maximum number of steps from budgets that earlier payloads have not used up, for partial clears and for blocks that share a hash.
+const SAVED_STEPS: usize = 3 << 20;
+/// Maximum number of steps for each block that the stream held before, which partial clears may examine several times.
+const STEPS_PER_BLOCK: usize = 20;
 
-/// Steps of a lookup for each token of the prompt, in one hybrid stream: each level is searched, with and without uncertain blocks.
-const PER_TOKEN: usize = 200;
+/// Maximum number of steps of a lookup for each token of the prompt, in one hybrid stream: each level is searched, with and without
+/// uncertain blocks.
+const STEPS_PER_TOKEN: usize = 200;
 
-/// Number of steps of an export for each block, each placement of a block, each waiting block, and each 64 records of the index: blocks
-/// with hashes of the stream's own are examined for each of 32 parts of the index.
-const PER_EXPORTED: usize = 40;
+/// Maximum number of steps of an export for each block, each copy, each waiting block, and each 64 records of the index. Blocks whose hash
+/// differs from that of their record are examined once for each of 32 parts of the index.
+const STEPS_PER_EXPORTED: usize = 40;
 
 /// Maximum number of steps for which other streams, and lookups of the same blocks, may have to wait. A step takes 5 to 20
 /// nanoseconds, so they wait for at most 5 milliseconds.
-const PER_HOLD: usize = 250_000;
+const STEPS_PER_HOLD: usize = 250_000;
 
 /// An event, and the number of times that it is repeated.
 #[derive(Clone, Debug)]
 struct RepeatedEvent {
     kind: u8,
     times: u16,
-    /// The first hash, the number of hashes, and whether all are equal.
+    /// The first hash. `count` is the number of hashes, and `has_equal_hashes` whether all of them are equal.
     first: u8,
     count: u16,
     has_equal_hashes: bool,
@@ -44,7 +45,7 @@ struct RepeatedEvent {
     token: u8,
     place: Option<u8>,
     group: u8,
-    /// The kind of its group: a number in `SPECS`.
+    /// The kind of the event's group: a position in `SPECS`.
     spec: u8,
 }
 
@@ -96,7 +97,7 @@ fn array(items: impl ExactSizeIterator<Item = u8>) -> Vec<u8> {
 }
 
 impl RepeatedEvent {
-    /// The shortest encoding: fields after the last set one are left out.
+    /// The shortest encoding: fields after the last field that is set are omitted.
     fn encoded(&self) -> Vec<u8> {
         let count = usize::from(self.count);
         let number = |at: usize| {
@@ -150,7 +151,7 @@ impl RepeatedEvent {
     }
 }
 
-/// The events in order, repeated as often as they fit.
+/// A payload of at most `most` bytes with these events in order, repeated as often as they fit.
 fn payload_of(events: &[RepeatedEvent], most: usize) -> Vec<u8> {
     let (mut body, mut count) = (Vec::new(), 0_u32);
     'full: for event in events.iter().cycle().take(200) {
@@ -170,55 +171,58 @@ fn index() -> PrefixIndex {
     PrefixIndex::new(Schema::new(ScanLimits::default()).unwrap().joining(), Limits::default())
 }
 
-/// Applies a payload, within the bounds.
+/// Applies a payload, and asserts that it stays within the bounds.
 fn apply(index: &PrefixIndex, source: &str, seq: i64, payload: &[u8]) {
     let before = index.info(source, 0).map_or(0, |info| info.blocks + info.orphans);
     step_counter::taken();
     let outcome = index.batch(source, 0, 0, seq, payload).outcome;
     assert!(matches!(outcome, Outcome::Applied(_)), "{outcome:?}");
     let Steps { taken, longest, .. } = step_counter::taken();
-    let most = PER_BYTE * payload.len() + PER_BLOCK * before + SAVED;
+    let most = STEPS_PER_BYTE * payload.len() + STEPS_PER_BLOCK * before + SAVED_STEPS;
     assert!(
         taken <= most,
         "{taken} steps of {most} for {} bytes, {before} blocks before",
         payload.len()
     );
-    assert!(longest <= PER_HOLD, "others wait for {longest} steps, {before} blocks before");
+    assert!(
+        longest <= STEPS_PER_HOLD,
+        "others wait for {longest} steps, {before} blocks before"
+    );
 }
 
-/// Looks a prompt up, within the bounds.
+/// Looks a prompt up, and asserts that this stays within the bounds.
 fn look_up(index: &PrefixIndex, tokens: &[u32], scope: &Scope) -> Matches {
     step_counter::taken();
     let found = index.match_prompt(tokens, scope);
     let Steps { taken, .. } = step_counter::taken();
-    let most = PER_TOKEN * (tokens.len() + 1);
+    let most = STEPS_PER_TOKEN * (tokens.len() + 1);
     assert!(taken <= most, "{taken} steps of {most} for {} tokens", tokens.len());
     found
 }
 
-/// Compares a stream with equal attestations, of which the second one finds nothing to change.
+/// Compares a stream twice with an equal attestation. The second comparison finds nothing to change.
 fn attest(index: &PrefixIndex) {
     let Some(stream) = index.stream("bad", 0) else { return };
     let locked = stream.lock();
     let (attestation, blocks) = (locked.attestation(), locked.blocks);
     drop(locked);
-    for most in [PER_BLOCK * blocks, 10] {
+    for most in [STEPS_PER_BLOCK * blocks, 10] {
         step_counter::taken();
         index.compare("bad", 0, None, None, Some(attestation));
         let Steps { taken, longest, .. } = step_counter::taken();
         assert!(
-            taken <= most && longest <= PER_HOLD,
+            taken <= most && longest <= STEPS_PER_HOLD,
             "{taken} steps of {most}, others wait for {longest}"
         );
     }
 }
 
-/// Lists a stream's blocks, and writes a snapshot, within the bounds.
+/// Lists a stream's blocks and writes a snapshot, and asserts that both stay within the bounds.
 fn export(index: &PrefixIndex) {
     let Some(stream) = index.stream("bad", 0) else { return };
     let locked = stream.lock();
     let copies: usize = locked.held().map(|(_, blocks)| 1 + blocks).sum();
-    let most = PER_EXPORTED
+    let most = STEPS_PER_EXPORTED
         * (copies + locked.blocks + locked.waiting.len() + index.shared_lock.read().records.bound() as usize / 64 + 10);
     drop(locked);
     let list = || _ = index.blocks("bad", 0);
@@ -228,7 +232,7 @@ fn export(index: &PrefixIndex) {
         export();
         let Steps { taken, longest, .. } = step_counter::taken();
         assert!(
-            taken <= most && longest <= PER_HOLD,
+            taken <= most && longest <= STEPS_PER_HOLD,
             "{taken} steps of {most}, others wait for {longest}"
         );
     }
@@ -282,7 +286,7 @@ fn repeated(kind: u8, times: u16, count: u16, place: Option<u8>) -> RepeatedEven
     }
 }
 
-/// Blocks of one hash that are stored again: finding each requires examining all.
+/// Blocks of one hash that are stored again: to find each of them, all must be examined.
 #[test]
 fn blocks_of_one_hash_that_are_stored_again() {
     check(
@@ -305,7 +309,7 @@ fn copies_of_the_newest_of_many_blocks_of_one_hash() {
     );
 }
 
-/// Copies of a hash beside as many other hashes as a table has room for.
+/// Copies of one hash in a table that has no room for another hash.
 #[test]
 fn copies_beside_a_full_table() {
     let of_a_window = RepeatedEvent {
@@ -323,9 +327,9 @@ fn blocks_of_one_hash_that_come_and_go() {
     check(&[vec![repeated(0, 1, 1_000, None), repeated(3, 1, 1_000, None)]], 1 << 20);
 }
 
-// --- what grows with a stream, or with all of them
+// --- work that grows with one stream, or with all streams
 
-/// Hashes of four bytes, of which a megabyte is 200,000.
+/// A list of hashes of four bytes: 200,000 of them take a megabyte.
 fn hashes(numbers: impl ExactSizeIterator<Item = u32>) -> Vec<u8> {
     let mut out = vec![0xDD];
     out.extend((numbers.len() as u32).to_be_bytes());
@@ -341,18 +345,22 @@ fn batch_of(events: &[Vec<u8>]) -> Vec<u8> {
     [&[0x92, 1, 0xDD][..], &count.to_be_bytes(), &events.concat()].concat()
 }
 
-const MANY: u32 = 150_000;
+const CHAIN_BLOCKS: u32 = 150_000;
 
-/// A chain of this number of blocks of one token; `part` distinguishes chains of equal length.
+/// A chain of `CHAIN_BLOCKS` blocks of one token. Chains with different `part` have different tokens.
 fn chain(part: u32, first: u32) -> Vec<u8> {
-    let tokens = hashes(part * MANY..(part + 1) * MANY);
-    let fields = [hashes(first..first + MANY), vec![0xC0], tokens, vec![1]];
+    let tokens = hashes(part * CHAIN_BLOCKS..(part + 1) * CHAIN_BLOCKS);
+    let fields = [hashes(first..first + CHAIN_BLOCKS), vec![0xC0], tokens, vec![1]];
     [b"\x95\xABBlockStored".to_vec(), fields.concat()].concat()
 }
 
-/// Copies of these blocks, without tokens.
+/// Copies of the `CHAIN_BLOCKS` blocks from the hash `first` on, without tokens.
 fn copies(first: u32, medium: &[u8]) -> Vec<u8> {
-    let fields = [hashes(first..first + MANY), b"\xC0\x90\x00\xC0".to_vec(), medium.to_vec()];
+    let fields = [
+        hashes(first..first + CHAIN_BLOCKS),
+        b"\xC0\x90\x00\xC0".to_vec(),
+        medium.to_vec(),
+    ];
     [b"\x97\xABBlockStored".to_vec(), fields.concat()].concat()
 }
 
@@ -360,16 +368,21 @@ fn copies(first: u32, medium: &[u8]) -> Vec<u8> {
 fn copies_of_many_blocks() {
     let index = index();
     for part in 0..4 {
-        apply(&index, "bad", 2 * i64::from(part), &batch_of(&[chain(part, part * MANY)]));
+        apply(
+            &index,
+            "bad",
+            2 * i64::from(part),
+            &batch_of(&[chain(part, part * CHAIN_BLOCKS)]),
+        );
         apply(
             &index,
             "bad",
             2 * i64::from(part) + 1,
-            &batch_of(&[copies(part * MANY, b"\xC0")]),
+            &batch_of(&[copies(part * CHAIN_BLOCKS, b"\xC0")]),
         );
     }
     export(&index);
-    assert_eq!(index.info("bad", 0).unwrap().copies, 4 * MANY as usize);
+    assert_eq!(index.info("bad", 0).unwrap().copies, 4 * CHAIN_BLOCKS as usize);
 }
 
 /// Blocks that another stream has under other hashes.
@@ -377,12 +390,17 @@ fn copies_of_many_blocks() {
 fn many_blocks_under_hashes_of_their_own() {
     let index = index();
     for part in 0..4 {
-        apply(&index, "good", part.into(), &batch_of(&[chain(part, part * MANY)]));
-        apply(&index, "bad", part.into(), &batch_of(&[chain(part, (10 + part) * MANY)]));
+        apply(&index, "good", part.into(), &batch_of(&[chain(part, part * CHAIN_BLOCKS)]));
+        apply(
+            &index,
+            "bad",
+            part.into(),
+            &batch_of(&[chain(part, (10 + part) * CHAIN_BLOCKS)]),
+        );
     }
     export(&index);
     for part in 0..4_u32 {
-        let gone = hashes((10 + part) * MANY..(11 + part) * MANY);
+        let gone = hashes((10 + part) * CHAIN_BLOCKS..(11 + part) * CHAIN_BLOCKS);
         apply(
             &index,
             "bad",
@@ -398,12 +416,17 @@ fn many_blocks_under_hashes_of_their_own() {
 fn many_hashes_of_two_blocks() {
     let index = index();
     for part in 0..4 {
-        apply(&index, "bad", 2 * i64::from(part), &batch_of(&[chain(part, part * MANY)]));
+        apply(
+            &index,
+            "bad",
+            2 * i64::from(part),
+            &batch_of(&[chain(part, part * CHAIN_BLOCKS)]),
+        );
         apply(
             &index,
             "bad",
             2 * i64::from(part) + 1,
-            &batch_of(&[chain(10 + part, part * MANY)]),
+            &batch_of(&[chain(10 + part, part * CHAIN_BLOCKS)]),
         );
     }
     export(&index);
@@ -435,10 +458,10 @@ fn many_namespaces() {
 fn many_sets_of_placements() {
     let index = index();
     for part in 0..2_u32 {
-        apply(&index, "bad", part.into(), &batch_of(&[chain(part, part * MANY)]));
+        apply(&index, "bad", part.into(), &batch_of(&[chain(part, part * CHAIN_BLOCKS)]));
     }
     for bit in 0..19_u32 {
-        let numbers: Vec<u32> = (0..2 * MANY).filter(|number| number >> bit & 1 == 1).collect();
+        let numbers: Vec<u32> = (0..2 * CHAIN_BLOCKS).filter(|number| number >> bit & 1 == 1).collect();
         let fields = [
             hashes(numbers.into_iter()),
             b"\xC0\x90\x00\xC0\xA1".to_vec(),
@@ -450,7 +473,7 @@ fn many_sets_of_placements() {
     export(&index);
 }
 
-/// The maximum number of waiting blocks, each of which waits for another one.
+/// The maximum number of waiting blocks, each of which waits for another block.
 #[test]
 fn many_orphans() {
     let index = index();
@@ -518,8 +541,8 @@ fn groups_that_disagree_at_every_block() {
     }
 }
 
-/// Many ranks of one engine whose groups disagree, each in its own way: what they may cost a lookup does not grow with each, others do not
-/// wait for their searches, and another stream that holds the same prompt is searched to its end.
+/// Many ranks of one engine, whose groups disagree in a different way for each rank. The cost of a lookup is bounded for all ranks
+/// together, no other thread waits for their searches, and another stream that holds the same prompt is searched to its end.
 #[test]
 fn groups_of_many_ranks_that_disagree() {
     const TOKENS: u32 = 2_000;
@@ -542,12 +565,12 @@ fn groups_of_many_ranks_that_disagree() {
     let Steps { taken, longest, .. } = step_counter::taken();
     let most = SHARED_LOOKS + 8 * (RANKS * TOKENS) as usize;
     assert!(taken <= most, "{taken} steps of {most}");
-    assert!(longest <= PER_HOLD / 8, "others wait for {longest} steps");
+    assert!(longest <= STEPS_PER_HOLD / 8, "others wait for {longest} steps");
     let good = found.hits.iter().find(|hit| found.worker(hit).source == "good").unwrap();
     assert!(good.tokens == [TOKENS; 4] && found.is_certain(good));
 }
 
-/// Many ranks that hold a long prompt on as many placements as they may name, and not all of them for each block.
+/// Many ranks that hold a long prompt on as many placements as they may name, each block on some of these placements.
 #[test]
 fn many_placements_of_many_ranks() {
     const TOKENS: u32 = 32_000;
@@ -562,7 +585,7 @@ fn many_placements_of_many_ranks() {
     step_counter::taken();
     let found = index.match_prompt(&(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
     let Steps { taken, longest, .. } = step_counter::taken();
-    assert!(longest <= PER_HOLD, "others wait for {longest} steps");
+    assert!(longest <= STEPS_PER_HOLD, "others wait for {longest} steps");
     assert!(taken <= 8 << 20, "{taken} steps");
     assert!(
         found
@@ -572,7 +595,7 @@ fn many_placements_of_many_ranks() {
     );
 }
 
-/// Many ranks of which each has blocks that might be gone, among blocks of other chains.
+/// Many ranks, each of which has blocks that might be gone, among blocks of other chains.
 #[test]
 fn uncertain_blocks_of_many_ranks() {
     const TOKENS: u32 = 8_000;
@@ -591,12 +614,12 @@ fn uncertain_blocks_of_many_ranks() {
         step_counter::taken();
         index.match_prompt(&(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
         let Steps { taken, longest, .. } = step_counter::taken();
-        assert!(longest <= PER_HOLD, "others wait for {longest} steps");
+        assert!(longest <= STEPS_PER_HOLD, "others wait for {longest} steps");
         assert!(taken <= 4 << 20, "{taken} steps");
     }
 }
 
-/// A hybrid stream of blocks of which some are known by the engine's hashes only.
+/// Creates a hybrid stream some of whose blocks are known only by the engine's hashes.
 fn by_hashes(index: &PrefixIndex) {
     for part in 0..2 {
         apply(index, "bad", part.into(), &batch_of(&[group_chain(part)]));
@@ -608,11 +631,11 @@ fn by_hashes(index: &PrefixIndex) {
 
 /// Blocks of full attention.
 fn group_chain(part: u32) -> Vec<u8> {
-    let numbers = part * MANY..(part + 1) * MANY;
+    let numbers = part * CHAIN_BLOCKS..(part + 1) * CHAIN_BLOCKS;
     let fields = [
         hashes(numbers),
         vec![0xC0],
-        hashes(2 * part * MANY..2 * (part + 1) * MANY),
+        hashes(2 * part * CHAIN_BLOCKS..2 * (part + 1) * CHAIN_BLOCKS),
         vec![2, 0xC0, 0xC0, 0xC0, 0xC0, 0],
     ];
     [b"\x9B\xABBlockStored".to_vec(), fields.concat(), text("full_attention")].concat()
@@ -636,8 +659,8 @@ fn a_hash_of_many_blocks_that_is_repeated() {
     apply(&index, "bad", 4, &batch_of(&[blocks(60_000, vec![0x90], 0)]));
 }
 
-/// Copies of many hashes with many blocks each, in many groups: each block is examined once for all groups, and many short batches must
-/// not cause many examinations.
+/// Copies of many hashes with many blocks each, in many groups: each block is examined once for all groups, and many short batches do not
+/// cause many examinations.
 #[test]
 fn copies_of_many_hashes_of_many_blocks() {
     let index = index();
@@ -665,14 +688,14 @@ fn copies_of_many_hashes_of_many_blocks() {
             seq += 1;
         }
         let Steps { taken, longest, .. } = step_counter::taken();
-        let most = PER_BYTE / 2 * times * payload.len() + 2 * blocks;
+        let most = STEPS_PER_BYTE / 2 * times * payload.len() + 2 * blocks;
         assert!(taken <= most, "{taken} steps of {most}");
-        assert!(longest <= PER_HOLD, "others wait for {longest} steps");
+        assert!(longest <= STEPS_PER_HOLD, "others wait for {longest} steps");
     }
     assert!(index.stream("bad", 0).unwrap().lock().estimate().is_some());
 }
 
-/// Clears of a tier that holds nothing, of a hybrid stream.
+/// Clears of a tier on which a hybrid stream holds noelement.
 #[test]
 fn clears_that_remove_nothing() {
     let index = index();
@@ -683,19 +706,19 @@ fn clears_that_remove_nothing() {
     assert!(step_counter::taken().taken < 100_000);
 }
 
-/// Equal attestations of a hybrid stream with second copies: only the first one changes anything.
+/// Equal attestations of a hybrid stream with second copies: only the first one changes anyelement.
 #[test]
 fn equal_attestations() {
     let index = index();
     by_hashes(&index);
     apply(&index, "bad", 3, &batch_of(&[group_chain(0)]));
     let attestation = index.stream("bad", 0).unwrap().lock().attestation();
-    for most in [10 * MANY as usize, 10, 10] {
+    for most in [10 * CHAIN_BLOCKS as usize, 10, 10] {
         step_counter::taken();
         assert_eq!(index.compare("bad", 0, None, None, Some(attestation)).1, Some(true));
         let Steps { taken, longest, .. } = step_counter::taken();
         assert!(
-            taken <= most && longest <= PER_HOLD,
+            taken <= most && longest <= STEPS_PER_HOLD,
             "{taken} steps, others wait for {longest}"
         );
     }
@@ -712,13 +735,13 @@ fn kinds_that_change_with_each_batch() {
         step_counter::taken();
         index.batch("bad", 0, 0, seq, &batch_of(&[group(1, kind, 0, 5, 0..1, 0)]));
         let Steps { taken, longest, .. } = step_counter::taken();
-        assert!(longest <= PER_HOLD, "others wait for {longest} steps");
+        assert!(longest <= STEPS_PER_HOLD, "others wait for {longest} steps");
         steps += taken;
     }
-    assert!(steps <= 8 * 2 * MANY as usize, "{steps} steps");
+    assert!(steps <= 8 * 2 * CHAIN_BLOCKS as usize, "{steps} steps");
 }
 
-/// Multimodal items that cover a whole prompt, each of which would be hashed in every block.
+/// Multimodal items each of which covers a whole prompt, and so would be hashed in every block.
 #[test]
 fn items_that_share_their_tokens() {
     let index = index();
@@ -750,7 +773,7 @@ fn worker() -> Worker {
     }
 }
 
-/// Decisions of the overlay that are over at the same time.
+/// Decisions of the overlay that end at the same time.
 #[test]
 fn many_decisions_that_end_at_once() {
     let index = index();
@@ -765,11 +788,11 @@ fn many_decisions_that_end_at_once() {
         assert_eq!(index.speculated(1.0).expired, expired);
         let Steps { taken, longest, .. } = step_counter::taken();
         assert!(
-            taken <= 4 << 14 && longest <= PER_HOLD,
+            taken <= 4 << 14 && longest <= STEPS_PER_HOLD,
             "{taken} steps, others wait for {longest}"
         );
     }
-    // A call that makes a decision ends as many blocks as it adds besides, so that they do not grow in number.
+    // A call that adds a decision may end as many more blocks as it adds, so that the number of ended blocks does not grow.
     index.speculate(&worker(), &[5; 40_000], &Scope::default(), 1.0, 1.0);
     assert_eq!(index.speculated(0.0).expired, 19);
     for _ in 0..11 {
@@ -809,7 +832,7 @@ fn many_decisions_that_end_by_one_event() {
     let is_within_bounds = |seq, payload: &[u8]| {
         step_counter::taken();
         index.batch("bad", 0, 0, seq, payload);
-        assert!(step_counter::taken().longest <= PER_HOLD);
+        assert!(step_counter::taken().longest <= STEPS_PER_HOLD);
         assert_eq!(index.speculated(0.0).blocks, 0);
     };
     (0..60).for_each(expect);
@@ -831,14 +854,14 @@ fn a_decision_for_a_very_long_prompt() {
     index.speculated(1.0);
     let Steps { taken, longest, .. } = step_counter::taken();
     assert!(
-        taken <= 4 << 16 && longest <= PER_HOLD,
+        taken <= 4 << 16 && longest <= STEPS_PER_HOLD,
         "{taken} steps, others wait for {longest}"
     );
 }
 
-// --- what only the tolerant decoder reads
+// --- forms that only the tolerant decoder reads
 
-/// A store with one block, and these fields.
+/// A store with one block and these further fields.
 fn stored_with(fields: &[Vec<u8>]) -> Vec<u8> {
     let usual =
         b"\xA4type\xABBlockStored\xACblock_hashes\x91\x01\xB1parent_block_hash\xC0\xA9token_ids\x91\x01\xAAblock_size\x01";
@@ -850,16 +873,16 @@ fn named(name: &str, value: &[u8]) -> Vec<u8> {
     [&[0xA0 | name.len() as u8][..], name.as_bytes(), value].concat()
 }
 
-/// Arrays of one element repeated up to a megabyte, and a payload with as many events as fit.
-fn full(thing: &[u8]) -> Vec<u8> {
-    let count = (1 << 20) / thing.len() - 200;
-    [&[0xDD][..], &(count as u32).to_be_bytes(), &thing.repeat(count)].concat()
+/// An array of about a megabyte that repeats one element.
+fn large_array(element: &[u8]) -> Vec<u8> {
+    let count = (1 << 20) / element.len() - 200;
+    [&[0xDD][..], &(count as u32).to_be_bytes(), &element.repeat(count)].concat()
 }
 
 #[test]
 fn rare_forms() {
     let many_fields: Vec<Vec<u8>> = (100..350).map(|at| named(&at.to_string(), &[1])).collect();
-    let blocks = full(&[1, 1]);
+    let blocks = large_array(&[1, 1]);
     let marked = [
         named("type", b"\xABBlockStored"),
         named("block_hashes", &[&[0xDD, 0, 7, 0, 0][..], &[1; 0x7_0000]].concat()),
@@ -869,32 +892,35 @@ fn rare_forms() {
         named("mm_keys", b"\xA1x"),
     ];
     let bodies = [
-        full(&[0x91, 0xA0]),
-        full(&[0xC4, 1, 0xA0]),
-        full(&stored_with(&[])[3..]),
-        full(&stored_with(&many_fields)),
+        large_array(&[0x91, 0xA0]),
+        large_array(&[0xC4, 1, 0xA0]),
+        large_array(&stored_with(&[])[3..]),
+        large_array(&stored_with(&many_fields)),
         [
             &[0x91][..],
-            &stored_with(&[named("extra_keys", &full(&[0x90])), named("new", &[1])]),
+            &stored_with(&[named("extra_keys", &large_array(&[0x90])), named("new", &[1])]),
         ]
         .concat(),
         [
             &[0x91][..],
             &stored_with(&[
-                named("extra_keys", &[&[0x91][..], &full(&[0xA0])].concat()),
+                named("extra_keys", &[&[0x91][..], &large_array(&[0xA0])].concat()),
                 named("new", &[1]),
             ]),
         ]
         .concat(),
-        [&[0x91][..], &stored_with(&[named("new", &full(&[0xA0]))])].concat(),
+        [&[0x91][..], &stored_with(&[named("new", &large_array(&[0xA0]))])].concat(),
         [
             &[0x91][..],
-            &stored_with(&[named("lookahead_token_ids", &full(&[0x91, 1])), named("session_id", &[1])]),
+            &stored_with(&[
+                named("lookahead_token_ids", &large_array(&[0x91, 1])),
+                named("session_id", &[1]),
+            ]),
         ]
         .concat(),
         [&[0x91][..], &stored_with(&[named("block_keys", &blocks), named("new", &[1])])].concat(),
         [&[0x91, 0x86][..], &marked.concat()].concat(),
-        full(&[&[0x91; 500][..], &[1]].concat()),
+        large_array(&[&[0x91; 500][..], &[1]].concat()),
     ];
     for body in bodies {
         apply(&index(), "bad", 0, &[&[0x92, 1][..], &body].concat());

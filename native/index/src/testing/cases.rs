@@ -1,4 +1,4 @@
-//! A little msgpack, for tests: batches of map events.
+//! Writes the msgpack that tests need: batches of map events.
 
 /// A short text.
 pub fn text(value: &str) -> Vec<u8> {
@@ -6,7 +6,7 @@ pub fn text(value: &str) -> Vec<u8> {
     [&[0xA0 | value.len() as u8], value.as_bytes()].concat()
 }
 
-/// A batch of two elements around the events, which are as many as fit in one byte.
+/// A batch of a timestamp and these events, at most 15.
 pub fn batch(events: &[Vec<u8>]) -> Vec<u8> {
     [vec![0x92, 0x01, 0x90 | events.len() as u8], events.concat()].concat()
 }

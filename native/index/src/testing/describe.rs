@@ -35,7 +35,7 @@ impl From<Extra<'_>> for OwnedExtra {
     }
 }
 
-/// `Event` with owned values; fields as there.
+/// `Event` with owned values; it has the fields of `Event`.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub struct Described {
@@ -67,7 +67,7 @@ pub fn describe(payload: &[u8], schema: &Schema) -> Option<Vec<Described>> {
     Some(all_described(payload, &scratch))
 }
 
-/// Returns the events that the tolerant decoder writes for an index.
+/// Returns the events of a payload as the tolerant decoder writes them for an index.
 pub fn describe_decoded(payload: &[u8], limits: &Limits) -> Vec<Described> {
     let mut scratch = Scratch::default();
     let batch = decode_into(payload, limits, &mut scratch);

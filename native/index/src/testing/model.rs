@@ -1,8 +1,8 @@
-//! Models of lookups beside a writer, in every order that threads and memory allow; `make model` runs them with loom.
+//! Models of a lookup that runs beside a writer, in every order that threads and memory allow; `make model` runs them with loom.
 //!
-//! Each model has a writer that takes a `SharedState` from one state to the next, and publishes each, and a lookup that reads once. A valid
-//! reading must find one of these states. The states are chosen so that slots of two of them, read together, form an answer that was never
-//! true.
+//! Each model has a writer and a lookup. The writer changes a `SharedState` from one state to the next, and publishes each state. The
+//! lookup reads once; a valid reading must find one of these states. The states are chosen so that slots of two different states, read
+//! together, would give an answer that was never true.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,10 +24,10 @@ use crate::sync::yielding_lock::Publish;
 
 const SCHEME: Scheme = Scheme { size: 1, eagle: false };
 
-/// The slot of the first block after those that `State::new` makes.
-const FIRST: u32 = 3;
+/// The slot of the first block after those that `State::new` creates.
+const FIRST_NEW_SLOT: u32 = 3;
 
-/// A `SharedState`, with what its streams need to store blocks.
+/// A `SharedState` with a context and a placement for blocks of its streams.
 struct State {
     shared: SharedState,
     context: u32,
@@ -37,7 +37,7 @@ struct State {
 impl State {
     /// Two streams without blocks.
     fn empty() -> Self {
-        // A fixed secret: orders are tried again, and must lead to the same places.
+        // The secret is fixed: loom runs a model many times, and each run must lead to the same places.
         let mut shared = SharedState::with_secret(Limits::default(), Secret(3, 5));
         for number in 0..2_u32 {
             let worker = Arc::new(Worker {
@@ -77,8 +77,8 @@ impl State {
         }
     }
 
-    /// Two streams with three blocks, so that all sets of holders that the models need are there. New ones would be published under the
-    /// lock, whose order hides that of the slots.
+    /// Two streams with three blocks, so that all sets of holders that the models need exist. New sets would be published under the lock,
+    /// whose order of memory would hide that of the slots.
     fn new() -> Self {
         let mut state = Self::empty();
         for (local, holders) in [(100, &[0][..]), (101, &[1]), (102, &[0, 1])] {
@@ -89,7 +89,7 @@ impl State {
         state
     }
 
-    /// The last block of a chain of local hashes, as one of these streams holds it.
+    /// Adds a stream to the holders of the last block of a chain of local hashes. Returns the block's record.
     fn add_holder(&mut self, stream: u32, chain: &[u64], parent: Option<u32>) -> u32 {
         let mut rolled = chain.to_vec();
         keys::chain(None, &mut rolled);
@@ -109,7 +109,7 @@ impl State {
         held.unwrap().number
     }
 
-    /// Adds or removes a holder of a block, and the block with its last one.
+    /// Adds a stream to the holders of a block, or removes it if it is one. Without holders the block is removed.
     fn toggle(&mut self, stream: u32, number: u32) {
         self.shared.toggle(number, self.placement, stream, &mut Move::default());
         self.shared.sweep(number);
@@ -119,7 +119,7 @@ impl State {
 /// The result of a lookup: blocks by stream.
 type Found = Vec<(u32, u32)>;
 
-/// Runs a writer beside a lookup of a prompt, in all orders. Returns the results of sound lookups, and the number of others.
+/// Runs a writer beside a lookup of a prompt, in all orders. Returns the results of sound lookups, and the number of unsound ones.
 fn run_lookup_beside(
     prompt: &'static [u64],
     make: impl Fn() -> State + Send + Sync + 'static,
@@ -159,22 +159,22 @@ fn run_lookup_beside(
     (found, all.1.load(Ordering::Relaxed))
 }
 
-/// The slot of a block is reused for a block of another stream: no lookup sees the words of one and the holders of the other.
+/// The slot of a block is reused for a block of another stream: no lookup sees the word of one block and the holders of the other.
 #[test]
 fn a_slot_is_read_as_a_whole() {
     let make = || {
         let mut state = State::new();
-        assert_eq!(state.add_holder(0, &[1], None), FIRST);
+        assert_eq!(state.add_holder(0, &[1], None), FIRST_NEW_SLOT);
         state.add_holder(1, &[1], None);
-        assert_eq!(state.add_holder(0, &[1, 2], Some(FIRST)), FIRST + 1);
+        assert_eq!(state.add_holder(0, &[1, 2], Some(FIRST_NEW_SLOT)), FIRST_NEW_SLOT + 1);
         state.shared.publish();
         state
     };
     let (found, unsound) = run_lookup_beside(&[1, 2], make, |state| {
-        state.toggle(0, FIRST + 1);
+        state.toggle(0, FIRST_NEW_SLOT + 1);
         assert_eq!(
-            state.add_holder(1, &[1, 3], Some(FIRST)),
-            FIRST + 1,
+            state.add_holder(1, &[1, 3], Some(FIRST_NEW_SLOT)),
+            FIRST_NEW_SLOT + 1,
             "it takes the slot of the other"
         );
         state.shared.publish();
@@ -183,21 +183,22 @@ fn a_slot_is_read_as_a_whole() {
     assert!(unsound > 0);
 }
 
-/// A prompt continues in another chunk. A stream that has one of both blocks loses it, and gets the other one afterwards.
+/// The two blocks of a prompt are in two chunks. A stream has one of the blocks, loses it, and gets the other one afterwards. With
+/// `loses_first` it loses the first block.
 fn lookup_of_two_chunks(loses_first: bool) -> BTreeSet<Found> {
     let make = move || {
         let mut state = State::new();
-        assert_eq!(state.add_holder(0, &[1], None), FIRST);
-        // The rest of the chunk.
-        while state.shared.records.take(Some(FIRST), CHUNK).unwrap().first < CHUNK as u32 {}
+        assert_eq!(state.add_holder(0, &[1], None), FIRST_NEW_SLOT);
+        // Fills the rest of the chunk.
+        while state.shared.records.take(Some(FIRST_NEW_SLOT), CHUNK).unwrap().first < CHUNK as u32 {}
         state.shared.records.give(CHUNK as u32, CHUNK as u32);
-        assert_eq!(state.add_holder(0, &[1, 2], Some(FIRST)), CHUNK as u32);
-        state.toggle(1, if loses_first { FIRST } else { CHUNK as u32 });
+        assert_eq!(state.add_holder(0, &[1, 2], Some(FIRST_NEW_SLOT)), CHUNK as u32);
+        state.toggle(1, if loses_first { FIRST_NEW_SLOT } else { CHUNK as u32 });
         state.shared.publish();
         state
     };
     let (found, unsound) = run_lookup_beside(&[1, 2], make, move |state| {
-        let numbers = [FIRST, CHUNK as u32];
+        let numbers = [FIRST_NEW_SLOT, CHUNK as u32];
         for number in if loses_first { numbers } else { [numbers[1], numbers[0]] } {
             state.toggle(1, number);
             state.shared.publish();
@@ -231,7 +232,7 @@ fn holders_are_known_before_slots_name_them() {
     assert!(unsound > 0);
 }
 
-/// A chunk frees its memory, and gets other memory: a lookup sees the one or the other, and nothing in between.
+/// A chunk releases its memory, and gets other memory: a lookup sees the state with the old or with the new memory, and no other state.
 #[test]
 fn memory_that_is_given_back_is_not_read() {
     let make = || {

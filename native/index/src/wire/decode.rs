@@ -1,4 +1,4 @@
-//! The tolerant decoder: reads batches of any form, which `scan` does not accept.
+//! The tolerant decoder: reads batches of any form, including those that `scan` does not accept.
 //!
 //! It reads the envelope first, and then each event by itself, so that an invalid event does not affect the others. Invalid parts become
 //! `Rejected`. Results and reasons equal those of `kvevents.wire.decode_batch`.
@@ -39,7 +39,7 @@ pub enum Reason {
     BadField,
     BadTimestamp,
     BadRank,
-    /// Too many parts were rejected; this entry represents the unlisted ones.
+    /// More parts were rejected than are listed; this entry represents the unlisted ones.
     More,
 }
 
@@ -76,7 +76,7 @@ const RAW_KEPT: usize = 256;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Rejected {
-    /// Why.
+    /// Why the part was rejected.
     pub reason: Reason,
     /// The reason as text for people. A peer can choose parts of it.
     pub detail: String,
@@ -89,7 +89,7 @@ pub struct Rejected {
 }
 
 impl Rejected {
-    /// Whether events are missing because of this rejection; a bad timestamp or rank loses none.
+    /// Whether this rejection loses events; that of an invalid timestamp or rank does not.
     pub fn loses_events(&self) -> bool {
         self.index.is_some() || !matches!(self.reason, Reason::BadTimestamp | Reason::BadRank)
     }
@@ -116,7 +116,7 @@ impl Token {
 #[non_exhaustive]
 #[allow(missing_docs)]
 pub struct Heartbeat {
-    /// State digest of the stream after its batch, 32 hexadecimal digits; None if the sender cannot compute it.
+    /// State digest of the stream after the heartbeat's batch, 32 hexadecimal digits; None if the sender cannot compute it.
     pub digest: Option<String>,
     /// Maximum number of seconds until the next heartbeat.
     pub every: f64,
@@ -127,7 +127,7 @@ pub struct Heartbeat {
     pub attestation: Option<u64>,
 }
 
-/// Hashes of blocks, and their digests if all were sent as digests; a hash is the last bytes of its digest.
+/// Hashes of blocks. If all were sent as digests, also the digests; a hash is the last 8 bytes of its digest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Hashes {
@@ -158,7 +158,8 @@ pub struct BlockStored {
     pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
     pub cache_salt: Option<String>,
     pub block_keys: Option<Vec<u64>>,
-    /// The texts of engines that the index does not use, by name (`scan::layouts::unused_texts`); None for a field that the event lacks.
+    /// Texts that engines send and that the index does not use, by name (`scan::layouts::unused_texts`); None for a field that the event
+    /// lacks.
     pub unused_texts: Vec<(&'static str, Option<String>)>,
     /// Fields that this release does not know, by name, or by position in array events.
     pub unknown_fields: Vec<(String, Value)>,
@@ -222,7 +223,7 @@ pub fn decode(payload: &[u8], limits: &Limits) -> Batch {
     Batch { events, ..batch }
 }
 
-/// Reads a payload in any form into a scratch: by `scan` if that can read it, else by the tolerant decoder.
+/// Reads a payload in any form into a scratch: by `scan` if possible, else by the tolerant decoder.
 #[inline]
 pub fn read<'a>(payload: &'a [u8], schema: &Schema, scratch: &mut Scratch) -> ReadPayload<'a> {
     if scan(payload, schema, scratch).is_some() {
@@ -322,14 +323,14 @@ fn checked<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refus
     envelope(payload, limits)
 }
 
-/// A batch with its parts not decoded.
+/// A batch whose parts are not decoded.
 struct Envelope<'a> {
     ts: &'a [u8],
     events: Vec<&'a [u8]>,
     rank: &'a [u8],
 }
 
-/// Returns the elements of an array; rejects it with the reason `too_many` above `limit`.
+/// Returns the elements of an array; rejects an array of more than `limit` elements with the reason `too_many`.
 fn bounded_elements<'a>(
     raw: &'a [u8],
     what: &'static str,
@@ -381,7 +382,7 @@ fn envelope<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refu
     })
 }
 
-/// Seconds since the epoch, also where a peer sends milliseconds (Mooncake RFC #1527).
+/// Seconds since the epoch, even if a peer sends milliseconds (Mooncake RFC #1527).
 fn timestamp(raw: &[u8]) -> Option<f64> {
     let sent = match value::value(raw, 0, &mut 0).ok()? {
         Value::Int(value) => value as f64,
@@ -477,7 +478,8 @@ fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>)
     ))
 }
 
-/// Converts fields of Mooncake RFC #1527: its own names take precedence; the duplicates that its compatibility mode adds are dropped.
+/// Converts fields of Mooncake RFC #1527: its own names take precedence; the duplicates that Mooncake's compatibility mode adds are
+/// dropped.
 ///
 /// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the store does not know them.
 fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {

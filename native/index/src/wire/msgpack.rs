@@ -1,4 +1,4 @@
-//! Msgpack, one value at a time. Every method answers None for another type and for the end of the bytes.
+//! Reads msgpack, one value at a time. Every method returns None for another type and at the end of the bytes.
 
 use std::str;
 

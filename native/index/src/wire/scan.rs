@@ -1,7 +1,8 @@
 //! Reads a batch of a known shape in one pass.
 //!
 //! Nothing is applied here and nothing is repaired: what a batch means is decided by `kvevents.wire.decode_batch`, and `scan` accepts
-//! a payload only if that function would read the same events and reject nothing. Everything unexpected or rare is left to that function.
+//! a payload only if that function would read the same events and reject nothing. `scan` leaves everything unexpected or rare to that
+//! function.
 
 mod extra;
 pub(crate) mod layouts;
@@ -42,7 +43,7 @@ pub enum Field {
     Lookahead,
     /// The field is not used, but must be text or nil.
     IgnoredText,
-    /// A field that only Python's events use; every value except nil is refused.
+    /// The field is used only by Python's structs; every value except nil is refused.
     IgnoredNil,
 }
 
@@ -100,14 +101,14 @@ impl Run {
 pub struct Event {
     /// Kind of the event.
     pub kind: Kind,
-    /// Token ids are pairs `[t, next]` (SGLang under EAGLE), stored one after the other.
+    /// Whether token ids are pairs `[t, next]` (SGLang under EAGLE). The two ids of a pair are adjacent in `Scratch::tokens`.
     pub pairs: bool,
-    /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits, of which `tokens` has the
-    /// lowest 32.
+    /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits. `tokens` has the lowest 32 bits of such a
+    /// token.
     pub keyable: u32,
-    /// The event has keys instead of tokens.
+    /// Whether the event has keys instead of tokens.
     pub keyed: bool,
-    /// The event is an array without a place for a group, as in vLLM before 0.20.
+    /// Whether the event is an array without a place for a group, as in vLLM before 0.20.
     pub lacks_group: bool,
     /// Range in `Scratch::hashes`.
     pub hashes: Run,
@@ -125,7 +126,7 @@ pub struct Event {
     pub group: Option<i64>,
     /// Number of tokens that a sliding window spans.
     pub window: Option<i64>,
-    /// Storage medium, UTF-8 like all of the texts.
+    /// Storage medium; like all texts, it is UTF-8.
     pub medium: Option<Span>,
     /// LoRA by name.
     pub lora_name: Option<Span>,
@@ -137,16 +138,16 @@ pub struct Event {
     pub spec_kind: Option<Span>,
     /// SGLang's salt.
     pub cache_salt: Option<Span>,
-    /// Msgpack, which `extra_keys` reads.
+    /// Extra keys as msgpack, which the function `extra_keys` reads.
     pub extra_keys: Option<Span>,
     /// Whether any block has an extra key.
     pub has_extra_keys: bool,
-    /// Msgpack, which `first_ints` reads: for each block the number of tokens after it that its hash also covers.
+    /// Msgpack, of which `first_ints` reads the first list: for each block the tokens after it that its hash also covers.
     pub lookahead: Option<Span>,
 }
 
-/// Parts of a store's array, with the tag, in vLLM before 0.20. SGLang before 0.5.20 sends six or seven parts too; longer arrays have a
-/// place for a group.
+/// Numbers of elements, including the tag, of a store's array without a place for a group: vLLM before 0.20. SGLang before 0.5.20 also
+/// sends six or seven elements.
 const WITHOUT_GROUP: RangeInclusive<usize> = 6..=9;
 
 /// The hash of an empty tuple in every CPython from 3.8 on. SGLang 0.4.7 to 0.4.9 send it as the parent of first blocks.
@@ -158,7 +159,7 @@ impl Event {
         self.parent.filter(|&parent| parent != EMPTY_TUPLE_HASH)
     }
 
-    /// Whether another store of its blocks can be another copy, as in vLLM's block pool, which names a group from 0.20 on.
+    /// Whether another store of the event's blocks can mean another copy, as in vLLM's block pool, whose events name a group from 0.20 on.
     #[inline]
     pub fn may_be_copy(&self) -> bool {
         self.group.is_some() || self.lacks_group
@@ -170,8 +171,8 @@ impl Event {
         size.filter(|_| self.keyed && self.tokens.length == 0 && self.keys.length == self.hashes.length)
     }
 
-    /// Number of blocks of a store that have keys: all before the first token without a key. None if its tokens or keys do not fit its
-    /// hashes.
+    /// Number of blocks of a store for which keys can be computed: those before the first token that is no token id of 32 bits. None if the
+    /// number of tokens or keys does not match the number of hashes.
     #[inline]
     pub fn keyable_blocks(&self) -> Option<usize> {
         if self.keyed {
@@ -212,11 +213,12 @@ impl Event {
     }
 }
 
-/// Maximum number of bytes of a scratch per byte of the largest payload that it has scanned. Hashes and tokens take at least one byte on
-/// the wire, and eight and four here; an event takes at least 18 bytes there. Vectors double as they grow.
+/// Maximum number of bytes of a scratch per byte of the largest payload that it has scanned. On the wire, a hash or a token takes at least
+/// one byte, and an event at least 18. In a scratch, a hash takes eight bytes, and a token four. The capacity of a vector doubles when it
+/// grows.
 pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
 
-/// Number of bytes that `Scratch::shrink` leaves: enough for most batches of a busy engine.
+/// Number of bytes that `Scratch::shrink` does not release: enough for most batches of a busy engine.
 pub const SCRATCH_BYTES_KEPT: usize = 1 << 20;
 
 /// The result of a scan; its buffers are reused.
@@ -234,13 +236,13 @@ pub struct Scratch {
     pub ts: f64,
     /// Data-parallel rank.
     pub rank: Option<i64>,
-    /// Whether any hash was a digest; `hashes` has its last bytes.
+    /// Whether any hash was a digest; `hashes` has the last 8 bytes of the digest.
     pub digests: bool,
     lengths: Lengths,
 }
 
 impl Scratch {
-    /// The rank that the events are about. None if they state none: their clears then concern all ranks of their stream.
+    /// The rank that the batch states for its events. None if it states none: clears then concern all ranks of the stream.
     #[inline]
     pub fn stated_rank(&self) -> Option<i64> {
         self.rank.filter(|_| !self.events.is_empty())
@@ -270,10 +272,10 @@ impl Scratch {
     }
 }
 
-/// Largest timestamp in seconds: a larger one is in milliseconds, or wrong. `kvevents.wire.tolerant` has the same.
+/// Range of timestamps in seconds: a larger one is in milliseconds, or wrong. `kvevents.wire.tolerant` has the same maximum.
 pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
 
-/// Number of levels of containers in elements of a batch that are not known yet.
+/// Maximum number of levels of containers in unknown elements of a batch.
 const SKIPPED_NESTING: usize = 8;
 
 /// Reads `payload` into `scratch`. Returns None for a payload that this scanner does not read; the contents of the scratch are then
@@ -294,7 +296,7 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
     scanner.batch().filter(|()| scanner.reader.left() == 0)
 }
 
-/// Returns the integers of the first of several scanned lists, up to the first integer that exceeds 32 bits.
+/// Appends the integers of the first of several scanned lists to `found`.
 pub fn first_ints(raw: &[u8], found: &mut Vec<u32>) {
     let mut reader = Reader::new(raw, 0);
     let count = reader.array().filter(|&lists| lists > 0).and_then(|_| reader.array());
@@ -312,7 +314,7 @@ struct Scanner<'a> {
 }
 
 /// First bytes of a list of one 64-bit hash.
-const SINGLE: [u8; 2] = [0x91, 0xCF];
+const SINGLE_HASH_HEAD: [u8; 2] = [0x91, 0xCF];
 /// Number of bytes of that hash.
 const HASH_BYTES: usize = 8;
 
@@ -357,15 +359,15 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    /// Joins at most `left` events to the event that was read from `start` on, if all are removals that differ only in their one hash.
-    /// Returns the number of joined events.
+    /// If the last event, which begins at `start`, and the next ones are removals of one hash that differ only in the hash, joins at most
+    /// `left` of the next events to the last one. Returns their number.
     fn join(&mut self, start: usize, left: usize) -> usize {
         let single = self.hashes_at;
-        let (data, end, hash) = (self.reader.data(), self.reader.at, single + SINGLE.len());
+        let (data, end, hash) = (self.reader.data(), self.reader.at, single + SINGLE_HASH_HEAD.len());
         let Some(event) = self.scratch.events.last_mut() else {
             return 0;
         };
-        if event.kind != Kind::Removed || event.hashes.length != 1 || !data[single..].starts_with(&SINGLE) {
+        if event.kind != Kind::Removed || event.hashes.length != 1 || !data[single..].starts_with(&SINGLE_HASH_HEAD) {
             return 0;
         }
         let (head, tail) = (&data[start..hash], &data[hash + HASH_BYTES..end]);
@@ -475,7 +477,7 @@ impl<'a> Scanner<'a> {
             Field::IgnoredNil => self.reader.nil().then_some(())?,
         }
         if event.kind == Kind::Cleared {
-            // `decode_batch` reads these as fields of free form.
+            // `decode_batch` reads the fields of a clear as fields of free form.
             self.free(self.reader.at - start)?;
         }
         Some(())

@@ -1,30 +1,32 @@
 //! Arrays of token ids.
 //!
-//! Token ids are integers of 1, 2, 3 or 5 bytes in no order, and a loop that branches on each first byte mispredicts every second one. So
-//! tables have, for every byte of a tile, the length of one, two or four tokens that begin there. Computing the tables takes a few vector
-//! instructions and no branch. The loop over tokens then uses a token's length only in an address.
+//! Token ids are integers of 1, 2, 3 or 5 bytes, mixed at random. In a loop that branches on the first byte of each token, every second
+//! branch would be mispredicted. So the payload is read in tiles. For each byte of a tile, tables have the length of one, two or four
+//! tokens that begin at this byte. To compute the tables takes a few vector instructions and no branch. The loop over tokens then uses the
+//! length of a token only in an address.
 
 use std::mem::MaybeUninit;
 
 use crate::wire::msgpack::Reader;
 
-/// The kind of token ids in an array.
+/// What `read` has found out about the token ids in an array.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Found {
-    /// The token ids were pairs, and are stored one after the other.
+pub struct TokenArray {
+    /// Whether the token ids were pairs; the two ids of a pair are adjacent in the output.
     pub pairs: bool,
-    /// Token ids, or pairs, before the first one that is negative or exceeds 32 bits. The lowest 32 bits of such a token are stored.
+    /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits. The output has the lowest 32 bits of such a
+    /// token.
     pub keyable: usize,
 }
 
 /// Appends `count` token ids, or pairs of them, to `out`.
 ///
-/// None for other values or a truncated array; `out` can then be longer.
+/// Returns None if there are other values, or if the array is truncated; `out` can then have some of the tokens.
 #[inline]
-pub fn read(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: &mut Lengths) -> Option<Found> {
+pub fn read(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: &mut Lengths) -> Option<TokenArray> {
     if count > 0 && matches!(reader.peek()?, 0x90..=0x9F | 0xDC | 0xDD) {
         let keyable = read_pairs(reader, count, out)?;
-        return Some(Found { pairs: true, keyable });
+        return Some(TokenArray { pairs: true, keyable });
     }
     if count > reader.left() {
         return None;
@@ -34,13 +36,13 @@ pub fn read(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: 
     loop {
         left -= read_evenly(reader, left, out, lengths.portable);
         if left == 0 {
-            return Some(Found { pairs: false, keyable });
+            return Some(TokenArray { pairs: false, keyable });
         }
         left -= read_quickly(reader, left, out, lengths);
         if left == 0 {
-            return Some(Found { pairs: false, keyable });
+            return Some(TokenArray { pairs: false, keyable });
         }
-        let (some, before) = (left.min(SLOWLY), count - left);
+        let (some, before) = (left.min(SLOW_TOKENS), count - left);
         let good = read_slowly(reader, some, out)?;
         if good < some {
             keyable = keyable.min(before + good);
@@ -67,7 +69,7 @@ fn read_pairs(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Opti
     Some(keyable)
 }
 
-/// Reads any integers. Returns the number of them before the first one that is negative or exceeds 32 bits.
+/// Reads `count` integers of any size. Returns the number of integers before the first one that is negative or exceeds 32 bits.
 fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Option<usize> {
     let mut keyable = count;
     for at in 0..count {
@@ -80,14 +82,19 @@ fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Opt
     Some(keyable)
 }
 
-/// Reads tokens of three bytes, several at a time, up to the first token of another length. Returns their number. In a vocabulary of up to
-/// 65,536 nearly all tokens take three bytes, so branches are predicted; in others this costs little.
+/// Reads tokens of three bytes, several at a time, up to the first token of another length. Returns their number. With a vocabulary of up
+/// to 65,536 tokens, nearly all tokens take three bytes, so branches are predicted. With other vocabularies this function ends early, so it
+/// costs little.
 #[inline]
 fn read_evenly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, portable: bool) -> usize {
     let Some(room) = out.spare_capacity_mut().get_mut(..count) else {
         return 0;
     };
-    let mut done = if portable { 0 } else { even_at_best(reader.rest(), room) };
+    let mut done = if portable {
+        0
+    } else {
+        read_even_vectorised(reader.rest(), room)
+    };
     let bytes = &reader.rest()[3 * done..];
     for (places, bytes) in room[done..].as_chunks_mut().0.iter_mut().zip(bytes.as_chunks().0) {
         let Some(tokens) = four_even(bytes) else { break };
@@ -101,11 +108,11 @@ fn read_evenly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, portab
     done
 }
 
-/// Writes tokens of three bytes, eight at a time, to the beginning of `room`. Returns their number; None if the processor lacks the
+/// Writes tokens of three bytes, eight at a time, to the beginning of `room`. Returns their number; 0 if the processor lacks the
 /// instructions.
 #[cfg(target_arch = "x86_64")]
 #[inline]
-fn even_at_best(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
+fn read_even_vectorised(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
     if !is_x86_feature_detected!("avx2") {
         return 0;
     }
@@ -114,7 +121,7 @@ fn even_at_best(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn even_at_best(_: &[u8], _: &mut [MaybeUninit<u32>]) -> usize {
+fn read_even_vectorised(_: &[u8], _: &mut [MaybeUninit<u32>]) -> usize {
     0
 }
 
@@ -168,7 +175,7 @@ fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengt
     };
     let mut done = 0;
     while done < count {
-        // A token is read as four bytes that end with it.
+        // A token is read as the four bytes that end with the token's last byte.
         let Some(window) = reader.data().get(reader.at.wrapping_sub(4)..) else {
             break;
         };
@@ -187,42 +194,43 @@ fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengt
 }
 
 /// Number of tokens that are read one by one if the tables do not help.
-const SLOWLY: usize = 16;
+const SLOW_TOKENS: usize = 16;
 
 /// Number of bytes for which the tables are computed at once.
-const TILE: usize = 1024;
+const TILE_BYTES: usize = 1024;
 
 /// Number of bytes that are classified in one step.
-const STEP: usize = 32;
+const STEP_BYTES: usize = 32;
 
-/// Maximum number of bytes by which four tokens that begin in a tile extend behind it.
-const AHEAD: usize = 16;
+/// Minimum number of classified bytes after a tile, since tokens that begin in the tile can extend beyond its end.
+const MARGIN_BYTES: usize = 16;
 
 /// Number of bytes of the longest token in the tables.
-const LONGEST: usize = 5;
+const MAX_TOKEN_BYTES: usize = 5;
 
-/// The length of tokens that are not in the tables: so large that it is visible in any sum.
-const STRANGE: u8 = 0x40;
+/// The length that tables have for bytes at which no supported token begins. It is so large that any sum that includes it is recognised.
+const UNKNOWN_LENGTH: u8 = 0x40;
 
-/// Payloads, or remainders of payloads, below this length are copied before they are classified.
-const SHORT: usize = 128;
+/// Payloads, or remainders of payloads, up to this length are copied before they are classified.
+const MAX_COPIED_BYTES: usize = 128;
 
 /// Mask of the bytes of a token of each length.
 const TOKEN_MASKS: [u32; 8] = [0, 0xFF, 0xFF, 0xFFFF, 0, 0xFFFF_FFFF, 0, 0];
 
-/// The length of one, two or four tokens that begin at a byte of a tile. One additional step is room for reads past the end.
+/// The length of one, two or four tokens that begin at each byte of a tile. The tables are longer than a tile, since reads can go past its
+/// end.
 #[derive(Debug)]
 pub struct Lengths {
-    one: [u8; TILE + 2 * STEP],
-    two: [u8; TILE + 2 * STEP],
-    four: [u8; TILE + 2 * STEP],
-    /// Whether extensions of the processor are left out.
+    one: [u8; TILE_BYTES + 2 * STEP_BYTES],
+    two: [u8; TILE_BYTES + 2 * STEP_BYTES],
+    four: [u8; TILE_BYTES + 2 * STEP_BYTES],
+    /// Whether vector extensions of the processor are not used, for tests.
     portable: bool,
 }
 
 impl Default for Lengths {
     fn default() -> Self {
-        let none = [0; TILE + 2 * STEP];
+        let none = [0; TILE_BYTES + 2 * STEP_BYTES];
         Self {
             one: none,
             two: none,
@@ -236,30 +244,30 @@ impl Lengths {
     /// Fills the tables for the first bytes of `data`, at most as many as `count` tokens can take. Returns the number of these bytes.
     #[inline]
     fn fill(&mut self, data: &[u8], count: usize) -> usize {
-        let tile = TILE.min(count.saturating_mul(LONGEST));
-        let steps = (tile + AHEAD).div_ceil(STEP).min(data.len() / STEP);
-        if steps * STEP >= tile + AHEAD || data.len() > SHORT {
-            self.classify(&data[..steps * STEP]);
-            return tile.min(steps * STEP - AHEAD);
+        let tile = TILE_BYTES.min(count.saturating_mul(MAX_TOKEN_BYTES));
+        let steps = (tile + MARGIN_BYTES).div_ceil(STEP_BYTES).min(data.len() / STEP_BYTES);
+        if steps * STEP_BYTES >= tile + MARGIN_BYTES || data.len() > MAX_COPIED_BYTES {
+            self.classify(&data[..steps * STEP_BYTES]);
+            return tile.min(steps * STEP_BYTES - MARGIN_BYTES);
         }
         // Zeros replace missing bytes: reading them as tokens fails later.
-        let mut padded = [0; SHORT + STEP];
+        let mut padded = [0; MAX_COPIED_BYTES + STEP_BYTES];
         padded[..data.len()].copy_from_slice(data);
-        self.classify(&padded[..(data.len() + AHEAD).div_ceil(STEP) * STEP]);
+        self.classify(&padded[..(data.len() + MARGIN_BYTES).div_ceil(STEP_BYTES) * STEP_BYTES]);
         tile.min(data.len())
     }
 
     #[inline]
     fn classify(&mut self, bytes: &[u8]) {
-        if self.portable || !self.classify_at_best(bytes) {
+        if self.portable || !self.classify_vectorised(bytes) {
             self.classify_portably(bytes);
         }
     }
 
-    /// Classifies bytes with instructions that some processors lack; false if this processor lacks them.
+    /// Classifies bytes with vector instructions. Returns false if this processor lacks them.
     #[cfg(target_arch = "x86_64")]
     #[inline]
-    fn classify_at_best(&mut self, bytes: &[u8]) -> bool {
+    fn classify_vectorised(&mut self, bytes: &[u8]) -> bool {
         let able = is_x86_feature_detected!("avx2");
         if able {
             // SAFETY: the processor has AVX2.
@@ -269,25 +277,25 @@ impl Lengths {
     }
 
     #[cfg(not(target_arch = "x86_64"))]
-    fn classify_at_best(&mut self, _: &[u8]) -> bool {
+    fn classify_vectorised(&mut self, _: &[u8]) -> bool {
         false
     }
 
-    /// Leaves `four` empty, since without vector instructions its computation takes longer than it saves. Compilers vectorise this, as long
-    /// as it has no branches.
+    /// Classifies bytes without special instructions; compilers vectorise this code, as long as it has no branches. Does not compute
+    /// `four`, which without vector instructions takes longer than it saves.
     fn classify_portably(&mut self, bytes: &[u8]) {
-        for (bytes, one) in bytes.chunks_exact(STEP).zip(self.one.chunks_exact_mut(STEP)) {
+        for (bytes, one) in bytes.chunks_exact(STEP_BYTES).zip(self.one.chunks_exact_mut(STEP_BYTES)) {
             for (&byte, one) in bytes.iter().zip(one) {
                 let more_if = |head: u8, more: u8| mask(byte == head) & more;
                 let more = more_if(0xCC, 1) | more_if(0xCD, 2) | more_if(0xCE, 4);
-                let strange = mask(byte >= 0x80) & mask(more == 0) & STRANGE;
-                *one = 1 + (more | strange);
+                let unknown = mask(byte >= 0x80) & mask(more == 0) & UNKNOWN_LENGTH;
+                *one = 1 + (more | unknown);
             }
         }
-        for start in (0..bytes.len()).step_by(STEP) {
+        for start in (0..bytes.len()).step_by(STEP_BYTES) {
             let (Some(one), two) = (
-                self.one[start..].first_chunk::<{ STEP + LONGEST }>(),
-                &mut self.two[start..][..STEP],
+                self.one[start..].first_chunk::<{ STEP_BYTES + MAX_TOKEN_BYTES }>(),
+                &mut self.two[start..][..STEP_BYTES],
             ) else {
                 return;
             };
@@ -296,10 +304,11 @@ impl Lengths {
                 *two = one[at] + (next_if(1) | next_if(2) | next_if(3) | next_if(5));
             }
         }
-        self.four[..bytes.len()].fill(STRANGE);
+        self.four[..bytes.len()].fill(UNKNOWN_LENGTH);
     }
 
-    /// The length of the next token, or of the next two, is looked up in 32 bytes with two shuffles.
+    /// Classifies bytes with AVX2. For the length of two tokens, that of the second one is looked up in 32 bytes with two shuffles;
+    /// likewise for four.
     ///
     /// # Safety
     /// The processor must have AVX2.
@@ -308,17 +317,17 @@ impl Lengths {
     unsafe fn classify_avx2(&mut self, bytes: &[u8]) {
         use std::arch::x86_64::*;
 
-        /// Adds at each byte the length of the token there and of the token after it.
+        /// Adds, for each byte, the length of the token that begins there and that of the token after it.
         #[inline]
         #[target_feature(enable = "avx2")]
-        unsafe fn add_next(lengths: &[u8; STEP + 16], sums: &mut [u8; STEP]) {
+        unsafe fn add_next(lengths: &[u8; STEP_BYTES + 16], sums: &mut [u8; STEP_BYTES]) {
             // SAFETY: both loads and the store are within the arrays.
             unsafe {
                 let places = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
                 let here = _mm256_loadu_si256(lengths.as_ptr().cast());
                 let behind = _mm256_loadu_si256(lengths.as_ptr().add(16).cast());
-                // A shuffle takes the low four bits of an index and gives 0 where its highest bit is set: places from 16 on in the
-                // first one, below 16 in the second.
+                // A shuffle uses the low four bits of an index, and gives 0 if the highest bit is set: in the first shuffle for positions
+                // from 16 on, in the second one for positions below 16.
                 let next = _mm256_add_epi8(places, here);
                 let in_here = _mm256_shuffle_epi8(here, _mm256_add_epi8(next, _mm256_set1_epi8(112)));
                 let in_behind = _mm256_shuffle_epi8(behind, _mm256_sub_epi8(next, _mm256_set1_epi8(16)));
@@ -327,11 +336,12 @@ impl Lengths {
             }
         }
 
-        const S: i8 = STRANGE as i8;
-        for (bytes, one) in bytes.chunks_exact(STEP).zip(self.one.chunks_exact_mut(STEP)) {
-            // SAFETY: both have `STEP` bytes.
+        const S: i8 = UNKNOWN_LENGTH as i8;
+        for (bytes, one) in bytes.chunks_exact(STEP_BYTES).zip(self.one.chunks_exact_mut(STEP_BYTES)) {
+            // SAFETY: both have `STEP_BYTES` bytes.
             unsafe {
-                // Number of bytes after the first, by the first byte minus 0xC0. Below 0x80 the index is negative, and the shuffle gives 0.
+                // Number of bytes of a token after its first byte; the index is the first byte XOR 0xC0. For first bytes below 0x80 the
+                // index is negative, and the shuffle gives 0.
                 let more = _mm256_broadcastsi128_si256(_mm_setr_epi8(S, S, S, S, S, S, S, S, S, S, S, S, 1, 2, 4, S));
                 let bytes = _mm256_loadu_si256(bytes.as_ptr().cast());
                 let heads = _mm256_xor_si256(bytes, _mm256_set1_epi8(0xC0_u8 as i8));
@@ -339,14 +349,14 @@ impl Lengths {
                 _mm256_storeu_si256(one.as_mut_ptr().cast(), _mm256_add_epi8(more, _mm256_set1_epi8(1)));
             }
         }
-        for start in (0..bytes.len()).step_by(STEP) {
+        for start in (0..bytes.len()).step_by(STEP_BYTES) {
             let (Some(from), Some(to)) = (self.one[start..].first_chunk(), self.two[start..].first_chunk_mut()) else {
                 return;
             };
             // SAFETY: the processor has AVX2.
             unsafe { add_next(from, to) };
         }
-        for start in (0..bytes.len()).step_by(STEP) {
+        for start in (0..bytes.len()).step_by(STEP_BYTES) {
             let (Some(from), Some(to)) = (self.two[start..].first_chunk(), self.four[start..].first_chunk_mut()) else {
                 return;
             };
@@ -355,7 +365,8 @@ impl Lengths {
         }
     }
 
-    /// Writes tokens to `room` up to the end of the tile, which begins 4 bytes into `window`. Returns their number, and their bytes.
+    /// Writes tokens to `room` up to the end of the tile, which begins 4 bytes after the start of `window`. Returns the number of tokens,
+    /// and the number of their bytes.
     #[inline]
     fn walk(&self, window: &[u8], tile: usize, room: &mut [MaybeUninit<u32>]) -> (usize, usize) {
         let (mut done, mut at) = (0, 0);
@@ -382,9 +393,9 @@ impl Lengths {
 
     #[inline]
     fn four_at(&self, window: &[u8], at: usize) -> Option<([u32; 4], usize)> {
-        let near: &[u8; 4 * LONGEST + 4] = window.get(at..)?.first_chunk()?;
+        let near: &[u8; 4 * MAX_TOKEN_BYTES + 4] = window.get(at..)?.first_chunk()?;
         let four = usize::from(*self.four.get(at)?);
-        if four > 4 * LONGEST {
+        if four > 4 * MAX_TOKEN_BYTES {
             return None;
         }
         let (one, two) = (usize::from(self.one[at]), usize::from(self.two[at]));
@@ -400,9 +411,9 @@ impl Lengths {
 
     #[inline]
     fn two_at(&self, window: &[u8], at: usize) -> Option<([u32; 2], usize)> {
-        let near: &[u8; 2 * LONGEST + 4] = window.get(at..)?.first_chunk()?;
+        let near: &[u8; 2 * MAX_TOKEN_BYTES + 4] = window.get(at..)?.first_chunk()?;
         let two = usize::from(*self.two.get(at)?);
-        if two > 2 * LONGEST {
+        if two > 2 * MAX_TOKEN_BYTES {
             return None;
         }
         let one = usize::from(self.one[at]);
@@ -422,7 +433,7 @@ fn write<const N: usize>(places: &mut [MaybeUninit<u32>], tokens: [u32; N]) {
     }
 }
 
-/// Reads the token that ends 4 bytes after `end`. The minimum only shows the compiler that no access is out of bounds.
+/// Reads the token that ends 4 bytes after `end`. `min` is only there to show the compiler that no access is out of bounds.
 #[inline]
 fn token<const N: usize>(near: &[u8; N], end: usize, length: usize) -> u32 {
     let end = end.min(N - 4);
@@ -435,7 +446,7 @@ mod tests {
 
     use super::*;
 
-    /// Reads one integer byte by byte, as the model of the fast decoder.
+    /// Reads one integer byte by byte; tests compare the fast decoder with this one.
     fn slow_int(bytes: &[u8]) -> Option<(i128, usize)> {
         let (&head, rest) = bytes.split_first()?;
         let (width, signed) = match head {
@@ -466,14 +477,18 @@ mod tests {
         Some((tokens, keyable, before - bytes.len()))
     }
 
-    /// Checks both ways of classifying, from `start` in `data` on.
+    /// Reads tokens with the fast decoder, from `start` in `data` on.
     fn quick(data: &[u8], start: usize, count: usize, portable: bool) -> Option<(Vec<u32>, usize, usize)> {
         let mut lengths = Lengths {
             portable,
             ..Lengths::default()
         };
-        // The remains of an earlier payload must not matter.
-        (lengths.one, lengths.two, lengths.four) = ([1; TILE + 2 * STEP], [2; TILE + 2 * STEP], [4; TILE + 2 * STEP]);
+        // The tables are filled as if by an earlier payload, which must make no difference.
+        (lengths.one, lengths.two, lengths.four) = (
+            [1; TILE_BYTES + 2 * STEP_BYTES],
+            [2; TILE_BYTES + 2 * STEP_BYTES],
+            [4; TILE_BYTES + 2 * STEP_BYTES],
+        );
         let mut reader = Reader::new(data, start);
         let mut out = Vec::new();
         let found = read(&mut reader, count, &mut out, &mut lengths)?;
@@ -529,7 +544,7 @@ mod tests {
         ]
     }
 
-    /// Bytes that are often the first of a token.
+    /// Any byte; the first bytes of tokens are frequent.
     fn any_byte() -> impl Strategy<Value = u8> {
         prop_oneof![any::<u8>(), 0xCA..=0xD4_u8]
     }
@@ -537,7 +552,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2_000))]
 
-        /// Tokens of every form are read as the slow decoder reads them, in any surroundings.
+        /// Tokens of every form are read as the slow decoder reads them, whatever bytes are before and after them.
         #[test]
         fn tokens_of_every_form(
             tokens in prop::collection::vec(prop_oneof![40 => usual_token(), 1 => rare_token()], 0..700),
@@ -548,7 +563,7 @@ mod tests {
             check(&data, before.len(), tokens.len());
         }
 
-        /// Rows of tokens of three bytes, which are read together, with others in between.
+        /// Consecutive tokens of three bytes, which are read together, with other tokens in between.
         #[test]
         fn rows_of_even_tokens(
             tokens in prop::collection::vec(prop_oneof![60 => even_token(), 1 => usual_token(), 1 => rare_token()], 0..300),
@@ -557,11 +572,11 @@ mod tests {
             check(&[tokens.concat(), behind].concat(), 0, tokens.len());
         }
 
-        /// The slow path reads few tokens below 32 bits: those at the end of the payload, and single ones.
+        /// The fast path reads all usual tokens except one at the end, if their number is odd.
         #[test]
         fn usual_tokens_are_read_quickly(mut tokens in prop::collection::vec(usual_token(), 1..700)) {
-            tokens.retain(|token| token.len() <= LONGEST);
-            let data = [vec![0; 4], tokens.concat(), vec![0xC1; SHORT]].concat();
+            tokens.retain(|token| token.len() <= MAX_TOKEN_BYTES);
+            let data = [vec![0; 4], tokens.concat(), vec![0xC1; MAX_COPIED_BYTES]].concat();
             let mut reader = Reader::new(&data, 4);
             let mut out = Vec::with_capacity(tokens.len());
             let done = read_quickly(&mut reader, tokens.len(), &mut out, &mut Lengths::default());
@@ -604,7 +619,7 @@ mod tests {
         let data = [0x92, 1, 2, 0x92, 0xCD, 1, 0, 3, 0x92, 0xFF, 4];
         let mut out = Vec::new();
         let found = read(&mut Reader::new(&data, 0), 3, &mut out, &mut Lengths::default());
-        assert_eq!(found, Some(Found { pairs: true, keyable: 2 }));
+        assert_eq!(found, Some(TokenArray { pairs: true, keyable: 2 }));
         assert_eq!(out, [1, 2, 256, 3, u32::MAX, 4]);
         for bad in [
             &[0x92, 1][..],

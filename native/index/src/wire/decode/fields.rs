@@ -11,7 +11,8 @@ use super::refusal::Refusal;
 use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
 use super::{BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
 
-/// Maximum number of lists and maps of one batch in fields of free form, without extra keys in the form in which engines send them.
+/// Maximum number of lists and maps in the fields of free form of one batch. Extra keys in the form in which engines send them do not
+/// count.
 const MAX_FREE_CONTAINERS: usize = 50_000;
 
 /// The remaining budget of a batch for fields of free form.
@@ -78,14 +79,14 @@ fn list(raw: &[u8]) -> Result<impl Iterator<Item = &[u8]>, Reason> {
 }
 
 /// Whether extra keys have the form in which engines send them: texts, numbers, and lists of these for each block.
-fn is_usual(raw: &[u8]) -> bool {
+fn has_engine_form(raw: &[u8]) -> bool {
     let is_plain = |raw: &[u8]| integer(raw).is_some() || text(raw).is_ok_and(|text| text.is_some());
     let is_key = |raw: &[u8]| is_plain(raw) || list(raw).is_ok_and(|mut parts| parts.all(is_plain));
     let is_block = |raw: &[u8]| head_of(raw) == 0xC0 || list(raw).is_ok_and(|mut keys| keys.all(is_key));
     list(raw).is_ok_and(|mut blocks| blocks.all(is_block))
 }
 
-/// Reads a token id. Any other value becomes -1, which no prompt has: its own block and all blocks behind it get no key.
+/// Reads a token id. Any other value becomes -1, which no prompt has: its block and all blocks after it get no key.
 fn token(raw: &[u8]) -> Result<Token, Reason> {
     if let Some(value) = Reader::new(raw, 0).int() {
         return Ok(Token::Single(value));
@@ -200,7 +201,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             .transpose()
     }
 
-    /// Fields with one entry per block have no more entries than an event may have hashes.
+    /// Rejects a field with more entries than an event may have hashes; the field has one entry per block.
     fn check_length(&self, name: &'static str) -> Result<(), Refusal<'a>> {
         let (count, limit) = (self.get(name).map_or(0, declared), self.limits.max_hashes);
         if count > limit {
@@ -266,8 +267,12 @@ impl<'f, 'a> Fields<'f, 'a> {
         let Some(raw) = self.take(name) else { return Ok(None) };
         self.free.take(&name.into(), raw)?;
         let mut free = usize::MAX;
-        let is_usual = is_usual(raw);
-        let left = if is_usual { &mut free } else { &mut self.free.containers };
+        let has_engine_form = has_engine_form(raw);
+        let left = if has_engine_form {
+            &mut free
+        } else {
+            &mut self.free.containers
+        };
         let block = |block| match block {
             Value::Nil => Ok(None),
             Value::List(keys) => Ok(Some(keys)),
@@ -290,7 +295,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.read(name, "is not a list of lists of integers", read)
     }
 
-    /// The texts that the index does not use. A bad text is refused as in Python.
+    /// Reads the texts that the index does not use, since an invalid text is refused as in Python.
     fn unused(&mut self) -> Result<Vec<(&'static str, Option<String>)>, Refusal<'a>> {
         unused_texts().map(|name| Ok((name, self.text(name)?))).collect()
     }
@@ -318,7 +323,7 @@ impl<'f, 'a> Fields<'f, 'a> {
 
     /// Returns the fields that no method has taken, within the limits.
     fn rest(mut self) -> Result<Vec<(String, Value)>, Refusal<'a>> {
-        // Names of Python's own events: nil means an absent field.
+        // Only Python's structs have fields of these names: nil means that the field is missing.
         for name in ["unknown_fields", "block_digests", "parent_block_digest"] {
             if self.get(name).is_none() {
                 self.take(name);
@@ -341,7 +346,7 @@ impl<'f, 'a> Fields<'f, 'a> {
 }
 
 /// Longest interval between heartbeats in seconds.
-const MAX_EVERY: f64 = 86_400.0;
+const MAX_HEARTBEAT: f64 = 86_400.0;
 
 fn heartbeat(raw: &[u8]) -> Option<Heartbeat> {
     if !is_map(head_of(raw)) {
@@ -364,7 +369,7 @@ fn heartbeat(raw: &[u8]) -> Option<Heartbeat> {
                     Value::Float(seconds) => seconds,
                     _ => return None,
                 };
-                every = Some(seconds).filter(|seconds| *seconds > 0.0 && *seconds <= MAX_EVERY);
+                every = Some(seconds).filter(|seconds| *seconds > 0.0 && *seconds <= MAX_HEARTBEAT);
                 every?;
             }
             "trust" => trust = text(32)?,

@@ -1,18 +1,20 @@
-//! Multimodal items as TensorRT-LLM announces them, in the form in which prompts name them.
+//! Converts multimodal items from the form in which TensorRT-LLM announces them to that in which prompts name them.
 //!
-//! Its KV cache manager V2 replaces the tokens of an item: the first one by the item's digest, each later one by the size of the vocabulary
-//! plus its position in the item. V1 sends one placeholder token for all of them. For each consecutive part of an item in a block,
-//! `mm_keys` has the item and the number of its tokens before that part (`gen_multi_modal_tokens` and `KVCacheEventSerializer` there).
+//! KV cache manager V2 of TensorRT-LLM replaces the tokens of an item: the first token by the item's digest, each later token by the size
+//! of the vocabulary plus the token's position in the item. V1 sends the same placeholder token for all of them. For each consecutive part
+//! of an item in a block, `mm_keys` has the item and the number of the item's tokens before that part (`gen_multi_modal_tokens` and
+//! `KVCacheEventSerializer` in TensorRT-LLM).
 //!
-//! Here each consecutive part, a run, becomes placeholders, and each of its blocks has the extra key that `keys::locals` makes for a prompt
-//! with an item in this place. A block with items whose tokens cannot be found has a key that no prompt has.
+//! Here each consecutive part, called a run, becomes placeholders. Each block of a run gets the extra key that `keys::locals` computes for
+//! a prompt with an item at this position. A block gets a key that no prompt has if the tokens of its items cannot be found.
 
 use super::value::Value;
 use super::{BlockStored, Token};
 use crate::keys;
 
-/// Size in bytes of the mark of blocks with items of unknown form: only the beginning of the items, since it is written for each block.
-const MARK: usize = 16;
+/// Size in bytes of the mark of blocks whose items have an unknown form. The mark is only the beginning of the items' text, since it is
+/// written for each block.
+const MARK_BYTES: usize = 16;
 
 /// Consecutive tokens of an item.
 #[derive(Debug)]
@@ -20,7 +22,7 @@ pub(super) struct Run {
     pub start: usize,
     pub end: usize,
     id: Id,
-    /// Position of the run's first token, which can be before the first block of the event.
+    /// Position at which the item counts as begun, which can be before the first block of the event.
     origin: i64,
 }
 
@@ -92,11 +94,11 @@ impl Run {
 /// The items of a store.
 #[derive(Debug, Default)]
 pub(super) struct Items {
-    /// In the order of their tokens.
+    /// The runs, in the order of their tokens.
     pub runs: Vec<Run>,
     /// Extra keys and the blocks that they belong to, in the order of blocks.
     pub keys: Vec<(usize, Value)>,
-    /// A key of every block if the form of the items is unknown; else empty.
+    /// A key that every block gets if the form of the items is unknown; else empty.
     pub mark: Vec<u8>,
 }
 
@@ -104,7 +106,7 @@ impl Items {
     pub fn of_store(event: &BlockStored) -> Self {
         let blocks = event.block_hashes.values.len();
         let given = event.unknown_fields.iter().find(|(name, _)| name == "mm_keys");
-        let given = given.map(|(_, given)| given).filter(|given| is_something(given));
+        let given = given.map(|(_, given)| given).filter(|given| has_content(given));
         let has_digests = event.token_ids.iter().any(|token| matches!(token, Token::Item(_)));
         if given.is_none() && !has_digests {
             return Self::default();
@@ -112,8 +114,8 @@ impl Items {
         let (mut mark, mut lists) = (Vec::new(), Vec::new());
         if let Some(given) = given {
             lists = lists_of(given, blocks).unwrap_or_else(|| {
-                mark = given.debug_text(MARK).into_bytes();
-                mark.truncate(MARK);
+                mark = given.debug_text(MARK_BYTES).into_bytes();
+                mark.truncate(MARK_BYTES);
                 Vec::new()
             });
         }
@@ -151,7 +153,7 @@ impl Items {
     }
 }
 
-/// The items of each block; empty if no block has items. None if their form is unknown.
+/// The items of each block; empty if no block has items. None if the form of the items is unknown.
 fn lists_of(given: &Value, blocks: usize) -> Option<Vec<&[Value]>> {
     let Value::List(all) = given else { return None };
     let per_block = (all.len() == blocks).then(|| all.iter().map(list_of).collect::<Option<Vec<_>>>());
@@ -169,7 +171,7 @@ fn list_of(block: &Value) -> Option<&[Value]> {
     }
 }
 
-fn is_something(value: &Value) -> bool {
+fn has_content(value: &Value) -> bool {
     match value {
         Value::Nil | Value::Bool(false) | Value::Int(0) => false,
         Value::Float(value) => *value != 0.0,
@@ -185,15 +187,15 @@ fn is_something(value: &Value) -> bool {
 struct Search<'a> {
     tokens: &'a [Token],
     size: usize,
-    /// Items by block; without any block if the store has no `mm_keys`.
+    /// Items by block; empty if the store has no `mm_keys`.
     parts: Vec<Vec<Option<Part<'a>>>>,
     /// Whether items begin with their digests (V2).
     has_digests: bool,
-    /// The runs of items, by block.
+    /// Number of runs that were found so far, by block.
     counts: Vec<usize>,
-    /// Size of the vocabulary, if it is known: the tokens above it belong to items (V2).
+    /// Size of the vocabulary, if it is known: larger tokens belong to items (V2).
     vocabulary: Option<i128>,
-    /// The largest token that belongs to no item; the vocabulary is larger.
+    /// The largest token so far that belongs to no item; the size of the vocabulary is larger.
     largest_text: i128,
 }
 
@@ -234,7 +236,7 @@ impl Search<'_> {
             let second = self.number(at + 1).filter(|&next| is_second(next));
             self.vocabulary = second.map(|next| next - 1).or(self.vocabulary);
             let end = match second {
-                Some(_) if self.goes_on(at + 1) => self.end_of(at + 1, 1),
+                Some(_) if self.can_continue(at + 1) => self.end_of(at + 1, 1),
                 _ => at + 1,
             };
             return run(id.unwrap_or_else(|| Id::placed(keys::item_text(digest))), at as i64, end);
@@ -243,7 +245,7 @@ impl Search<'_> {
         let step = i128::from(self.number(at + 1) == Some(value + 1));
         match (part, last) {
             // The item began before this event.
-            (Some((id, offset @ 1..)), _) if at.is_multiple_of(self.size) && self.may_be(value, offset) => {
+            (Some((id, offset @ 1..)), _) if at.is_multiple_of(self.size) && self.fits_item(value, offset) => {
                 if step == 1 {
                     self.vocabulary = self.vocabulary.or(Some(value - i128::from(offset)));
                 }
@@ -257,7 +259,7 @@ impl Search<'_> {
     }
 
     /// Whether a token can belong to an item that has this number of tokens before it.
-    fn may_be(&self, value: i128, offset: i64) -> bool {
+    fn fits_item(&self, value: i128, offset: i64) -> bool {
         self.vocabulary.is_none_or(|size| value == size + i128::from(offset))
     }
 
@@ -274,8 +276,8 @@ impl Search<'_> {
         self.parts.get(block)?.get(self.counts[block])?.as_ref()
     }
 
-    /// Whether an item with the preceding token can include this token.
-    fn goes_on(&self, at: usize) -> bool {
+    /// Whether an item that includes the preceding token can include this token.
+    fn can_continue(&self, at: usize) -> bool {
         let is_continued = |parts: &Vec<Option<Part<'_>>>| matches!(parts.first(), Some(Some(part)) if part.offset > 0);
         !at.is_multiple_of(self.size) || self.parts.is_empty() || self.parts.get(at / self.size).is_some_and(is_continued)
     }
@@ -285,15 +287,15 @@ impl Search<'_> {
         let mut end = at + 1;
         while let (Some(before), Some(next)) = (self.number(end - 1), self.number(end))
             && next == before + step
-            && self.goes_on(end)
+            && self.can_continue(end)
         {
             end += 1;
         }
         end
     }
 
-    /// Whether the next item of a block begins at this token, in a store without digests: at the place that the next block names, else at
-    /// the first of several equal tokens.
+    /// Whether the next item of a block begins at this token, in a store without digests. If the next block continues the item, that
+    /// block's offset determines the beginning; else the item begins at the first of several equal tokens.
     fn is_beginning(&self, at: usize) -> bool {
         let (block, end) = (at / self.size, (at / self.size + 1) * self.size);
         let parts = &self.parts[block];

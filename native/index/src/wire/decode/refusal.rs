@@ -1,16 +1,15 @@
-//! The reasons why an event or a batch is rejected. The messages equal those of `kvevents.wire`, except for messages that its library
-//! writes.
+//! The reasons why an event or a batch is rejected. The messages equal those of `kvevents.wire`, except for messages of msgspec.
 
 use std::borrow::Cow;
 
 use super::{RAW_KEPT, Reason, Rejected};
 
-/// Number of characters of a detail.
+/// Maximum number of characters of a detail.
 const DETAIL_KEPT: usize = 256;
 /// Longest part of a detail that a peer chooses, in characters.
 const NAME_KEPT: usize = 64;
 
-/// Why a part of a batch is rejected. It becomes text only when it is read, since a peer can cause very many rejections.
+/// Why a part of a batch is rejected. It becomes text only when it is recorded, since a peer can cause very many rejections.
 #[derive(Debug)]
 pub(super) struct Refusal<'a> {
     reason: Reason,
@@ -20,7 +19,7 @@ pub(super) struct Refusal<'a> {
 #[derive(Debug)]
 enum Detail<'a> {
     Sentence(&'static str),
-    Of(Cow<'a, str>, &'static str),
+    Predicate(Cow<'a, str>, &'static str),
     Above(Cow<'a, str>, usize, &'static str, usize),
     Tag(&'a str),
 }
@@ -31,21 +30,21 @@ impl<'a> Refusal<'a> {
         Self { reason, detail }
     }
 
-    /// Creates a refusal for a value that the decoder refuses for `reason`, or because it is not as `expected`.
-    pub fn for_value(reason: Reason, what: impl Into<Cow<'a, str>>, expected: &'static str) -> Self {
+    /// Creates a refusal for a value. `expected` is the predicate of the message for reasons without their own predicate.
+    pub fn for_value(reason: Reason, subject: impl Into<Cow<'a, str>>, expected: &'static str) -> Self {
         let words = match reason {
             Reason::Malformed => "is truncated, or no MessagePack",
             Reason::TooDeep => "is nested deeper than the limit max_nesting",
             Reason::Oversized => "has more lists and maps than the 50000 that a batch may have",
             _ => expected,
         };
-        let detail = Detail::Of(what.into(), words);
+        let detail = Detail::Predicate(subject.into(), words);
         Self { reason, detail }
     }
 
     /// A refusal of a value above a limit; `unit` names the unit and the limit.
-    pub fn exceeding(reason: Reason, what: impl Into<Cow<'a, str>>, count: usize, unit: &'static str, limit: usize) -> Self {
-        let detail = Detail::Above(what.into(), count, unit, limit);
+    pub fn exceeding(reason: Reason, subject: impl Into<Cow<'a, str>>, count: usize, unit: &'static str, limit: usize) -> Self {
+        let detail = Detail::Above(subject.into(), count, unit, limit);
         Self { reason, detail }
     }
 
@@ -60,8 +59,8 @@ impl<'a> Refusal<'a> {
         let short = |text: &str| text.chars().take(NAME_KEPT).collect::<String>();
         let detail = match &self.detail {
             Detail::Sentence(words) => (*words).to_owned(),
-            Detail::Of(what, words) => format!("{} {words}", short(what)),
-            Detail::Above(what, count, unit, limit) => format!("{} has {count} {unit} {limit}", short(what)),
+            Detail::Predicate(subject, words) => format!("{} {words}", short(subject)),
+            Detail::Above(subject, count, unit, limit) => format!("{} has {count} {unit} {limit}", short(subject)),
             Detail::Tag(tag) => format!("event type {:?}", short(tag)).chars().take(DETAIL_KEPT).collect(),
         };
         Rejected {

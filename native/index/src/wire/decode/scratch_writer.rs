@@ -17,7 +17,7 @@ pub(super) struct ScratchWriter<'a> {
 }
 
 impl<'a> ScratchWriter<'a> {
-    /// Writes into a scratch, which it empties.
+    /// Creates a writer for a scratch, and empties the scratch.
     pub fn new(scratch: &'a mut Scratch) -> Self {
         scratch.clear();
         Self { scratch, bytes: vec![0] }
@@ -104,8 +104,8 @@ impl<'a> ScratchWriter<'a> {
         Span::new(start, self.bytes.len())
     }
 
-    /// Writes tokens, with placeholders for the tokens of multimodal items. All tokens have the form of the first, single or pairs; a token
-    /// of the other form is invalid.
+    /// Writes tokens, with placeholders for the tokens of multimodal items. The first token determines whether all tokens are single or
+    /// pairs; a token of the other form counts as invalid.
     fn tokens(&mut self, tokens: &[Token], items: &Items, event: &mut scan::Event) {
         let out = &mut self.scratch.tokens;
         let start = out.len();
@@ -138,7 +138,7 @@ impl<'a> ScratchWriter<'a> {
     /// Writes the extra keys of all blocks, including multimodal items, as msgpack.
     fn extra_keys(&mut self, stored: &BlockStored, items: &Items) -> Option<Span> {
         if stored.token_ids.is_empty() {
-            return None; // no key is made
+            return None; // no keys are computed
         }
         // Tokens after the last block belong to no block.
         let blocks = stored.block_hashes.values.len();
@@ -172,7 +172,7 @@ impl<'a> ScratchWriter<'a> {
         Span::new(start, out.len())
     }
 
-    /// Writes the tokens after the first block as msgpack; no others are used.
+    /// Writes the tokens that the hash of the first block also covers, as msgpack; those of later blocks are not used.
     fn lookahead(&mut self, stored: &BlockStored) -> Option<Span> {
         let lists = stored.lookahead_token_ids.as_deref()?;
         let start = self.bytes.len();

@@ -1,4 +1,4 @@
-//! MessagePack in any form: headers, division of a value into parts, and values of free form.
+//! MessagePack in any form: reads headers, divides values into parts, and reads and writes values of free form.
 
 use std::collections::HashMap;
 use std::fmt::{self, Write};
@@ -47,7 +47,7 @@ impl Value {
     }
 }
 
-/// A text, and the length from which on nothing more is written.
+/// A text, and the length at which writing to it stops.
 struct LimitedText(String, usize);
 
 impl Write for LimitedText {
@@ -134,7 +134,7 @@ pub(super) fn items(raw: &[u8]) -> impl Iterator<Item = &[u8]> {
     (0..declared(raw)).map_while(move |_| parts.as_mut()?.next().ok())
 }
 
-/// Cuts the parts after the header of an array or a map into values.
+/// Divides the bytes after the header of an array or a map into values.
 struct Parts<'a> {
     raw: &'a [u8],
     at: usize,
@@ -173,8 +173,8 @@ pub(super) fn elements(raw: &[u8]) -> Result<Vec<&[u8]>, Reason> {
     Ok(found)
 }
 
-/// Largest number of names for which each is compared with all others.
-const FEW_NAMES: usize = 16;
+/// Maximum number of names up to which a new name is compared with all of them, without a hash table.
+const MAX_COMPARED_NAMES: usize = 16;
 
 /// Returns the values of a map by name; the last of several values of a name counts, at the position of the first.
 pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
@@ -184,7 +184,7 @@ pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
     for _ in 0..declared(raw) {
         let name = text(parts.next_header()?)?.ok_or(Reason::BadField)?;
         let value = parts.next()?;
-        let known = if found.len() <= FEW_NAMES {
+        let known = if found.len() <= MAX_COMPARED_NAMES {
             step_counter::count(found.len());
             found.iter().position(|(known, _)| *known == name)
         } else {
@@ -204,7 +204,7 @@ pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
 }
 
 impl<'a> Parts<'a> {
-    /// Reads a key. Only a text is read completely: any other type is refused by its header.
+    /// Reads the bytes of a key. Only the header of an array or a map is read, since it is refused.
     fn next_header(&mut self) -> Result<&'a [u8], Reason> {
         let rest = self.raw.get(self.at..).unwrap_or_default();
         let head = *rest.first().ok_or(Reason::Malformed)?;
@@ -282,7 +282,7 @@ fn extension(raw: &[u8]) -> Result<Option<Value>, Reason> {
     }
 }
 
-/// Seconds of the first moment of the year 1, and of the last one of the year 9999.
+/// The first second of the year 1, and the last second of the year 9999.
 const SECONDS: std::ops::RangeInclusive<i64> = -62_135_596_800..=253_402_300_799;
 
 fn time(data: &[u8]) -> Result<Value, Reason> {

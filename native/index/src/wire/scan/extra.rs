@@ -7,7 +7,7 @@ use crate::wire::msgpack::Reader;
 pub enum Id<'a> {
     /// From -2^63 to 2^64 - 1.
     Int(i128),
-    /// Most often the hex digits of a digest.
+    /// A text: most often the hexadecimal digits of a digest.
     Text(&'a str),
     /// A digest.
     Bytes(&'a [u8]),
@@ -28,7 +28,7 @@ pub enum Extra<'a> {
 
 /// Calls `visit` with each extra key in `raw` and the position of its block. Nil and the empty list have no extra keys.
 ///
-/// None if `raw` is not the range of `Event::extra_keys`.
+/// Returns None if `raw` is not the range of `Event::extra_keys`.
 pub fn extra_keys<'a>(raw: &'a [u8], visit: impl FnMut(usize, Extra<'a>)) -> Option<()> {
     let mut reader = Reader::new(raw, 0);
     walk(&mut reader, usize::MAX, visit)?;

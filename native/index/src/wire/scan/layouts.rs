@@ -1,8 +1,8 @@
-//! The shapes of events of all dialects, as in `kvevents.wire.dialects`, with which a Python test compares them.
+//! The shapes of events of all dialects. They are those of `kvevents.wire.dialects`; a Python test compares both.
 
 use super::Field;
 
-/// Fields of array events after the tag, by the longest form of any release: vLLM 0.22, of which every other is a prefix.
+/// Fields of array stores after the tag, in the longest form of any release, that of vLLM 0.22. Every other form is a prefix of it.
 pub const STORED_ARRAY: &[&str] = &[
     "block_hashes",
     "parent_block_hash",
@@ -51,7 +51,7 @@ const REMOVED_MAP: &[&str] = &[
 /// Fields of array clears after the tag, which only kvevents sends.
 pub const CLEARED_ARRAY: &[&str] = &["medium", "group_idx"];
 const CLEARED_MAP: &[&str] = &["medium", "group_idx"];
-/// Tags of events that do not change which blocks are resident. `kvevents.wire.dialects.NEUTRAL_KINDS` has the same.
+/// Tags of events that do not change which blocks are resident. `kvevents.wire.dialects.NEUTRAL_KINDS` has the same tags.
 pub const NEUTRAL_KINDS: &[&str] = &["BlockInactive"];
 
 /// For each event: its tag, the fields of its array form in wire order, and the keys of its map form without `type`.
@@ -61,7 +61,7 @@ pub const LAYOUTS: [(&str, &[&str], &[&str]); 3] = [
     ("AllBlocksCleared", CLEARED_ARRAY, CLEARED_MAP),
 ];
 
-/// How the scanner reads a field. A field that the index does not use is checked and skipped, as one of the `Ignored` kinds.
+/// How the scanner reads a field. A field that the index does not use has an `Ignored` role: it is checked and skipped.
 pub(super) fn field(name: &str) -> Result<Field, String> {
     Ok(match name {
         "block_hashes" => Field::BlockHashes,

@@ -18,7 +18,7 @@ pub struct Limits {
     pub max_free_form_bytes: usize,
     /// Maximum number of levels of containers in an event.
     pub max_nesting: usize,
-    /// Maximum number of entries for rejected parts of a batch; one more entry represents all that follow.
+    /// Maximum number of listed rejected parts of a batch; one more entry represents all others.
     pub max_rejected: usize,
 }
 
@@ -36,19 +36,19 @@ impl Default for Limits {
     }
 }
 
-/// Number of levels that an event with multimodal pairs has: itself, `extra_keys`, a block, a pair.
+/// Number of levels of containers in an event with multimodal pairs: the event, `extra_keys`, a block, a pair.
 const NESTING_NEEDED: usize = 4;
 
-/// Maximum number of names of one kind of event: the bits of `Layout::needed`.
+/// Maximum number of names of one kind of event: the number of bits of `Layout::needed`.
 const MAX_NAMES: usize = 64;
 
 /// Length of the longest msgpack string whose header is one byte.
 const MAX_NAME_BYTES: usize = 31;
 
-/// One key of map events, as it is on the wire, with its header.
+/// One key of map events.
 #[derive(Clone, Debug)]
 pub(super) struct Name {
-    /// Zeros follow.
+    /// The key as it is on the wire, with its header; zeros follow.
     wire: [u8; MAX_NAME_BYTES + 1],
     /// Bit mask of the bytes of `wire` before the zeros.
     bits: [u8; MAX_NAME_BYTES + 1],
@@ -61,20 +61,21 @@ impl Name {
     #[inline]
     pub fn starts(&self, rest: &[u8]) -> bool {
         match rest.first_chunk() {
-            Some(start) => same_bits(start, &self.wire, &self.bits),
+            Some(start) => equals_masked(start, &self.wire, &self.bits),
             None => rest.starts_with(&self.wire[..self.length]),
         }
     }
 }
 
-/// Compares two wide machine words: several times as fast as a comparison of slices.
+/// Whether two texts agree in the bits that are set in `mask`. It compares wide machine words, which is several times as fast as a
+/// comparison of slices.
 #[inline]
-fn same_bits(one: &[u8; 32], other: &[u8; 32], bits: &[u8; 32]) -> bool {
+fn equals_masked(left: &[u8; 32], right: &[u8; 32], mask: &[u8; 32]) -> bool {
     let halves = |bytes: &[u8; 32]| {
         let (low, high) = bytes.split_at(16);
         [low, high].map(|half| half.try_into().map_or(0, u128::from_ne_bytes))
     };
-    let ([a, b], [c, d], [low, high]) = (halves(one), halves(other), halves(bits));
+    let ([a, b], [c, d], [low, high]) = (halves(left), halves(right), halves(mask));
     (a ^ c) & low | (b ^ d) & high == 0
 }
 
@@ -85,7 +86,7 @@ pub(super) struct Layout {
     pub kind: Kind,
     /// Fields of an array event after the tag.
     pub array: Box<[Field]>,
-    /// Least number of these fields.
+    /// Minimum number of these fields.
     pub array_needed: usize,
     /// Keys of a map event, except the key of the tag.
     pub names: Box<[Name]>,
@@ -102,12 +103,13 @@ pub struct Schema {
 }
 
 impl Schema {
-    /// The events of all dialects. The error names the limit that is too low.
+    /// The schema of the events of all dialects. The error names the limit that is too low.
     pub fn new(limits: Limits) -> Result<Self, String> {
         Self::of_layouts(&LAYOUTS, limits)
     }
 
-    /// Keys are found fastest in the order in which they are sent. The error names the unknown or missing name.
+    /// The schema of these events: for each, its tag, its array fields and its map keys. Keys that are sent in this order are found
+    /// fastest. The error names the unknown or missing name.
     pub(super) fn of_layouts(events: &[(&str, &[&str], &[&str])], limits: Limits) -> Result<Self, String> {
         if limits.max_nesting < NESTING_NEEDED {
             return Err(format!(
@@ -126,7 +128,7 @@ impl Schema {
         })
     }
 
-    /// Returns the schema for events that were read within these limits and encoded again, since they can then be larger.
+    /// Returns the schema without these limits, for events that were read within the limits and encoded again, which can make them larger.
     pub fn unlimited(&self) -> Self {
         let limits = Limits {
             max_payload_bytes: usize::MAX,
@@ -144,8 +146,8 @@ impl Schema {
         &self.limits
     }
 
-    /// Returns the schema with which consecutive removals that differ only in their one hash become one event: engines send one for each
-    /// block, and joining them is cheaper.
+    /// Returns the schema with which consecutive removals of one hash that differ only in the hash become one event. Engines send a removal
+    /// for each block, and one event for many of them takes less time.
     pub fn joining(self) -> Self {
         Self { joins: true, ..self }
     }

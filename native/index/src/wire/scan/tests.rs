@@ -16,7 +16,7 @@ fn accepted(payload: &[u8]) -> Option<Vec<Described>> {
     describe(payload, &schema())
 }
 
-/// Value of a string in a line of JSON that has no escapes.
+/// Value of the string `name` in a line of JSON without escapes.
 fn string<'a>(line: &'a str, name: &str) -> &'a str {
     let marker = format!("\"{name}\":\"");
     let start = line.find(&marker).unwrap() + marker.len();
@@ -67,7 +67,7 @@ fn stored(fields: &[(&str, &[u8])]) -> Vec<u8> {
     batch(&[map("BlockStored", &all)])
 }
 
-// --- what is accepted, and as what ---
+// --- accepted payloads, and the events that they become ---
 
 #[test]
 fn every_released_dialect_is_accepted() {
@@ -159,7 +159,7 @@ fn extra_keys_of_every_shape() {
     }
 }
 
-/// Both forms of an event say whether it has extra keys, as `describe` compares.
+/// Events of both decoders say whether they have extra keys; `describe` compares that.
 #[test]
 fn extra_keys_that_are_decoded_are_announced() {
     let found = describe_decoded(&golden("0.24.0", "stored_extra_keys_mm_salt_embeds"), &Limits::default());
@@ -433,7 +433,7 @@ fn a_schema_of_unknown_names_is_an_error() {
     );
 }
 
-/// A scratch stays within its bound for any payloads, also after several.
+/// A scratch stays within its bound, also after several payloads.
 #[test]
 fn memory_follows_the_payload() {
     let size = 60_000_u16;
@@ -479,7 +479,7 @@ fn declared_lengths_allocate_nothing() {
     }
 }
 
-// --- whatever comes ---
+// --- arbitrary payloads ---
 
 /// Msgpack without a meaning, with names of real fields.
 fn msgpack() -> impl Strategy<Value = Vec<u8>> {
@@ -509,14 +509,14 @@ fn msgpack() -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// Everything that a scan has found.
+/// The result of a scan.
 fn found(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<impl PartialEq + std::fmt::Debug + use<>> {
     scan(payload, schema, scratch)?;
     let (events, hashes, tokens) = (scratch.events.clone(), scratch.hashes.clone(), scratch.tokens.clone());
     Some((events, hashes, tokens, scratch.ts.to_bits(), scratch.rank, scratch.digests))
 }
 
-/// All spans of an accepted payload can be read, and earlier payloads make no difference.
+/// Asserts that all spans of an accepted payload can be read, and that an earlier payload makes no difference.
 fn look_at_after(before: &[u8], payload: &[u8]) {
     let _ = accepted(payload);
     for schema in [schema(), schema().joining()] {
@@ -546,7 +546,7 @@ proptest! {
         look_at(&[vec![0x92, 1, 0x90 | parts.len() as u8], parts.concat()].concat());
     }
 
-    /// Real payloads with some bytes changed, taken out or put in, and cut short.
+    /// Real payloads in which bytes are changed, removed or inserted, or which are truncated.
     #[test]
     fn mutated_goldens(
         which in any::<prop::sample::Index>(),
@@ -569,7 +569,7 @@ proptest! {
         look_at_after(&golden, &payload);
     }
 
-    /// Payloads of any dialects with one reader.
+    /// One scratch reads payloads of any two dialects.
     #[test]
     fn any_two_goldens(before in any::<prop::sample::Index>(), after in any::<prop::sample::Index>()) {
         let goldens = goldens();
@@ -621,7 +621,7 @@ fn events_are_read_one_by_one() {
     );
 }
 
-/// A payload that one schema has accepted is read by another schema within its own limits.
+/// A schema applies its own limits to a payload that another schema has accepted.
 #[test]
 fn limits_are_of_one_schema() {
     let payload = stored(&[("medium", &text("GPU"))]);
