@@ -1,4 +1,4 @@
-"""`kvevents completion`: what a shell needs to complete the command line."""
+"""`kvevents completion`: print the code with which a shell completes the command line."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class LineFormat:
         return [self.reset(delivery) if isinstance(delivery, Reset) else self.gap(delivery)]
 
     def batch(self, batch: Batch) -> list[list[Part]]:
-        """Return one line, or with the details `events` and `tokens` that line and one for each event."""
+        """Return one line; with the details `events` and `tokens` also a line for each event."""
         has_event_lines = self._detail in {"events", "tokens"}
         body = _totals(batch.events) if has_event_lines else _inline(batch.events)
         path: Part = Span("replay ", "warn") if batch.replayed else Span("live   ", "dim")
@@ -194,7 +194,7 @@ def trust_record(source: str, rank: int, trust: Trust) -> dict[str, Any]:
 POLL_SECONDS: Final = 0.1
 """Seconds between checks of the clock, of signals and of the reader of the output while no batch arrives."""
 BUSY_POLL_SECONDS: Final = 0.05
-"""Seconds between the same checks while batches arrive, each of them alone."""
+"""Seconds between the same checks while batches arrive."""
 SETTLE_SECONDS: Final = 1.0
 """Maximum time to wait at the end, also after Ctrl-C, for streams that are still REPLAYING. They need milliseconds."""
 

@@ -1,6 +1,6 @@
 """The option `--output`, which is the same in every command that prints tables or records.
 
-JSON is one object per line, and YAML one document per object, so that both also fit results that come one after the other.
+JSON is one object per line, and YAML one document per object, so that both also suit results that are printed as they arrive.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unkno
     metrics_port: Port | None = None
     """Port at which Prometheus scrapes metrics (default: none)."""
     metrics_host: Host = "127.0.0.1"
-    """Address of that port."""
+    """Address at which that port listens."""
 
     def relay(self) -> RelaySettings:
         """Return the settings of the relay. Raises `ConfigError`."""

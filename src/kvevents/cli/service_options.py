@@ -1,4 +1,4 @@
-"""Options of the commands that ask a service, and the client that they describe."""
+"""Options of the commands that send requests to a service, and the client that they describe."""
 
 from __future__ import annotations
 

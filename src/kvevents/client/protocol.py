@@ -3,7 +3,7 @@
 It does no input or output: `kvevents.client.sync` and `kvevents.client.aio` send the calls, and report their outcomes.
 
 A request is sent again if the service has refused it temporarily (429, 503). If its connection failed, it is sent again only if
-it had no effect, or if a repetition has none: a reservation with an `id` replaces the one with this name.
+it had no effect, or if repeating it changes nothing: a reservation with an `id` replaces the one with this name.
 """
 
 from __future__ import annotations

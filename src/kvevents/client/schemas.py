@@ -3,7 +3,7 @@
 Counts of a prompt are tokens. Times are Unix times in seconds unless their name says otherwise.
 """
 
-# Without `from __future__ import annotations`: msgspec would compile each annotation at the start of a service.
+# No `from __future__ import annotations`: with it, msgspec would compile every annotation when a service starts.
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal, NotRequired, TypeAlias, TypedDict
 
@@ -62,7 +62,7 @@ class Problem(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, status: int, reason: str, detail: str, hint: str) -> "Problem":
-        """Return a problem with the members that follow from these."""
+        """Return a problem. Its other members follow from these values."""
         return cls(
             type=f"urn:kvevents:problem:{reason}",
             title=reason.replace("-", " ").capitalize(),
@@ -235,7 +235,7 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.05
     """Cost of the mean load; 1 is the cost of computing the whole prompt."""
     trust: dict[TrustState, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
-    """Factor on a worker's match in each trust state."""
+    """Factor for the match of a worker, by its trust state."""
     tie: Literal["rotate", "random", "first"] = "rotate"
     """Choice between candidates with equal scores."""
     expect_seconds: Annotated[float, Meta(ge=0, le=60)] = 0.0
@@ -346,7 +346,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     group: str
     prompt_tokens: int
     selection: Selection
-    """The response as with `explain`, with at most 16 candidates."""
+    """The response to the request, as with `explain` but with at most 16 candidates."""
 
 
 class DecisionsAnswer(Struct, frozen=True, kw_only=True):
@@ -454,7 +454,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
     tiers: dict[str, int]
     """Blocks by tier."""
     stores_only: list[str]
-    """Tiers from which the engine announces no removals: `EXACT` is about the others."""
+    """Tiers from which the engine announces no removals: `EXACT` applies to the other tiers only."""
     drafts: list[int] | None = None
     """KV cache groups of its draft model, as registered; an empty list means all, null no draft model."""
     orphans: int

@@ -113,7 +113,7 @@ class EngineChecks:
             return subscriber.statuses()[0]
 
     def _subscriber(self) -> Subscriber[Batch] | Subscriber[RawBatch]:
-        """Return a subscriber. If there is the native module, it fills an index, which detects contradictory events."""
+        """Return a subscriber. With the native module it fills an index, which detects contradictory events."""
         if find_native() is None:
             return Subscriber(self.source)
         from kvevents.index import PrefixIndex  # noqa: PLC0415 - needs the native module

@@ -1,4 +1,4 @@
-"""Finds out what listens at an endpoint, by the opening of a ZMTP connection without libzmq.
+"""Opens a ZMTP connection without libzmq, to find out what listens at an endpoint.
 
 libzmq only reports that a handshake failed. The bytes show why: a peer names its security mechanism and its socket type before
 it checks ours. The greeting has 64 bytes: signature (10), version (2), mechanism (20), role and padding (RFC 23).

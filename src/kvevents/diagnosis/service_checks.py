@@ -108,7 +108,7 @@ def check_lookups(stats: StatsAnswer) -> CheckResult:
 
 
 def check_memory(stats: StatsAnswer) -> CheckResult:
-    """Check the memory of the index, of which 90% of the limit is a warning."""
+    """Check the memory of the index. From 90% of its limit on, it is a warning."""
     usage = f"{plural(stats.blocks, 'block')} in {size(stats.index_bytes)}"
     if stats.evicted:
         text = f"{usage}; {plural(stats.evicted, 'block')} were refused at the limit"

@@ -1,4 +1,4 @@
-"""The router: applies a policy to the workers, and keeps their load and what they hold."""
+"""The router: looks up what workers hold, applies a policy to them, and keeps track of their load."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ class Decision(Struct, frozen=True):
 class Router:
     """Chooses a worker for each prompt, and keeps track of requests in flight. Thread-safe.
 
-    The load of a worker is that of the requests that this router sent there and that have not ended, or, with `engine_load`,
-    what the engine reports.
+    The load of a worker consists of the requests that this router has sent to it and that have not ended. With `engine_load` it
+    is the load that the engine reports.
 
     - `index` is needed by policies that use it. The caller keeps it up to date.
     - `trust` returns the trust in a worker's stream, or the name of its state (`lambda worker: subscriber.trust(*worker)`);
@@ -193,7 +193,7 @@ class Router:
     - `max_in_flight` limits the requests that are remembered; beyond it the oldest count as finished. So does each request
       `expiry_seconds` after it was routed, because clients hang up and callers may forget `finish`. `request` always calls it.
     - A worker that is added while others work begins with their mean load, of which half is left after `HALF_LIFE`.
-    - The last token of a prompt is not looked up, since engines compute it and its block again, except with `whole_prompt`.
+    - Without `whole_prompt` the last token of a prompt is not looked up, since engines recompute it with its block.
 
     Raises `ConfigError`.
     """

@@ -41,7 +41,7 @@ def distance_of(state: str) -> int:
 def tokens_by_tier(tiers: Mapping[str, int]) -> dict[str, int]:
     """Return how many tokens of a prefix each tier adds to the faster tiers, from cumulative counts. Their sum is the prefix.
 
-    Tiers that add nothing are left out.
+    Tiers that add nothing are omitted.
     """
     added: dict[str, int] = {}
     for tier in (*(tier for tier in TIERS if tier in tiers), *sorted(tiers.keys() - set(TIERS))):

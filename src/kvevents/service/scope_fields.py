@@ -79,7 +79,7 @@ def model_of(request: Any) -> str:
 
 
 def scope_of(request: Any) -> Scope:
-    """Return the scope of the prompts of a request. An empty LoRA or salt means none. Raises `ServiceError`."""
+    """Return the scope of the prompts of a request. An empty LoRA or salt counts as missing. Raises `ServiceError`."""
     lora = pick(request, LORA)
     return Scope(model_of(request), *owner_of(request), request.lora_id if lora is None else lora, pick(request, SALT))
 

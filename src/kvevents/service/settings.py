@@ -72,7 +72,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_reservations: Positive = 65_536
     """Maximum number of open reservations, about 500 bytes each. Above it a selection that reserves is refused."""
     reservation_seconds: Annotated[float, Unit.SECONDS, Range(1, MAX_RESERVATION_SECONDS)] = 300.0
-    """Seconds after which a reservation expires unless its request or an update says otherwise."""
+    """Seconds after which a reservation expires, unless its request or an update has another time."""
     max_waiting: Positive = 64
     """Maximum number of requests of one kind that wait for a thread, and of clients that wait for a `/dump`."""
     max_dump_blocks: Positive = 1_000_000

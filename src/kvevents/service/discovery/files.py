@@ -21,7 +21,7 @@ CHECK_SECONDS: Final = 1.0
 """Pause between two checks of a file for changes. A check is one `stat`. Unlike inotify it also works over NFS and through the
 symlinks of a Kubernetes ConfigMap."""
 MAX_FILE_BYTES: Final = 8 << 20
-"""Several times the size of 4,096 full tables."""
+"""Maximum size of a file: several times that of 4,096 full tables."""
 MAX_FAULTS: Final = 16
 """Maximum number of invalid tables of one file that are reported one by one."""
 

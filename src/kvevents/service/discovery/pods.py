@@ -165,7 +165,7 @@ class Pod(KubernetesObject, frozen=True):
 
 class _PoolSpec(Struct, frozen=True, rename="camel"):
     selector: dict[str, dict[str, str]] = {}
-    """The labels, by `matchLabels`."""
+    """The labels, under the key `matchLabels`."""
     target_ports: list[dict[str, int]] = []
     """One map for each port, which is under the key `number`."""
 

@@ -263,12 +263,12 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
-        """Return the replay endpoint of the rank number `index` after the first; the rank publishes at `endpoint`."""
+        """Return the replay endpoint of a rank: the rank `index` after the first one, which publishes at `endpoint`."""
         replay = offset_endpoint_port(self.replay_endpoint, index)
         return None if replay is None else _on_host_of(replay, endpoint)
 
     def _load_of(self, index: int, endpoint: str) -> str | None:
-        """Return the place of the load of the rank number `index` after the first; the rank publishes at `endpoint`."""
+        """Return where the load of a rank is read: the rank `index` after the first one, which publishes at `endpoint`."""
         if self.load is None or self.load == NO_LOAD:
             return self.load
         load = self.load if is_load_url(self.load) else offset_endpoint_port(self.load, index) or self.load

@@ -202,7 +202,7 @@ class LoadFollower:
     def __init__(self, settings: LoadSettings, max_reservations: int) -> None:
         self._settings = settings
         self._subscriber: LoadSubscriber | None = None
-        """Opened with the first rank that has a load or a server. A server from which no load is read has a name of its own."""
+        """Opened for the first rank with a load or a server. A server without a load is polled under `_server_of`."""
         self.requests: Final = _native.Loads(settings.max_age_seconds, max_reservations)
         """The requests that engines report, and reservations and selections, by the name and rank of the source."""
 

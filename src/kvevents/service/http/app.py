@@ -242,7 +242,7 @@ _UNTRACED: Final = frozenset(path for path, routes in ROUTES.items() if any(rout
 
 def find_tracer() -> Tracer | None:
     """Return the tracer of the configured SDK; None without an SDK."""
-    if (trace := sys.modules.get("opentelemetry.trace")) is None:  # what configures an SDK imports it
+    if (trace := sys.modules.get("opentelemetry.trace")) is None:  # code that configures an SDK imports this module
         return None
     provider: TracerProvider = trace.get_tracer_provider()
     if isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider)):

@@ -267,4 +267,4 @@ SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     SelectWorkerRequest: {"anyOf": _PROMPT},
     BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # a selection has the prompt already
 }
-"""JSON Schema rules of these bodies that their types do not express."""
+"""JSON Schema rules that the types of these bodies do not express."""

@@ -89,7 +89,7 @@ SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     QueryRequest: _ONE_MODEL,
     HashQueryRequest: {"allOf": [_ONE_MODEL, _ONE_KIND]},
 }
-"""JSON Schema rules of these bodies that their types do not express."""
+"""JSON Schema rules that the types of these bodies do not express."""
 
 
 # --- registration

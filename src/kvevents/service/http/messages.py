@@ -129,7 +129,7 @@ class HttpRequest(Struct, eq=False):
         raise ServiceError(sentence, "unsupported-media-type", hint, status=415)
 
     def read_tokens(self, name: str) -> tuple[Any, Any]:
-        """Return the body and its token ids in field `name`, which are a buffer if possible. Raises `ServiceError`."""
+        """Return the body, and the token ids in its field `name`, as a buffer if possible. Raises `ServiceError`."""
         extracted_parts = extract_token_array(self.body, name) if self.headers.kind == JSON else None
         if extracted_parts is not None:
             return self._decode(self.decoders.json, extracted_parts[0]), extracted_parts[1]

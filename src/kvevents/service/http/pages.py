@@ -36,7 +36,7 @@ def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: 
 
 
 def read_cursor(arguments: Mapping[str, str], pattern: re.Pattern[str]) -> str:
-    """Return the cursor of the query string. Raises `RefusedError` for one of another form."""
+    """Return the cursor of the query string. Raises `RefusedError` for a cursor of another form."""
     cursor = arguments.get("cursor", "")
     if pattern.fullmatch(cursor) is None:
         raise RefusedError(f"invalid cursor {cursor[:MAX_SHOWN]!r}", "bad-parameter", "send `next` of the previous page")
