@@ -1,4 +1,4 @@
-"""Requests batches by replay, and reads each message of an answer into what it means for the stream."""
+"""Requests batches by replay, and classifies each message of an answer as an input of the stream's transition table."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply
 from kvevents.wire.decode import begins_with_clear, ends_with_digest
 
 NextInput: TypeAlias = tuple[Input] | tuple[Input, str] | None
-"""The result of a message, a timeout or a comparison: an input of the transition table, perhaps with a reason; or nothing."""
+"""The result of a message, a timeout or a comparison: an input of the transition table, with a reason if it needs one."""
 
 
 class AnswerReader:
-    """The open replay request and its answer, and how far the replay endpoint can be trusted.
+    """The open replay request and its answer, and the trust in the replay endpoint.
 
-    It matches each answer with fingerprints, has its batches delivered in order, and decides at its end what to request next.
-    It never changes the state of the stream; it returns a `NextInput`.
+    It matches each answer with fingerprints, passes the answer's batches to the deliverer, and decides at the end of the answer
+    what to request next. It never changes the state of the stream, but returns a `NextInput`.
     """
 
     def __init__(self, source: Source, limits: StreamLimits, deliverer: Deliverer, quarantine: Quarantine) -> None:
@@ -35,13 +35,13 @@ class AnswerReader:
         self.has_replayed = False
         """Whether the replay endpoint has ever sent a batch."""
         self.conflicts = 0
-        """Consecutive conflicts without a match in between."""
+        """Number of conflicts since the last match."""
         self._resyncs = 0
-        """Consecutive restarts because replay no longer held a batch that it had brought, without a match in between."""
+        """Number of restarts since the last match because replay no longer held a batch that it had sent."""
         self.distrusted_until: float | None = None
-        """The time at which to ask a distrusted endpoint again; None if it is not distrusted."""
+        """The time at which a distrusted endpoint is queried again; None if the endpoint is not distrusted."""
         self._retries_distrusted = False
-        """Whether the replay endpoint was distrusted and is asked again."""
+        """Whether the replay endpoint was distrusted and is queried again."""
         self._source = source
         self._limits = limits
         self._deliverer = deliverer
@@ -50,9 +50,9 @@ class AnswerReader:
     # --- requests -------------------------------------------------------------------------------------------------------
 
     def begin_incarnation(self) -> None:
-        """Close the request, since it is about the incarnation that has ended.
+        """Close the request, because it is about the incarnation that has ended.
 
-        Compare at once: a small replay buffer may soon evict what this incarnation fetches, and then nothing can confirm it.
+        The next comparison is due at once: a small replay buffer may soon evict what the new incarnation fetches.
         """
         self.close()
         self.checks.reset_comparisons()
@@ -66,7 +66,7 @@ class AnswerReader:
         self._open(None)
 
     def abandon(self) -> None:
-        """Close the request, since its answer says nothing. The next comparison waits longer."""
+        """Close the request without a result. The pause before the next comparison grows."""
         if self.fetch is not None:
             self.checks.fail_comparison(self._deliverer.now)
             self.close()
@@ -76,11 +76,11 @@ class AnswerReader:
         self._open(self._from_fingerprints(Purpose.VERIFY))
 
     def fetch_missing(self) -> None:
-        """Request from the first unconfirmed batch on: the answer shows whether it comes from the same publisher."""
+        """Request missing batches from the first unconfirmed one on: the answer shows whether the publisher is the same."""
         self._open(self._from_missing(), self._deliverer.cross_check.last_live)
 
     def compare_soon(self) -> None:
-        """Ask replay for a live batch that has to be compared: at once, then after growing pauses."""
+        """Request a live batch that has to be compared with replay: first without a pause, then after growing pauses."""
         last_live = self._deliverer.cross_check.last_live
         if last_live is None or self.fetch is not None or not self._deliverer.ledger.can_replay:
             return
@@ -90,7 +90,7 @@ class AnswerReader:
     def probe(self) -> None:
         """Check the tail of a quiet stream.
 
-        Ask a distrusted endpoint again: the conflicts may have been many consecutive restarts.
+        A distrusted endpoint is queried again, because many consecutive restarts may have caused its conflicts.
         """
         deliverer = self._deliverer
         if self.distrusted_until is not None:
@@ -106,12 +106,12 @@ class AnswerReader:
         return ReplayFetch(Purpose.FILL, start, unconfirmed)
 
     def _from_fingerprints(self, purpose: Purpose) -> ReplayFetch:
-        """Request from the first batch that has to be matched, or from what is missing if nothing was delivered yet."""
+        """Request from the first batch that has to be matched, or, before the first delivery, from the first missing batch."""
         deliverer = self._deliverer
         live = deliverer.cross_check.last_live
         unconfirmed: Fingerprint | NewestBatch | None = next(iter(deliverer.cross_check.all_unconfirmed), None)
         if unconfirmed is not None and live is not None and live.seq < unconfirmed.seq:
-            # The live batch cannot confirm that batch, but it shows whether the answer comes from this publisher.
+            # An older live batch cannot confirm the unconfirmed one, but shows whether the answer comes from this publisher.
             unconfirmed = live
         first = deliverer.chain.first or unconfirmed or live or deliverer.newest
         live_before = -1 if live is None else live.seq
@@ -120,14 +120,14 @@ class AnswerReader:
         return ReplayFetch(purpose, first.seq, first.fingerprint(), live_before=live_before)
 
     def request_to_send(self, now: float) -> FetchRequest | None:
-        """Return the request to send now, once; its timeout begins. None while requests are paced."""
+        """Return the request to send now, once, and begin its timeout; None without a request, or while it must wait."""
         if self.fetch is None or self.fetch.is_sent or not self.pacer.take(now):
             return None
         self._deliverer.counters.requests += 1
         return self.fetch.send(now, self._deliverer.order.next_seq)
 
     def deadline(self) -> float | None:
-        """Return when the open request must be sent, or counts as unanswered; None for no such time."""
+        """Return the time at which the open request must be sent or counts as unanswered; None without an open request."""
         if self.fetch is not None and self.fetch.is_sent:
             return self.fetch.deadline(self._limits)
         return self.pacer.next_at if self.pacer.is_waiting else None
@@ -144,7 +144,7 @@ class AnswerReader:
         self._deliverer.ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
 
     def compare_waiting(self, seq: int, first: bytes, second: bytes, *, live: bool) -> NextInput:
-        """Return a conflict unless two messages with one number are equal. `live` says that one of the two came live."""
+        """Return a conflict unless two messages with one number are equal. `live` is True if one of them came live."""
         if first != second:
             return Input.CONFLICT, f"publisher restarted: number {seq} has two contents"
         self._deliverer.counters.duplicates += 1
@@ -168,12 +168,12 @@ class AnswerReader:
         self._retries_distrusted = False
 
     def end_distrust(self) -> None:
-        """Ask the endpoint again, if it is distrusted."""
+        """Trust the endpoint again, if it is distrusted."""
         self.distrusted_until = None
         self._deliverer.ledger.discard(DegradedReason.REPLAY_FOREIGN)
 
     def _cannot_confirm(self, fetch: ReplayFetch, reason: str) -> NextInput:
-        """Replay no longer holds a batch that it brought: fetch everything again, unless its buffer has proved too small."""
+        """Fetch everything again, because replay lacks a batch that it sent, unless its buffer has proved too small."""
         if self._resyncs >= self._limits.max_consecutive_resyncs:
             return Input.EVICTED, reason
         self._resyncs += fetch.purpose is not Purpose.VERIFY
@@ -182,7 +182,7 @@ class AnswerReader:
     # --- answers --------------------------------------------------------------------------------------------------------
 
     def read(self, frames: Sequence[bytes]) -> NextInput:
-        """Take the frames of one message from the replay connection, valid or not."""
+        """Process the frames of one message from the replay connection; they can be invalid."""
         deliverer, fetch = self._deliverer, self.fetch
         reply = parse_replay_reply(frames)
         if isinstance(reply, Malformed):
@@ -204,7 +204,7 @@ class AnswerReader:
         return None
 
     def expire(self) -> NextInput:
-        """End a request whose time is up, since nothing new arrived."""
+        """End a request whose timeout has passed since something new arrived."""
         deliverer, fetch = self._deliverer, self.fetch
         if fetch is None:
             return None
@@ -237,7 +237,7 @@ class AnswerReader:
         return self._match(fetch, fingerprint, reply)
 
     def _read_to_live(self, fetch: ReplayFetch, reply: ReplayBatch) -> NextInput:
-        """Nothing is missing. Read the rest of the answer up to the live batch that confirms it."""
+        """Read the rest of an answer, after which nothing was missing, up to the live batch that confirms it."""
         live = self._deliverer.cross_check.answer_live
         conflict = self._compare_live(fetch, live, reply) if live is not None and reply.seq == live.seq else None
         if conflict is None and (live is None or reply.seq >= live.seq):
@@ -253,12 +253,12 @@ class AnswerReader:
         return None
 
     def _begin_after_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> NextInput:
-        """Replay no longer holds a batch that it brought and that no live batch has confirmed: it may be another publisher."""
+        """Handle an answer that begins after an unconfirmed batch that replay sent earlier: it may be of another publisher."""
         deliverer = self._deliverer
         if reply.seq < deliverer.order.next_seq or not begins_with_clear(reply.payload):
             forgotten = f"replay has evicted number {fingerprint.seq}, which it brought and no live batch has confirmed"
             return Input.NEW_INCARNATION, forgotten
-        # The snapshot replaces everything before it.
+        # The snapshot replaces all earlier batches.
         deliverer.cross_check.forget_unconfirmed()
         fetch.collect(deliverer.order.next_seq)
         return self._accept_first(fetch, reply)
@@ -267,7 +267,7 @@ class AnswerReader:
         """Compare a batch with the fingerprint that the answer must repeat next."""
         newest = self._deliverer.newest
         if fetch.verifies_reconnect and reply.seq > fingerprint.seq and (newest is None or fingerprint.seq > newest.seq):
-            # The quarantined batch was lost or evicted. The next one in quarantine identifies the incarnation as well.
+            # The quarantined batch was lost or evicted, but the next batch in quarantine also identifies the incarnation.
             frame = self._quarantine.old_after(reply.seq - 1)
             if frame is not None and frame.seq == reply.seq:
                 fetch.fingerprint = fingerprint = frame
@@ -306,13 +306,13 @@ class AnswerReader:
         if fetch.purpose is Purpose.VERIFY:
             return (Input.VERIFIED,)
         if fetch.purpose is Purpose.COMPARE and deliverer.order.is_complete and not cross_check.is_incomplete:
-            # Newer batches come live. Taken from this answer, they would count as a gap.
+            # The rest of the answer is not read: newer batches come live, and would count as a gap here.
             deliverer.counters.complete += 1
             return (Input.COMPLETE,)
         return None
 
     def _forget_chain(self) -> None:
-        """Drop the fingerprint chain, which need not or cannot be verified any more."""
+        """Drop the fingerprint chain, because it was verified or can no longer be verified."""
         is_incomplete = DegradedReason.IDENTITY in self._deliverer.ledger
         self._deliverer.chain = FingerprintChain(is_incomplete=is_incomplete)
 
@@ -322,7 +322,7 @@ class AnswerReader:
             return self._contradict(fetch, reason)
         if fetch.purpose is Purpose.FILL or fetch.verifies_reconnect or fingerprint == self._deliverer.chain.first:
             return Input.NEW_INCARNATION, reason
-        # Replay has compacted the batch, or never had it: that shows nothing.
+        # Replay has compacted the batch, or never had it, so the difference shows nothing.
         self._progress(fetch, is_new=False)
         if self._deliverer.cross_check.all_unconfirmed:
             return self._cannot_confirm(fetch, reason)
@@ -331,7 +331,7 @@ class AnswerReader:
         return None
 
     def _contradict(self, fetch: ReplayFetch, reason: str) -> NextInput:
-        """Handle a conflict of replay with the live stream. Before a reconnect is verified, that shows another incarnation."""
+        """Handle a conflict of replay with the live stream. Until a reconnect is verified, it shows another incarnation."""
         if fetch.purpose is Purpose.VERIFY and fetch.fingerprint is not None:
             return Input.NEW_INCARNATION, reason
         if not self._retries_distrusted:
@@ -349,27 +349,27 @@ class AnswerReader:
         return self._accept(fetch, reply)
 
     def _begin_after_missing(self, fetch: ReplayFetch, reply: ReplayBatch) -> None:
-        """The answer does not begin with the missing batch. If it begins with a snapshot, nothing before that will ever come.
+        """Handle an answer that begins after the missing batch. If it begins with a snapshot, no earlier batch will come.
 
-        Each retry for an earlier gap would bring another snapshot of several MiB.
+        A retry for an earlier gap would only bring another snapshot of several MiB.
         """
         deliverer = self._deliverer
         early_batch = deliverer.early.get(reply.seq)
         is_live_batch = early_batch is not None and early_batch.payload == reply.payload
         if begins_with_clear(reply.payload) and not is_live_batch:
             self._progress(fetch)
-            # The snapshot contains the batches that wait before it too. Without those that are missing between them, the state
-            # that they lead to would be wrong, and heartbeats in them would say so.
+            # The snapshot also contains the earlier batches that wait. They are dropped, because others between them are
+            # missing: the state would be wrong for a while, and their heartbeats would report that.
             deliverer.early.drop_up_to(reply.seq)
             deliverer.declare_gap(GapEnd(reply.seq - 1, compacted=True))
         elif fetch.incomplete:
-            # A retry, and the batch is missing again.
+            # Replay lacks the batch again after a retry.
             self._progress(fetch)
             fetch.incomplete = 0
             deliverer.declare_gap(deliverer.order.gap_before(reply.seq))
 
     def _accept(self, fetch: ReplayFetch, reply: ReplayBatch) -> NextInput:
-        """Take a batch of an answer whose publisher is known."""
+        """Process a batch of an answer whose publisher is known."""
         deliverer, order, seq, payload = self._deliverer, self._deliverer.order, reply.seq, reply.payload
         fetch.has_more |= seq >= fetch.start
         is_part = self._follow_snapshot(fetch, reply)
@@ -380,7 +380,7 @@ class AnswerReader:
         order.highest_known = max(order.highest_known, seq)
         early_batch = deliverer.early.get(seq)
         if early_batch is not None and early_batch.payload != payload and (is_part or begins_with_clear(payload)):
-            # The snapshot also contains what is missing before it, so the batch with its number need not wait any more.
+            # The snapshot also replaces missing earlier batches, so the batch of its number no longer waits for them.
             deliverer.early.pop(seq)
             early_batch = None
         elif early_batch is not None:
@@ -402,17 +402,17 @@ class AnswerReader:
         return (Input.REPLAY_AHEAD,)
 
     def _follow_snapshot(self, fetch: ReplayFetch, reply: ReplayBatch) -> bool:
-        """Whether the batch may be a part of a snapshot in several batches.
+        """Return whether the batch may be a part of a snapshot in several batches.
 
-        An answer begins with the consecutive parts, each with a digest at its end. Live batches may have the same numbers. What
-        is between two parts must be neither lost nor mixed up with those.
+        An answer begins with the consecutive parts, each with a digest at its end. Live batches may have the same numbers, and
+        must not replace parts that are still to come.
         """
         seq, parts = reply.seq, self._deliverer.order.parts
         if seq in (fetch.snapshot_part, fetch.snapshot_part + 1) and ends_with_digest(reply.payload):
             fetch.snapshot_part = seq
             return True
         if seq == parts.last + 1:
-            # A batch that is not a part follows the last part.
+            # The batch follows the last part without being one.
             parts.last = -1
         else:
             self._deliverer.end_snapshot()
@@ -427,7 +427,7 @@ class AnswerReader:
             return None
         if fetch is not None and fetch.is_sent:
             self._deliverer.counters.complete += 1
-            # The request has led to a live batch, so it does not count as a failed one.
+            # The request has reached a live batch, so it does not count as failed.
             self.pacer.reset()
             if cross_check.is_incomplete and cross_check.answer_live is not None:
                 fetch.stage = Stage.CONFIRMING
@@ -452,14 +452,14 @@ class AnswerReader:
             fetch.incomplete = 0
             deliverer.declare_gap(order.gap_before_early())
         if not order.is_complete or (fetch.has_more and order.highest_known > order.last_live):
-            # Batches are missing, or nothing says that the answer was complete: request until an answer brings nothing.
+            # Batches are missing, or the answer may have been incomplete: request again until an answer brings nothing new.
             self._retry(fetch)
             return None
         if fetch.purpose is Purpose.COMPARE and deliverer.cross_check.is_incomplete:
-            # An answer that a socket has truncated holds more than its first batch.
+            # An answer that was only truncated by a socket has more than its first batch.
             self.checks.answers_behind_live += fetch.start == fetch.highest < fetch.live_before
             if self.checks.answers_behind_live >= self._limits.max_incomplete_answers:
-                # Replay repeats what it has brought, and nothing that came live since: another stream, or another incarnation.
+                # Replay repeats its old batch and no newer live batch, so it has another stream or another incarnation.
                 ends = f"replay ends at number {fetch.highest}, before live number {fetch.live_before}"
                 return self._contradict(fetch, f"publisher restarted: {ends}")
             self.checks.fail_comparison(deliverer.now)
@@ -473,7 +473,7 @@ class AnswerReader:
         if self.has_replayed:
             return self._give_up_fingerprint(fetch, fingerprint)
         if fetch.start > 0:
-            # Request from 0: if replay holds any batch, it has evicted the missing one, or never had it.
+            # Request from 0: any batch in the answer shows that replay has evicted the missing one, or never had it.
             retry = ReplayFetch(fetch.purpose, 0, fingerprint, new_connection=False)
             retry.incomplete = fetch.incomplete
             self._open(retry, self._deliverer.cross_check.answer_live)
@@ -488,23 +488,23 @@ class AnswerReader:
         forgotten = "replay starts after it" if fetch.has_more else "replay ends before it"
         reason = f"publisher restarted, or forgot number {fingerprint.seq}: {forgotten}"
         if not fetch.has_more or self._retries_distrusted:
-            # Replay holds nothing as new as the live batch: another incarnation, or another stream.
+            # Replay has no batch as new as the live batch, so it has another incarnation or another stream.
             return self._contradict(fetch, reason)
         if fetch.purpose is not Purpose.COMPARE and deliverer.newest is not None and deliverer.newest.seq == fingerprint.seq:
             return Input.NEW_INCARNATION, reason
         if deliverer.cross_check.all_unconfirmed:
             return self._cannot_confirm(fetch, reason)
-        # A busy stream has evicted the batch from a small buffer. The next check uses a newer one. The fingerprints from
-        # before a reconnect cannot be verified any more; IDENTITY is a degraded reason since the verification failed.
+        # A small buffer of a busy stream has evicted the batch; the next check uses a newer batch. Fingerprints from before a
+        # reconnect can no longer be verified; IDENTITY was added when their verification failed.
         if fetch.verifies_reconnect or fingerprint == deliverer.chain.first:
             self._forget_chain()
         return Input.EVICTED, reason
 
     def _retry(self, fetch: ReplayFetch, *, new_connection: bool = False) -> None:
-        """Request again from the beginning: the next answer may come from another process."""
+        """Request again from the beginning, because the next answer may come from another process."""
         if fetch.purpose is Purpose.FILL or fetch.fingerprint is None:
             if fetch.incomplete and fetch.fingerprint is None:
-                # An answer may lose any of its messages except the first, so the next one must begin with what is missing.
+                # An answer can lose any message except its first, so the next answer must begin with the missing batch.
                 self._deliverer.cross_check.separate_next_answer()
             retry = self._from_missing()
         else:

@@ -1,4 +1,4 @@
-"""Puts the batches of a stream in order, delivers them, and records what they are worth and what consumers report of them."""
+"""Puts the batches of a stream in order, delivers them, and records the evidence for trust and the reports of consumers."""
 
 from __future__ import annotations
 
@@ -28,54 +28,54 @@ class StreamCounters(Struct):
     delivered: int = 0
     replayed: int = 0
     duplicates: int = 0
-    """Messages with nothing new, live or replayed, including the rest of an answer that was no longer needed."""
+    """Number of live or replayed messages with nothing new, including the unneeded rest of an answer."""
     malformed: dict[str, int] = field(default_factory=Counter)
     rejected: dict[str, int] = field(default_factory=Counter)
     gaps: int = 0
-    """Runs of lost numbers. Runs that a snapshot represents are not included."""
+    """Number of gaps with lost batches, which excludes gaps that a snapshot represents."""
     lost: int = 0
-    """Batches in these gaps."""
+    """Number of batches in these gaps."""
     compacted: int = 0
-    """Batches that were not delivered because a snapshot represents them: nothing is lost."""
+    """Number of batches that were not delivered, and not lost, because a snapshot represents them."""
     gaps_repaired: int = 0
-    """Gaps after a live batch that replay has begun to fill: losses, and batches missed between two connections. History before
-    the first live batch is not included. A gap of which a part is lost counts in `gaps` as well."""
+    """Number of gaps after a live batch that replay has begun to fill: losses, and batches missed between two connections, but
+    not the history before the first live batch. A gap that replay fills only in part also counts in `gaps`."""
     resets: int = 0
     reconnects: int = 0
     requests: int = 0
-    """Replay requests. Their results are in the next four counters. A request that a lost connection or a restart ended has no
-    result."""
+    """Number of replay requests. The next four counters have their results. A request has no result if a lost connection or a
+    restart ended it."""
     complete: int = 0
-    """Requests that were answered, after which nothing was known to be missing."""
+    """Number of requests after whose answer no batch was known to be missing."""
     truncated: int = 0
-    """Requests that were answered without everything that was requested."""
+    """Number of requests whose answer lacked a requested batch."""
     unanswered: int = 0
     conflicts: int = 0
-    """Requests that were answered with something that contradicts the live stream."""
+    """Number of requests whose answer contradicts the live stream."""
     overflowed: int = 0
-    """Live batches for which there was no room to wait. They are replayed later."""
+    """Number of live batches that were dropped because too many were waiting; they are replayed later."""
     discarded: int = 0
-    """Waiting batches of a connection or an incarnation that ended."""
+    """Number of waiting batches that were dropped because their connection or incarnation ended."""
     heartbeats: int = 0
-    """Reported batches with a heartbeat of the publisher."""
+    """Number of reported batches with a heartbeat of the publisher."""
     digests_matched: int = 0
-    """Heartbeats whose digest equalled that of the consumer's state."""
+    """Number of heartbeats whose digest matched the consumer's state."""
     digests_mismatched: int = 0
-    """Heartbeats whose digest differed from the consumer's without a known cause: 0 unless something is broken. An
-    explained mismatch, such as after a gap, is not counted; nor is the same mismatch at the next heartbeat."""
+    """Number of heartbeats whose digest differed from the consumer's without a known cause: 0 unless there is a defect. A
+    mismatch with a known cause, such as a gap or an earlier mismatch, is not counted."""
     attestations_matched: int = 0
-    """Heartbeats whose attestation matched the consumer's state."""
+    """Number of heartbeats whose attestation matched the consumer's state."""
     attestations_mismatched: int = 0
-    """Heartbeats whose attestation did not match the consumer's state."""
+    """Number of heartbeats whose attestation did not match the consumer's state."""
 
     def copy(self) -> StreamCounters:
-        """Return a copy that does not change any more."""
+        """Return a copy that later events do not change."""
         return replace(self, malformed=dict(self.malformed), rejected=dict(self.rejected))
 
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What a stream can learn only from a consumer that reads, and in part applies, the batch; see `Subscriber.report`."""
+    """Findings of a consumer that has decoded, and perhaps applied, a batch; see `Subscriber.report`."""
 
     rejected: tuple[Rejected, ...] = ()
     """Events that could not be decoded."""
@@ -86,15 +86,15 @@ class BatchReport:
     digest_matches: bool | None = None
     """Whether the state after the batch has the heartbeat's digest; None if there is no digest or the state is unknown."""
     attestation_matches: bool | None = None
-    """Whether the state after the batch is that of the engine's own cache, as the heartbeat's attestation says; None if there
-    is no attestation or the state is unknown."""
+    """Whether the state after the batch matches the heartbeat's attestation of the engine's own cache; None if there is no
+    attestation or the state is unknown."""
     estimate: str | None = None
-    """Why the consumer's answers can differ from what the engine finds, although no batch is missing, from this batch on. Empty
-    if they no longer can; None if that has not changed."""
+    """Why, from this batch on, the consumer's answers can differ from the engine's although no batch is missing. Empty if they
+    no longer can; None if nothing has changed."""
 
 
 def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) -> BatchReport | None:
-    """Return the findings in the events of a batch alone; None without a finding."""
+    """Return the findings that the events of a batch alone show; None without findings."""
     has_clear, heartbeat = False, None
     for event in events:
         if type(event) is BlockRemoved:
@@ -105,10 +105,10 @@ def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = (
 
 
 class Deliverer:
-    """Puts the batches of a stream in order and delivers them. It knows nothing of connections and requests.
+    """Puts the batches of a stream in order and delivers them. Connections and requests are not its concern.
 
-    It also records the evidence for trust: what identifies the publisher, what live batches confirm, what heartbeats say, and
-    the degraded reasons.
+    It also records the evidence for trust: the fingerprints of the publisher, which batches live ones confirm, the heartbeats,
+    and the degraded reasons.
     """
 
     def __init__(self, source: Source, limits: StreamLimits, first_incarnation: int, pending: PendingBytes) -> None:
@@ -140,7 +140,7 @@ class Deliverer:
         self.has_delivered = False
         self.is_silent = False
         self.restart_reason: str | None = None
-        """Why the stream starts over when deliveries are taken next: a report demands it. Empty if none does."""
+        """Why a report requires the stream to start over, which happens when deliveries are next taken; None if none does."""
         self.heartbeats.begin_incarnation()
         self.ledger.begin_incarnation()
 
@@ -158,7 +158,7 @@ class Deliverer:
         self.incarnation = checkpoint.incarnation
         self.order.highest_known = self.order.last_live = checkpoint.last_seq
         self.order.next_seq = checkpoint.last_seq + 1
-        # The consumer may hold more than the checkpoint knows of, so another incarnation always begins with a Reset.
+        # The consumer may have applied batches after the checkpoint, so another incarnation always begins with a Reset.
         self.has_delivered = True
         self.chain = checkpoint.fingerprint_chain()
         newest = self.newest = self.chain.up_to(checkpoint.last_seq).last
@@ -168,7 +168,7 @@ class Deliverer:
             self.ledger.add(DegradedReason[name], last)
 
     def position(self, *, has_replayed: bool) -> StreamPosition:
-        """Return what a checkpoint needs, once the deliveries so far were taken."""
+        """Return the position for a checkpoint of a consumer that has taken all deliveries so far."""
         if self.restart_reason is not None:
             return StreamPosition(self.incarnation, -1, FingerprintChain(), None, has_replayed, {})
         last_seq = self.order.next_seq - 1
@@ -177,7 +177,7 @@ class Deliverer:
         return StreamPosition(self.incarnation, last_seq, chain, self.newest, has_replayed, self.ledger.persistent())
 
     def degrade(self, reason: DegradedReason) -> None:
-        """Add a degraded reason for everything delivered or given up so far, but not for what follows."""
+        """Add a degraded reason for all batches that were delivered or given up so far, but not for later ones."""
         self.ledger.add(reason, self.order.next_seq - 1)
 
     def end_silence(self) -> None:
@@ -186,7 +186,7 @@ class Deliverer:
         self.ledger.discard(DegradedReason.SILENT)
 
     def compare_rank(self, stated_by_other: int | None) -> None:
-        """Compare the stated rank with that of the stream that has it by its source; None if there is no such stream."""
+        """Compare the stated rank with what batches of the source with that rank state (None if there is no such source)."""
         is_other = self.stated_rank not in (None, self._rank) and stated_by_other not in (None, self.stated_rank)
         if is_other and DegradedReason.RANK not in self.ledger:
             self.ledger.add(DegradedReason.RANK, 0)
@@ -196,7 +196,7 @@ class Deliverer:
     # --- reports -----------------------------------------------------------------------------------------------------------
 
     def report(self, delivery: Batch | RawBatch, report: BatchReport, *, is_connected: bool) -> None:
-        """Take what reading and applying a delivered batch has shown; see `Stream.report`."""
+        """Process a consumer's report about a delivered batch; see `Stream.report`."""
         seq, live, is_current = delivery.seq, not delivery.replayed, delivery.incarnation == self.incarnation
         if (delivery.incarnation, seq) >= (self.incarnation, self.order.next_seq):
             return
@@ -217,7 +217,7 @@ class Deliverer:
 
     def _take_report(self, delivery: RawBatch, report: BatchReport, *, is_connected: bool) -> None:
         seq, heartbeat = delivery.seq, report.heartbeat
-        # In a stream of several ranks, a clear with a rank clears that rank only.
+        # In a stream of several ranks, a clear with a rank clears only that rank.
         if report.cleared and not (self._states_ranks and rank_of(delivery.payload) is not None):
             self.ledger.clear(seq)
         if any(rejection.loses_events for rejection in report.rejected):
@@ -287,7 +287,7 @@ class Deliverer:
         self.deliveries.append(RawBatch(self._name, self._rank, self.incarnation, seq, replayed, payload, self.topic))
 
     def _record_replayed(self, seq: int, payload: bytes) -> None:
-        """Record a batch that replay has brought: live batches have to confirm it."""
+        """Record a replayed batch, which live batches have to confirm."""
         former = self.newest
         is_repair = former is not None and former.live
         self.counters.gaps_repaired += is_repair
@@ -297,7 +297,7 @@ class Deliverer:
             self.end_silence()
         self.newest = fingerprint = Fingerprint.of(seq, payload, live=False)
         if not begins_with_clear(payload):
-            # A snapshot has another content than the batch of its number.
+            # The digest of a snapshot is not stored, because it differs from that of the batch with its number.
             self.order.add_digest(seq, fingerprint.digest)
         if self.chain.wants_first_of_connection:
             self.chain.add_first_of_connection(fingerprint)
@@ -329,7 +329,7 @@ class Deliverer:
         self.counters.delivered += count
 
     def _read_rank(self, payload: bytes) -> None:
-        """Read the rank that a payload states. Once per second is enough to notice that ports of ranks are swapped."""
+        """Read the rank that a payload states: one per second suffices to notice that ports of ranks are swapped."""
         self._next_rank_at = self.now + _RANK_INTERVAL
         rank = rank_of(payload)
         if rank is not None and not self._states_ranks:
@@ -337,7 +337,7 @@ class Deliverer:
             self.stated_rank = None if self._states_ranks else rank
 
     def drain(self) -> None:
-        """Deliver the early batches whose turn it is."""
+        """Deliver the early batches that are next in order."""
         while True:
             if payloads := self.order.pop_live_run():
                 self.deliver_run(self.order.next_seq, payloads)
@@ -362,7 +362,7 @@ class Deliverer:
         self.drain()
 
     def end_snapshot(self) -> None:
-        """Expect no further part of a snapshot, whether or not all parts have come."""
+        """Expect no further part of a snapshot, whether or not all parts have arrived."""
         if self.order.parts.is_open:
             self.order.parts.stop()
             self._degrade_if_truncated()

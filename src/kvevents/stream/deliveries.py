@@ -19,7 +19,7 @@ from kvevents.wire import DEFAULT_WIRE_LIMITS, MAX_SEQ, Rejected, WireLimits, de
 from kvevents.zeromq.keys import Curve
 
 MAX_TIER_CHARACTERS: Final = 64
-"""Longest name of a tier."""
+"""Maximum number of characters of a tier's name."""
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _LastSeq = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_SEQ)]
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
@@ -32,7 +32,7 @@ _REPORTED_REASONS: Final = frozenset(
         DegradedReason.ESTIMATED_MATCHES,
     }
 )
-"""Reasons that begin without a delivery."""
+"""Reasons that begin with a report or an answer, not with a delivery."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class Source:
     """One stream to subscribe to: one data-parallel rank of one engine."""
 
     endpoint: str
-    """Where the engine publishes, such as `tcp://10.0.0.7:5557`; `grpc://HOST:PORT` of a worker of SMG."""
+    """Where the engine publishes, such as `tcp://10.0.0.7:5557`; for a worker of SMG, `grpc://HOST:PORT`."""
     replay_endpoint: str | None = None
-    """Where it answers replay requests. Without it, losses are noticed but not repaired."""
+    """Where the engine answers replay requests. Without it, losses are noticed but not repaired."""
     topic: str = ""
     """Prefix of the topics to receive. Batches with another topic are not received."""
     name: str | None = None
@@ -52,16 +52,16 @@ class Source:
     """Bind `endpoint` and let the engine connect, instead of connecting to it. Several sources can share a bound endpoint, each
     with the `topic` of its engine."""
     by_topic: bool = False
-    """Follow each topic that arrives at a bound endpoint and begins with `topic` as a source of its own, named by its topic:
-    `kv@POD@MODEL` in llm-d. Each has its own numbers and its own trust. They are found when their first message comes."""
+    """Follow each topic that arrives at a bound endpoint and begins with `topic` as a separate source, with its own numbers and
+    trust. The source is named by the topic (`kv@POD@MODEL` in llm-d), and added when its first message arrives."""
     curve: Curve | None = field(default=None, repr=False)
     """CURVE keys; `server_key` is the engine's public key."""
     replay_is_proven: bool = False
-    """The engine itself has named both endpoints, as vLLM's `/kv_event_sources` does. Then replay is trusted without a live
-    batch that confirms it, until one contradicts it: an idle engine is EXACT."""
+    """Whether the engine itself has named both endpoints, as vLLM's `/kv_event_sources` does. Then replay is trusted until a
+    live batch contradicts it, so an idle engine is EXACT although no live batch confirms replay."""
     stores_only: tuple[str, ...] = ()
     """Tiers, such as `cpu`, from which the engine announces no removals, as LMCache before 0.5.7 does for host memory
-    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 announces none after its own stream has failed. They become
+    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 announces no removals after its own stream has failed. They become
     `Trust.inexact_tiers`."""
 
     def __post_init__(self) -> None:
@@ -76,14 +76,14 @@ class Source:
                 validate_source(endpoint)
                 if not self.bind:
                     validate_remote(tcp_of(endpoint), name)
-        if self.endpoint.startswith(GRPC):  # the call that brings the events begins with the first one
+        if self.endpoint.startswith(GRPC):  # a gRPC call brings all events from the first one on, so it also replays
             object.__setattr__(self, "replay_endpoint", self.endpoint)
         if self.by_topic and (not self.bind or self.replay_endpoint is not None or self.name is not None):
             raise ConfigError("by_topic needs bind=True, and has neither a replay_endpoint nor a name: each topic is a source")
         check_stores_only(self.stores_only)
 
     def ranks(self, count: int) -> list[Source]:
-        """Return the source of each of `count` data-parallel ranks. Ports count up from this one's, as in the engines.
+        """Return the source of each of `count` data-parallel ranks. Ports are consecutive, as in the engines.
 
         Raises `ConfigError` if a port would be above 65535.
         """
@@ -114,7 +114,7 @@ def printable(text: str) -> str:
 
 
 def check_stores_only(tiers: Iterable[str]) -> None:
-    """Raise `ConfigError` unless these are tiers, as the index names them, that an engine can announce without removals."""
+    """Raise `ConfigError` unless all are names of tiers in the index, and of tiers that can be announced without removals."""
     for tier in tiers:
         is_other_medium = tier.isprintable() and tier == tier.upper() and tier.lower() not in {"", "gpu", "cpu", "disk"}
         if tier not in {"cpu", "disk"} and not (is_other_medium and len(tier) <= MAX_TIER_CHARACTERS):
@@ -127,21 +127,21 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     source: str
     rank: int
     incarnation: int
-    """The incarnation of the publisher, as this subscriber counts them; 0 for the first."""
+    """The subscriber's number of the publisher's incarnation; 0 for the first one."""
     seq: int
     ts: float
-    """The publisher's clock, seconds since the epoch."""
+    """The publisher's clock in seconds since the epoch."""
     events: list[KVEvent]
     replayed: bool
     """Whether the batch came by replay rather than live."""
     payload: bytes = b""
     """The bytes as the engine sent them."""
     topic: bytes = b""
-    """The topic of the message. If a replay does not repeat it, the newest topic seen, or the source's."""
+    """The topic of the message; for replay without topics, the newest topic of the stream, or else the source's."""
     rejected: tuple[Rejected, ...] = ()
     """Events of this batch that could not be decoded."""
     data_parallel_rank: int | None = None
-    """The rank that the payload states. `rank` is that of the source, which the application has chosen."""
+    """The rank that the payload states, whereas `rank` is the rank of the source, which the application has chosen."""
 
 
 class RawBatch(msgspec.Struct, frozen=True, gc=False):
@@ -174,15 +174,15 @@ class RawBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reset(msgspec.Struct, frozen=True, gc=False):
-    """Drop everything that came from this stream. The batches that its publisher holds are delivered again.
+    """Drop all state from this stream. The batches that the publisher still holds are delivered again.
 
-    The publisher has begun a new incarnation, or its identity cannot be verified, or it does not hold what was delivered.
+    The publisher has begun a new incarnation, or its identity cannot be verified, or its state is not that of the deliveries.
     """
 
     source: str
     rank: int
     incarnation: int
-    """The incarnation that begins now. Everything of earlier incarnations is void."""
+    """The incarnation that begins now. All deliveries of earlier incarnations are void."""
     reason: str
 
 
@@ -195,11 +195,11 @@ class Gap(msgspec.Struct, frozen=True, gc=False):
     last: int
     incarnation: int = 0
     compacted: bool = False
-    """Whether the snapshot that follows represents the missing numbers, so that nothing is lost. If False, they are lost."""
+    """Whether the snapshot that follows represents the missing batches; if False, they are lost."""
 
 
 Delivery: TypeAlias = Batch | Reset | Gap
-"""The deliveries of a subscriber by default."""
+"""The deliveries of a subscriber with `decode=True`, the default."""
 RawDelivery: TypeAlias = RawBatch | Reset | Gap
 """The deliveries of a subscriber with `decode=False`."""
 
@@ -221,27 +221,27 @@ else:
 class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The position of an application in a stream, for `Subscriber.add(source, resume=...)` in a later process.
 
-    Store it with the state that was made of these deliveries, both of one moment; see `merge_later` if they are not. It takes
-    a few hundred bytes, independent of what the batches hold. Write it with `encode`, or inside something larger with msgspec.
+    Store it with the state after the same deliveries; see `merge_later` if the state can be newer. A checkpoint has a few
+    hundred bytes, regardless of the batches. Write it with `encode`, or as a part of other data with msgspec.
     """
 
     source: str
     rank: _Count
     incarnation: _Count
     last_seq: _LastSeq
-    """Number of the newest batch taken, or the last number of a newer gap taken, in this incarnation; -1 before the first."""
+    """Last number of the newest batch or gap that was taken in this incarnation; -1 before the first."""
     fingerprints: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_FINGERPRINTS)] = ()
-    """Fingerprints that replay must repeat before the publisher is known to be the same, in rising order of numbers.
+    """Fingerprints that replay must repeat before the publisher is known to be the same, in ascending order of numbers.
 
-    It is one batch, or two for each connection since the publisher was last verified. Without any, the stream begins with a
-    `Reset`.
+    There is one, or two for each connection since the publisher was last verified. Without fingerprints, the stream begins with
+    a `Reset`.
     """
     replay_seen: bool = False
-    """Whether the replay endpoint has ever sent a batch. If it did and holds none now, it belongs to another incarnation."""
+    """Whether the replay endpoint has ever sent a batch. If so and it now has none, it belongs to another incarnation."""
     degraded_reasons: dict[str, _LastSeq] = {}
-    """Names of the degraded reasons that outlive a process, each with the last number that it affects."""
+    """Names of the degraded reasons that outlive a process, each with the last batch number that it affects."""
     fingerprints_dropped: bool = False
-    """Whether there were more fingerprints than are stored. Then IDENTITY stays a degraded reason, regardless of what replay
+    """Whether there were more fingerprints than are stored. If so, IDENTITY stays a degraded reason, whatever replay
     repeats."""
 
     def __post_init__(self) -> None:
@@ -265,9 +265,9 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise SnapshotError(f"invalid checkpoint of a stream: {error}; add its source without one") from error
 
     def merge_later(self, later: Checkpoint) -> Checkpoint:
-        """Return the checkpoint for a state that was saved at some moment between this checkpoint and `later`.
+        """Return the checkpoint for a state that was saved at an unknown time between this checkpoint and `later`.
 
-        Everything after this checkpoint is delivered again, so the state must skip numbers that it knows. The result has the
+        All batches after this checkpoint are delivered again; the state must skip those that it contains. The result has the
         degraded reasons of both. If a new incarnation began in between, everything is delivered again after a `Reset`.
         """
         if later.incarnation != self.incarnation:
@@ -281,7 +281,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def with_fingerprint(self, fingerprint: Fingerprint) -> Checkpoint:
         """Return a checkpoint that requires the publisher to hold one more batch, which was taken after this checkpoint.
 
-        Return the checkpoint itself if it has no fingerprints, or one that is not older than this.
+        Return the checkpoint itself if it has no fingerprints, or a fingerprint that is not older than the new one.
         """
         if not self.fingerprints or fingerprint.seq <= self.fingerprints[-1].seq:
             return self
@@ -300,21 +300,21 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StreamPosition(NamedTuple):
     """The position of a stream.
 
-    It is an incarnation and its last delivered number; a checkpoint adds the fingerprint of that batch.
+    It consists of an incarnation and its last delivered number; a checkpoint adds the fingerprint of that batch.
     """
 
     incarnation: int
     last_seq: int
     chain: FingerprintChain
     newest: Fingerprint | NewestBatch | None
-    """The newest batch delivered, which the chain does not include yet."""
+    """The newest delivered batch, which the chain does not include yet."""
     replay_seen: bool
     degraded_reasons: dict[DegradedReason, int]
 
     def after_deliveries(self, deliveries: Iterable[Delivery | RawBatch], current: StreamPosition) -> StreamPosition:
         """Return the position after the application has taken some deliveries, while others still wait.
 
-        `current` is the position after all of them. Fingerprints stay as they were, so that an unverified incarnation is not
+        `current` is the position after all deliveries. Fingerprints do not change, so that an unverified incarnation is not
         verified by its own batches.
         """
         incarnation, last_seq, reasons = self.incarnation, self.last_seq, dict(self.degraded_reasons)
@@ -331,7 +331,7 @@ class StreamPosition(NamedTuple):
                 last_seq = delivery.seq
                 newest = delivery
         if incarnation == current.incarnation:
-            # The delivery that ended a reason was taken, or waits and will come again. Reports arrive without a delivery.
+            # The delivery that ended a reason was taken or will come again. Reasons from reports begin without a delivery.
             reasons = {
                 reason: reasons.get(reason, last)
                 for reason, last in current.degraded_reasons.items()

@@ -1,13 +1,11 @@
 """Identifies the incarnation that batches belong to: fingerprints, the cross-check of replay with live batches, and quarantine.
 
-A number and its payload together identify an incarnation of a publisher. An incarnation may equal another one up to some
-number, or between two numbers. So after a reconnect, replay must repeat a chain of fingerprints: of each connection since the
-publisher was last verified, the first batch and the newest one (`FingerprintChain`), and each batch in quarantine
-(`Quarantine`).
+A number and its payload together identify an incarnation of a publisher. Two incarnations may have equal batches up to some
+number, or between two numbers. So after a reconnect, replay must repeat a chain of fingerprints: the first and the newest batch
+of each connection since the publisher was last verified (`FingerprintChain`), and each batch in quarantine (`Quarantine`).
 
-A replay endpoint may belong to another engine, for one answer or for all of them. The next incarnation may also answer a
-request while the last frames of the incarnation before still wait. `CrossCheck` records what connects replayed batches with
-live ones.
+A replay endpoint may belong to another engine, for one answer or for all answers. The next incarnation may also answer a
+request while the last frames of the previous one still wait. `CrossCheck` records matches of replayed batches with live ones.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from kvevents.stream.settings import StreamLimits
 from kvevents.wire import MAX_SEQ, Live
 
 MAX_FINGERPRINTS: Final = 16
-"""Maximum number of fingerprints. Each connection without a verified publisher adds two. Above it, IDENTITY stays a reason."""
+"""Maximum number of fingerprints; with more, IDENTITY stays a reason. A connection without a verified publisher adds two."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -36,13 +34,13 @@ def payload_digest(payload: bytes) -> bytes:
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Number and digest of a batch, by which an incarnation is recognised. The payload, which can be large, is not kept."""
+    """Number and digest of a batch, by which an incarnation is recognised without storing the payload."""
 
     seq: _Count
     digest: _Digest
     """SHA-256 of the payload."""
     live: bool
-    """Whether the batch came live. If so, a replay that repeats it belongs to the same stream."""
+    """Whether the batch came live. If so, a replay endpoint that repeats it belongs to the same stream."""
 
     @classmethod
     def of(cls, seq: int, payload: bytes, *, live: bool) -> Self:
@@ -59,7 +57,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NewestBatch(msgspec.Struct, frozen=True, gc=False):
-    """The newest batch of its kind. On a busy stream the next one replaces it before its digest is needed."""
+    """A batch whose digest is computed only if needed; on a busy stream, a newer batch replaces it before that."""
 
     seq: int
     payload: bytes
@@ -81,14 +79,14 @@ class FingerprintChain:
 
     def __init__(self, fingerprints: Sequence[Fingerprint] = (), *, is_incomplete: bool = False) -> None:
         self.fingerprints = list(fingerprints)
-        """Fingerprints in rising order of their numbers."""
+        """Fingerprints in ascending order of their numbers."""
         self.is_incomplete = is_incomplete
-        """Whether there were more than `MAX_FINGERPRINTS`. Those that are left do not verify everything."""
+        """Whether there were more than `MAX_FINGERPRINTS`. If so, the stored ones do not verify all batches."""
         self.wants_first_of_connection = False
         """Whether the next batch is the first one of a connection whose publisher was not verified."""
 
     def add(self, *batches: Fingerprint | NewestBatch | None) -> None:
-        """Add batches, except those that are not newer than the last one. Beyond `MAX_FINGERPRINTS`, replace the last one."""
+        """Add the batches that are newer than the last fingerprint. If `MAX_FINGERPRINTS` are stored, replace the last one."""
         for batch in batches:
             if batch is None or (self.fingerprints and batch.seq <= self.fingerprints[-1].seq):
                 continue
@@ -105,7 +103,7 @@ class FingerprintChain:
 
     @property
     def first(self) -> Fingerprint | None:
-        """The oldest fingerprint: an answer that repeats it may belong to the same incarnation."""
+        """The oldest fingerprint; an answer that repeats it may belong to the same incarnation."""
         return self.fingerprints[0] if self.fingerprints else None
 
     @property
@@ -118,7 +116,7 @@ class FingerprintChain:
         return next((fingerprint for fingerprint in self.fingerprints if fingerprint.seq > seq), None)
 
     def merge(self, other: FingerprintChain) -> FingerprintChain:
-        """Return the chain that requires what both chains of one stream require."""
+        """Return the chain that requires all fingerprints of two chains of one stream."""
         by_seq = {fingerprint.seq: fingerprint for fingerprint in (*other.fingerprints, *self.fingerprints)}
         fingerprints = [by_seq[seq] for seq in sorted(by_seq)]
         chain = FingerprintChain(fingerprints[:MAX_FINGERPRINTS], is_incomplete=self.is_incomplete or other.is_incomplete)
@@ -126,16 +124,17 @@ class FingerprintChain:
         return chain
 
     def up_to(self, seq: int) -> FingerprintChain:
-        """Return the chain of what was delivered up to number `seq`."""
+        """Return the chain of the batches up to number `seq`."""
         return FingerprintChain([batch for batch in self.fingerprints if batch.seq <= seq], is_incomplete=self.is_incomplete)
 
 
 class CrossCheck:
     """Verifies that replayed and live batches come from one publisher and one incarnation.
 
-    One answer comes from one process. So an answer is confirmed if it also repeats a live batch of this connection whose number
-    is not below anything that the answer brought. A later answer can confirm it too, if it first repeats the newest batch of
-    the earlier answer. Until then, the newest batch of the answer is *unconfirmed*, and later requests begin with it.
+    One answer comes from one process. So an answer is confirmed if it also repeats a live batch of this connection, and that is
+    at least as new as all other batches of the answer. A later answer can also confirm it, if that answer begins with the
+    newest batch of the earlier one. Until then, the newest batch of the answer is *unconfirmed*, and later requests begin with
+    it.
     """
 
     def __init__(self) -> None:
@@ -146,9 +145,9 @@ class CrossCheck:
         self.has_matched = False
         """Whether replay and a live batch of this connection were equal at any number."""
         self.unconfirmed: Fingerprint | None = None
-        """The newest batch that the newest answer has brought or repeated, until it is confirmed."""
+        """The newest batch that the newest answer contains, until it is confirmed."""
         self._earlier_unconfirmed: list[Fingerprint] = []
-        """Unconfirmed fingerprints of earlier answers that the newest answer did not repeat, in rising order."""
+        """Unconfirmed fingerprints of earlier answers that the newest answer did not repeat, in ascending order."""
         self.live_before_replay: Fingerprint | None = None
         """The live batch before the first unconfirmed answer, unless that answer began with a live batch."""
         self.last_live: NewestBatch | None = None
@@ -156,20 +155,20 @@ class CrossCheck:
         self.begin_answer(None)
 
     def begin_answer(self, live: NewestBatch | None) -> None:
-        """Begin another answer, or none. `live` is a live batch that confirms the answer if the answer repeats it too."""
+        """Begin another answer, or wait for none. `live` is a live batch that confirms the answer if the answer contains it."""
         self.answer_live: NewestBatch | None = live
         self.answer_began_with_live = False
-        """Whether the answer began with a batch that had come live."""
+        """Whether the answer began with a batch that had arrived live."""
 
     def reconnect(self) -> None:
-        """Begin a new connection: matches on the previous connection say nothing about its publisher."""
+        """Begin a new connection, about whose publisher earlier matches show nothing."""
         self.first_live = None
         self.has_matched = False
         self.is_incomplete = True
 
     @property
     def all_unconfirmed(self) -> list[Fingerprint]:
-        """Fingerprints that one answer has to repeat before a live batch, in rising order."""
+        """Fingerprints that one answer has to repeat before a live batch, in ascending order."""
         return self._earlier_unconfirmed if self.unconfirmed is None else [*self._earlier_unconfirmed, self.unconfirmed]
 
     def unconfirmed_after(self, seq: int) -> Fingerprint | None:
@@ -179,27 +178,27 @@ class CrossCheck:
     def add_live(self, live: NewestBatch) -> None:
         """Record a live batch that has to be compared.
 
-        The open answer may repeat the first one of them. The newest one is requested later.
+        The open answer may repeat the first of these batches. The newest one is requested later.
         """
         self.last_live = live
         if self.answer_live is None or (self.unconfirmed is not None and self.answer_live.seq < self.unconfirmed.seq):
             self.answer_live = live
 
     def add_replayed(self, fingerprint: Fingerprint, live_before: Fingerprint | NewestBatch | None) -> None:
-        """Record that the newest answer brought a batch, and the live batch before it, unless the answer began with that."""
+        """Record a batch of the newest answer, and the live batch before it unless the answer began with a live batch."""
         if live_before is not None and not self.answer_began_with_live and not self.all_unconfirmed:
             self.live_before_replay = live_before.fingerprint()
         self.unconfirmed = fingerprint
         self.is_incomplete = True
 
     def repeat(self, fingerprint: Fingerprint) -> None:
-        """Record that an answer has repeated this batch and all unconfirmed ones before it."""
+        """Record that an answer has repeated this batch and all earlier unconfirmed ones."""
         if self.is_incomplete and all(candidate.seq <= fingerprint.seq for candidate in self.all_unconfirmed):
             self._earlier_unconfirmed.clear()
             self.unconfirmed = fingerprint
 
     def separate_next_answer(self) -> None:
-        """Prepare for an answer that does not begin with the unconfirmed batch, unless too many are unconfirmed."""
+        """Prepare for an answer that does not begin with the unconfirmed batch, unless too many batches are unconfirmed."""
         if self.unconfirmed is not None and len(self._earlier_unconfirmed) < MAX_FINGERPRINTS:
             self._earlier_unconfirmed.append(self.unconfirmed)
             self.unconfirmed = None
@@ -218,18 +217,18 @@ class CrossCheck:
         self._update()
 
     def forget_unconfirmed(self) -> None:
-        """Forget unconfirmed batches: a snapshot replaces them."""
+        """Forget unconfirmed batches, because a snapshot replaces them."""
         self.unconfirmed = None
         self._earlier_unconfirmed.clear()
         self._update()
 
     def clear(self) -> None:
-        """Record a live batch that clears everything: replayed batches before it no longer matter."""
+        """Record that a live batch clears everything, so that earlier replayed batches no longer matter."""
         self.live_before_replay = None
         self.forget_unconfirmed()
 
     def match_digest(self, seq: int) -> None:
-        """Record that the consumer's state after live batch `seq` is the publisher's, wherever the state came from."""
+        """Record that the consumer's state after live batch `seq` is the publisher's, even if replay came from elsewhere."""
         if self.first_live is not None and seq >= self.first_live:
             self._earlier_unconfirmed.clear()
             self.confirm(seq)
@@ -247,8 +246,8 @@ class Quarantine:
         self._frames: list[Live] = []
         self._bytes = 0
         self._connection_starts = [0]
-        """Index of the first frame of each connection. The first entry is 0: delivered batches may come from other
-        connections."""
+        """Index of the first frame of each connection. The first entry is always 0, because delivered batches may come from
+        other connections."""
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -271,7 +270,7 @@ class Quarantine:
         return True
 
     def reconnect(self) -> None:
-        """Begin a new connection: the frames so far belong to the previous connection."""
+        """Begin a new connection; the frames so far belong to the previous one."""
         if self._connection_starts[-1] < len(self._frames):
             self._connection_starts.append(len(self._frames))
 
@@ -286,7 +285,7 @@ class Quarantine:
         return [NewestBatch(live.seq, live.payload, True) for live in frames]
 
     def old_after(self, seq: int) -> Fingerprint | None:
-        """Return the fingerprint of the first frame of earlier connections with a number above `seq`."""
+        """Return the fingerprint of the first frame with a number above `seq` among those of earlier connections."""
         end = self._connection_starts[-1]
         index = bisect_right(self._frames, seq, hi=end, key=lambda live: live.seq)
         return Fingerprint.of(self._frames[index].seq, self._frames[index].payload, live=True) if index < end else None

@@ -1,4 +1,4 @@
-"""Fetch batches by replay: the open request with its purpose and progress, the pace of requests, and the schedule of checks."""
+"""State of fetching batches by replay: the open request and its progress, the pace of requests, the schedule of checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvevents.stream.identity import Fingerprint
 from kvevents.stream.settings import StreamLimits
 
 NOW: Final = float("-inf")
-"""A time in the past: the action is due."""
+"""A time that has always passed, so that an action is due."""
 
 
 class FetchRequest(NamedTuple):
@@ -19,7 +19,7 @@ class FetchRequest(NamedTuple):
 
     start: int
     new_connection: bool
-    """Whether to send it on a new connection, where no answer to an earlier request can arrive."""
+    """Whether to send the request on a new connection, where no answer to an earlier request can arrive."""
 
 
 class Purpose(enum.Enum):
@@ -35,47 +35,47 @@ class Stage(enum.Enum):
     """The meaning of the next messages of an answer."""
 
     MATCHING = enum.auto()
-    """Until the fingerprint is repeated, it is unknown which incarnation these batches belong to."""
+    """Batches of an unknown incarnation, until one repeats the fingerprint."""
     COLLECTING = enum.auto()
     """Batches to deliver."""
     CONFIRMING = enum.auto()
-    """Nothing is missing any more. The answer is read up to the live batch that confirms it."""
+    """Batches up to the live batch that confirms the answer; none is missing any more."""
 
 
 class ReplayFetch(Struct):
-    """One open request and what its answer has brought so far. A retry takes over the counts of the attempts before it."""
+    """One open request and the progress of its answer. A retry takes over the counts of the earlier attempts."""
 
     purpose: Purpose
     start: int
     fingerprint: Fingerprint | None
-    """The fingerprint that the answer must repeat before the rest counts as history; None if none is left to repeat."""
+    """The next fingerprint that the answer must repeat before the rest counts as history; None after the last one."""
     stage: Stage = Stage.COLLECTING
     new_connection: bool = True
     is_sent: bool = False
     active_at: float = 0.0
-    """The time at which the request was sent or last brought something new."""
+    """The time at which the request was sent, or at which its answer last brought something new."""
     next_seq_before: int = 0
     """The next number to deliver when the request was sent, or when its fingerprints had been repeated."""
     is_first: bool = True
-    """Whether the next batch is the first of its answer, which no engine drops."""
+    """Whether the next batch is the first one of its answer, which no engine drops."""
     verifies_reconnect: bool = False
     """Whether the answer has repeated the fingerprint from before a reconnect, so that the rest of the chain must follow."""
     has_more: bool = False
-    """Whether the answer held more than its fingerprints: such an answer may have lost some of its messages."""
+    """Whether the answer had more than its fingerprints, so that it may have lost some of its messages."""
     live_before: int = -1
-    """The number of the newest live batch when this was requested; -1 for none. The right endpoint holds it, or newer ones."""
+    """The number of the newest live batch at the time of the request, or -1. The right endpoint has it, or newer ones."""
     highest: int = -1
     """The highest number in the answer."""
     highest_early: int = -1
-    """The highest number that this answer, or the attempts before it, brought too early to deliver."""
+    """The highest number of a batch that this answer, or an earlier attempt, brought too early to deliver it."""
     snapshot_part: int = -2
-    """The newest part of the snapshot with which the answer began; -2 if the next message cannot be the next part."""
+    """Number of the newest part of the snapshot with which the answer began; -2 if the next message cannot be a part."""
     duplicates: int = 0
-    """Consecutive messages that brought nothing new."""
+    """Number of consecutive messages that brought nothing new."""
     unanswered: int = 0
-    """Number of attempts in sequence before this one that brought nothing in time."""
+    """Number of consecutive earlier attempts that brought nothing in time."""
     incomplete: int = 0
-    """Consecutive answers before this one without the batch that was requested."""
+    """Number of consecutive earlier answers without the requested batch."""
 
     def __post_init__(self) -> None:
         if self.fingerprint is not None:
@@ -89,7 +89,7 @@ class ReplayFetch(Struct):
         return FetchRequest(self.start, self.new_connection)
 
     def deadline(self, limits: StreamLimits) -> float:
-        """Return when the request counts as unanswered, or its answer as ended."""
+        """Return the time at which the request counts as unanswered, or its answer as ended."""
         return self.active_at + (limits.replay_timeout if self.is_first else limits.reply_idle_timeout)
 
     def begin_message(self, seq: int) -> bool:
@@ -100,14 +100,14 @@ class ReplayFetch(Struct):
         return is_first
 
     def progress(self, now: float, *, is_new: bool = True) -> None:
-        """Record that the answer continues. Every attempt repeats its fingerprints: they are not new."""
+        """Record that the answer continues. Fingerprints are not new, because every attempt repeats them."""
         self.active_at = now
         self.duplicates = 0
         if is_new:
             self.unanswered = 0
 
     def collect(self, next_seq: int) -> None:
-        """Begin to collect: the fingerprints were repeated, and what follows in the answer is history."""
+        """Begin to collect history, because the answer has repeated the fingerprints."""
         self.fingerprint = None
         self.stage = Stage.COLLECTING
         self.next_seq_before = next_seq
@@ -116,17 +116,17 @@ class ReplayFetch(Struct):
             self.incomplete = 0
 
     def end_incomplete(self, next_seq: int, limits: StreamLimits) -> bool:
-        """Count an answer without the missing batch. Return whether the batch has to be given up."""
+        """Count an answer without the missing batch. Return whether to give up the batch."""
         self.incomplete = 0 if next_seq > self.next_seq_before else self.incomplete + 1
         return self.incomplete >= limits.max_incomplete_answers
 
     def end_without_fingerprint(self, limits: StreamLimits) -> bool:
-        """Count an answer without the fingerprint. Return whether the fingerprint has to be given up."""
+        """Count an answer without the fingerprint. Return whether to give up the fingerprint."""
         self.incomplete += 1
         return self.incomplete >= limits.max_incomplete_answers
 
     def end_unanswered(self, next_seq: int, limits: StreamLimits) -> bool:
-        """Count a request that brought nothing in time. Return whether replay has to be given up."""
+        """Count a request that brought nothing in time. Return whether to give up replay."""
         self.unanswered = 0 if next_seq > self.next_seq_before else self.unanswered + 1
         return self.unanswered >= limits.max_unanswered_requests
 
@@ -138,7 +138,7 @@ class ReplayFetch(Struct):
 
 
 class RequestPacer:
-    """Pace replay requests: at most `max_request_burst` at once, then one per `request_interval`."""
+    """Paces replay requests: at most `max_request_burst` at once, then one per `request_interval`."""
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
@@ -150,7 +150,7 @@ class RequestPacer:
     def take(self, now: float) -> bool:
         """Return whether a request may be sent now, and use up its interval.
 
-        Unused intervals are kept, up to the number of requests that may be sent at once.
+        Unused intervals are saved, up to the number of requests that may be sent at once.
         """
         self.is_waiting = now < self.next_at
         if self.is_waiting:
@@ -160,25 +160,25 @@ class RequestPacer:
         return True
 
     def reset(self) -> None:
-        """Allow a whole burst of requests again, since a live batch has arrived."""
+        """Allow a whole burst of requests again, because a request has reached a live batch."""
         self.next_at = NOW
 
 
 class CheckSchedule:
-    """The schedule of probes of a quiet stream and of comparisons of a live batch. Pauses grow while they have no result."""
+    """The schedule of probes of a quiet stream and of comparisons with a live batch. Pauses grow until there is a result."""
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
         self.compare_at = NOW
         """Time before which no comparison is requested."""
         self.failed_comparisons = 0
-        """Consecutive comparisons to which replay gave no result."""
+        """Number of consecutive comparisons without a result."""
         self.answers_behind_live = 0
-        """Consecutive answers that end with the requested batch although the live batch that should confirm them is newer."""
+        """Number of consecutive answers that end with the requested batch, before the live batch that should confirm them."""
         self.probes = 0
-        """Consecutive probes without a live batch in between."""
+        """Number of probes since the last live batch."""
         self.probe_at = NOW
-        """The time of the next probe, unless a live batch comes before."""
+        """The time of the next probe, unless a live batch arrives before."""
 
     def probe(self, now: float) -> None:
         """Record a probe, or a request that failed like one."""
@@ -186,7 +186,7 @@ class CheckSchedule:
         self.probe_at = now + self._pause(self.probes)
 
     def fail_comparison(self, now: float) -> None:
-        """Record that replay did not show its batch with the number of a live batch."""
+        """Record a comparison without a result, because replay did not send a batch with the number of the live batch."""
         self.compare_at = now + self._pause(self.failed_comparisons)
         self.failed_comparisons += 1
 

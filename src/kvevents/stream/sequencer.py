@@ -1,4 +1,4 @@
-"""Put the batches of one incarnation in order: the next number, batches that arrive early, and gaps."""
+"""Puts the batches of one incarnation in order: the next number, batches that arrive early, and gaps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class PendingBytes:
         self._limit = limit
 
     def has_room(self, size: int) -> bool:
-        """Whether a batch of this size may wait too."""
+        """Whether one more batch of this size may wait."""
         return self.bytes_used + size <= self._limit
 
 
 class EarlyBatch(NamedTuple):
-    """A batch that waits until everything before it was delivered or given up."""
+    """A batch that waits until all earlier batches were delivered or given up."""
 
     payload: bytes
     replayed: bool
@@ -82,7 +82,7 @@ class ReorderBuffer:
         return payloads
 
     def _clean_order(self) -> None:
-        """Remove from the beginning of the heap the numbers whose batches were removed."""
+        """Remove numbers without batches from the beginning of the heap."""
         if not self._batches:
             self._order.clear()
         while self._order and self._order[0] not in self._batches:
@@ -103,7 +103,7 @@ class ReorderBuffer:
             self.pop(seq)
 
     def clear(self) -> int:
-        """Drop all batches. Return how many there were."""
+        """Drop all batches. Return their number."""
         count = len(self._batches)
         self._batches.clear()
         self._order.clear()
@@ -117,25 +117,25 @@ class Order(enum.Enum):
     NEXT = enum.auto()
     """The next number to deliver."""
     AHEAD = enum.auto()
-    """An earlier batch is missing, or a part of a snapshot may still take its place."""
+    """An earlier batch is missing, or a part of a snapshot may still replace the batch."""
     KNOWN = enum.auto()
     """Replay has delivered this number already."""
     REGRESSED = enum.auto()
-    """The number is not above the newest live one, although numbers of one connection always rise."""
+    """The number is not above that of the newest live batch, although the numbers of one connection always rise."""
 
 
 class SnapshotParts:
-    """The parts of a snapshot in several batches, which replay delivers under rising numbers; -1 for none."""
+    """Numbers of the parts of a snapshot in several batches, which replay delivers in ascending order; -1 for no part."""
 
     __slots__ = ("last", "last_not_final", "stopped_at")
 
     def __init__(self) -> None:
         self.last = -1
-        """The newest part delivered, while the answer may hold the next part."""
+        """The newest delivered part, while the answer may contain the next part."""
         self.stopped_at = -1
         """The newest part after which an answer stopped."""
         self.last_not_final = -1
-        """The newest part whose heartbeat says that more parts follow."""
+        """The newest part whose heartbeat states that more parts follow."""
 
     @property
     def is_open(self) -> bool:
@@ -160,18 +160,18 @@ class GapEnd(NamedTuple):
 
 
 class Sequencer:
-    """The order of one incarnation. Every number from 0 is delivered once or is part of one gap, in rising order."""
+    """The order of one incarnation. Every number from 0 is delivered once or is part of one gap, in ascending order."""
 
     def __init__(self, limits: StreamLimits, early: ReorderBuffer) -> None:
         self.next_seq = 0
-        """The only number that may be delivered next."""
+        """The number that must be delivered next."""
         self.highest_known = -1
         """The highest number that is known to exist."""
         self.last_live = -1
-        """The newest number that came live."""
+        """Number of the newest live batch."""
         self.early = early
         self.replayed_digests: dict[int, bytes] = {}
-        """Digests of the batches that replay delivered last, the oldest first."""
+        """Digests of the newest batches that replay delivered, by number, the oldest first."""
         self._max_digests = limits.max_replayed_digests
         self.parts = SnapshotParts()
 
@@ -195,15 +195,15 @@ class Sequencer:
             del self.replayed_digests[next(iter(self.replayed_digests))]
 
     def pop_next(self) -> EarlyBatch | None:
-        """Remove and return the early batch whose turn it is, unless the next part of a snapshot may take its place."""
+        """Remove and return the early batch that is next in order, unless the next part of a snapshot may replace it."""
         return None if self.parts.last >= 0 else self.early.pop(self.next_seq)
 
     def pop_live_run(self) -> list[bytes]:
-        """Remove and return the payloads of the early live batches whose turn it is; see `pop_next`."""
+        """Remove and return the payloads of the early live batches that are next in order; see `pop_next`."""
         return [] if self.parts.last >= 0 else self.early.pop_live_run(self.next_seq)
 
     def gap_before_early(self) -> GapEnd:
-        """Return the gap before the first early batch, or up to the highest number seen if none waits.
+        """Return the gap before the first early batch; if none waits, the gap up to the highest known number.
 
         A replayed batch that begins with a clear is a snapshot; a live one is the engine's own clear.
         """
@@ -213,6 +213,6 @@ class Sequencer:
         return GapEnd(first - 1, compacted=batch.replayed and begins_with_clear(batch.payload))
 
     def gap_before(self, seq: int) -> GapEnd:
-        """Return the gap before `seq`, the first number of an answer, or before an earlier batch that waits."""
+        """Return the gap before `seq`, the first number of an answer; if an earlier batch waits, the gap before that."""
         first = self.early.first()
         return GapEnd(seq - 1 if first is None else min(seq, first) - 1, compacted=False)

@@ -1,4 +1,4 @@
-"""The limits and timers of a stream, each with its default and reason."""
+"""The limits and timers of a stream, with the reasons for their defaults."""
 
 # Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 from typing import Annotated, Final
@@ -7,55 +7,55 @@ from kvevents.settings import Bytes, Pause, Positive, Range, Seconds, Settings
 
 
 class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of one stream. Reaching one is counted, and affects trust where it matters."""
+    """Limits of one stream. When a limit is reached, a counter shows it, and trust drops if batches may be missing."""
 
     max_pending_batches: Positive = 65_536
-    """Maximum number of batches that wait for a missing one; others are replayed later. An engine's replay buffer holds
+    """Maximum number of batches that wait for a missing one; further batches are replayed later. An engine's replay buffer has
     10,000."""
     max_pending_bytes: Bytes = 64 * 1024 * 1024
-    """Maximum size of these batches in bytes."""
+    """Maximum size in bytes of the batches that wait for a missing one."""
     max_total_pending_bytes: Positive = 512 * 1024 * 1024
     """Maximum size of the batches that wait in all streams of a subscriber: many wait at once when a whole fleet reconnects."""
     replay_timeout: Seconds = 2.0
-    """Seconds without progress after which a replay request counts as unanswered. Engines need 0.1 s if idle, 0.2 s for 10,000
-    batches."""
+    """Seconds without progress after which a replay request counts as unanswered. Engines need 0.1 s if idle, or 0.2 s for
+    10,000 batches."""
     reply_idle_timeout: Seconds = 0.5
-    """The timeout after the first message of an answer. Engines lose end markers, so a pause of this length ends an answer."""
+    """Seconds without a message after which an answer that has begun counts as ended, because engines can lose end markers."""
     max_duplicate_replies: Positive = 200_000
-    """Number of messages in sequence of one answer that bring nothing new, after which the request counts as unanswered: an
-    endless answer ends here."""
+    """Number of consecutive messages of one answer that bring nothing new, after which the request counts as unanswered, so
+    that an endless answer ends."""
     max_unanswered_requests: Positive = 3
-    """Number of unanswered requests in sequence after which a missing batch is given up."""
+    """Number of consecutive unanswered requests after which a missing batch is given up."""
     max_incomplete_answers: Positive = 2
-    """Number of answers in sequence without the missing batch after which it is given up."""
+    """Number of consecutive answers without a missing batch after which it is given up."""
     max_request_burst: Positive = 32
     """Maximum number of replay requests of one stream without a pause, after a long time without requests. An engine's whole
-    buffer of 10,000 batches needs ten, because its sockets drop messages beyond 1,000 queued ones."""
+    buffer of 10,000 batches needs ten requests, because engines' sockets drop messages when 1,000 are queued."""
     request_interval: Pause = 0.5
     """Seconds between two requests after the burst, regardless of the content of the answers. A request that leads to a live
     batch allows another burst. Engines publish and answer on one thread, so requests cost them throughput."""
     idle_before_probe: Seconds = 1.0
     """Seconds without a live batch after which the tail is checked by replay."""
     max_probe_interval: Seconds = 30.0
-    """Longest pause in seconds between two checks of a quiet stream. Pauses double up to this."""
+    """Maximum pause in seconds between two checks of a quiet stream. Pauses double up to this value."""
     max_conflicts: Positive = 3
-    """Number of conflicts in sequence between replay and the live stream after which the replay endpoint is distrusted."""
+    """Number of consecutive conflicts between replay and the live stream after which the replay endpoint is distrusted."""
     distrust_cooldown: Seconds = 60.0
-    """Seconds until a distrusted replay endpoint is asked again. An engine that restarts repeatedly also causes
+    """Seconds until a distrusted replay endpoint is queried again, because an engine that restarts repeatedly also causes
     conflicts."""
     max_replayed_digests: Positive = 256
     """Maximum number of replayed batches whose digests are stored, to compare them with the same batches when they arrive live.
-    For a live batch that is older, replay is asked for its number again."""
+    If an older batch arrives live, it is requested from replay again."""
     max_missed_heartbeats: Annotated[float, Range(is_open=True)] = 3.0
-    """Heartbeat intervals without anything received after which a publisher counts as silent: one heartbeat may be lost and
+    """Number of heartbeat intervals without any message after which a publisher counts as silent; one heartbeat may be lost and
     the next one late."""
     max_unread: Seconds = 10.0
-    """Seconds without a call of `receive` after which a stream is STALE, even if messages have arrived. It is
-    shorter if the publisher has promised heartbeats."""
+    """Seconds without a call of `receive` after which a stream is STALE, even if messages have arrived. The limit is lower if
+    the publisher has promised heartbeats."""
     max_consecutive_resyncs: Positive = 2
-    """Consecutive times, with no match between, that a stream starts over for the same kind of cause: a heartbeat's digest, a
-    heartbeat's incarnation, or an unconfirmed batch that replay has evicted. If a second history from 0 repairs nothing, a
-    third one would not."""
+    """Maximum number of times, without a match in between, that a stream starts over for the same kind of cause: a heartbeat's
+    digest, a heartbeat's incarnation, or an unconfirmed batch that replay has evicted. If a second history from 0 repairs
+    nothing, a third one would not either."""
 
 
 DEFAULT_STREAM_LIMITS: Final = StreamLimits()

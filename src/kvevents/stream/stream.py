@@ -1,7 +1,7 @@
-"""One stream: mangled frames in, ordered deliveries and trust out. No I/O, no clock, no threads.
+"""One stream: turns frames, which can be lost or invalid, into ordered deliveries and trust, without I/O, clock and threads.
 
-`transitions` holds the theory of operation and the table that decides. This module classifies what happens as inputs of that
-table, and carries out its actions with two parts: `Deliverer` orders and delivers, `AnswerReader` requests and reads replay.
+`transitions` has the theory of operation and the transition table. This module classifies events as inputs of that table, and
+carries out its actions with two parts: `Deliverer` orders and delivers, `AnswerReader` requests and reads replay.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from kvevents.wire.decode import begins_with_clear
 class Stream:
     """One stream as a state machine: `begin_connection`, `end_connection`, `receive_live`, `receive_replay` and `tick` feed it.
 
-    After each call that feeds it, take `deliveries()`, and send what `request_to_send()` returns. Call `tick` at
+    After each call that feeds it, take `deliveries()`, and send the request that `request_to_send()` returns. Call `tick` at
     `deadline()`. While `is_fetching` is False, no replay connection is needed. `now` is any monotonic clock in seconds.
 
-    Payloads are not decoded. The consumer decodes them, and must `report` what that has shown.
-    Incarnations begin at `first_incarnation`. Those after a restored one are not below it either.
+    Payloads are not decoded. The consumer decodes them, and must `report` its findings. Incarnations begin at
+    `first_incarnation`, and those after a restored one are not lower either.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Stream:
         self._other_topic: bytes | None = None
         """The topic before the newest one, on this connection."""
         self._regressed_at = self._regressions = 0
-        """Number of live messages at the last regression to a number above 0, and the regressions shortly after each other."""
+        """Number of live messages at the last regression to a number above 0, and number of regressions in quick succession."""
         if not source.replay_endpoint:
             self._deliverer.degrade(DegradedReason.NO_REPLAY)
 
     def _apply(self, input_: Input, *context: Any) -> None:
-        """Enter the state that the table gives for an input, and carry out its action."""
+        """Enter the state that the table has for an input, and carry out the table's action."""
         self.state, act = _STEPS[self.state][input_]
         act(self, *context)
 
@@ -71,7 +71,7 @@ class Stream:
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of the publisher, as deliveries count them."""
+        """The publisher's incarnation, as in deliveries."""
         return self._deliverer.incarnation
 
     @property
@@ -86,7 +86,7 @@ class Stream:
 
     @property
     def waiting(self) -> int:
-        """Batches held back because an earlier one is missing, or because their publisher is not verified."""
+        """Number of batches that wait because an earlier one is missing, or because their publisher is not verified."""
         return len(self._deliverer.early) + len(self._quarantine)
 
     @property
@@ -102,7 +102,7 @@ class Stream:
 
     @property
     def trust(self) -> Trust:
-        """How far the deliveries so far can be trusted."""
+        """The trust in the deliveries so far."""
         if self.state is State.FOLLOWING:
             return self._trust_while_following()
         if self.state is State.CONNECTING:
@@ -131,7 +131,7 @@ class Stream:
 
     @property
     def degraded_reasons(self) -> frozenset[DegradedReason]:
-        """Why the stream is, or would be, DEGRADED. It includes `REPLAY_UNPROVEN` while a comparison is on its way."""
+        """Why the stream is, or would be, DEGRADED. Includes `REPLAY_UNPROVEN` until a comparison has succeeded."""
         reasons = frozenset(self._deliverer.ledger)
         return reasons | {DegradedReason.REPLAY_UNPROVEN} if self._is_unproven else reasons
 
@@ -143,13 +143,13 @@ class Stream:
         return not self.source.replay_is_proven or check.last_live is not None or self._answers.conflicts > 0
 
     def position(self) -> StreamPosition:
-        """Return what a checkpoint needs, once the deliveries so far were taken."""
+        """Return the position for a checkpoint of a consumer that has taken all deliveries so far."""
         return self._deliverer.position(has_replayed=self._answers.has_replayed)
 
     # --- take -----------------------------------------------------------------------------------------------------------
 
     def deliveries(self) -> list[RawDelivery]:
-        """Return what became deliverable since the last call, in order."""
+        """Return the deliveries since the last call, in order."""
         deliverer = self._deliverer
         if deliverer.restart_reason is not None and self.state not in _UNCONNECTED:
             self._start_over(deliverer.restart_reason)
@@ -162,11 +162,11 @@ class Stream:
         return self._answers.fetch is not None
 
     def request_to_send(self, now: float) -> FetchRequest | None:
-        """Return the replay request to send now, once; its timeout begins. None while requests are paced: see `deadline`."""
+        """Return the replay request to send now, once, and begin its timeout; None if it must wait until `deadline`."""
         return self._answers.request_to_send(now)
 
     def deadline(self) -> float | None:
-        """Return when `tick` is due, unless something arrives before."""
+        """Return the time at which `tick` is due, unless a message arrives before; None if it is not."""
         silence_at, replay_at = self._silent_at(), self._replay_due()
         return replay_at if silence_at is None else silence_at if replay_at is None else min(replay_at, silence_at)
 
@@ -181,7 +181,7 @@ class Stream:
         return answers.checks.probe_at if answers.checks.probes else self._live_at + self._limits.idle_before_probe
 
     def _silent_at(self) -> float | None:
-        """Return when the publisher counts as silent if nothing more arrives; None if it has not promised a heartbeat."""
+        """Return the time at which a quiet publisher counts as silent; None if it has not promised a heartbeat."""
         monitor = self._deliverer.heartbeats
         if self._deliverer.is_silent or monitor.max_silence is None:
             return None
@@ -190,25 +190,25 @@ class Stream:
     # --- report ---------------------------------------------------------------------------------------------------------
 
     def report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
-        """Take what reading and applying a delivered batch has shown; of a `Batch`, only comparisons and estimates are new.
+        """Process a consumer's report about a delivered batch; for a `Batch`, only comparisons and estimates are used.
 
-        Reports may come late and in any order. A clear or a matching digest ends the degraded reasons that are older than its
-        batch and no newer ones. Take the deliveries afterwards: they may begin with a `Reset`.
+        Reports may come late and in any order. A clear or a matching digest ends only the degraded reasons that are older than
+        its batch. Take the deliveries afterwards, because they may begin with a `Reset`.
         """
         self._deliverer.report(delivery, report, is_connected=self.state not in _UNCONNECTED)
 
     def start_over(self, reason: str) -> None:
-        """Have everything delivered again, after a `Reset` with this reason. A checkpoint is then of the start."""
+        """Deliver all batches again, after a `Reset` with this reason. Until then, a checkpoint is one of the start."""
         self._deliverer.restart_reason = reason
         if self.state not in _UNCONNECTED:
             self._start_over(reason)
 
     def compare_rank(self, stated_by_other: int | None) -> None:
-        """Compare the stated rank with that of the stream that has it by its source; None if there is no such stream."""
+        """Compare the stated rank with what batches of the source with that rank state (None if there is no such source)."""
         self._deliverer.compare_rank(stated_by_other)
 
     def share(self) -> None:
-        """Record that two publishers send at the same time. It holds until the connection ends."""
+        """Record that two publishers send at the same time, which degrades the stream until the connection ends."""
         if DegradedReason.SHARED not in self._deliverer.ledger:
             self._deliverer.degrade(DegradedReason.SHARED)
 
@@ -220,7 +220,7 @@ class Stream:
     # --- feed: connections and time -------------------------------------------------------------------------------------
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue where an earlier process has ended; call it before anything is fed.
+        """Continue where an earlier process has ended; call this before feeding anything.
 
         Raises `ConfigError` if the checkpoint belongs to another stream.
         """
@@ -235,7 +235,7 @@ class Stream:
         deliverer.restore(checkpoint)
 
     def begin_connection(self, now: float) -> None:
-        """The subscription is up. Record a new connection. Feed every frame of an earlier connection before this call."""
+        """Record that a new connection is subscribed. Feed every frame of an earlier connection before this call."""
         deliverer = self._deliverer
         deliverer.now = self._live_at = now
         self._other_topic, self._regressions = None, 0
@@ -258,7 +258,7 @@ class Stream:
             self.end_connection()
             self.counters.reconnects += 1
             self._quarantine.reconnect()
-            # The publisher may be another one that equals the old one up to where it is verified. Replay brings them again.
+            # Early batches may be of another publisher than the one to be verified. Replay brings them again.
             self.counters.discarded += deliverer.early.clear()
             deliverer.order.highest_known = deliverer.order.next_seq - 1
         deliverer.chain.add(deliverer.cross_check.live_before_replay, *deliverer.cross_check.all_unconfirmed, deliverer.newest)
@@ -273,7 +273,7 @@ class Stream:
             self._apply(Input.DOWN)
 
     def tick(self, now: float) -> None:
-        """Handle what is due at `now`: requests without an answer, checks, and silent publishers."""
+        """Handle what is due at `now`: unanswered requests, checks, and silent publishers."""
         self._deliverer.now = now
         silence_at = self._silent_at()
         if silence_at is not None and now >= silence_at:
@@ -290,21 +290,21 @@ class Stream:
     # --- feed: replay ---------------------------------------------------------------------------------------------------
 
     def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
-        """Take the frames of one message from the replay connection, valid or not."""
+        """Process the frames of one message from the replay connection; they can be invalid."""
         self._deliverer.now = now
         self._apply_next(self._answers.read(frames))
         if self._answers.is_endless:
             self._apply_next(self._answers.expire())
 
     def defer_replay_timeout(self, now: float) -> None:
-        """An answer has arrived and is fed later. Until then it is not late."""
+        """Restart the timeout of an answer that has arrived but is fed later."""
         if self._answers.fetch is not None:
             self._answers.fetch.active_at = now
 
     # --- feed: live frames ----------------------------------------------------------------------------------------------
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
-        """Take the frames of one message from the SUB socket, valid or not."""
+        """Process the frames of one message from the SUB socket; they can be invalid."""
         live = parse_live(frames)
         if isinstance(live, Malformed):
             self.counters.malformed[live.reason] += 1
@@ -312,9 +312,9 @@ class Stream:
             self._receive(live, now)
 
     def expected_run(self, limit: int) -> range:
-        """Return the numbers of the next live batches, at most `limit`, for a transport that reads ahead for `receive_run`.
+        """Return at most `limit` numbers of the next live batches, for a transport that collects messages for `receive_run`.
 
-        It is empty while anything is unsettled. Then each message must go to `receive_live`.
+        The range is empty while batches are missing or unverified. Then each message must be passed to `receive_live`.
         """
         order = self._deliverer.order
         if self.state is State.FOLLOWING and order.next_seq > order.highest_known:
@@ -322,9 +322,9 @@ class Stream:
         return range(0)
 
     def receive_run(self, payloads: Sequence[bytes], now: float) -> None:
-        """Take live messages with the topic `topic` and the numbers that `expected_run` returned.
+        """Process live messages with the topic `topic` and the numbers that `expected_run` returned.
 
-        Nearly every message of a healthy stream arrives this way.
+        This is the path of almost all messages of a healthy stream.
         """
         deliverer = self._deliverer
         count, first = len(payloads), deliverer.order.next_seq
@@ -351,27 +351,27 @@ class Stream:
     def _receive(self, live: Live, now: float) -> None:
         order = self._deliverer.order
         if live.topic != self._deliverer.topic:
-            # A publisher has one topic; two publishers alternate.
+            # A publisher has one topic, so topics that alternate come from two publishers.
             if live.topic == self._other_topic:
                 self.share()
             self._other_topic, self._deliverer.topic = self._deliverer.topic, live.topic
         if live.seq == order.next_seq > order.highest_known and self.state is State.FOLLOWING and order.parts.last < 0:
-            # Nothing is missing: the frame is a run of one.
+            # No batch is missing, so the frame is a run of one.
             self.receive_run((live.payload,), now)
             return
         self._note_arrival(1, now)
         self._note_connection_of(live)
         self._apply(Input.LIVE, live)
-        # It may have begun another incarnation, of which it is the first frame.
+        # Repeated, because the frame may have begun another incarnation, whose first frame it is.
         self._note_connection_of(live)
 
     def _note_connection_of(self, live: Live) -> None:
-        """Record the first live batch of the connection. Without a connection, the frame may belong to the previous one."""
+        """Record the first live batch of the connection. While disconnected, a frame may belong to the previous one."""
         if self._deliverer.cross_check.first_live is None and self.state not in _UNCONNECTED:
             self._deliverer.cross_check.first_live = live.seq
 
     def _note_regression(self, seq: int) -> None:
-        """Record that the numbers went back. A restarted publisher begins with 0 and then counts up."""
+        """Record that numbers went back to `seq`. After a restart they go back to 0, which does not count here."""
         if seq == 0:
             return
         is_soon = self.counters.live - self._regressed_at <= _REGRESSION_SPAN
@@ -406,7 +406,7 @@ class Stream:
             self._take_early(live)
 
     def _compare_with_replayed(self, live: Live) -> None:
-        """Replay has delivered this number before the live stream: the payload must be the same."""
+        """Compare a live batch with the replayed one of the same number, whose payload must be equal."""
         digest = self._deliverer.order.replayed_digests.pop(live.seq, None)
         if digest is not None and digest != payload_digest(live.payload):
             self._apply(Input.CONFLICT, f"publisher restarted: number {live.seq} came live with another content than replayed")
@@ -420,7 +420,7 @@ class Stream:
             self._answers.compare_soon()
 
     def _take_early(self, live: Live) -> None:
-        """Let a batch wait because one before it is missing."""
+        """Let a batch wait because an earlier one is missing."""
         deliverer, order = self._deliverer, self._deliverer.order
         order.highest_known = max(order.highest_known, live.seq)
         early_batch = deliverer.early.get(live.seq)
@@ -474,7 +474,7 @@ class Stream:
         self._deliverer.end_silence()
 
     def _restart(self, reason: str) -> None:
-        """Begin another incarnation. Frames from before the reconnect belong to the old one, later frames to the new one."""
+        """Begin another incarnation, with the frames since the reconnect; earlier frames belong to the old one."""
         old_count, frames = self._quarantine.take_new()
         self.counters.discarded += old_count
         self._deliverer.reset(reason)
@@ -492,7 +492,7 @@ class Stream:
         is_sender_degraded = DegradedReason.SENDER in self._deliverer.ledger
         self._apply(Input.NEW_INCARNATION, reason)
         if is_sender_degraded:
-            # The publisher has not taken back what it said of itself.
+            # The publisher has not withdrawn its last report about itself.
             self._deliverer.ledger.add(DegradedReason.SENDER, -1)
 
     def _fetch_missing(self) -> None:
@@ -527,10 +527,10 @@ _STEPS: Final = {
     state: {input_: (following, getattr(Stream, f"_{action.name.lower()}")) for input_, (following, action) in row.items()}
     for state, row in TRANSITIONS.items()
 }
-"""The transition table with the method of each action, which takes the context that the input was applied with."""
+"""The transition table with the method of each action; `_apply` passes its context to the method."""
 _PACED: Final = "many consecutive replay requests have not shown that nothing is missing; the next one has to wait"
 _COMPARING: Final = "a live batch is compared with what replay says of its number"
 _REGRESSION_SPAN: Final = 64
-"""Number of live messages within which a second regression of the numbers is no second restart."""
+"""Maximum number of live messages between two regressions of the numbers that count as two publishers, not two restarts."""
 _MAX_REGRESSIONS: Final = 3
 _UNCONNECTED: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)

@@ -4,50 +4,49 @@ Theory of operation
 ===================
 
 A publisher numbers its batches from 0 in each incarnation. Live frames of one connection arrive in order, with holes. Replay
-replies arrive in order too, with holes, from what the publisher still holds. Neither identifies an incarnation. So four
-questions are separate, and one module answers each:
+replies also arrive in order, with holes, and contain what the publisher still holds. Neither identifies an incarnation. So
+there are four separate questions:
 
-- **Order** (`sequencer`). One number may be delivered next. Batches that arrive early wait in a reorder buffer.
+- **Order** (`sequencer`). Only the next number may be delivered. Batches that arrive early wait in a reorder buffer.
 - **Identity** (`identity`). A number and its payload together identify an incarnation: a replay must repeat the fingerprint of
   the newest delivered batch. A different payload under a known number means another incarnation. After a reconnect, live
   frames stay in quarantine until replay has repeated the whole fingerprint chain.
-- **Cross-check** (`identity`). Replay may answer for another publisher. The stream is EXACT only if each answer has also
-  repeated a live batch of this connection whose number is not below anything that the answer brought, or if another answer
-  has done so that began with the newest batch of the first. A live batch below what was replayed is compared with the digest
-  of that number; without a digest, replay is asked for the number again. A difference is a conflict.
-- **Completeness**. An end marker confirms nothing, since engines drop messages inside a reply. History is complete only when
-  live frames reach it, or when an answer brings nothing new: an answer of one message cannot have lost any.
+- **Cross-check** (`identity`). Replay may answer for another publisher. The stream is EXACT only if each answer is confirmed:
+  it has also repeated a live batch of this connection that is at least as new as all other batches of the answer, or a
+  confirmed answer begins with its newest batch. A live batch that replay has already delivered is compared by its digest;
+  without a stored digest, it is requested from replay again. A difference is a conflict.
+- **Completeness**. An end marker confirms nothing, because engines drop messages inside a reply. History is complete only when
+  live frames reach it, or when an answer brings nothing new, because an answer of one message cannot have lost any.
 
 One replay request is open at a time (`replay_fetch`). It fills a gap, verifies the publisher after a reconnect, probes a quiet
-stream, or compares a live batch. Batches that an answer brings early are dropped when the next answer begins: two answers may
-come from two publishers.
+stream, or compares a live batch. Batches that an answer brings early are dropped when the next answer begins, because two
+answers may come from two publishers.
 
-A restored stream is one whose connection is gone. `Stream.restore` brings back its number, its fingerprints and its degraded
-reasons; connecting is then a reconnect. All live frames belong to the new connection: a number not above the last one is a
-restart.
+A restored stream is like a disconnected one: `Stream.restore` sets its number, its fingerprints and its degraded reasons, and
+the first connection counts as a reconnect. All live frames belong to the new connection, so a number not above the last one is
+a restart.
 
-A publisher that compacts its history answers with a *snapshot*: a clear, and everything that was live, under the number of the
-last batch that it replaces. So one number may have two payloads in one incarnation if the replayed payload begins with a
-clear. Either of them is right; if an earlier batch is missing, only the snapshot is. An answer that begins with a snapshot
-ends the wait for all earlier batches: the first message of an answer is never lost, so the publisher holds nothing before it.
-Early batches with lower numbers are dropped then, since the snapshot contains them.
+A publisher that compacts its history answers with a *snapshot*: a clear, and stores of all live blocks, under the number of the
+last batch that it replaces. So one number may have two payloads in one incarnation if the replayed payload begins with a clear.
+Both are correct; if an earlier batch is missing, only the snapshot is. An answer that begins with a snapshot ends the wait for
+all earlier batches: the first message of an answer is never lost, so the publisher has no earlier batch. Early batches with
+lower numbers are then dropped, because the snapshot contains them.
 
-A publisher of kvevents says in heartbeats what it holds after that batch, how far it trusts that, in which incarnation it is,
-and when the next heartbeat comes (`trust`). Only a consumer can say whether its own state is the same (`Stream.report`). A
-matching digest ends the degraded reasons of earlier batches. If the digest or the incarnation differs, the stream starts
-over: such a publisher answers a request from 0 with everything that it holds. A publisher inside the engine also attests what
-the engine's own cache holds. If the consumer's state is not that, the stream starts over too; only an attestation that agrees,
-a clear or another incarnation ends that degraded reason. After several consecutive restarts without an agreement the stream
-stays DEGRADED. Reports come while other inputs are processed, so `Stream.deliveries` starts over.
+A heartbeat of a kvevents publisher states the digest of its state after that batch, its trust in this state, its incarnation,
+and when the next heartbeat comes (`trust`). Only a consumer can determine whether its own state is the same (`Stream.report`).
+A matching digest ends the degraded reasons of earlier batches. If the digest or the incarnation differs, the stream starts
+over: such a publisher answers a request from 0 with its whole state. A publisher inside the engine also attests the contents of
+the engine's own cache. If the consumer's state differs, the stream starts over too; only a matching attestation, a clear or
+another incarnation ends that degraded reason. After several consecutive restarts without a match the stream stays DEGRADED.
+Reports may come while another input is processed, so the next call of `Stream.deliveries` starts over.
 
 How the table works
 ===================
 
-`Stream` classifies everything that happens as an `Input`; `AnswerReader` classifies what replay shows.
-`TRANSITIONS[state][input]` says which state follows and which action `Stream` then takes. Classification depends on data
-(numbers, payloads, counts), never on the state; the state decides only here. An action may cause a further input: without
-replay, FETCH_MISSING fails at once. An input that a state does not list cannot happen there; `Stream` raises `KeyError` if
-it does.
+`Stream` classifies every event as an `Input`, and `AnswerReader` classifies the messages of replay. `TRANSITIONS[state][input]`
+has the next state and the action that `Stream` then takes. Classification depends on data (numbers, payloads, counts), never on
+the state, which matters only in this table. An action may cause a further input: without replay, FETCH_MISSING fails at once.
+An input that a state does not list cannot happen in that state; `Stream` raises `KeyError` if it does.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ from typing import Final, NamedTuple
 
 @enum.unique
 class State(enum.Enum):
-    """The state of a stream. The value is the reason that an operator reads in its trust."""
+    """The state of a stream. The value is the reason that the stream's trust shows to operators."""
 
     CONNECTING = "not connected yet"
     CATCHING_UP = "batches are missing; replay was asked for"
@@ -76,7 +75,7 @@ class Input(enum.Enum):
 
     UP_VERIFIABLE = "connected; replay can verify the publisher"
     UP_UNIDENTIFIED = "connected; no fingerprint identifies the publisher"
-    UP_WITHOUT_REPLAY = "connected; there is no replay, and what was delivered, if anything, has a fingerprint"
+    UP_WITHOUT_REPLAY = "connected without replay; nothing was delivered yet, or a fingerprint identifies the publisher"
     DOWN = "disconnected"
     LIVE = "a live frame arrived"
     LIVE_REGRESSED = "the number of a quarantined live frame went back"
@@ -119,7 +118,7 @@ class Action(enum.Enum):
 
 
 class Transition(NamedTuple):
-    """The state that follows an input, and the action to take in it."""
+    """The state that follows an input, and the action to take in that state."""
 
     state: State
     action: Action

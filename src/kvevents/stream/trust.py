@@ -1,4 +1,4 @@
-"""How far a stream can be trusted and why not further, and what its publisher says of itself in heartbeats."""
+"""The trust in a stream, the reasons that lower it, and the publisher's reports about itself in heartbeats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvevents.stream.settings import StreamLimits
 
 
 class DegradedReason(enum.Enum):
-    """Why a stream is DEGRADED. The value is the sentence that an operator reads."""
+    """Why a stream is DEGRADED. The value is the sentence that operators read."""
 
     NO_REPLAY = "no replay endpoint: what is lost stays lost, and losses at the tail cannot be seen"
     REPLAY_SILENT = "the replay endpoint does not answer"
@@ -39,15 +39,15 @@ REASONS_ENDED_BY_CLEAR: Final = frozenset(
 )
 """Reasons that are about older events. AllBlocksCleared ends them."""
 REASONS_ENDED_BY_DIGEST: Final = REASONS_ENDED_BY_CLEAR - {DegradedReason.UNATTESTED}
-"""The ones that a matching digest ends. A digest describes the stream, an attestation the engine: only an attestation that
-agrees ends `UNATTESTED`."""
+"""Reasons that a matching digest ends. A digest is about the stream, but an attestation is about the engine, so only a matching
+attestation ends `UNATTESTED`."""
 PERSISTENT_REASONS: Final = REASONS_ENDED_BY_CLEAR | {
     DegradedReason.REPLAY_UNCONFIRMED,
     DegradedReason.SENDER,
     DegradedReason.ESTIMATED_MATCHES,
 }
-"""Reasons that a checkpoint stores: they are about delivered batches or their publisher. The others are about an endpoint and
-begin again in a later process."""
+"""Reasons that a checkpoint stores, because they are about delivered batches or their publisher. Other reasons are about an
+endpoint, and a later process determines them again."""
 
 
 TrustState: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE"]
@@ -61,23 +61,23 @@ class Trust:
     """State of a stream: `CONNECTING -> REPLAYING -> EXACT -> DEGRADED(reason) -> STALE`.
 
     Values compare by their states, from STALE to EXACT (`trust >= Trust.DEGRADED`); `reason` is for people. EXACT means three
-    things. Every batch since the publisher's start, a clear or a matching digest, up to the newest one known, was delivered. A
+    things. Every batch was delivered, from the publisher's start, a clear or a matching digest up to the newest known batch. A
     live batch of this connection has shown that replay comes from the same publisher, or the engine itself has named its replay
-    endpoint. The newest heartbeat of the publisher, if there is one, says EXACT.
+    endpoint. The newest heartbeat of the publisher, if any, reports EXACT.
     """
 
     name: str
     """CONNECTING, REPLAYING, EXACT, DEGRADED or STALE."""
     reason: str = field(default="", compare=False)
     attested: bool = field(default=False, compare=False)
-    """Whether the state is EXACT, and the engine's own cache was the same at the newest attestation. Only a publisher inside
-    the engine sends attestations."""
+    """Whether the state is EXACT and the newest attestation of the engine's own cache matched. Only a publisher inside the
+    engine sends attestations."""
     unproven: bool = field(default=False, compare=False)
-    """Whether the state is DEGRADED only because no live batch has confirmed yet what replay says, as of every idle engine
-    after a connect. Nothing contradicts it, so routers count its blocks fully."""
+    """Whether the state is DEGRADED only because no live batch has confirmed replay yet, as with every idle engine after a
+    connect. Nothing contradicts replay, so routers count the blocks fully."""
     inexact_tiers: tuple[str, ...] = field(default=(), compare=False)
-    """Tiers that the state is not about: their stores are announced and their removals are not (`Source.stores_only`). What is
-    held there is at most what was announced."""
+    """Tiers that the state excludes, because their stores are announced but not their removals (`Source.stores_only`). A tier
+    has at most the announced blocks."""
 
     CONNECTING: ClassVar[Trust]
     """No connection yet."""
@@ -89,16 +89,16 @@ class Trust:
     DEGRADED: ClassVar[Trust]
     """Following, but not exact; `reason` says why."""
     STALE: ClassVar[Trust]
-    """The delivered state ages. The connection is gone, or not yet there after a restart of this process; or the publisher has
-    missed its heartbeats, or reports STALE of itself."""
+    """The delivered state may be outdated: the connection was lost, or does not exist yet after a restart of this process; or
+    the publisher has missed its heartbeats, or reports that it is STALE."""
 
     def with_reason(self, reason: str) -> Trust:
         """Return the same state with a reason."""
-        # A service does this ten times a second for each engine that is gone; `replace` takes more than twice the time.
+        # A service calls this ten times a second for each lost engine; `replace` would take more than twice as long.
         return Trust(self.name, reason, self.attested, self.unproven, self.inexact_tiers)
 
     def of_tier(self, tier: str) -> Trust:
-        """Return the trust in what is held on one tier, such as `cpu`: at most DEGRADED for one of `inexact_tiers`."""
+        """Return the trust in the blocks of one tier, such as `cpu`: at most DEGRADED for one of `inexact_tiers`."""
         if tier not in self.inexact_tiers or trust_order(self.name) <= trust_order("DEGRADED"):
             return self
         return Trust("DEGRADED", f"the engine announces no removals from {tier}")
@@ -135,15 +135,15 @@ def trust_order(name: str) -> int:
 _UNATTESTED: Final = frozenset({DegradedReason.UNATTESTED})
 
 MAX_MARKS: Final = 64
-"""Maximum number of affected numbers that a ledger has for one reason: the newest ones. Older ones are one range."""
+"""Maximum number of marks (`_Marks`) that a ledger stores for one reason; older marks become one range."""
 
 
 class _Marks:
-    """The numbers up to which one degraded reason affects a stream, one for each of its causes.
+    """The marks of one degraded reason. A mark is the last batch number that one cause of the reason affects.
 
-    Causes come one by one, and consumers may report much later: a slow consumer may report after hundreds of gaps. Beyond
-    `max_marks`, every number between the first mark and the oldest stored one counts as affected. That may explain a digest
-    mismatch too often, but never too seldom.
+    A slow consumer may report about a batch after hundreds of later causes, so marks are stored separately. If there are more
+    than `max_marks`, every number between the first mark and the oldest stored one counts as affected. That may explain a
+    digest mismatch too often, but never too seldom.
     """
 
     __slots__ = ("_first_dropped", "_max_marks", "_newest")
@@ -151,9 +151,9 @@ class _Marks:
     def __init__(self, max_marks: int) -> None:
         self._max_marks = max_marks
         self._newest: list[int] = []
-        """Marks in rising order. After the first mark, it is empty only if all marks were removed."""
+        """The stored marks in ascending order. After the first `add`, the list is empty only if all marks were removed."""
         self._first_dropped: int | None = None
-        """The first of the marks that are no longer stored, all of which are below the stored ones."""
+        """The lowest mark that is no longer stored; all such marks are below the stored ones."""
 
     def add(self, last_affected: int) -> None:
         """Add a mark."""
@@ -166,7 +166,7 @@ class _Marks:
             self._first_dropped = mark if self._first_dropped is None else min(self._first_dropped, mark)
 
     def remove_below(self, limit: int) -> bool:
-        """Remove the marks below the number `limit`. Return whether no mark is left."""
+        """Remove the marks below `limit`. Return whether no mark remains."""
         if self._first_dropped is not None:
             self._first_dropped = max(self._first_dropped, limit) if limit <= self._newest[0] else None
         self._newest = [mark for mark in self._newest if mark >= limit]
@@ -189,8 +189,8 @@ class _Marks:
 class TrustLedger:
     """The degraded reasons of one stream, each with the last number that it affects.
 
-    A consumer that reads payloads itself reports a clear or unreadable events some time after the batch was delivered, in any
-    order. The numbers make the outcome the same as if each batch had been read before the next one was delivered.
+    A consumer that decodes payloads itself reports clears or unreadable events some time after a batch was delivered, in any
+    order. Because of the numbers, the result is the same as if each batch had been decoded before the next delivery.
     """
 
     def __init__(self, max_marks: int = MAX_MARKS) -> None:
@@ -198,7 +198,7 @@ class TrustLedger:
         self._marks: dict[DegradedReason, _Marks] = {}
         self._last_clear = self._last_match = self._last_attestation = self._last_mismatch = self._last_estimate = -1
         self.estimate_reason = ""
-        """Why the consumer's answers are estimates, as it last reported."""
+        """Why the consumer's answers are estimates, according to its last report."""
 
     def __bool__(self) -> bool:
         return bool(self._marks)
@@ -208,12 +208,12 @@ class TrustLedger:
 
     @property
     def can_replay(self) -> bool:
-        """Whether there is a replay endpoint and it is not distrusted."""
+        """Whether there is a replay endpoint that is not distrusted."""
         return DegradedReason.NO_REPLAY not in self._marks and DegradedReason.REPLAY_FOREIGN not in self._marks
 
     def __iter__(self) -> Iterator[DegradedReason]:
         """Iterate in the order of `DegradedReason`."""
-        if len(self._marks) <= 1:  # nearly always; every turn of a subscriber asks
+        if len(self._marks) <= 1:  # the usual case, which every turn of a subscriber needs
             return iter(tuple(self._marks))
         return (reason for reason in DegradedReason if reason in self._marks)
 
@@ -229,12 +229,12 @@ class TrustLedger:
         self._marks.pop(reason, None)
 
     def clear(self, seq: int) -> None:
-        """Record that batch `seq` clears everything: what affects only batches before it has ended."""
+        """Record that batch `seq` clears everything, which ends reasons that affect only earlier batches."""
         self._last_clear = max(seq, self._last_clear)
         self._end_before(REASONS_ENDED_BY_CLEAR, seq)
 
     def reject(self, seq: int) -> None:
-        """Record that events of batch `seq` could not be read, unless a later clear or matching digest is known."""
+        """Record that events of batch `seq` could not be decoded, unless a later clear or matching digest is known."""
         if seq >= self._last_clear and seq > self._last_match:
             self.add(DegradedReason.REJECTED, seq)
 
@@ -247,7 +247,7 @@ class TrustLedger:
                 self.add(DegradedReason.ESTIMATED_MATCHES, seq)
 
     def match_digest(self, seq: int) -> None:
-        """Record that the state after batch `seq` is the publisher's: what affects earlier batches has ended."""
+        """Record that the state after batch `seq` is the publisher's, which ends reasons that affect earlier batches."""
         self._last_match = max(seq, self._last_match)
         self._end_before(REASONS_ENDED_BY_DIGEST, seq)
         marks = self._marks.get(DegradedReason.REJECTED)
@@ -265,12 +265,12 @@ class TrustLedger:
         return matters
 
     def match_attestation(self, seq: int) -> None:
-        """Record that the state after batch `seq` is that of the engine's own cache."""
+        """Record that the state after batch `seq` matches the engine's own cache."""
         self._last_attestation = max(seq, self._last_attestation)
         self._end_before(_UNATTESTED, seq + 1)
 
     def mismatch_attestation(self, seq: int) -> bool:
-        """Record that the state after batch `seq` is not that of the engine's own cache.
+        """Record that the state after batch `seq` differs from the engine's own cache.
 
         Return False if a later clear or match is known.
         """
@@ -282,15 +282,15 @@ class TrustLedger:
 
     @property
     def is_attested(self) -> bool:
-        """Whether the state was that of the engine's own cache at the newest attestation of this incarnation."""
+        """Whether the newest attestation of this incarnation matched the state."""
         return self._last_attestation > self._last_mismatch
 
     def explains(self, seq: int) -> bool:
-        """Whether a reason is known why the state after batch `seq` might not be the publisher's."""
+        """Whether a known reason explains that the state after batch `seq` is not the publisher's."""
         return any(reason in REASONS_ENDED_BY_DIGEST and marks.first <= seq for reason, marks in self._marks.items())
 
     def persistent(self) -> dict[DegradedReason, int]:
-        """Return the reasons that a checkpoint stores, each with the last number that it affects."""
+        """Return the reasons that a checkpoint stores, each with the last batch number that it affects."""
         return {reason: self._marks[reason].last for reason in self if reason in PERSISTENT_REASONS}
 
     def begin_incarnation(self) -> None:
@@ -311,7 +311,7 @@ class TrustLedger:
 
 
 class MismatchCounter:
-    """Counts consecutive heartbeats that the delivered state differs from, so that a stream does not start over for ever."""
+    """Counts consecutive heartbeats that differ from the delivered state, so that a stream does not start over endlessly."""
 
     def __init__(self, max_in_a_row: int) -> None:
         self._max_in_a_row = max_in_a_row
@@ -319,16 +319,16 @@ class MismatchCounter:
         self._in_a_row = 0
 
     def match(self, seq: int, *, live: bool) -> None:
-        """Record that the state after batch `seq` is the same.
+        """Record that the state after batch `seq` matches.
 
-        A replayed match counts only if it is not before the last mismatch.
+        A match in a replayed batch counts only if the batch is not older than the last mismatch.
         """
         if live or seq >= self._last_mismatch:
             self._last_mismatch = -1
             self._in_a_row = 0
 
     def allow_resync(self, seq: int) -> bool:
-        """Count a mismatch after batch `seq`. Return whether to fetch everything once more."""
+        """Count a mismatch after batch `seq`. Return whether to fetch everything again."""
         self._last_mismatch = max(seq, self._last_mismatch)
         self._in_a_row += 1
         return self._in_a_row <= self._max_in_a_row
@@ -337,30 +337,30 @@ class MismatchCounter:
 class HeartbeatMonitor:
     """The heartbeats of one publisher. A publisher without heartbeats is trusted and never counts as silent.
 
-    It records the results of heartbeats; `Stream` decides how to react.
+    It records heartbeats and their results; `Deliverer` decides how to react.
     """
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
         self._heartbeat: Heartbeat | None = None
         self.incarnations = MismatchCounter(limits.max_consecutive_resyncs)
-        """Whether consecutive heartbeats name the same incarnation."""
+        """Counts heartbeats that name another incarnation than the previous one."""
         self.digests = MismatchCounter(limits.max_consecutive_resyncs)
-        """Whether the digests of heartbeats match the delivered state."""
+        """Counts heartbeats whose digest differs from the delivered state."""
         self.attestations = MismatchCounter(limits.max_consecutive_resyncs)
-        """Whether the attestations of heartbeats match the delivered state."""
+        """Counts heartbeats whose attestation differs from the delivered state."""
         self.begin_incarnation()
 
     def begin_incarnation(self) -> None:
-        """Begin another incarnation of the publisher. Its last heartbeat counts until it sends the next one."""
+        """Begin another incarnation. The publisher's last heartbeat is valid until it sends the next one."""
         self._newest_seq = -1
         self._incarnation: int | None = None
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Expect no heartbeat before the first one of the next connection."""
+        """Expect no heartbeat until the next connection has brought one."""
         self.max_silence: float | None = None
-        """Seconds without anything received after which the publisher is silent; None if it has promised no heartbeat."""
+        """Seconds without any message after which the publisher counts as silent; None if it has promised no heartbeat."""
         self.replayed_at = 0.0
         """The time at which replay last brought something new on this connection."""
 
@@ -376,7 +376,7 @@ class HeartbeatMonitor:
     def is_other_incarnation(self, heartbeat: Heartbeat, *, live: bool) -> bool:
         """Record the incarnation of a heartbeat.
 
-        Return whether it differs from the incarnation of the heartbeat before, if there was one.
+        Return whether it differs from the incarnation of the previous heartbeat, if any.
         """
         former, self._incarnation = self._incarnation, heartbeat.incarnation
         if live and former == heartbeat.incarnation:
@@ -385,7 +385,7 @@ class HeartbeatMonitor:
 
     @property
     def trust(self) -> Trust:
-        """The publisher's state according to its last heartbeat, as trust in its batches. EXACT without a heartbeat."""
+        """The trust in the publisher's batches that its last heartbeat states; EXACT without a heartbeat."""
         if self._heartbeat is None or self._heartbeat.trust == Trust.EXACT.name:
             return Trust.EXACT
         is_stale = self._heartbeat.trust == Trust.STALE.name
@@ -396,7 +396,7 @@ class HeartbeatMonitor:
 
     @property
     def silence(self) -> str:
-        """The reason that an operator reads while the publisher is silent."""
+        """The reason that operators read while the publisher is silent."""
         max_missed = self._limits.max_missed_heartbeats
         interval = "" if self.max_silence is None else f" of {self.max_silence / max_missed:g} s"
         return f"silent: nothing was received for {max_missed:g} times the heartbeat interval{interval}"
