@@ -1,4 +1,4 @@
-"""The subscriber for asyncio. `sync` mirrors it: functions of equal names do the same in both."""
+"""The subscriber for asyncio. Functions of equal names do the same in `sync`, the subscriber for threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber.front_end import TRUST_INTERVAL, FrontEnd, Options, Sources
 
 MAX_TURN: Final = 0.005
-"""Seconds of work in the event loop after which other tasks run, even if more deliveries are ready."""
+"""Maximum number of seconds of work in the event loop before other tasks run, even if more deliveries are ready."""
 
 
 class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
@@ -46,9 +46,9 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
     async def receive(self, timeout: float | None = None) -> BatchT | Reset | Gap | None:  # noqa: ASYNC109 - as Subscriber
-        """Return the next delivery, or None after `timeout` seconds without one (None: no limit, 0: do not wait).
+        """Return the next delivery, or None if none arrives within `timeout` seconds (None: no limit, 0: do not wait).
 
-        Raise `ClosedError` after `close`, and if another task or thread calls `close` meanwhile. Cancellation loses no
+        Raise `ClosedError` after `close`, and if another task or thread calls `close` during the wait. Cancellation loses no
         delivery.
         """
         self._check_open()
@@ -62,10 +62,10 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         limit: int | None = None,
         timeout: float | None = None,  # noqa: ASYNC109 - as Subscriber
     ) -> list[BatchT | Reset | Gap]:
-        """Wait as `receive` does, then return the deliveries that are ready, at most `limit`; [] after `timeout` seconds.
+        """Wait as `receive` does, then return at most `limit` of the deliveries that are ready; [] after `timeout` seconds.
 
-        It returns the deliveries that could be decoded and applied in about 5 ms, so that it does not block the event loop. The
-        next call returns more.
+        A call returns as many deliveries as it can decode and apply in about 5 ms, so that it does not block the event loop.
+        The next call returns more.
         """
         self._check_limit(limit)
         self._check_open()
@@ -86,11 +86,11 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         trust: Trust = Trust.DEGRADED,
         timeout: float | None = None,  # noqa: ASYNC109 - as Subscriber
     ) -> list[BatchT | Reset | Gap]:
-        """Receive until every stream has at least this trust. Return what was received, which a sink has applied.
+        """Receive until every stream has at least this trust. Return the deliveries, which were applied if there is a sink.
 
-        With the default all streams have caught up, as far as they can. For `Trust.EXACT`, unproven streams count too
-        (`Trust.unproven`): an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After
-        cancellation, what was received and no sink has applied is delivered again, after a `Reset`.
+        With the default trust, all streams have caught up as far as possible. Unproven streams (`Trust.unproven`) count as
+        EXACT, because an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After
+        cancellation, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
         with self._repeating_if_interrupted() as deliveries:
@@ -100,7 +100,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         return deliveries
 
     async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
-        """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
+        """Wait until a delivery is ready. Return False if none is within `timeout` seconds."""
         multiplexer, clock = self._multiplexer, self._clock
         end = None if timeout is None else clock() + timeout
         if self._waits:
@@ -124,7 +124,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
             self._end_wait(call)
 
     async def _wait_readable(self, wait_time: float | None) -> None:
-        """Wait until a connection is readable, at most `wait_time` seconds."""
+        """Wait until a connection is readable, but at most `wait_time` seconds."""
         transport = self._multiplexer.transport
         descriptor = transport.fileno()
         self._due_at = math.inf if wait_time is None else self._clock() + wait_time
@@ -150,14 +150,14 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     async def close(self) -> None:
         """Close the subscriber: iteration ends, and `receive` raises `ClosedError`, also while it waits. Idempotent.
 
-        Any task or thread may call it; it does not wait. If another call is waiting, that call closes the connections when it
-        returns. Otherwise they are closed when this returns.
+        Any task or thread may call this method, which does not wait. If another call is waiting, that call closes the
+        connections when it returns; if not, this method closes them.
         """
         self._close()
 
 
 async def _wait_for_descriptor(descriptor: int, wait_time: float | None) -> None:
-    """Wait until `descriptor` is readable, at most `wait_time` seconds."""
+    """Wait until `descriptor` is readable, but at most `wait_time` seconds."""
     loop = asyncio.get_running_loop()
     future = loop.create_future()
 

@@ -1,9 +1,9 @@
-"""A bound SUB socket, to which any number of publishers connect. Several sources can share it: the topic names the source.
+"""A bound SUB socket, to which any number of publishers connect. Sources that share it are distinguished by their topics.
 
 Theory of operation. libzmq states the descriptor of the connection with each message, and in the events of its monitor. So a
-source is connected when the first message of its topic comes, with any connection; it is disconnected when that connection has
-ended and the socket holds no more messages of it, or when its messages come with another connection. Numbers, trust and
-identity of one publisher do not depend on the others.
+source is connected when the first message of its topic arrives with any connection. It is disconnected when this connection has
+ended and all its messages were read, or when messages of the topic arrive with another connection. Numbers, trust and identity
+of one publisher do not depend on other publishers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvevents.subscriber.socket_owner import SocketOwner, StallDetector
 from kvevents.zeromq.sockets import Socket, connect_or_bind, disable_monitor, endpoint_errors, open_monitor, read_monitor
 
 _SRCFD: Final = 2
-"""The property of a message that pyzmq does not name: the descriptor of its connection."""
+"""ZMQ_SRCFD, a property of a message that pyzmq does not name: the descriptor of its connection."""
 _ACCEPTED: Final = zmq.Event.ACCEPTED
 _HANDSHAKE_SUCCEEDED: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DISCONNECTED: Final = zmq.Event.DISCONNECTED
@@ -36,7 +36,7 @@ class _Change(enum.Enum):
     CONNECTED = enum.auto()
     DISCONNECTED = enum.auto()
     SHARED = enum.auto()
-    """Another publisher sends for the source too."""
+    """Another publisher also sends for the source."""
 
 
 _Arrival: TypeAlias = "list[bytes] | _Change"
@@ -47,17 +47,17 @@ class TopicFeed:
 
     fault = ""
     reopen_at: float | None = None
-    """None: a bound socket waits for publishers and opens nothing again."""
+    """Always None, because a bound socket waits for publishers and opens nothing again."""
 
     def __init__(self, source: Source, socket: BoundSocket, owner: SocketOwner, connection: Connection | None) -> None:
         self.source = source
         self.connection = connection
-        """None while a source that was found by its topic is not followed yet."""
+        """None while the source was found by its topic but is not followed yet."""
         self.arrivals: deque[_Arrival] = deque()
         self.descriptor: int | None = None
-        """The connection of its newest message; None if it is not known."""
+        """Descriptor of the connection of the newest message; None if unknown."""
         self.other_connections: set[int] = set()
-        """Other connections with which messages of the source come at the same time."""
+        """Descriptors of other connections with which messages of the source arrive at the same time."""
         self.is_connected = False
         self._socket = socket
         self._owner = owner
@@ -75,11 +75,11 @@ class TopicFeed:
                 stream.share()
             else:
                 stream.receive_live(arrival, now)
-        # Connections of this socket, or of another one, must be read although nothing signals them.
+        # True also if connections of this or another socket must be read although the selector does not report them.
         return has_more or bool(self.arrivals or self._owner.marked_connections)
 
     def change(self, *, is_connected: bool) -> None:
-        """Queue a change of its connection, if it is one."""
+        """Queue a change of the source's connection, if its state differs."""
         if self.is_connected is not is_connected:
             self.is_connected = is_connected
             self.arrivals.append(_Change.CONNECTED if is_connected else _Change.DISCONNECTED)
@@ -102,15 +102,15 @@ class BoundSocket:
         self._security: Final = owner.secure(source)
         self._feeds: list[TopicFeed] = []
         self._by_topic: dict[bytes, TopicFeed | None] = {}
-        """The source of each topic that was received; None if it has none."""
+        """The feed of each topic that was received; None for a topic without a source."""
         self._ignored: dict[bytes, int | None] = {}
-        """Topics whose sources the application does not follow, each with the connection of its newest message."""
+        """Topics whose sources the application does not follow, each with the descriptor of its newest message's connection."""
         self._ended_connections: set[int] = set()
-        """Connections that have ended, of which the socket may still hold messages."""
+        """Descriptors of connections that have ended, but whose messages might not be read yet."""
         self._peers: set[int] = set()
-        """Connections that were accepted and have not ended."""
+        """Descriptors of connections that were accepted and have not ended."""
         self._has_peer = self.endpoint.startswith("inproc://")
-        """Whether a handshake has succeeded since the socket was without connections."""
+        """Whether a handshake has succeeded since the socket last had no connection."""
         try:
             self._open()
         except BaseException:
@@ -202,7 +202,7 @@ class BoundSocket:
             else:
                 self._peers.add(value)
                 if value in self._ended_connections:
-                    # The descriptor is used again. Until the socket is drained, its messages may belong to either connection.
+                    # A new connection reuses the descriptor: until the socket is drained, messages may belong to either one.
                     for feed in self._feeds_of(value):
                         feed.change(is_connected=False)
         if is_drained and self._ended_connections:
@@ -245,7 +245,7 @@ class BoundSocket:
             self._owner.marked_connections.add(feed.connection)
 
     def _find(self, topic: bytes) -> TopicFeed | None:
-        """Return the feed with the longest prefix of a topic. A source by topic opens another one for it."""
+        """Return the feed with the longest prefix of a topic. A source with `by_topic` gets a new feed for each topic."""
         feeds = [feed for feed in self._feeds if topic.startswith(feed.source.topic.encode())]
         feed_of_topic = max(feeds, key=lambda feed: (len(feed.source.topic), not feed.source.by_topic), default=None)
         limit = self._owner.options.max_topics
@@ -302,7 +302,7 @@ class BoundSocket:
 
 
 def _descriptor_of(frame: zmq.Frame) -> int:
-    """Return the descriptor of the connection with which a message came; -1 if it has none, as with inproc."""
+    """Return the descriptor of the connection with which a message arrived; -1 without a descriptor, as with inproc."""
     try:
         return int(frame.get(_SRCFD))
     except (zmq.ZMQError, ValueError):

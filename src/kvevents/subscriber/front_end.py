@@ -42,7 +42,7 @@ from kvevents.subscriber.zmq_transport import ZmqTransport
 log = logging.getLogger(__name__)
 
 DECODED_MESSAGES_PER_READ: Final = 32
-"""Maximum number of messages read from one stream before they are decoded: more do not fit in the processor's cache."""
+"""Maximum number of messages that are read from one stream before they are decoded, so that they fit in the CPU's cache."""
 TRUST_INTERVAL: Final = 0.05
 """Seconds between two checks of the trust in `wait_for`, if nothing is received."""
 DELIVERIES_PER_SLICE: Final = 8
@@ -66,7 +66,7 @@ class Outcome(Protocol):
 
     @property
     def report(self) -> BatchReport | None:
-        """The findings from applying the delivery; None without any."""
+        """The findings of applying the delivery; None without findings."""
 
 
 class Sink(Protocol):
@@ -78,34 +78,34 @@ class Sink(Protocol):
 
 
 class Options(TypedDict, total=False):
-    """Keyword options of `Subscriber` and `AsyncSubscriber` besides `decode`, on which their types depend."""
+    """Keyword options of `Subscriber` and `AsyncSubscriber`, except `decode`, on which their types depend."""
 
     limits: StreamLimits
     """Limits and timers of each stream."""
     max_concurrent_replays: int
-    """Maximum number of streams that request replay at once, 1 or more; the others wait."""
+    """Maximum number of streams that request replay at the same time, 1 or more; other streams wait."""
     transport: Transport | None
-    """Sockets; `ZmqTransport()` if None."""
+    """Opens connections; `ZmqTransport()` if None."""
     clock: Callable[[], float]
-    """Seconds, monotonic."""
+    """A monotonic clock in seconds."""
     sink: Sink | None
     """Applies each delivery before it is returned, such as a `PrefixIndex`."""
     on_change: OnChange | None
-    """Called by `receive` with each change of trust, in place of `trust_changes`, and with each reset and gap before it is
+    """Called by `receive` with each change of trust, instead of `trust_changes`, and with each reset and gap before it is
     returned. If it raises, `receive` raises the same exception, as if a sink had raised it."""
     on_found: OnFound | None
-    """Called by `receive` with each source that was found by its topic (`Source.by_topic`). It returns the source to follow in
-    its place, with the same endpoint and topic and perhaps another name, or None to ignore the topic. It must not raise."""
+    """Called by `receive` with each source that was found by its topic (`Source.by_topic`). It must not raise. It returns the
+    source to follow instead, with the same endpoint and topic but perhaps another name, or None to ignore the topic."""
 
 
 class FrontEnd(Generic[BatchT]):
     """Base class of both subscribers.
 
     Threads: the connections belong to the calls that use them, which are `add`, `remove` and the wait inside `receive`.
-    `_calls` holds a token for each of these calls. Any thread and any signal handler may call `close`, also in the middle of
-    another call. `close` closes the connections itself if no call uses them. Otherwise it wakes the call, and the last call
-    to return closes them. Each side first changes its own variable (`_closed` or `_calls`) and then reads the other one, so
-    at least one of them sees both changes. `_lock` is held while streams are read or changed, never during a wait.
+    `_calls` has a token for each of these calls. Any thread and any signal handler may call `close`, also during another call.
+    If no call uses the connections, `close` closes them; if one does, `close` wakes it, and the last call that returns closes
+    them. Each side first changes its own variable (`_is_closed` or `_calls`) and then reads that of the other side, so at least
+    one side sees both changes. `_lock` is held while streams are read or changed, never during a wait.
     """
 
     def __init__(  # noqa: PLR0913 - the options of both subscribers
@@ -141,13 +141,13 @@ class FrontEnd(Generic[BatchT]):
         self._waits: set[object] = set()
         """The calls that wait for deliveries."""
         self._read_at = clock()
-        """The time at which the last of these calls returned, or a task last ran in one."""
+        """The time at which a waiting call last returned, or at which a task last ran in one."""
         self._lock = threading.RLock()
         try:
             for given in [sources] if isinstance(sources, (Source, str)) else sources:
                 self.add(given)
                 source = Source(given) if isinstance(given, str) else given
-                # Services, which add sources later, show it as their trust.
+                # Not in `add`: services add sources later, and show this in the trust.
                 if source.replay_endpoint is None and not source.by_topic:
                     log.warning(
                         "%s has no replay endpoint: what is lost stays lost, so it is never EXACT", printable(source.label)
@@ -163,8 +163,8 @@ class FrontEnd(Generic[BatchT]):
         still the same incarnation, as after a reconnect. If it is, the next delivery is the batch after the checkpoint;
         otherwise it is a `Reset`. Until then trust is STALE.
 
-        Raise `ConfigError` if the name and rank are followed already or differ from the checkpoint `resume`, and
-        `EndpointError` if the endpoint is invalid.
+        Raise `ConfigError` if the name and rank are already followed or differ from those of `resume`, and `EndpointError` if
+        the endpoint is invalid.
         """
         if isinstance(source, str):
             source = Source(source)
@@ -189,21 +189,21 @@ class FrontEnd(Generic[BatchT]):
             self._end_call(call)
 
     def report(self, delivery: Batch | RawBatch | Reset | Gap, report: BatchReport | None) -> None:
-        """Report what reading and applying a batch has shown, so that trust can take it into account. None does nothing.
+        """Report the findings of decoding and applying a batch, which change the trust. If `report` is None, do nothing.
 
         Call it at most once for each batch, at any time after its delivery. With a `sink`, the subscriber calls it itself.
-        Degraded reasons that are newer than the batch stay. The subscriber has read a `Batch` itself, so only the comparisons
-        of its report count. If a digest does not match, the next delivery may be a `Reset`. A report about another kind of
-        delivery, or about a source that was removed, is ignored.
+        The report does not end degraded reasons that are newer than the batch. The subscriber itself has decoded a `Batch`, so
+        only the comparisons of such a report are used. If a digest does not match, the next delivery may be a `Reset`. A report
+        about another kind of delivery, or about a source that was removed, is ignored.
         """
         if report is not None:
             with self._lock:
                 self._multiplexer.report(delivery, report)
 
     def checkpoint(self, name: str | None = None, rank: int = 0) -> Checkpoint:
-        """Return what a later process needs to `resume` a stream after the deliveries that were returned so far.
+        """Return the checkpoint from which a later process can `resume` a stream after the returned deliveries.
 
-        Call it when everything received has been applied and reported. It also works after `close`.
+        Call it when all returned deliveries have been applied and reported. It also works after `close`.
         """
         with self._lock:
             return self._multiplexer.checkpoint(name, rank)
@@ -214,10 +214,10 @@ class FrontEnd(Generic[BatchT]):
             return self._multiplexer.checkpoints()
 
     def trust(self, name: str | None = None, rank: int = 0) -> Trust:
-        """Return how far the deliveries of a stream can be trusted. `name` can be omitted if there is one stream.
+        """Return the trust in the deliveries of a stream. `name` can be omitted if there is only one stream.
 
-        It covers the deliveries that were taken, and every loss that is known: what decoding and applying a delivery shows
-        counts once the application takes it.
+        The trust covers the deliveries that were returned, and every known loss. Findings of decoding and applying a delivery
+        count when the delivery is returned.
 
         Any thread may call this, `status` and `statuses`, also after `close`. Raise `UnknownSourceError`.
         """
@@ -255,7 +255,7 @@ class FrontEnd(Generic[BatchT]):
                 self._multiplexer.repeat_trust_changes(key for key, _ in changes)
 
     _due_at = math.inf
-    """The time by which a waiting call reads the connections again. A task is late if its event loop is blocked."""
+    """The time by which a waiting call reads the connections again; a task is later if its event loop is blocked."""
 
     def _has_reached(self, trust: Trust) -> bool:
         """Whether there are streams, and all of them have at least this trust. Unproven streams count as EXACT."""
@@ -269,7 +269,7 @@ class FrontEnd(Generic[BatchT]):
 
     @contextmanager
     def _repeating_if_interrupted(self) -> Iterator[list[Any]]:
-        """Return a list for deliveries. After an exception they are delivered again, unless a sink has applied them."""
+        """Return a list for deliveries, which are delivered again after an exception, unless a sink has applied them."""
         deliveries: list[Any] = []
         try:
             yield deliveries
@@ -301,7 +301,7 @@ class FrontEnd(Generic[BatchT]):
         return cast("BatchT", self._decode(self._multiplexer.ready.popleft()))
 
     def _pop_many(self, limit: int | None, seconds: float = math.inf) -> list[BatchT | Reset | Gap]:
-        """Remove and return at most `limit` deliveries that are ready, and about as many as `seconds` of work allow."""
+        """Remove and return at most `limit` deliveries that are ready, and at most about `seconds` of work."""
         if seconds == math.inf:
             return self._take(self._multiplexer.pop(limit))
         deliveries: list[BatchT | Reset | Gap] = []
@@ -313,7 +313,7 @@ class FrontEnd(Generic[BatchT]):
         return deliveries
 
     def _take(self, raw_deliveries: list[RawDelivery]) -> list[BatchT | Reset | Gap]:
-        """Decode, apply and report deliveries that were removed from `ready`, as the options of this subscriber say."""
+        """Decode, apply and report deliveries that were removed from `ready`, according to the options of this subscriber."""
         deliveries: list[Any] = [self._decode(raw) for raw in raw_deliveries] if self._decodes else raw_deliveries
         if self._sink is not None or self._on_change is not None:
             try:
@@ -366,7 +366,7 @@ class FrontEnd(Generic[BatchT]):
         self._end_call(call)
 
     def _end_call(self, call: object) -> None:
-        """Stop using the connections, and close them if `close` was called meanwhile."""
+        """Stop using the connections, and close them if `close` was called since `_begin_call`."""
         self._calls.discard(call)
         if self._is_closed:
             self._close_if_unused()
@@ -374,7 +374,7 @@ class FrontEnd(Generic[BatchT]):
     def _close(self) -> None:
         self._is_closed = True
         if self._process != os.getpid():
-            # A lock that another thread held, or a call that it was in, never ends in the child.
+            # In the child, another thread's lock is never released, and its call never returns.
             self._multiplexer.transport.close()
         elif self._calls:
             self._multiplexer.transport.wake()

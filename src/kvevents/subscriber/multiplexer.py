@@ -41,16 +41,16 @@ log = logging.getLogger(__name__)
 MESSAGES_PER_READ: Final = 256
 """Maximum number of messages that are read from one stream before the next stream is read."""
 MAX_READY: Final = 4_096
-"""Number of deliveries after which a run ends, although streams have more to read: the application's event loop must turn."""
+"""Number of deliveries after which a run ends, even if streams have more to read, so that other tasks can run."""
 DEFAULT_CONCURRENT_REPLAYS: Final = 64
 """Maximum number of concurrent replays in a process. A replay buffer may be 100 MB, and a whole fleet may reconnect at once."""
 
 
 OnFound: TypeAlias = Callable[[Source], Source | None]
-"""Returns the source to follow for one that was found by its topic; None to ignore the topic."""
+"""Returns the source to follow for a source that was found by its topic; None to ignore the topic."""
 
 MIN_AGE: Final = 0.1
-"""Seconds without a read of the connections up to which the trust of no stream can have changed by that."""
+"""Maximum number of seconds without a read of the connections that certainly lower the trust of no stream."""
 _CAUGHT_UP: Final = ("EXACT", "DEGRADED")
 _DESCRIBED: Final = 3
 """Maximum number of endpoints in the repr of a subscriber."""
@@ -60,7 +60,7 @@ class Connection(Protocol):
     """The live connection of one stream and, while replay is requested, its replay connection."""
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed what has arrived to `stream`, at most about `limit` messages of each kind. Return True if there may be more.
+        """Feed arrived messages to `stream`, at most about `limit` of each kind. Return True if there may be more.
 
         While the stream misses nothing, live messages are fed before a replay reply, which may come from a later incarnation.
         `end_connection` is called before every message of a newer connection, or after every message of the old one if no newer
@@ -72,17 +72,17 @@ class Connection(Protocol):
 
     @property
     def fault(self) -> str:
-        """Why there is no live connection, if that is known; "" if there is one."""
+        """Why there is no live connection, if that is known; empty if there is one."""
         ...
 
     def deadline(self) -> float | None:
-        """Return when `read_into` is due although nothing has arrived, by its clock; None for never."""
+        """Return the time at which `read_into` is due even if nothing arrives; None if it is not."""
 
     def request_replay(self, request: FetchRequest) -> None:
-        """Send a replay request, on a new connection if the request says so. Raise `EndpointError` if that fails."""
+        """Send a replay request, on a new connection if the request requires it. Raise `EndpointError` if that fails."""
 
     def end_replay(self) -> None:
-        """Close the replay connection. Replies that have not been read are dropped."""
+        """Close the replay connection, and drop unread replies."""
 
     def close(self) -> None:
         """Close all sockets. Idempotent."""
@@ -100,7 +100,7 @@ class Transport(Protocol):
         ...
 
     def take_found(self) -> list[Source]:
-        """Return the sources that were found since the last call (`Source.by_topic`). The caller opens or ignores each."""
+        """Return the sources found since the last call (`Source.by_topic`). The caller opens or ignores each of them."""
         ...
 
     def ignore_found(self, source: Source) -> None:
@@ -108,10 +108,10 @@ class Transport(Protocol):
 
     @property
     def max_wait(self) -> float | None:
-        """Longest time in seconds between two calls of `wait`, even if nothing arrives; None for no limit."""
+        """Maximum number of seconds between two calls of `wait`, even if nothing arrives; None for no limit."""
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when a connection is; -1 without a descriptor: then call `wait`."""
+        """Return a descriptor that is readable when a connection is; -1 if there is no descriptor, so that `wait` is needed."""
         ...
 
     def wake(self) -> None:
@@ -121,7 +121,7 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Close every connection and what they share. Idempotent."""
+        """Close every connection and their shared resources. Idempotent."""
 
 
 class StreamStatus(Struct, frozen=True):
@@ -136,35 +136,35 @@ class StreamStatus(Struct, frozen=True):
     last_seq: int
     """Sequence number of the newest batch that was delivered or given up; -1 before the first."""
     waiting: int
-    """Batches held back because an earlier one is missing."""
+    """Number of batches that wait because an earlier one is missing, or because their publisher is not verified."""
     counters: StreamCounters
     error: str = ""
-    """Why there is no connection or no replay request, if that is known; "" otherwise. The subscriber retries."""
+    """Why there is no connection or no replay request; empty if unknown or if there are both. The subscriber retries."""
 
 
 class StreamEntry:
-    """A stream with its connection, its timer, and what it delivered since the application last took everything."""
+    """A stream with its connection, its timer, and its deliveries since the application last took all deliveries."""
 
     def __init__(self, stream: Stream, connection: Connection, first_incarnation: int) -> None:
         self.stream = stream
         self.connection: Connection | None = connection
-        """None between a failure and the next attempt, which is due at `reopen_at`."""
+        """None after a failure, until the next attempt, which is due at `reopen_at`."""
         self.reopen_at = self.opened_at = float("-inf")
         self.backoff = Backoff()
         self.error = ""
         self.stated_rank: int | None = None
-        """The rank of the payloads that was compared last."""
+        """The last compared rank of the payloads."""
         self.failure = ""
-        """Why the application could not apply a delivery. It is set until everything was delivered again and taken."""
+        """Why the application could not apply a delivery; empty again when all batches were delivered again and taken."""
         self.first_incarnation = first_incarnation
-        """Smaller incarnations belong to an earlier subscription to the source, except `resumed_incarnation`."""
+        """Lower incarnations belong to an earlier subscription to the source, except `resumed_incarnation`."""
         self.resumed_incarnation = stream.incarnation
         self.mark_consumed()
         self.timer: float | None = None
         self.found_endpoint = ""
         """The bound endpoint at which the source was found by its topic; empty if the application has added it."""
         self.reported_trust: tuple[str, str, bool] = ("", "", False)
-        """State and reason that `Multiplexer.trust_changes` returned last."""
+        """State, reason and attestation that `Multiplexer.trust_changes` last returned."""
 
     def mark_consumed(self) -> None:
         """Record that the application has taken every delivery."""
@@ -179,7 +179,7 @@ class StreamEntry:
         return f"{printable(self.stream.source.label)} rank {self.stream.source.rank}"
 
     def trust(self, unread_seconds: float) -> Trust:
-        """Return the trust of the stream. Its reason includes the fault of the connection, if there is one.
+        """Return the trust in the stream. Its reason includes the fault of the connection, if any.
 
         `unread_seconds` is the time for which the application has not read the connections.
         """
@@ -193,11 +193,11 @@ class StreamEntry:
 
     @property
     def fault(self) -> str:
-        """The fault of the connection; "" without one."""
+        """The fault of the connection; empty without a fault."""
         return self.error or ("" if self.connection is None else self.connection.fault)
 
     def deadline(self) -> float | None:
-        """Return when the stream or its connection has something to do; None for never."""
+        """Return the time at which the stream or its connection has something to do; None if there is no such time."""
         connection_at = self.reopen_at if self.connection is None else self.connection.deadline()
         stream_at = self.stream.deadline()
         return stream_at if connection_at is None else connection_at if stream_at is None else min(stream_at, connection_at)
@@ -219,7 +219,7 @@ class StreamEntry:
         )
 
     def checkpoint(self, ready: Container[int]) -> Checkpoint:
-        """Return a checkpoint of what the application has taken; `ready` are the ids of deliveries that it has not taken."""
+        """Return a checkpoint after the deliveries that the application has taken; `ready` has the ids of all others."""
         position = self.stream.position()
         deliveries = [delivery for delivery in self.delivered_batches if id(delivery) not in ready]
         if len(deliveries) < len(self.delivered_batches):
@@ -231,15 +231,15 @@ class Multiplexer:
     """All streams of one subscriber.
 
     The failure of one stream does not affect the others. If a connection raises `EndpointError`, it is closed, its stream is
-    disconnected, and a new connection is opened after a delay. A replay request that cannot be sent counts as one without a
-    reply, so the stream repeats it.
+    disconnected, and a new connection is opened after a delay. A replay request that cannot be sent counts as unanswered, so
+    the stream repeats it.
     """
 
     def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int, messages_per_read: int) -> None:
         self.transport = transport
         self.on_found: OnFound = self._follow_unless_removed
         self._removed_topics: set[tuple[str, str]] = set()
-        """Bound endpoints and topics of sources that were found and removed, so that they are not found again."""
+        """Bound endpoints and topics of sources that were found and later removed, so that they are not followed again."""
         self.ready: deque[RawDelivery] = deque()
         """Deliveries that the application has not taken. The front ends call `run_once` only when it is empty."""
         self._limits = limits
@@ -247,23 +247,23 @@ class Multiplexer:
         self._max_replays = max_concurrent_replays
         self._entries: dict[tuple[str, int], StreamEntry] = {}
         self._finders: dict[tuple[str, int], StreamEntry] = {}
-        """The sources that find others by their topic. Their streams receive nothing."""
+        """The sources with `by_topic`, which find other sources. Their own streams receive nothing."""
         self._by_connection: dict[Connection, StreamEntry] = {}
         self._unconsumed_streams: set[StreamEntry] = set()
         """Streams with deliveries since `ready` was last empty."""
         self._readable: dict[StreamEntry, None] = {}
-        """Streams to read: a set that keeps its order, so that equal inputs give equal runs."""
+        """Streams to read, as a set with a fixed order, so that equal inputs give equal runs."""
         self._changed_streams: dict[StreamEntry, None] = {}
-        """Streams whose trust may have changed since `trust_changes`."""
+        """Streams whose trust may have changed since the last call of `trust_changes`."""
         self._was_aging = False
         self._pending = PendingBytes(limits.max_total_pending_bytes)
         self._timers: list[tuple[float, int, StreamEntry]] = []
         self._timer_count = 0
         self._next_incarnation = 0
-        """No source that was removed has had this incarnation or a later one."""
+        """An incarnation that is higher than those of all removed sources."""
         self._replaying: set[StreamEntry] = set()
         self._replay_queue: OrderedDict[StreamEntry, None] = OrderedDict()
-        """Streams that wait for one of them to end, in order."""
+        """Streams that wait, in order, until one of `_replaying` ends."""
 
     # --- sources
 
@@ -350,7 +350,7 @@ class Multiplexer:
     def trust_changes(self, unread_seconds: float) -> list[tuple[tuple[str, int], Trust]]:
         """Return source, rank and trust of each stream whose trust or reason has changed since the last call."""
         streams, self._changed_streams = self._changed_streams, {}
-        # The trust of a stream that is not read changes without an input, and changes back.
+        # The trust of an unread stream changes without an input, and changes back when the stream is read.
         is_aging = unread_seconds > MIN_AGE
         if is_aging or self._was_aging:
             streams = dict.fromkeys(self._entries.values())
@@ -364,13 +364,13 @@ class Multiplexer:
         return changes
 
     def repeat_trust_changes(self, streams: Iterable[tuple[str, int]]) -> None:
-        """Return the trust of these streams once more in `trust_changes`."""
+        """Make `trust_changes` return the trust of these streams again."""
         for entry in [self._entries[key] for key in streams if key in self._entries]:
             entry.reported_trust = ("", "", False)
             self._changed_streams[entry] = None
 
     def report(self, delivery: Batch | RawBatch | Reset | Gap, report: BatchReport) -> None:
-        """Pass what a consumer found in a batch to its stream, unless the batch is from an earlier subscription."""
+        """Pass a consumer's report about a batch to its stream, unless the batch is from an earlier subscription."""
         entry = self._entries.get((delivery.source, delivery.rank))
         if entry is None or not isinstance(delivery, Batch | RawBatch):
             return
@@ -379,11 +379,11 @@ class Multiplexer:
         entry.stream.report(delivery, report)
         self._changed_streams[entry] = None
         if report.heartbeat is not None or report.digest_matches is not None:
-            # The report may have caused a delivery, a request or a deadline. The next run collects it.
+            # The next run collects any delivery, request or deadline that the report has caused.
             self._readable[entry] = None
 
     def start_over(self, deliveries: Iterable[RawDelivery], reason: str) -> None:
-        """Have everything delivered again of the streams whose deliveries the application could not apply."""
+        """Deliver all batches again of those streams whose deliveries the application could not apply."""
         streams = {(delivery.source, delivery.rank) for delivery in deliveries}
         remaining = [ready for ready in self.ready if (ready.source, ready.rank) not in streams]
         self.ready.clear()
@@ -398,7 +398,7 @@ class Multiplexer:
     # --- one run
 
     def timeout(self, now: float) -> float | None:
-        """Return the seconds until something is due; None if nothing is."""
+        """Return the seconds until the next timer or read is due; None if nothing is due."""
         if self._readable or (self._replay_queue and len(self._replaying) < self._max_replays):
             return 0.0
         max_wait = self.transport.max_wait
@@ -421,7 +421,7 @@ class Multiplexer:
                 self._readable[readable] = None
         self._changed_streams.update(self._readable)
         for entry in list(self._readable):
-            # Removed one by one: if an unexpected exception ends this loop, the later streams must still be read.
+            # Streams are removed one by one, so that later ones are still read if an unexpected exception ends this loop.
             del self._readable[entry]
             self._read(entry, now)
             self._collect(entry, now)
@@ -432,7 +432,7 @@ class Multiplexer:
         while self._timers and self._timers[0][0] <= now:
             due, _, entry = heapq.heappop(self._timers)
             if entry.timer != due:
-                # An earlier timer has replaced this one. Were both kept, the heap would grow with every gap.
+                # An earlier timer has replaced this one; it is not pushed again, because the heap would grow with every gap.
                 continue
             entry.timer = None
             if self._entries.get((entry.stream.source.label, entry.stream.source.rank)) is entry:
@@ -452,7 +452,7 @@ class Multiplexer:
         return deliveries
 
     def _collect(self, entry: StreamEntry, now: float) -> None:
-        """Take deliveries, the replay request and the deadline from a stream after it was fed."""
+        """Collect deliveries, the replay request and the deadline from a stream after it was fed."""
         deliveries = entry.stream.deliveries()
         if deliveries:
             if entry.stream.stated_rank != entry.stated_rank:
@@ -494,7 +494,7 @@ class Multiplexer:
                 self._set_error(entry, f"replay cannot be requested: {error}")
             else:
                 entry.error = ""
-            # Sending may consume the signal of a message that arrived meanwhile.
+            # Sending may consume the signal of a message that has just arrived.
             self._readable[entry] = None
 
     def _start_queued_replays(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Owns everything that a transport opens: context, sockets, keys and descriptors, and closes it if the transport is dropped."""
+"""Owns the context, sockets, keys and descriptors that a transport opens, and closes them if the transport is dropped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StallDetector:
-    """Detects that the application did not receive for so long that connections may have timed out with full sockets.
+    """Detects that the application has not received for so long that connections with full sockets may have timed out.
 
     It measures the time between two waits, in which nothing reads the sockets. A quiet source is not a stall: while the
     application keeps waiting, `is_stalled` is False. A front end that waits by other means (asyncio) must call
@@ -31,24 +31,24 @@ class StallDetector:
     """
 
     def __init__(self, heartbeat_timeout: float, clock: Callable[[], float]) -> None:
-        # Half the timeout, because libzmq may have sent the ping before the socket became full.
+        # Half of the timeout, because libzmq may have sent the ping before the socket was full.
         self._max_delay = max(0.0, heartbeat_timeout) / 2
         self._clock = clock
         self._waited_at = float("-inf")
         self.is_stalled = True
-        """Whether the latest wait began too late. True before the first wait, when that is not known."""
+        """Whether the latest wait began too late; True before the first wait, when this is unknown."""
 
     @property
     def max_wait(self) -> float | None:
-        """Seconds between two waits that are certainly not a stall; None if every time between them is one."""
+        """Number of seconds between two waits that is certainly no stall; None if any time between them can be one."""
         return self._max_delay / 2 or None
 
     def begin_wait(self) -> None:
-        """Record that the application waits for deliveries, and that sockets are read meanwhile."""
+        """Record that the application waits for deliveries, so that sockets are read from now on."""
         self.is_stalled = self._clock() - self._waited_at > self._max_delay
 
     def end_wait(self) -> None:
-        """Record that the application processes what it received."""
+        """Record that the application processes deliveries, so that sockets are not read from now on."""
         self._waited_at = self._clock()
 
 
@@ -61,14 +61,14 @@ class SocketOwner:
         self.context = context or private_context()
         self.selector = selectors.DefaultSelector()
         self.marked_connections: set[Connection] = set()
-        """Connections that must be read, since another one has received something for them."""
+        """Connections that must be read, because another connection has received messages for them."""
         self.found_sources: list[Source] = []
         """Sources that were found by their topic."""
         self.process = os.getpid()
         self._sockets: set[Socket] = set()
         self._securities: set[SocketSecurity] = set()
         pipe = self.wake_reader, self.wake_writer = os.pipe()
-        # Garbage collection finalizes a context before its sockets, and then waits for them for ever.
+        # Needed because garbage collection finalizes a context before its sockets, and then waits endlessly for them.
         private = self.context if self.owns_context else None
         self.finalizer = weakref.finalize(self, _abandon, self.process, private, self._sockets, self._securities, pipe)
         self.finalizer.atexit = False
@@ -76,7 +76,7 @@ class SocketOwner:
         self.selector.register(self.wake_reader, selectors.EVENT_READ)
 
     def secure(self, source: Source) -> SocketSecurity | None:
-        """Return the keys of a source's sockets, which `end_security` closes. Raise `ConfigError`."""
+        """Return the keys of a source's sockets; close them with `end_security`. Raise `ConfigError`."""
         security = secure_sockets(self.context, source.curve, source.endpoint)
         if security is not None:
             self._securities.add(security)
@@ -94,12 +94,12 @@ class SocketOwner:
         return self.register(open_source_socket(self.context, kind, endpoint, self.options, security, is_private=is_private))
 
     def register(self, socket: Socket) -> Socket:
-        """Return a new socket. Close it with `close_socket`."""
+        """Record a new socket and return it. Close it with `close_socket`."""
         self._sockets.add(socket)
         return socket
 
     def watch(self, socket: HasFileno, connections: Callable[[], Iterable[Connection]]) -> None:
-        """Let `wait` report these connections when the state of a socket changes."""
+        """Make `wait` return these connections when the state of a socket changes."""
         self.selector.register(socket.fileno(), selectors.EVENT_READ, connections)
 
     def close_socket(self, socket: Socket) -> None:
@@ -118,14 +118,14 @@ def _abandon(
     securities: Collection[SocketSecurity],
     descriptors: Collection[int],
 ) -> None:
-    """Close what a transport had open that was dropped, in a thread, since garbage collection must not wait."""
+    """Close the resources of a dropped transport, in a thread, because garbage collection must not wait."""
     for descriptor in descriptors:
         os.close(descriptor)
     if process != os.getpid():
         return
 
     def close() -> None:
-        # First: libzmq's I/O thread, which serves all sockets of a context, waits for ever to report to a closed monitor.
+        # Monitors go first: libzmq's I/O thread, which serves all sockets, would wait endlessly to report to a closed one.
         for socket in sockets:
             with contextlib.suppress(zmq.ZMQError):  # the application has terminated its context
                 disable_monitor(socket)
@@ -136,7 +136,7 @@ def _abandon(
         if context is not None:
             context.destroy(linger=0)
 
-    with contextlib.suppress(RuntimeError):  # the interpreter is ending: the system closes them
+    with contextlib.suppress(RuntimeError):  # the interpreter is ending; the system closes the sockets
         threading.Thread(target=close, daemon=True, name="zmq-destroy").start()
     warnings.warn(
         f"a subscriber with {len(sockets)} open sockets was dropped without close(); use it in a `with` block",

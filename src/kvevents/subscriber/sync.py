@@ -1,4 +1,4 @@
-"""The subscriber for threads. `aio` mirrors it: functions of equal names do the same in both."""
+"""The subscriber for threads. Functions of equal names do the same in `aio`, the subscriber for asyncio."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Subscriber(FrontEnd[BatchT], Closeable):
             for delivery in subscriber:
                 print(delivery)
 
-    With `decode=False` it delivers `RawBatch` instead of `Batch`, for applications that read payloads themselves. They must
-    `report` what they find. With a `sink`, such as a `PrefixIndex`, each delivery is applied and reported before it is
-    returned. If the sink raises, `receive` raises the same exception, and everything is delivered again after a `Reset` of each
-    stream whose deliveries the sink was given. Trust is at most REPLAYING until that was applied.
+    With `decode=False` it delivers `RawBatch` instead of `Batch`, for applications that decode payloads themselves. They must
+    `report` their findings. With a `sink`, such as a `PrefixIndex`, each delivery is applied and reported before it is
+    returned. If the sink raises, `receive` raises the same exception, and each stream whose deliveries were passed to the sink
+    is delivered again after a `Reset`. Its trust is at most REPLAYING until then.
     """
 
     if TYPE_CHECKING:
@@ -45,9 +45,9 @@ class Subscriber(FrontEnd[BatchT], Closeable):
         def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
     def receive(self, timeout: float | None = None) -> BatchT | Reset | Gap | None:
-        """Return the next delivery, or None after `timeout` seconds without one (None: no limit, 0: do not wait).
+        """Return the next delivery, or None if none arrives within `timeout` seconds (None: no limit, 0: do not wait).
 
-        Raise `ClosedError` after `close`, and if another thread or a signal handler calls `close` meanwhile.
+        Raise `ClosedError` after `close`, and if another thread or a signal handler calls `close` during the wait.
         """
         self._check_open()
         if self._multiplexer.ready or self._wait_ready(timeout):
@@ -55,7 +55,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
         return None
 
     def receive_many(self, limit: int | None = None, timeout: float | None = None) -> list[BatchT | Reset | Gap]:
-        """Wait as `receive` does, then return all deliveries that are ready, at most `limit`; [] after `timeout` seconds."""
+        """Wait as `receive` does, then return at most `limit` of the deliveries that are ready; [] after `timeout` seconds."""
         self._check_limit(limit)
         self._check_open()
         if self._multiplexer.ready or self._wait_ready(timeout):
@@ -63,11 +63,11 @@ class Subscriber(FrontEnd[BatchT], Closeable):
         return []
 
     def wait_for(self, trust: Trust = Trust.DEGRADED, timeout: float | None = None) -> list[BatchT | Reset | Gap]:
-        """Receive until every stream has at least this trust. Return what was received, which a sink has applied.
+        """Receive until every stream has at least this trust. Return the deliveries, which were applied if there is a sink.
 
-        With the default all streams have caught up, as far as they can. For `Trust.EXACT`, unproven streams count too
-        (`Trust.unproven`): an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After another
-        exception, what was received and no sink has applied is delivered again, after a `Reset`.
+        With the default trust, all streams have caught up as far as possible. Unproven streams (`Trust.unproven`) count as
+        EXACT, because an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After another
+        exception, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
         with self._repeating_if_interrupted() as deliveries:
@@ -77,7 +77,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
         return deliveries
 
     def _wait_ready(self, timeout: float | None) -> bool:
-        """Wait until a delivery is ready. Return False after `timeout` seconds without one."""
+        """Wait until a delivery is ready. Return False if none is within `timeout` seconds."""
         multiplexer, clock = self._multiplexer, self._clock
         end = None if timeout is None else clock() + timeout
         call = object()
@@ -109,7 +109,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
     def close(self) -> None:
         """Close the subscriber: iteration ends, and `receive` raises `ClosedError`, also while it waits. Idempotent.
 
-        Any thread and any signal handler may call it; it does not wait. If another call is waiting, that call closes the
-        connections when it returns. Otherwise they are closed when this returns.
+        Any thread and any signal handler may call this method, which does not wait. If another call is waiting, that call
+        closes the connections when it returns; if not, this method closes them.
         """
         self._close()

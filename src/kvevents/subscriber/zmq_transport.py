@@ -1,7 +1,7 @@
 """The ZeroMQ transport: for each source a SUB socket with its monitor, and a DEALER socket while replay is requested.
 
-One selector watches all descriptors, so idle sources cost nothing. libzmq signals a socket's descriptor once per change.
-Therefore a connection that was signalled is read until its sockets are empty; while they are not, `read_into` returns True.
+One selector watches all descriptors, so idle sources cost nothing. libzmq signals a socket's descriptor only once per change.
+Therefore a signalled connection is read until its sockets are empty; until then, `read_into` returns True.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ZmqTransport(SocketOwner):
     """Opens connections over ZeroMQ sockets, in `context` if one is given. Not thread-safe, as sockets are not.
 
     A transport that is dropped without `close` closes its sockets and descriptors, and causes a `ResourceWarning`. In a forked
-    child `close` closes only the child's copies of the descriptors, since the sockets belong to the parent.
+    child, `close` closes only the child's copies of the descriptors, because the sockets belong to the parent.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ZmqTransport(SocketOwner):
         self._bound_sockets: dict[str, BoundSocket] = {}
         self.names: Final = NameResolver[Connection](self.watch)
         self._wake_lock = threading.RLock()
-        """`wake` holds it while it writes, so that `close` does not close the descriptor meanwhile."""
+        """Held by `wake` while it writes, so that `close` does not close the descriptor at the same time."""
 
     def open(self, source: Source) -> Connection:
         """Start to connect to `source`, or bind its endpoint. Raise `ConfigError` and `EndpointError`."""
@@ -95,14 +95,14 @@ class ZmqTransport(SocketOwner):
         return connection
 
     def bind(self, source: Source, connection: ZmqConnection) -> TopicFeed:
-        """Return the feed of a source whose endpoint is bound: at first use of the endpoint, or before."""
+        """Return the feed of a source with a bound endpoint, which is bound now if no other source has bound it."""
         socket = self._bound_sockets.get(source.endpoint)
         if socket is None or socket.is_closed:
             socket = self._bound_sockets[source.endpoint] = BoundSocket(source, self, self.stalls)
         return socket.join(source, connection)
 
     def take_found(self) -> list[Source]:
-        """Return the sources that were found by their topic since the last call. The caller opens or ignores each."""
+        """Return the sources that were found by their topic since the last call. The caller opens or ignores each of them."""
         sources, self.found_sources = self.found_sources, []
         return sources
 
@@ -111,7 +111,7 @@ class ZmqTransport(SocketOwner):
         self._bound_sockets[source.endpoint].ignore(source.topic)
 
     def discard(self, connection: Connection) -> None:
-        """Remove a connection that is closed."""
+        """Forget a closed connection."""
         self._connections.discard(connection)
         self.marked_connections.discard(connection)
         self.names.forget(connection)
@@ -129,7 +129,7 @@ class ZmqTransport(SocketOwner):
 
     @property
     def max_wait(self) -> float | None:
-        """Longest wait with which a quiet source can be distinguished from an application that is stalled."""
+        """Maximum wait with which a quiet source can be distinguished from a stalled application."""
         return self.stalls.max_wait
 
     def fileno(self) -> int:
@@ -145,7 +145,7 @@ class ZmqTransport(SocketOwner):
     def close(self) -> None:
         """Close every connection, and the context if it is private."""
         if self.process != os.getpid():
-            # The parent process uses the same epoll set: it no longer sees a descriptor that is removed here.
+            # Nothing is unregistered: the parent uses the same epoll set, and would no longer see the descriptor.
             self.finalizer()
             self.selector.close()
             self.names.close()
@@ -173,7 +173,7 @@ class ZmqConnection:
         self._postponed_request: FetchRequest | None = None
         """A replay request that waits for an address."""
         self._read_ahead = 0
-        """Live messages that were read while a replay reply was waiting."""
+        """Number of live messages that were read while a replay reply was waiting."""
         self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
         self._as_set: Final = frozenset({self}).__iter__
         self._security = transport.secure(source)
@@ -185,7 +185,7 @@ class ZmqConnection:
 
     @property
     def fault(self) -> str:
-        """Why there is no live connection."""
+        """Why there is no live connection; empty if there is one, or if that is unknown."""
         return self._live.fault
 
     def deadline(self) -> float | None:
@@ -201,9 +201,9 @@ class ZmqConnection:
         if replay is None:
             self._read_ahead = 0
             return has_more
-        # A live message may have been sent before the reply, by an incarnation that has ended: after the reply, the stream
-        # would drop it. That does not matter while messages are missing, since live messages then wait for the reply. There
-        # is a limit, so that a busy stream does not postpone the reply for ever.
+        # Live messages are read first: an incarnation that has ended may have sent them before the reply, after which the
+        # stream would drop them. While messages are missing, live messages wait for the reply anyway. There is a limit, so that
+        # a busy stream does not postpone the reply endlessly.
         if has_more and stream.expected_run(1) and self._read_ahead < self._max_read_ahead and is_readable(replay):
             self._read_ahead += limit
             stream.defer_replay_timeout(now)
@@ -222,13 +222,14 @@ class ZmqConnection:
         if self._replay is None and endpoint is not None:
             lookup = self._transport.names.resolve(endpoint, self)
             if not lookup.endpoints:
-                # Without an address the request counts as one without an answer, and the stream requests again.
+                # Without an address, the request will count as unanswered, and the stream requests again.
                 self._postponed_request = None if lookup.error else request
                 return
             endpoint = lookup.endpoints[0]
             self._replay = self._transport.open_socket(zmq.DEALER, endpoint, self._security)
             try:
-                # An engine's ROUTER drops what exceeds 1,000 queued messages, so a whole replay buffer should have room here.
+                # An engine's ROUTER drops messages when 1,000 are queued, so there should be room here for a whole replay
+                # buffer.
                 self._replay.set(zmq.RCVHWM, self._transport.options.receive_hwm)
                 connect_or_bind(self._replay, endpoint, bind=False)
                 with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):
@@ -240,7 +241,7 @@ class ZmqConnection:
             try:
                 self._replay.send_multipart(replay_request_frames(request.start), zmq.DONTWAIT)
             except zmq.Again:
-                # libzmq does not reconnect after a peer violated the protocol, so the next request takes a new socket.
+                # libzmq does not reconnect after a peer has violated the protocol, so the next request uses a new socket.
                 self.end_replay()
 
     def end_replay(self) -> None:
@@ -274,26 +275,26 @@ class LiveSocket:
         self._lookup: Lookup | None = None
         """The lookup of the endpoint's name, until the socket is connected."""
         self._attempts = 0
-        """Sockets that were opened: each is connected to the next address of the host."""
+        """Number of sockets that were opened; each is connected to the next address of the host."""
         self._native = libzmq_io()
         self._was_connected = False
         """Whether the stream has ever begun a connection."""
         self._is_connected = False
-        """Whether the newest connection change of the stream is a beginning."""
+        """Whether the stream's newest connection change is a beginning."""
         self._has_ended = False
-        """The connection has ended and there is no newer one. `end_connection` is called after its last messages."""
+        """Whether the connection has ended without a newer one, so that `end_connection` is due after its last messages."""
         self._old_messages_left: float = 0
-        """Messages of earlier connections that the socket may hold while `begin_connection` is due; 0 if it is not due."""
+        """Maximum number of unread messages of earlier connections before `begin_connection` is due; 0 if it is not."""
         self.reopen_at: float | None = None
-        """The time at which to open a new socket, since libzmq may have stopped reconnecting."""
+        """The time at which a new socket is opened, because libzmq may have stopped reconnecting; None if no time is set."""
         self._is_named = False
-        """Whether the endpoint has a name, which may get another address."""
+        """Whether the endpoint has a host name, whose address may change."""
         self._is_accepted = False
-        """Whether the last attempt found a peer that accepts TCP connections."""
+        """Whether the peer of the last attempt has accepted the TCP connection."""
         self._expects_retry = False
-        """A connection has ended and libzmq reports that it will retry. This does not count as a failed attempt."""
+        """Whether the next report of a retry follows the end of a connection, so that it is not a failed attempt."""
         self.fault = ""
-        """Why there is no connection. It has been logged."""
+        """Why there is no connection; empty if there is one, or if that is unknown. It has been logged."""
         self._monitor: Socket | None = None
         self._open()
 
@@ -335,10 +336,10 @@ class LiveSocket:
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages and connection changes to `stream`. Return True if there may be more.
 
-        libzmq reports changes on another socket, so their place among the messages is not known exactly. The monitor is read
-        after the messages: a change that came before one of these messages is known by then. While no new connection is up,
-        all messages are from before the end of the old one. They are fed until a read finds none that began after the end
-        was known; then the connection ends.
+        libzmq reports changes on another socket, so their place among the messages is not exactly known. The monitor is read
+        after the messages, so that every change before one of these messages is known. Until a new connection begins, all
+        messages are of the old one. After its end is known, messages are fed until the socket is drained by a further read;
+        then the connection ends.
         """
         self._connect(now)
         changes = self._read_monitor() if self._stalls.is_stalled else []
@@ -385,15 +386,15 @@ class LiveSocket:
     def _plan_reopening(self, newest: int, now: float) -> None:
         """Reopen the socket later if its connection stays down.
 
-        libzmq does not reconnect after a peer violated the protocol (other socket type or keys, a message too large). Nor does
-        libzmq resolve a name again, since it has only the address.
+        libzmq does not reconnect after a peer has violated the protocol (other socket type or keys, or a message that is too
+        large). Nor does libzmq resolve a name again, because it has only the address.
         """
         is_down = newest in ((_DISCONNECTED, _CONNECT_RETRIED) if self._is_named else (_DISCONNECTED,))
         due = self.reopen_at or now + self._options.reconnect_max_ms / 1000
         self.reopen_at = due if is_down else None
 
     def _abandon_socket(self, stream: Stream) -> None:
-        """Replace a socket whose connection was lost while the application was stalled. Replay returns what it held.
+        """Replace a socket whose connection was lost while the application was stalled. Replay returns the lost messages.
 
         If the socket was full, its pongs waited behind the messages. libzmq 4.3.5 aborts the process when such a socket is
         read (libzmq issues 3596 and 3937).
@@ -458,12 +459,12 @@ class LiveSocket:
 
 
 def is_readable(socket: Socket) -> bool:
-    """Return whether a message can be received. Receiving and catching `zmq.Again` would cost three times as much."""
+    """Return whether a message can be received. To receive and catch `zmq.Again` would cost three times as much."""
     return bool(int(_get(socket, _EVENTS)) & _POLLIN)
 
 
 def receive_messages(socket: Socket, limit: int) -> tuple[list[list[bytes]], bool]:
-    """Return up to `limit` messages, each a list of frames, and whether the socket is drained."""
+    """Return at most `limit` messages, each a list of frames, and whether the socket is drained."""
     messages: list[list[bytes]] = []
     try:
         for _ in range(limit):
@@ -480,15 +481,15 @@ class ReceivedBatches(NamedTuple):
     """The messages that `receive_batches` has received."""
 
     payloads: list[bytes]
-    """Payloads of the batches that were expected next, in order."""
+    """Payloads of the expected batches, in order."""
     messages: list[list[bytes]]
-    """All frames of each message from the first unexpected one on."""
+    """All messages from the first unexpected one on, each a list of frames."""
     is_drained: bool
     """Whether the socket holds no more messages."""
 
 
 def receive_batches(native: Any | None, socket: Socket, topic: bytes, numbers: range, limit: int) -> ReceivedBatches:
-    """Receive up to `limit` messages; batches with this topic and the expected sequence numbers are reduced to their payloads.
+    """Receive at most `limit` messages; expected batches (with this topic and these numbers) are reduced to their payloads.
 
     A message with more or fewer than three frames is never an expected batch. Without `native` only pyzmq is used.
     """
@@ -496,7 +497,7 @@ def receive_batches(native: Any | None, socket: Socket, topic: bytes, numbers: r
         result = native.receive(socket.underlying, topic, numbers.start, len(numbers), limit)
         if result[0] or result[1] or result[2]:
             return ReceivedBatches(*result)
-        # Nothing was received although messages are left: pyzmq raises the error that explains it.
+        # The native module could not receive the next message; pyzmq receives it or raises the proper error.
     messages, is_drained = receive_messages(socket, limit)
     payloads: list[bytes] = []
     for seq, frames in zip(numbers, messages, strict=False):
