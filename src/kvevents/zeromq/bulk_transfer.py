@@ -1,7 +1,7 @@
-"""The transfer of many messages of a libzmq socket in one native call.
+"""Sends or receives many messages of a libzmq socket in one native call.
 
-A message has three frames, and one pyzmq call per frame costs several times what libzmq itself does. So the native module calls
-the functions of the libzmq that pyzmq has loaded, on pyzmq's own sockets. It handles only the ordinary case and leaves
+A message has three frames, and one pyzmq call per frame costs several times as much as libzmq itself. So the native module
+calls the functions of the libzmq that pyzmq has loaded, on pyzmq's own sockets. It handles only the ordinary case and leaves
 everything else to pyzmq, which raises the proper exception.
 """
 

@@ -1,9 +1,9 @@
 """CURVE keys: their Z85 text, their files, and the `Curve` setting that sets them on a socket.
 
-A key pair has two files in ZeroMQ's certificate format, which czmq and pyzmq read and write too: `NAME.key` has the public key
-and is given to others; `NAME.key_secret` has both keys and stays secret. Keys are written in Z85: 40 characters for 32 bytes.
-The alphabet contains `#`, so a key is quoted in a file. `kvevents.zeromq.zap` has the lists of keys that may connect. This
-module imports zmq only to decode a key.
+A key pair has two files in ZeroMQ's certificate format, which czmq and pyzmq also read and write: `NAME.key` has the public
+key, for other hosts; `NAME.key_secret` has both keys and stays secret. Keys are written in Z85: 40 characters for 32 bytes. The
+alphabet contains `#`, so a key is quoted in a file. `kvevents.zeromq.zap` has the lists of keys that may connect. This module
+imports zmq only to decode a key.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GROUP_OR_OTHERS_MODE: Final = _OTHERS_MODE | stat.S_IRGRP | stat.S_IWGRP
 
 
 class KeyPair(NamedTuple):
-    """A public key and the secret key that belongs to it, in Z85."""
+    """A public key and its secret key, in Z85."""
 
     public: str
     secret: str
@@ -50,7 +50,7 @@ def z85_decode(text: str) -> bytes | None:
         return None
     try:
         return z85.decode(text.encode())
-    except (KeyError, struct.error):  # another character, or a value above 32 bits
+    except (KeyError, struct.error):  # a character that Z85 does not have, or a value above 32 bits
         return None
 
 
@@ -60,8 +60,8 @@ def z85_decode(text: str) -> bytes | None:
 def read_pair(path: Path) -> KeyPair:
     """Return the keys of a `.key_secret` file.
 
-    Raises `ConfigError` if the file cannot be read, holds no pair, or can be read by others. A file of this user must be
-    readable by the user only. A file of another user, such as a mounted secret, may be readable by the group.
+    Raises `ConfigError` if the file cannot be read, holds no pair, or can be read by others. If the file belongs to this user,
+    only the user may have access. If it belongs to another user, as a mounted secret may, the group may have access too.
     """
     text, status = _read_file(path)
     public, secret = (next(_values_of(text, name), "") for name in ("public-key", "secret-key"))
@@ -91,13 +91,14 @@ def read_public_keys(path: Path) -> list[str]:
 def write_pair(base: Path, pair: KeyPair, comment: str, *, replace: bool) -> tuple[Path, Path]:
     """Write `BASE.key` and `BASE.key_secret`; return both paths, the public one first.
 
-    `comment` is one line for people. Raises `ConfigError` if a file exists, unless `replace`, and if a file cannot be written.
+    `comment` is one line in both files. Raises `ConfigError` if a file exists, unless `replace`, and if a file cannot be
+    written.
     """
     public, secret = (base.with_name(base.name + suffix) for suffix in (PUBLIC_SUFFIX, SECRET_SUFFIX))
     for path in (public, secret):
         if path.exists() and not replace:
             raise ConfigError(f"{path} exists, and a replaced key is lost; choose another name, or give --force to replace it")
-    # The secret first: a public key is useless without it.
+    # The secret key is written first, because a public key is useless without it.
     _write(secret, _PAIR_FILE.format(comment=comment, name=base.name, pair=pair), 0o600, replace=replace)
     _write(public, _PUBLIC_FILE.format(comment=comment, name=base.name, pair=pair), 0o644, replace=replace)
     return public, secret
@@ -144,7 +145,7 @@ def _read_file(path: Path) -> tuple[str, os.stat_result]:
 
 
 def _write(path: Path, text: str, mode: int, *, replace: bool) -> None:
-    """Write the file completely or not at all. Others cannot read it at any time, not even while it is written."""
+    """Write the file completely or not at all. Its mode never allows more than `mode`, also while it is written."""
     target = path.with_name(path.name + ".new") if replace else path
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if replace else os.O_EXCL)
     try:
@@ -168,29 +169,29 @@ def _write(path: Path, text: str, mode: int, *, replace: bool) -> None:
 class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """CURVE keys of one end, each 40 characters of Z85 (`zmq.curve_keypair`).
 
-    Without `server_key` this end is the CURVE server: peers must know its public key. With it, this end is a client of the
-    server that owns that key. It does not matter which end binds.
+    Without `server_key`, this end is the CURVE server, whose public key the peers must know. With `server_key`, this end is a
+    client of the server that owns that key. Either end can bind.
 
     Raises `ConfigError` for an invalid key, and for a `key_file` that cannot be read or that others can read.
     """
 
     public_key: str = ""
-    """Own public key, instead of a file of both."""
+    """Public key of this end, instead of a file with both keys."""
     secret_key: Secret = ""
-    """Own secret key, instead of a file of both."""
+    """Secret key of this end, instead of a file with both keys."""
     server_key: PublicKey | None = None
-    """Public key of the other end, or a file of it (NAME.key), if that is the CURVE server, as engines are."""
+    """Public key of the other end, or a file with it (NAME.key), if the other end is the CURVE server, as engines are."""
     key_file: FilePath | None = None
-    """File of both own CURVE keys: a NAME.key_secret of `kvevents keys`."""
+    """File with both CURVE keys of this end: a NAME.key_secret of `kvevents keys`."""
     allowed: tuple[str, ...] | FilePath | None = None
-    """Public keys that may connect, or a file or folder of them, if this end is the CURVE server. It is read again for new
-    connections, at most once a second. None lets in every client that knows this end's public key."""
+    """Public keys that may connect, or a file or folder with them, if this end is the CURVE server. The files are read again
+    for new connections, at most once a second. None allows every client that knows this end's public key."""
 
     def __post_init__(self) -> None:
         if self.key_file is not None:
             self._load_key_file(Path(self.key_file))
         elif not self.public_key and not self.secret_key:
-            raise ConfigError("curve needs key_file, your own keys, a file made by `kvevents keys NAME`; or both of its keys")
+            raise ConfigError("curve needs key_file, a file made by `kvevents keys NAME`, or public_key and secret_key")
         if self.server_key is not None and z85_decode(self.server_key) is None:
             self._load_server_key(self.server_key)
         keys = [("public_key", self.public_key), ("secret_key", self.secret_key), ("server_key", self.server_key)]
@@ -211,7 +212,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
             msgspec.structs.force_setattr(self, name, value)
 
     def _load_server_key(self, text: str) -> None:
-        """Read the key from the file `text`. Other text stays as it is, and fails the check of keys."""
+        """Read the key from the file `text`. If there is no such file, keep the text, which fails the check of keys."""
         if not os.path.isfile(text):  # noqa: PTH113 - unlike Path.is_file, it raises for no text
             return
         keys = read_public_keys(Path(text))

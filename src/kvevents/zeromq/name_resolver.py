@@ -1,7 +1,7 @@
-"""Resolves the host names of endpoints in threads, so that a slow name costs only its own source.
+"""Resolves the host names of endpoints in threads, so that a slow lookup delays only its own source.
 
-libzmq has one thread for the sockets of all sources, and waits in it for the name server, at each attempt to connect. So its
-sockets get addresses. A name is resolved again when its socket is opened again.
+libzmq has one thread for the sockets of all sources, and would wait in it for the name server, at each attempt to connect. So
+its sockets get addresses instead of names. A name is resolved again when its socket is opened again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Waiter = TypeVar("Waiter")
 """An object that waits for an address, such as a connection."""
 
 CACHE_SECONDS: Final = 3.0
-"""Seconds for which an address is used again without another lookup: live and replay sockets open at the same time."""
+"""Seconds for which an address is used again without another lookup, because live and replay sockets open together."""
 
 
 class Lookup:
@@ -29,9 +29,9 @@ class Lookup:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.endpoints: list[str] = []
-        """The endpoint with each address of its host in place of the name. IPv4 goes first, as in libzmq."""
+        """The endpoint with each address of its host instead of the name; IPv4 addresses first, as in libzmq."""
         self.error = ""
-        """Why there is no address; empty if there is one, and before the end of the lookup."""
+        """Why there is no address; empty if there is one, or until the lookup ends."""
         self.ended_at = float("-inf")
 
     @property
@@ -54,19 +54,19 @@ class Lookup:
 
 
 class NameResolver(Generic[Waiter]):
-    """The lookups of the thread that calls the methods."""
+    """Starts lookups and reports their ends to a selector. One thread calls all methods."""
 
     def __init__(self, watch: Callable[[socket.socket, Callable[[], Collection[Waiter]]], None]) -> None:
-        """`watch` lets a selector report the waiters that the function returns when the socket is readable."""
+        """`watch` makes a selector report the waiters that the function returns whenever the socket is readable."""
         self._watch = watch
         self._lookups: dict[str, Lookup] = {}
         self._waiters: dict[Lookup, set[Waiter]] = {}
         self._ended_lookups: deque[Lookup] = deque()
         self._ends: tuple[socket.socket, socket.socket] | None = None
-        """Both ends of what wakes the selector; opened with the first name."""
+        """Both ends of the socket pair that wakes the selector; opened with the first name."""
 
     def resolve(self, endpoint: str, waiter: Waiter) -> Lookup:
-        """Return the lookup of an endpoint. Unless it is done, the selector reports `waiter` at its end."""
+        """Return the lookup of an endpoint. If it is not done, the selector reports `waiter` when it ends."""
         target = split_tcp(endpoint)
         if target is None or not has_name(endpoint):
             resolved_lookup = Lookup(endpoint)
@@ -91,7 +91,7 @@ class NameResolver(Generic[Waiter]):
         def run() -> None:
             lookup.run(host, port)
             lookups.append(lookup)
-            with contextlib.suppress(OSError):  # it is full, so the selector wakes; or the transport is closed
+            with contextlib.suppress(OSError):  # the socket is full, so the selector wakes anyway; or the transport is closed
                 wake_socket.send(b"\0")
 
         threading.Thread(target=run, name="kvevents-name", daemon=True).start()
@@ -107,12 +107,12 @@ class NameResolver(Generic[Waiter]):
         return waiters
 
     def forget(self, waiter: Waiter) -> None:
-        """Do not report a waiter any more, since it is closed."""
+        """Stop reporting a waiter, because it is closed."""
         for waiters in self._waiters.values():
             waiters.discard(waiter)
 
     def close(self) -> None:
-        """Close what wakes the selector. Lookups that have not ended are left to their threads. Idempotent."""
+        """Close the socket pair. Threads of unfinished lookups continue. Idempotent."""
         for end in self._ends or ():
             end.close()
 

@@ -35,12 +35,12 @@ _HINTS: Final = {
 
 
 class SocketError(EndpointError, zmq.ZMQError):  # type: ignore[misc]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """An `EndpointError` that is a ZMQError too, since the engines' publishers raise ZMQError and their users catch it."""
+    """An `EndpointError` that is also a ZMQError, because the engines' publishers raise ZMQError and their users catch it."""
 
 
 @contextmanager
 def endpoint_errors(endpoint: str, failure: str) -> Iterator[None]:
-    """Raise errors of libzmq and of the system as `SocketError`, with `failure` as the beginning of the message."""
+    """Raise errors of libzmq and of the system as `SocketError`, with a message that begins with `failure`."""
     try:
         yield
     except EndpointError:
@@ -74,27 +74,27 @@ def connect_or_bind(socket: Socket, endpoint: str, *, bind: bool, role: str = ""
 
 _ZERO_COPY_RECV: Final = 10
 """A context option of libzmq that pyzmq does not name. It is switched off because every message is copied into `bytes` anyway.
-Sharing receive buffers costs a third more for messages of some kB, and one message keeps a whole buffer alive."""
+To share receive buffers costs a third more for messages of a few kB, and a message would keep a whole buffer in memory."""
 
 
 def private_context() -> zmq.Context[Socket]:
     """Return a new context for as many sockets as libzmq allows."""
     context: zmq.Context[Socket] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
-    # A libzmq without the option works too; it is only slower.
+    # A libzmq without the option also works, but is slower.
     with suppress(zmq.ZMQError):
         context.set(_ZERO_COPY_RECV, 0)
     return context
 
 
 def destroy_context(context: zmq.Context[Any]) -> None:
-    """Close all sockets of a context without flushing them, and terminate it. Wait a second for that.
+    """Close all sockets of a context without flushing them, terminate it, and wait at most a second for the end.
 
-    libzmq waits for each socket without a bound. If an interrupt comes while pyzmq makes a socket, the exception holds a socket
-    that pyzmq does not close. Termination then goes on in a daemon thread, and ends with the process at the latest.
+    libzmq waits for each socket without a limit. If an interrupt arrives while pyzmq creates a socket, pyzmq does not close
+    that. Termination then continues in a daemon thread, which ends at the latest with the process.
     """
     thread = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True, name="zmq-destroy")
-    with suppress(RuntimeError):  # the interpreter is ending, and starts no threads any more
+    with suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
         thread.start()
         thread.join(1.0)
 
@@ -102,31 +102,31 @@ def destroy_context(context: zmq.Context[Any]) -> None:
 # --- sockets of subscribers
 
 DESCRIPTORS_PER_SOURCE: Final = 8
-"""Two more than a source needs: SUB, monitor (two), DEALER, and one TCP connection each for SUB and DEALER."""
+"""Two more than the descriptors of a source: SUB, monitor (two), DEALER, and one TCP connection each for SUB and DEALER."""
 _SPARE_DESCRIPTORS: Final = 64
-"""Number of descriptors that are left for the rest of the process."""
+"""Number of descriptors that are reserved for the rest of the process."""
 
 
 class SocketOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits and timers of the sockets of one source."""
 
     receive_hwm: Count = 100_000
-    """Maximum number of messages that wait in a live or a replay socket while the application is busy, 0 for no limit. When one
-    is full, libzmq drops messages at the publisher, and replay repairs the gap."""
+    """Maximum number of messages that wait in a live or a replay socket while the application is busy, 0 for no limit. When a
+    socket is full, libzmq drops messages at the publisher, and replay repairs the gap."""
     max_message_bytes: Bytes = 64 * 1024 * 1024
-    """A larger message ends the connection. This is twice what the decoder accepts, so only abuse reaches it."""
+    """Maximum size of a message; a larger one ends the connection. Only abuse reaches it: it is twice the decoder's limit."""
     reconnect_ms: Positive = 100
     """Delay before the first reconnect attempt; it doubles after each failure, with jitter."""
     reconnect_max_ms: Positive = 5_000
-    """Longest delay between two reconnect attempts."""
+    """Maximum delay between two reconnect attempts."""
     heartbeat_ms: Positive = 5_000
     """Interval of ZMTP pings."""
     handshake_ms: Positive = 5_000
-    """A peer that accepts a connection but does not complete the handshake in this time is retried. libzmq waits for 30 s."""
+    """Timeout of the handshake, after which a connection is retried. The default of libzmq is 30 s."""
     heartbeat_timeout_ms: Positive = 15_000
-    """A peer that does not answer a ping in this time is disconnected, so half-open connections end."""
+    """Timeout of the answer to a ping, after which a peer is disconnected, so that half-open connections end."""
     max_topics: Positive = 1_024
-    """Maximum number of topics of one bound endpoint that are distinguished. Messages with further topics are ignored."""
+    """Maximum number of different topics of one bound endpoint. Messages with further topics are ignored."""
     keepalive_idle_s: Positive = 30
     """Idle seconds after which the system sends TCP keep-alive probes."""
 
@@ -143,9 +143,9 @@ def open_source_socket(
     *,
     is_private: bool,
 ) -> Socket:
-    """Return a configured socket for the endpoint of a source that is not connected yet. Raise `EndpointError`.
+    """Return a configured, unconnected socket for the endpoint of a source. Raise `EndpointError`.
 
-    An inproc endpoint exists only within one context. That is the caller's context or, if `context` is private, the
+    An inproc endpoint exists only within one context, which is the caller's context or, if `context` is private, the
     process-wide one.
     """
     with endpoint_errors(endpoint, f"cannot open a socket for {endpoint}"):
@@ -173,7 +173,7 @@ _MAX_EVENTS_PER_READ: Final = 1_000
 def open_monitor(socket: Socket, events: int) -> Socket:
     """Return the socket on which libzmq reports these connection events."""
     while True:
-        # pyzmq repeats other calls that a signal interrupts, but not this one.
+        # pyzmq repeats other calls after an interruption by a signal, but not this one.
         with suppress(zmq.error.InterruptedSystemCall):
             return socket.get_monitor_socket(events)
 
@@ -181,7 +181,7 @@ def open_monitor(socket: Socket, events: int) -> Socket:
 def read_monitor(monitor: Socket) -> list[tuple[int, int]]:
     """Return the events that wait at a socket of `open_monitor`, each with its value, such as the descriptor of a connection.
 
-    pyzmq has a function for this in a module that imports asyncio.
+    pyzmq's function for this is not used, because its module imports asyncio.
     """
     events: list[tuple[int, int]] = []
     with suppress(zmq.Again):
@@ -201,21 +201,21 @@ def disable_monitor(socket: Socket) -> None:
 def check_descriptors(sources: int) -> None:
     """Raise `EndpointError` if the process cannot open the descriptors of this many sources.
 
-    libzmq's report of that fault cannot be mapped to an error. The limit itself belongs to the application: a library that
-    raised it would break `select()` for all of the process. The programs of kvevents raise it for themselves.
+    libzmq's report of that fault cannot be mapped to an error. The application owns the limit: a library that raised it would
+    break `select()` in the whole process. Only the programs of kvevents raise it.
     """
     count = DESCRIPTORS_PER_SOURCE * sources
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft_limit != resource.RLIM_INFINITY and count + _SPARE_DESCRIPTORS > soft_limit:
         raise EndpointError(
             f"{sources} sources need {count} of the {soft_limit} files that this process may open, and {_SPARE_DESCRIPTORS} are"
-            " left for the rest of it; raise the limit (ulimit -n, or resource.setrlimit in the program)",
+            " reserved for its other files; raise the limit (ulimit -n, or resource.setrlimit in the program)",
             errno=errno.EMFILE,
         )
 
 
 def raise_descriptor_limit(maximum: int = 1 << 20) -> int:
-    """Raise the soft limit of open files of this process to the hard one, at most to `maximum`. Return the soft limit."""
+    """Raise the soft limit of open files to the hard limit, but at most to `maximum`. Return the new soft limit."""
     soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = maximum if hard_limit == resource.RLIM_INFINITY else min(hard_limit, maximum)
     if soft_limit == resource.RLIM_INFINITY or soft_limit >= target:
@@ -227,13 +227,13 @@ def raise_descriptor_limit(maximum: int = 1 << 20) -> int:
 # --- sockets of publishers
 
 MAX_REQUEST_BYTES: Final = 64 * 1024
-"""Longest message that a peer may send to a publisher. Subscriptions and replay requests have tens of bytes; a longer message
+"""Maximum size of a message from a peer of a publisher. Subscriptions and replay requests have tens of bytes; a larger message
 ends the connection before it takes memory."""
 KEEPALIVE: Final = (30, 10, 3)
 """TCP keepalive: idle seconds, seconds between probes, number of probes. A vanished consumer is noticed within a minute. ZMTP
-heartbeats would be quicker, but they need ZMTP 3.1 and a consumer may have an older version."""
+heartbeats would be faster, but they need ZMTP 3.1, and a consumer may have an older version."""
 FLUSH_GRACE: Final = 0.1
-"""Seconds that ZeroMQ has to flush a closed socket when no other time is left."""
+"""Minimum number of seconds that ZeroMQ has to flush a closed socket, even after the deadline."""
 
 _RECONNECT_EVENTS: Final = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED | zmq.Event.CONNECT_RETRIED
 
@@ -257,7 +257,7 @@ def open_socket(context: zmq.Context[Any], kind: int, security: SocketSecurity |
 
 
 def close_socket(socket: Socket, deadline: float | None) -> float:
-    """Close the socket. ZeroMQ flushes it in the background until `deadline` (monotonic seconds); None discards its messages.
+    """Close the socket. ZeroMQ flushes it in the background until `deadline` (monotonic seconds); None drops its messages.
 
     Returns the time at which ZeroMQ stops flushing; at least `FLUSH_GRACE` remains if there is a deadline.
     """
@@ -266,7 +266,7 @@ def close_socket(socket: Socket, deadline: float | None) -> float:
     with suppress(zmq.ZMQError):  # a terminated context has no names
         endpoint = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
         if endpoint.startswith("inproc://"):
-            socket.unbind(endpoint)  # close() frees the name later, and the next publisher may want it before
+            socket.unbind(endpoint)  # close() frees the name later, but the next publisher may need it before that
     socket.close(linger=int(linger * 1000))
     return now + int(linger * 1000) / 1000
 
@@ -274,8 +274,8 @@ def close_socket(socket: Socket, deadline: float | None) -> float:
 class Reconnector:
     """Keeps an event socket connected to a consumer that listens at `endpoint`. Raises `EndpointError`.
 
-    libzmq reconnects after most failures and reports it to its monitor. It does not reconnect after a peer broke the protocol
-    (a socket of another type, other keys), although the right peer may come to that address later. `poll` reconnects then.
+    libzmq reconnects after most failures and reports this to its monitor. But it does not reconnect after a peer has violated
+    the protocol (another socket type, other keys), although the right peer may use that address later. `poll` then reconnects.
     """
 
     def __init__(self, socket: Socket, endpoint: str, role: str, delay: float) -> None:

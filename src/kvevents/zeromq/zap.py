@@ -1,13 +1,13 @@
 """Decides which keys may connect to CURVE servers: the handler side of ZAP, ZeroMQ's authentication protocol (RFC 27).
 
 Theory of operation. For each peer that has proven to own a key, libzmq sends a request to the socket bound to
-`inproc://zeromq.zap.01` in its context. There can be one such handler, so all allow-lists of a context share a thread,
-`zmq-zap`, which distinguishes them by ZAP's "domain". A socket with an allow-list is set up so that it rejects every peer if
-there is no handler (`ZAP_ENFORCE_DOMAIN`).
+`inproc://zeromq.zap.01` in its context. A context can have only one such handler, so all its allow-lists share a thread,
+`zmq-zap`, which distinguishes them by ZAP's "domain". A socket with an allow-list rejects every peer if there is no handler
+(`ZAP_ENFORCE_DOMAIN`).
 
-The handler answers 300 for a peer that is not allowed, not 400. On 400 libzmq's client never connects again, so a consumer
-whose key is added later would need a restart. On 300 the connection ends, at once or after `handshake_timeout`, and the client
-retries at its own pace until its key is added.
+The handler answers 300 for a peer that is not allowed, not 400. After 400, libzmq's client never connects again, so a consumer
+whose key is added later would need a restart. After 300, the connection ends, at once or after `handshake_timeout`, and the
+client retries periodically until its key is added.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class SecuritySettings(Settings, frozen=True, kw_only=True, forbid_unknown_field
     """Limits and timers of CURVE servers."""
 
     handshake_timeout: Seconds = 10.0
-    """Seconds in which a connection must complete its handshake, and for which a refused one may stay open."""
+    """Maximum number of seconds in which a connection must complete its handshake, and for which a refused one stays open."""
     log_interval: Seconds = 60.0
-    """Seconds between two log records about refused connections of one end. The second counts the refusals in between."""
+    """Minimum number of seconds between two log records about refused connections of one end. Each states their number."""
     max_allowed_keys: Positive = 4_096
-    """Maximum number of keys of one allow-list, and of files of its folder. Reading a file takes about 50 us."""
+    """Maximum number of keys in one allow-list, and of files in its folder. To read a file takes about 50 us."""
     reread_interval: Pause = 1.0
     """Seconds for which the keys of the files are used before a new connection reads the files again."""
 
@@ -55,13 +55,13 @@ DEFAULT_SECURITY_SETTINGS: Final = SecuritySettings()
 
 
 class KeyAllowList:
-    """The public keys that may connect: given keys, or the keys of a file, or of all `*.key` files of a folder."""
+    """The public keys that may connect: given keys, the keys of a file, or the keys of all `*.key` files of a folder."""
 
     def __init__(self, allowed: tuple[str, ...] | str, settings: SecuritySettings = DEFAULT_SECURITY_SETTINGS) -> None:
-        """`allowed` is keys in Z85, or a path."""
+        """`allowed` has keys in Z85, or is a path."""
         self.keys: frozenset[bytes] = frozenset()
         self.errors: list[str] = []
-        """Problems of the files as of the last `refresh`. Keys of these files are not allowed."""
+        """Errors of files at the last `refresh`. The keys of these files are not allowed."""
         self._settings = settings
         self._path: Path | None = Path(allowed) if isinstance(allowed, str) else None
         self._read_at = float("-inf")
@@ -69,7 +69,7 @@ class KeyAllowList:
             self.keys = frozenset(decoded_key for key in allowed if (decoded_key := z85_decode(key)) is not None)
 
     def refresh(self) -> None:
-        """Read the files, unless they were read a moment ago. Does not raise: a file that cannot be read allows no key."""
+        """Read the files, unless they were just read. Raises nothing; a file that cannot be read allows no key."""
         now = time.monotonic()
         if self._path is None or now - self._read_at < self._settings.reread_interval:
             return
@@ -109,7 +109,7 @@ class SocketSecurity:
     def __init__(self, curve: Curve, label: str, settings: SecuritySettings) -> None:
         """Raises `ConfigError` if the allow-list cannot be used."""
         self.refusals = 0
-        """Connections refused because their key is not allowed."""
+        """Number of connections that were refused because their key is not allowed."""
         self.domain = f"kvevents-{next(_domain_numbers)}"
         self.allow_list = None if curve.allowed is None else KeyAllowList(curve.allowed, settings)
         self._settings = settings
@@ -125,7 +125,7 @@ class SocketSecurity:
                 raise ConfigError(f"curve.allowed: {self.allow_list.errors[0]}")
 
     def apply(self, socket: Any) -> None:
-        """Set keys and allow-list on a socket, before it binds or connects."""
+        """Set keys and allow-list on a socket; call this before it binds or connects."""
         self._curve.apply(socket)
         if self.allow_list is not None:
             socket.zap_domain = self.domain.encode()
@@ -173,7 +173,7 @@ class SocketSecurity:
 def secure_sockets(
     context: Context, curve: Curve | None, label: str, settings: SecuritySettings = DEFAULT_SECURITY_SETTINGS
 ) -> SocketSecurity | None:
-    """Return what to apply to the sockets of one end in `context`; None without keys. `label` is for the log.
+    """Return the security of the sockets of one end in `context`; None without keys. `label` names the end in the log.
 
     Raises `ConfigError` for an allow-list that cannot be used, and if `context` has another ZAP handler.
     """
@@ -191,13 +191,13 @@ def secure_sockets(
 
 
 class _ZapHandler:
-    """Answers the ZAP requests of one context in a thread of its own, as long as the context has an allow-list."""
+    """Answers the ZAP requests of one context in a separate thread, as long as the context has an allow-list."""
 
     def __init__(self, context: Context) -> None:
         self.domains: dict[bytes, SocketSecurity] = {}
         self.context_id = context.underlying
         self.process = os.getpid()
-        # Not context.socket(): an asyncio context has other sockets, and destroy() would close this one under its thread.
+        # Not context.socket(): an asyncio context has other sockets, and destroy() would close one that the thread uses.
         self._socket: zmq.Socket[bytes] = zmq.Socket(context, zmq.REP)
         self._socket.linger = 0
         try:
@@ -225,10 +225,10 @@ class _ZapHandler:
                     self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
         except Exception:
             logger.exception("the handler of allowed keys ended; all further connections are refused")
-        # Before the socket is closed, which lets the context end: a new context may then have the same id.
+        # Removed before the socket is closed: after that the context can end, and a new context may have the same id.
         if _registry.handlers.get(self.context_id) is self:
             del _registry.handlers[self.context_id]
-        with suppress(zmq.ZMQError):  # close() alone frees the name some time later
+        with suppress(zmq.ZMQError):  # close() alone frees the name only some time later
             self._socket.unbind(ZAP_ENDPOINT)
         self._socket.close()
 
@@ -236,7 +236,7 @@ class _ZapHandler:
         version, request_id, domain, address, _, mechanism, *credentials = request
         security, is_accepted = self.domains.get(domain), False
         if mechanism == b"CURVE":
-            # Without a domain, it is a server without an allow-list, which accepts every client that knows its key.
+            # A server without a domain has no allow-list, and accepts every client that knows its key.
             is_accepted = not domain or (
                 security is not None and security.is_allowed(credentials[0], address.decode(errors="replace"))
             )
@@ -256,7 +256,7 @@ _registry = _Registry()
 
 
 def _reset_after_fork() -> None:
-    """In a forked child neither the threads nor the holder of the lock exist."""
+    """Forget handlers and lock in a forked child, where neither their threads nor the holder of the lock exist."""
     _registry.lock = threading.RLock()
     _registry.handlers = {}
 
