@@ -323,5 +323,5 @@ def _read_start(name: str, path: str, length: int = 1) -> bytes:
 def _read(name: str, path: str) -> str:
     content = _read_start(name, path, MAX_SECRET_BYTES + 1)
     if len(content) > MAX_SECRET_BYTES:
-        raise ConfigError(f"{name}: {path} is longer than {MAX_SECRET_BYTES} bytes, so it cannot be such a file")
+        raise ConfigError(f"{name}: {path} is longer than {MAX_SECRET_BYTES} bytes; choose a file of {name}")
     return content.decode("ascii", errors="replace")

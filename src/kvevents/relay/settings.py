@@ -94,7 +94,7 @@ class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("a relay needs at least one upstream: the endpoint of an engine")
         names = [(source.label, source.rank) for source in self.upstreams]
         if len(set(names)) < len(names):
-            raise ConfigError("two upstreams have the same name and rank; name them, or give their ranks")
+            raise ConfigError("two upstreams have the same name and rank; give them different names or ranks")
         dialect = self.resolved_dialect
         if dialect is not None and not dialect.has_rank and len({source.rank for source in self.upstreams}) > 1:
             raise ConfigError(f"{dialect} has no field for the rank, so consumers would mix the ranks; run one relay for each")

@@ -33,10 +33,10 @@ class ReplicaSettings(ServiceSettings, frozen=True, kw_only=True, forbid_unknown
             return
         if self.names_engines or self.topics is not None:
             raise ConfigError(
-                "a replica follows no engines, since its plane's bridges do: remove sources, source_files, dns and kubernetes"
+                "a replica follows no engines, as its plane's bridges do: remove sources, source_files, dns and kubernetes"
             )
         if self.state_dir is not None:
-            raise ConfigError("a replica stores nothing on the disk, since its plane does: remove state_dir")
+            raise ConfigError("a replica needs no state_dir, because it restores its index from the plane: remove state_dir")
         if self.replica is not None and not _NAME.fullmatch(self.replica):
             raise ConfigError(f"replica is {self.replica!r}: expected 1 to 64 letters, digits, '-' and '_'")
 
