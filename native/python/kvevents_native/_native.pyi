@@ -15,7 +15,7 @@ VERSION: str
 TIERS: list[str]
 
 class WorkerMatch:
-    """What one worker holds of a prompt."""
+    """The prefix of a prompt that one worker holds."""
 
     @property
     def source(self) -> str:
@@ -25,19 +25,19 @@ class WorkerMatch:
         """Data-parallel rank."""
     @property
     def tokens(self) -> int:
-        """Tokens of the longest prefix that it holds, on whatever tiers."""
+        """Length in tokens of the prefix that the worker holds, over all tiers."""
     @property
     def certain(self) -> int:
-        """Tokens of the longest prefix that it certainly holds: fewer than `tokens` if some of its blocks might be gone."""
+        """Length in tokens of the prefix that the worker certainly holds: less than `tokens` if some blocks might be gone."""
     @property
     def is_certain(self) -> bool:
-        """Whether it certainly holds all that this says, on each tier."""
+        """Whether the worker certainly holds all tokens of this match, on each tier."""
     @property
     def tiers(self) -> dict[str, int]:
-        """Tokens by tier, cumulative."""
+        """Length of the prefix in tokens by tier, including faster tiers."""
 
 class Match:
-    """Workers that hold a beginning of a prompt."""
+    """The workers that hold a prefix of a prompt."""
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[WorkerMatch]: ...
@@ -45,17 +45,17 @@ class Match:
     def best(self) -> WorkerMatch | None:
         """The worker with the longest prefix."""
     def get(self, source: str, rank: int = 0) -> WorkerMatch | None:
-        """What one worker holds, or None."""
+        """Return the match of one worker; None if it holds no prefix."""
     def rows(self) -> list[tuple[str, int, int, int, int, int, int, bool]]:
-        """Per worker `(source, rank, gpu, cpu, disk, tokens, certain, is_certain)`, tiers cumulative."""
+        """Return `(source, rank, gpu, cpu, disk, tokens, certain, is_certain)` for each worker, with cumulative tiers."""
 
 class Listing:
-    """The blocks of a stream at one moment, each of which is handed out once."""
+    """The blocks of a stream at one moment. Each block is returned once."""
 
     def take(self, most: int) -> list[tuple[int, int, str, int, int, int]]:
-        """The next blocks, at most `most`; empty after the last.
+        """Return the next blocks, at most `most`; an empty list after the last block.
 
-        Per block and placement `(key, hash, tier, group, most copies, least copies)`.
+        For each block and placement there is one `(key, hash, tier, group, maximum copies, minimum copies)`.
         """
 
 class NativeIndex:
@@ -73,11 +73,11 @@ class NativeIndex:
     def match(
         self, tokens: Any, namespace: Namespace | None = None, *, overlay: bool = False, max_tokens: int | None = None
     ) -> Match:
-        """How long a prefix of `tokens` each worker holds."""
+        """Return the prefix of `tokens` that each worker holds."""
     def match_many(self, prompts: list[Any], namespace: Namespace | None = None) -> list[Match]:
-        """`match` for each of several prompts of one namespace."""
+        """Return the matches of several prompts of one namespace."""
     def match_keys(self, keys: Any, block_size: int | None = None, namespace: Namespace | None = None) -> Match:
-        """The same for rolling keys that the caller has, from the root on."""
+        """Return the match of a prompt that is given by its rolling keys, from the first block on."""
     def _apply(
         self, stream: tuple[str, int], incarnation: int, seq: int, payload: bytes, loses_events: bool
     ) -> ApplyResult | None: ...
@@ -106,26 +106,26 @@ class NativeIndex:
     def _restore(self, read: Callable[[int], bytes]) -> None: ...
     def _absorb(self, read: Callable[[int], bytes]) -> list[tuple[str, int]]: ...
     def _break(self) -> None:
-        """Panic in the middle of a change. Only builds for tests have it."""
+        """Panic in the middle of a change. Only in builds for tests."""
 
 class Compactor:
-    """Compacts the payloads of one stream to its live blocks. Calls of several threads wait for each other."""
+    """Compacts the payloads of one stream into its live blocks. Calls of several threads wait for each other."""
 
     def __new__(cls, wire_limits: tuple[int, int, int, int, int, int]) -> Self: ...
     def apply(self, payload: bytes, own: bool = False) -> None:
         """Apply the next payload. `lost` is set if its events cannot be decoded.
 
-        `own` is for payloads that `payloads` returned, which can be larger than those of peers.
+        `own` is for payloads that `payloads` has returned, which can be larger than those of peers.
         """
     def apply_many(self, batches: list[tuple[int, bytes]]) -> None:
-        """Apply the payloads of several batches, whatever their numbers. Other threads run if that takes long."""
+        """Apply the payloads of several batches; their numbers are ignored. Other threads can run if that takes long."""
     def payloads(self, limit: int, ts: float) -> list[bytes] | None:
-        """Return the events that rebuild the state, as payloads for `apply(payload, own=True)`. Other threads run meanwhile.
+        """Return the events that rebuild the state, as payloads for `apply(payload, own=True)`.
 
-        Each has at most `limit` bytes, except for a single block that takes more; `ts` is their time, in seconds. Events are
-        maps with the fields of `kvevents.events`. Each rank has payloads of its own; the first one clears everything, so a
-        compactor that applies them is not `partial`, and only that one begins with a clear. Returns None if `lost`, or if no
-        order of events can express the state. Raises `ValueError` for an invalid limit or time.
+        A payload has at most `limit` bytes, or more if a single block needs more. Its time is `ts`, in seconds. Events are maps
+        with the fields of `kvevents.events`. No payload has events of several ranks. Only the first payload begins with a
+        clear; thus a compactor that applies the payloads is not `partial`. Returns None if `lost`, or if no order of events can
+        express the state. Raises `ValueError` for an invalid limit or time. Other threads can run during the call.
         """
     def mark_partial(self) -> None:
         """Record that a part of the stream was not received. The known blocks stay; see `partial`."""
@@ -135,23 +135,23 @@ class Compactor:
         """Remove all blocks."""
     @property
     def partial(self) -> bool:
-        """Whether a part of the stream was not received since everything was cleared last."""
+        """Whether a part of the stream was not received since everything was last cleared."""
     @property
     def live(self) -> int:
-        """Blocks with at least one copy."""
+        """Number of blocks with at least one copy."""
     @property
     def nodes(self) -> int:
-        """Blocks kept: live ones, dead ancestors, and orphans."""
+        """Number of blocks that are kept: live ones, dead ancestors, and orphans."""
     @property
     def bytes(self) -> int:
-        """Approximate heap memory."""
+        """Approximate number of bytes of heap memory."""
     @property
     def lost(self) -> str | None:
-        """The exceeded limit, or the reason given to `invalidate`. No block is kept until everything is cleared."""
+        """Why the state was dropped: the exceeded limit, or the reason given to `invalidate`. None after a clear."""
     def _locked(self, call: Callable[[], object]) -> None:
-        """Call something while it is locked. Only builds for tests have it."""
+        """Call `call` while the compactor is locked. Only in builds for tests."""
     def _break(self) -> None:
-        """Panic in the middle of a change. Only builds for tests have it."""
+        """Panic in the middle of a change. Only in builds for tests."""
 
 class DataPlane:
     """The native HTTP server: see `kvevents.service.data_plane`."""
@@ -195,7 +195,7 @@ class Request:
     def stream(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> ResponseStream: ...
 
 class ResponseStream:
-    """A response in pieces."""
+    """An answer in pieces."""
 
     @property
     def number(self) -> int: ...
@@ -206,26 +206,26 @@ class ResponseStream:
     def close(self) -> None: ...
 
 class Libzmq:
-    """See `kvevents.zeromq.bulk_transfer`. Raises `OSError` where a file that is loaded does not lead to libzmq.
+    """See `kvevents.zeromq.bulk_transfer`. Raises `OSError` if the loaded file `module` does not give the functions of libzmq.
 
-    A socket is given as pyzmq's `Socket.underlying`; it must be open, and used by no other thread.
+    Sockets are passed as pyzmq's `Socket.underlying`. A socket must be open, and no other thread may use it.
     """
 
     def __new__(cls, module: str) -> Self: ...
     def send(self, socket: int, topic: bytes, batches: Sequence[tuple[int, bytes]]) -> int:
-        """Send messages of a topic, a number and a payload. Return the number of frames sent, up to the first refused one."""
+        """Send messages of topic, number and payload until a frame is refused. Return the number of frames that were sent."""
     def receive(
         self, socket: int, topic: bytes, first: int, due: int, limit: int
     ) -> tuple[list[bytes], list[list[bytes]], bool]:
-        """Receive waiting messages without blocking: about 1 MiB, and at most `limit` messages.
+        """Receive waiting messages without blocking: at most `limit` messages and about 1 MiB.
 
-        Returns three values: the payloads of at most `due` messages with this topic and the numbers from `first` on, the frames
-        of all later messages, and whether no message is left. If all are empty and a message is left, receive it with pyzmq,
-        whose exception has the reason.
+        Returns three values: the payloads of messages with this topic that are numbered from `first` on, at most `due`; the
+        frames of all later messages; and whether no message is left. If both lists are empty although a message is left,
+        receive that message with pyzmq, whose exception has the reason.
         """
 
 class Scorer:
-    """The score of workers, by what tiers and loads are worth."""
+    """Computes scores of workers from weights of tiers and loads."""
 
     def __new__(
         cls, tiers: dict[str, float], wait: float, mean: float, guard: float, guard_requests: float, uncertain_weight: float
@@ -241,59 +241,59 @@ class Scorer:
         requests: list[int],
         inexact: Mapping[int, Sequence[str]] = ...,
     ) -> tuple[list[tuple[float, float, float, bool]], list[int]]:
-        """Of workers `(score, uncached share, load, whether it is hot)`, and the places of those that are best and equal.
+        """Return `(score, uncached share, load, whether it is hot)` for each worker, and the positions of equally best ones.
 
-        Of each worker `tokens` are held on whatever tiers, `certain` of them certainly; `tiers` has how far the prefix reaches
-        on each, with faster ones; `believed` is from 0 to 1. `inexact` has, by place, tiers whose tokens might all be gone.
-        Tokens that might be gone have the weight `uncertain_weight`.
+        For each worker, `tokens` has the length of the prefix over all tiers, `certain` that of its certain part, and `tiers`
+        the length on each tier including faster tiers. `believed` has the weight of the worker's trust, from 0 to 1. `inexact`
+        has, by the position of a worker, the tiers whose tokens might all be gone; these have the weight `uncertain_weight`.
         """
 
 class SmgSubscription:
     """A subscription to the KV cache events of a worker of SMG. It ends when it is dropped."""
 
     def __new__(cls, address: str, waker: int) -> Self:
-        """Begin to call the worker at `HOST:PORT`. `waker` is a socket, of which a copy is written to when something arrives.
+        """Begin to call the worker at `HOST:PORT`. When an item arrives, a byte is written to a copy of the socket `waker`.
 
         Raises ValueError for an invalid address, and OSError.
         """
 
     def take(self, limit: int) -> list[tuple[int, bytes]]:
-        """Return up to `limit` arrivals: number and payload of a batch, -1 for a call that has begun, -2 and why one ended."""
+        """Return up to `limit` arrivals: number and payload of a batch, -1 if a call has begun, -2 and why a call has ended."""
 
     def restart(self) -> None:
-        """End the call and begin another one, which brings everything again."""
+        """End the call and begin another one, in which the worker sends everything again."""
 
 class Ties:
-    """Which of several equally good workers comes next. Any thread may ask.
+    """Chooses among equally good workers in rotation. Any thread may call it.
 
-    The first turn is at a random place, so that many routers that have just started do not send to one worker at once.
-    `random` also draws.
+    The rotation begins at a random position, so that many routers that have just started do not send to one worker at once.
+    `random` determines this position and random choices.
     """
 
     def __new__(cls, random: Random, max_workers: int = ...) -> Self: ...
     @property
     def remembered(self) -> int:
-        """Workers whose last turn is remembered."""
+        """Number of workers whose last choice is stored."""
     def pick(self, how: str, equal: list[Any]) -> int:
-        """The place of the one to take; `how` is `rotate`, `random` or `first`."""
+        """Return the position of the chosen worker; `how` is `rotate`, `random` or `first`."""
     def took(self, worker: Any) -> None:
-        """Note that a worker was chosen, whatever for: of equal ones it is the last to come next."""
+        """Record that a worker was chosen, so that it is the last one in the rotation."""
 
 class Loads:
-    """The requests that engines report, with reservations and selections. Any thread may call it.
+    """The work of workers: the requests that their engines report, reservations and selections. Any thread may call it.
 
-    Reports that are older than `max_age` seconds do not count. At most `max_reservations` are open.
+    Reports older than `max_age` seconds do not count. At most `max_reservations` reservations can be open.
     """
 
     def __new__(cls, max_age: float, max_reservations: int = ...) -> Self: ...
     def report(self, source: str, rank: int, requests: float, age: float = 0.0) -> None:
-        """Store what an engine reported `age` seconds ago; ignored if a newer report is known."""
+        """Store the number of requests that an engine reported `age` seconds ago, unless a newer report is known."""
     def join(self, source: str, rank: int, peers: Sequence[tuple[str, int]]) -> None:
-        """Add a worker, which begins with the mean reservations of its peers; nothing if it is known."""
+        """Add a worker, which begins with the mean reservations of its peers. Do nothing for a known worker."""
     def remove(self, source: str, rank: int) -> None:
         """Forget a worker."""
     def requests(self, source: str, rank: int) -> float | None:
-        """The newest report, with what has begun and ended since; None without a recent one."""
+        """Return the reported number of requests, corrected by later beginnings and ends; None without a recent report."""
 
 def nearest(distances: list[int]) -> list[int]: ...
 def hashes(tokens: Any, block_size: int, namespace: Namespace | None, eagle: bool, chained: bool) -> list[int]: ...
@@ -302,21 +302,21 @@ def stored_keys(payload: bytes, parent: tuple[int, int] | None) -> tuple[list[in
 def tier_of(medium: str) -> str: ...
 def lifted(text: bytes, name: str) -> tuple[bytes, bytes] | None: ...
 def check_names(body: bytes, is_msgpack: bool) -> None:
-    """Raises `ValueError` if an object of a body of JSON or msgpack has a name twice."""
+    """Raise `ValueError` if an object in a body of JSON or msgpack has a name twice."""
 
 def scanned(wire_limits: tuple[int, ...], payload: bytes) -> list[dict[str, Any]] | None:
-    """The events of a payload as the scanner reads them; None if it leaves them to Python. Only builds for tests have it."""
+    """Return the events of a payload as the scanner reads them; None if it reads no such payload. Only in builds for tests."""
 
 def select(question: bytes, ties: Ties, loads: Loads) -> bytes:
-    """The choice of `/v1/select` among given candidates, in msgpack. Only builds for tests have it."""
+    """Return the choice of `/v1/select` among given candidates; question and answer are msgpack. Only in builds for tests."""
 
 def decoded(
     wire_limits: tuple[int, ...], max_rejected: int, payload: bytes
 ) -> tuple[float, int | None, list[dict[str, Any]], list[tuple[str, str, int | None, bytes, int]], bytes]:
-    """A payload as the tolerant decoder reads it: timestamp, rank, events, what was set aside, and the events for the scanner.
+    """Decode a payload with the tolerant decoder: timestamp, rank, events, rejections, and a payload of the events.
 
-    What was set aside is `(reason, detail, index, raw, count)` each. Only builds for tests have it.
+    The payload is for an index. A rejection is `(reason, detail, index, raw, count)`. Only in builds for tests.
     """
 
 def turns() -> int:
-    """How often calls have let other threads run in the middle of their work. Only builds for tests have it."""
+    """Return how often calls have let other threads run during work with Python objects. Only in builds for tests."""

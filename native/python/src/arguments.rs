@@ -15,17 +15,17 @@ use kvevents_index::wire::scan;
 
 /// Number of tokens that are copied before other Python threads can run.
 const COPIED_AT_ONCE: usize = 1 << 20;
-/// Number of elements of a list that are read before they are counted as work.
+/// Number of elements of a list that are read before their work is counted.
 const READ_AT_ONCE: usize = 1 << 10;
-/// Number of tokens of a buffer that are copied in the time of reading one Python integer.
+/// Number of tokens of a buffer whose copying takes as long as reading one Python integer.
 const COPIES_PER_READ: usize = 16;
 
-/// Copies a contiguous buffer of 32-bit numbers in parts, between which other threads can run.
+/// Copies a contiguous buffer of 32-bit numbers in parts, so that other threads can run between them.
 fn copied_at_once(buffer: &PyUntypedBuffer, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
     let mut copy = Vec::with_capacity(buffer.item_count());
     while copy.len() < buffer.item_count() {
-        // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned and of 4 bytes. A thread that writes to it from
-        // Python needs the GIL, which is held while this reads.
+        // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned integers of 4 bytes. A thread that writes to it
+        // from Python needs the GIL, which this thread holds while it reads.
         let all = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) };
         let part = &all[copy.len()..];
         let part = &part[..part.len().min(COPIED_AT_ONCE)];
@@ -47,8 +47,8 @@ fn not_tokens(given: &Bound<'_, PyAny>) -> PyErr {
     ))
 }
 
-/// Returns the buffer of an object and its element type, if it is one row of integers wider than a byte. Buffers of another byte
-/// order are rejected, since PyO3 takes `>` for the native order.
+/// Returns the buffer of an object and its element type, if the buffer is one-dimensional and has integers wider than a byte. Buffers with
+/// the other byte order are rejected, since PyO3 takes `>` for the native order.
 fn integers_of(given: &Bound<'_, PyAny>) -> Option<(PyUntypedBuffer, ElementType)> {
     let buffer = PyUntypedBuffer::get(given).ok()?;
     let kind = ElementType::from_format(buffer.format());
@@ -60,7 +60,7 @@ fn integers_of(given: &Bound<'_, PyAny>) -> Option<(PyUntypedBuffer, ElementType
     (plain && bytes > 1 && !foreign).then_some((buffer, kind))
 }
 
-/// Copies a buffer of wider integers; None if a number does not fit.
+/// Copies a buffer of integers of 2 to 8 bytes; None if a number does not fit into `T`.
 fn copied<T>(buffer: &PyUntypedBuffer, kind: ElementType, turns: &mut Turns<'_>) -> PyResult<Option<Vec<T>>>
 where
     T: TryFrom<u16> + TryFrom<u32> + TryFrom<u64> + TryFrom<i16> + TryFrom<i32> + TryFrom<i64>,
@@ -80,8 +80,8 @@ fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer, turns: &mut
     let (start, stride) = (buffer.buf_ptr().cast::<u8>(), buffer.strides()[0]);
     let mut found = Vec::with_capacity(buffer.item_count());
     for at in 0..buffer.item_count() {
-        // SAFETY: the buffer is held, has one dimension of `item_count` elements `stride` bytes apart, and each is as large as a `From`,
-        // which any bits are. A thread that writes to it from Python needs the GIL, which is held while this reads.
+        // SAFETY: the buffer is held, and has one dimension of `item_count` elements that are `stride` bytes apart. Each has the size of a
+        // `From`, for which all bits are valid. A thread that writes to the buffer from Python needs the GIL, which this thread holds.
         let value = unsafe { start.offset(stride * at as isize).cast::<From>().read_unaligned() };
         let Ok(value) = To::try_from(value) else { return Ok(None) };
         found.push(value);
@@ -92,13 +92,13 @@ fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer, turns: &mut
     Ok(Some(found))
 }
 
-/// Returns a copy of the token ids of a caller, which no other thread can change while the GIL is released.
+/// Returns a copy of a caller's token ids, so that no other thread can change them while the GIL is released.
 pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
     if let Ok(list) = given.cast::<PyList>() {
-        return read_item(given, || list.len(), ffi::PyList_GetItem, turns);
+        return read_items(given, || list.len(), ffi::PyList_GetItem, turns);
     }
     if let Ok(tuple) = given.cast::<PyTuple>() {
-        return read_item(given, || tuple.len(), ffi::PyTuple_GetItem, turns);
+        return read_items(given, || tuple.len(), ffi::PyTuple_GetItem, turns);
     }
     let (buffer, kind) = integers_of(given).ok_or_else(|| not_tokens(given))?;
     if buffer.item_count() == 0 {
@@ -112,8 +112,8 @@ pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyRe
     copied(&buffer, kind, turns)?.ok_or_else(refused)
 }
 
-/// Reads a number of a list or a tuple, borrowed while it is read. Other threads can change the list only when the GIL is released.
-fn read_item(
+/// Reads the numbers of a list or a tuple, and borrows each while reading it. Other threads can change the list only between turns.
+fn read_items(
     given: &Bound<'_, PyAny>,
     length: impl Fn() -> usize,
     item_at: unsafe extern "C" fn(*mut ffi::PyObject, ffi::Py_ssize_t) -> *mut ffi::PyObject,
@@ -121,12 +121,12 @@ fn read_item(
 ) -> PyResult<Vec<u32>> {
     let py = given.py();
     let mut tokens = Vec::with_capacity(length());
-    // Other threads can have changed the list between turns.
+    // The length is read again, since another thread can have changed the list between turns.
     while tokens.len() < length() {
         for _ in 0..READ_AT_ONCE.min(length() - tokens.len()) {
             let at = tokens.len() as ffi::Py_ssize_t;
-            // SAFETY: the GIL is held, `given` has the type that `item_at` expects, and `item_at` checks that the item exists. The
-            // item belongs to `given`, and no Python code runs before it is read, since it is a plain `int`.
+            // SAFETY: the GIL is held, `given` has the type that `item_at` expects, and `item_at` checks that the item exists. `given`
+            // owns the item, and no Python code can run before the item is read, since it is a plain `int`.
             let number = unsafe {
                 let item = item_at(given.as_ptr(), at);
                 if item.is_null() || ffi::PyLong_CheckExact(item) == 0 {
@@ -138,10 +138,10 @@ fn read_item(
             let token = match u32::try_from(number) {
                 Ok(token) => token,
                 Err(_) => {
-                    // The error for a number that is too large is raised below, for all element types.
+                    // A number that is too large raises an error below, as any other invalid element does.
                     drop(PyErr::take(py));
                     let refused = |_| PyTypeError::new_err(format!("token {at} is not an integer from 0 to 2**32 - 1"));
-                    // SAFETY: as above; the item is held from here on.
+                    // SAFETY: as above; from here on this thread owns a reference to the item.
                     let item = unsafe { Bound::from_borrowed_ptr_or_err(py, item_at(given.as_ptr(), at)) };
                     item.and_then(|item| item.extract()).map_err(refused)?
                 }
@@ -278,7 +278,7 @@ pub(super) fn scheme_of(block_size: i64, eagle: bool) -> PyResult<Scheme> {
     }
 }
 
-/// A reader that calls a Python function for one MiB at a time.
+/// A reader that gets its bytes from a Python function, one MiB per call.
 pub(super) struct Pieces {
     read: Py<PyAny>,
     piece: Vec<u8>,

@@ -45,7 +45,7 @@ impl ControlRequest {
         self.request.path()
     }
 
-    /// Path and method of the endpoint in the table; empty if the path is unknown, or the endpoint has another method.
+    /// Path and method of the endpoint in the table. The path is empty if it is unknown, the method if the endpoint does not have it.
     #[getter]
     fn endpoint(&self) -> (&str, &str) {
         self.request.endpoint()
@@ -124,17 +124,17 @@ impl ResponseStream {
         self.stream.is_gone()
     }
 
-    /// Sends a piece. False if other pieces wait to be sent, or the client has left.
+    /// Sends a piece. Returns false if too many pieces wait to be sent, or the client has left.
     fn send(&self, piece: Vec<u8>) -> bool {
         self.stream.send(piece.into())
     }
 
-    /// Notes that the answer is complete.
+    /// Records that the answer is complete.
     fn finish(&self) {
         self.stream.finish();
     }
 
-    /// Sends no more pieces. The connection is closed unless the answer is complete.
+    /// Ends the answer. If it is not complete, the connection is closed.
     fn close(&self) {
         self.stream.close();
     }
@@ -148,7 +148,7 @@ pub(super) struct DataPlane {
 
 #[pymethods]
 impl DataPlane {
-    /// Serves at a listening socket, and writes a byte to the socket `waker` when `take` has something. It duplicates both descriptors.
+    /// Serves at a listening socket, and writes a byte to the socket `waker` when `take` has an item. Both descriptors are duplicated.
     #[new]
     fn new(py: Python<'_>, settings: &[u8], listening: RawFd, waker: RawFd, loads: &Bound<'_, Loads>) -> PyResult<Self> {
         let listener = TcpListener::from(copied(listening)?);
@@ -159,7 +159,7 @@ impl DataPlane {
         Ok(Self { server })
     }
 
-    /// Takes requests to answer, and the numbers of answers in pieces that have room or whose clients have left.
+    /// Takes requests that must be answered, and numbers of answers in pieces that have room for a piece or whose clients have left.
     fn take<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let items = PyList::empty(py);
         for event in py.detach(|| self.server.take_events()) {
@@ -171,10 +171,11 @@ impl DataPlane {
         Ok(items)
     }
 
-    /// Answers a query whose body was read, by its method and path: `fields` are those of the body in msgpack, without the token ids of one prompt.
+    /// Answers a query with this method and path, whose body the control plane has read. `fields` are the fields of the body in msgpack.
+    /// The token ids of a single prompt are not in `fields` but in `tokens`.
     ///
-    /// Returns the answer and the tokens that the best worker holds; or status, reason, sentence and hint of an error that follows from the
-    /// fleet; or None if no worker serves the model, or the index has failed.
+    /// Returns the answer and the number of tokens that the best worker holds; or status, reason, sentence and hint of an error that
+    /// follows from the fleet; or None if no worker serves the model, or the index has failed.
     fn answer<'py>(
         &self,
         py: Python<'py>,
@@ -195,7 +196,7 @@ impl DataPlane {
         }
     }
 
-    /// Answers queries from an index and a routing table from now on. JSON has the changes of the table.
+    /// Answers queries from an index and a new routing table from now on. `changes` are the changes of the table as JSON.
     fn replace_table(&self, py: Python<'_>, index: &Bound<'_, NativeIndex>, changes: &[u8]) -> PyResult<()> {
         let index = index.get().shared(py)?;
         py.detach(|| self.server.replace_table(changes, index))
@@ -228,7 +229,7 @@ impl DataPlane {
         PyBytes::new(py, &py.detach(|| self.server.reservations(limit)))
     }
 
-    /// Accepts no more connections, and waits at most `seconds` for the open ones.
+    /// Accepts no more connections, and waits until the open ones have ended, for at most `seconds`.
     fn drain(&self, py: Python<'_>, seconds: f64) {
         py.detach(|| self.server.drain(seconds));
     }

@@ -31,12 +31,14 @@ use kvevents_index::wire::scan::Schema;
 
 /// Number of tokens of prompts that are copied and matched between two checks for signals.
 const TOKENS_AT_ONCE: usize = 1 << 20;
-/// Work, in the unit of `Turns`, of reading a batch's attributes or creating a worker's dictionary.
+/// Work, in the unit of `Turns`, of reading the attributes of a batch.
 const WORK_PER_BATCH: usize = 16;
+/// Work of creating the dictionary of a worker.
 const WORK_PER_WORKER: usize = 128;
+/// Work of creating the object of a rejection.
 const WORK_PER_REJECTED: usize = 32;
 
-/// Converts the reason why a snapshot was not read to an exception.
+/// Returns the exception for a snapshot that was not read.
 fn snapshot_exception(failure: Failure) -> PyErr {
     match failure {
         Failure::Io(error) => error.into(),
@@ -44,7 +46,7 @@ fn snapshot_exception(failure: Failure) -> PyErr {
     }
 }
 
-/// A file whose writes fail after a signal.
+/// A file to which a write fails if a signal handler has raised an exception.
 struct Interruptible {
     file: File,
     signals: Signals,
@@ -99,7 +101,7 @@ pub(super) struct NativeIndex {
 /// Key, hash, tier, group, and the maximum and minimum number of copies.
 type PlainBlock = (u64, u64, String, i64, u32, u32);
 
-/// The blocks of a stream at one moment, each of which is returned once.
+/// The blocks of a stream at one moment. Each block is returned once.
 #[pyclass(frozen, module = "kvevents.index")]
 pub(super) struct Listing {
     blocks: ProcessOwned<Mutex<std::vec::IntoIter<HeldBlock>>>,
@@ -108,10 +110,10 @@ pub(super) struct Listing {
 
 #[pymethods]
 impl Listing {
-    /// Returns at most `most` further blocks: per block and placement `(key, hash, tier, group, maximum copies, minimum copies)`. Empty
-    /// after the last one.
+    /// Returns the next blocks, at most `most`; an empty list after the last block. For each block and placement there is one
+    /// `(key, hash, tier, group, maximum copies, minimum copies)`.
     ///
-    /// Releases the GIL each time, so that a long listing does not delay other threads.
+    /// Each call releases the GIL, so that a long listing does not delay other threads.
     fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
         let blocks = self.blocks.get().ok_or_else(|| of_parent(py))?;
         let plain = |held: HeldBlock| {
@@ -159,7 +161,7 @@ impl NativeIndex {
         }
     }
 
-    /// Returns the outcome together with the report, from which Python creates its objects.
+    /// Returns the result of a delivery. If it has a report, the method `_found` in Python creates the objects.
     fn found(slf: &Bound<'_, Self>, applied: ApplyResult) -> PyResult<Py<PyAny>> {
         let py = slf.py();
         let outcome = slf.get().outcome_object(py, applied.outcome)?;
@@ -204,7 +206,7 @@ fn work_of(applied: &ApplyResult) -> usize {
     1 + WORK_PER_REJECTED * rejected
 }
 
-/// Does work that changes the index. A panic that leaves it half changed raises the error that every later call raises.
+/// Does work that changes the index. If a panic leaves the index half changed, this raises the same error as all later calls.
 fn run_change<R>(index: &PrefixIndex, work: impl FnOnce() -> R) -> PyResult<R> {
     catch_unwind(AssertUnwindSafe(work)).or_else(|panic| {
         if index.is_damaged() {
@@ -334,8 +336,8 @@ impl NativeIndex {
         odd.into_iter().map(object).collect()
     }
 
-    /// Compares a stream with the digest and the attestation of a heartbeat, in a batch that has `stated` a rank. Each result is None if it
-    /// or the stream is unknown.
+    /// Compares a stream with the digest and the attestation of a heartbeat. `stated` is the rank that the batch has stated. Returns
+    /// whether each of them agrees; None if it is not given or the stream is unknown.
     fn _compare(
         &self,
         py: Python<'_>,
@@ -363,13 +365,13 @@ impl NativeIndex {
 
     /// Returns the length of the prefix of `tokens` that each worker holds.
     ///
-    /// `tokens` are a list or tuple of integers, or a one-dimensional buffer of them (`array`, NumPy, memoryview), and a buffer of 32-bit
-    /// unsigned integers is copied as a whole. `namespace` limits the lookup; without one, it covers workers without a model, and blocks
-    /// without LoRA and salt. With `overlay`, decisions given to `speculate` count as held on the GPU. Raises `TypeError` or
-    /// `OverflowError` for invalid token ids.
+    /// `tokens` are a list or tuple of integers, or a one-dimensional buffer of them (`array`, NumPy, memoryview); buffers of 32-bit
+    /// unsigned integers are the fastest. `namespace` limits the lookup. Without it, the lookup covers workers without a model, and blocks
+    /// without LoRA and salt. With `overlay`, prompts given to `speculate` count as held on the GPU. Raises `TypeError` or `OverflowError`
+    /// for invalid token ids.
     ///
-    /// vLLM always recomputes the last token of a prompt: `match(tokens, max_tokens=len(tokens) - 1)` returns what it will find cached. No
-    /// answer is longer than `max_tokens`, but later tokens can affect it if an engine looks ahead (EAGLE, MTP).
+    /// vLLM always recomputes the last token of a prompt: `match(tokens, max_tokens=len(tokens) - 1)` returns the prefix that vLLM will
+    /// find cached. No match is longer than `max_tokens`, but later tokens can affect a match if an engine looks ahead (EAGLE, MTP).
     #[pyo3(name = "match", signature = (tokens, namespace=None, *, overlay=false, max_tokens=None))]
     fn match_(
         slf: &Bound<'_, Self>,
@@ -419,9 +421,9 @@ impl NativeIndex {
 
     /// Matches rolling keys as `block_keys` returns them: all keys of a prompt, from its first block on.
     ///
-    /// Blocks are found one after the other, so no worker matches keys that begin in the middle of a prompt. Only the model of `namespace`
-    /// counts, since keys contain the rest. Raises `ValueError` if workers have different block sizes and
-    /// `block_size` is not given, and `TypeError` unless `keys` is a list or buffer of unsigned 64-bit numbers.
+    /// Blocks are looked up one after the other, so no worker matches keys that begin in the middle of a prompt. Only the model of
+    /// `namespace` counts, since keys contain the rest. Raises `ValueError` if workers have different block sizes and `block_size` is not
+    /// given. Raises `TypeError` if `keys` is not a list or buffer of unsigned 64-bit numbers.
     #[pyo3(signature = (keys, block_size=None, namespace=None))]
     fn match_keys(
         &self,
@@ -472,7 +474,7 @@ impl NativeIndex {
         Ok(())
     }
 
-    /// Returns a dictionary of all values for each worker.
+    /// Returns a dictionary for each worker, with the fields of `WorkerInfo`.
     fn _workers<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let (index, mut turns) = (self.index(py)?, Turns::new(py));
         let infos = py.detach(|| index.infos());
@@ -483,7 +485,7 @@ impl NativeIndex {
         infos.into_iter().map(plain).collect()
     }
 
-    /// Returns the dictionary of one worker; None if it is unknown.
+    /// Returns the dictionary of one worker; None if the worker is unknown.
     fn _worker<'py>(&self, py: Python<'py>, source: &str, rank: i64) -> PyResult<Option<Bound<'py, PyDict>>> {
         let index = self.index(py)?;
         py.detach(|| index.info(source, rank))
@@ -491,7 +493,7 @@ impl NativeIndex {
             .transpose()
     }
 
-    /// Returns a dictionary of the values of the whole index.
+    /// Returns a dictionary of the values that concern the whole index.
     fn _totals<'py>(slf: &Bound<'py, Self>, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (index, now) = (slf.get().index(py)?, Self::now(slf)?);
         let (overlay, (bytes, records), ended) = py.detach(|| (index.speculated(now), index.bytes(), index.ended()));
@@ -515,7 +517,8 @@ impl NativeIndex {
         }))
     }
 
-    /// Returns the key of the block with this hash in a stream, of the rank that its batch has stated; None if the stream does not hold it.
+    /// Returns the key of a block by its hash in a stream. `stated` is the rank that the block's batch has stated. None if the stream does
+    /// not hold the block.
     fn _key_of(&self, py: Python<'_>, source: &str, rank: i64, stated: Option<i64>, hash: u64) -> PyResult<Option<u64>> {
         let index = self.index(py)?;
         Ok(py.detach(|| index.key_of(source, rank, stated, hash)))
@@ -546,8 +549,8 @@ impl NativeIndex {
         Ok(())
     }
 
-    /// Writes a snapshot to a new file without the GIL: a thread that waits for a locked stream can hold the GIL, so the lock's holder
-    /// must not wait for the GIL.
+    /// Writes a snapshot to a new file without the GIL. A thread that waits for the lock of a stream can hold the GIL, so the thread that
+    /// holds the lock must not wait for the GIL.
     fn _snapshot(&self, py: Python<'_>, path: PathBuf, workers: Option<Vec<(String, i64)>>) -> PyResult<()> {
         let index = self.undamaged(py)?;
         let write = || {
@@ -562,7 +565,7 @@ impl NativeIndex {
         Ok(py.detach(write)?)
     }
 
-    /// Restores a snapshot from `read`, which returns at most the requested number of bytes, and none at the end.
+    /// Restores a snapshot from the function `read`, which returns at most the requested number of bytes, and no bytes at the end.
     fn _restore(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<()> {
         let index = self.index(py)?;
         py.detach(|| snapshot::restore(index, Pieces::new(read)))

@@ -34,7 +34,7 @@ use routing::{Loads, Scorer, Ties};
 use smg::SmgSubscription;
 use turns::Turns;
 
-/// Returns the local hashes of the complete blocks of a prompt, or with `chained` their rolling keys.
+/// Returns the local hashes of the complete blocks of a prompt or, with `chained`, their rolling keys.
 #[pyfunction]
 fn hashes<'py>(
     tokens: &Bound<'py, PyAny>,
@@ -65,7 +65,7 @@ fn hashes<'py>(
     listed(py, &found)
 }
 
-/// Converts local hashes, from the root on, to rolling keys.
+/// Converts the local hashes of all blocks of a prompt, from the root on, to rolling keys.
 #[pyfunction]
 fn chained<'py>(hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
     let py = hashes.py();
@@ -83,7 +83,7 @@ fn listed<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> 
     Ok(list)
 }
 
-/// Returns the keys of the stored blocks of a payload with one event, the part of the seed that its salt contributes, and why keys are
+/// Returns three values for a payload with one store: the keys of its blocks, the salt's part of the seed, and the reason if keys are
 /// missing.
 #[pyfunction]
 fn stored_keys(
@@ -96,14 +96,14 @@ fn stored_keys(
     Ok((found.keys, found.salt, found.unkeyed))
 }
 
-/// Returns the tier of a medium, in any case of letters.
+/// Returns the tier of a medium, whose name is compared without regard to case.
 #[pyfunction]
 fn tier_of(medium: &str) -> String {
     placements::tier(medium)
 }
 
-/// Extracts the array of token ids with the key `name` from a JSON object. Returns the text with an empty array in its place, and
-/// the token ids as 32-bit numbers in native byte order. None if the full JSON decoder must read the text.
+/// Extracts the array of token ids with the key `name` from a JSON object. Returns the text with an empty array in its place, and the token
+/// ids as 32-bit numbers in native byte order. Returns None if the full JSON decoder must read the text.
 #[pyfunction]
 fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Option<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
     let bytes = text.as_bytes();

@@ -1,5 +1,5 @@
-//! Sends and receives many messages of three frames in one call, with the libzmq that pyzmq has loaded. Each call of pyzmq costs more
-//! than the call of libzmq inside it.
+//! Sends and receives many messages of three frames in one call, with the libzmq that pyzmq has loaded. This is faster than pyzmq, whose
+//! calls cost more than the calls of libzmq inside them.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::mem::MaybeUninit;
@@ -15,11 +15,11 @@ const DONTWAIT: c_int = 1;
 const SNDMORE: c_int = 2;
 /// Number of frames of a message: topic, number, payload.
 const FRAMES: usize = 3;
-/// Approximate limit of payload bytes that are read in one call. Copying them takes less time than a thread waits for the GIL.
+/// Approximate maximum number of payload bytes that one call reads. Copying them takes less time than a thread waits for the GIL.
 const MOST_BYTES: usize = 1 << 20;
 
-/// `zmq_msg_t`, of which libzmq initialises only some bytes. It can be moved, since libzmq copies messages byte by byte and stores no
-/// address of one.
+/// `zmq_msg_t`, of which libzmq initialises only some bytes. It can be moved, since libzmq copies messages byte by byte and does not store
+/// their addresses.
 #[repr(C, align(8))]
 struct Message([MaybeUninit<u8>; 64]);
 
@@ -32,7 +32,7 @@ type Data = unsafe extern "C" fn(*mut Message) -> *mut c_void;
 type Size = unsafe extern "C" fn(*const Message) -> usize;
 type Errno = unsafe extern "C" fn() -> c_int;
 
-/// Calls libzmq for many messages at once. A socket is given by the address that pyzmq calls `underlying`.
+/// Calls libzmq for many messages at once. Sockets are passed by their address, which pyzmq has as `Socket.underlying`.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Libzmq {
     send: Send,
@@ -49,8 +49,8 @@ pub(super) struct Libzmq {
 #[derive(Clone, Copy)]
 struct Socket(*mut c_void);
 
-// SAFETY: a libzmq socket can be used from another thread than before, by one thread at a time. Callers ensure that, as pyzmq requires:
-// the owner of the socket calls, and waits for the call to end.
+// SAFETY: a libzmq socket can be passed to another thread, but only one thread at a time can use it. Callers ensure this, as pyzmq
+// requires: the thread that owns the socket makes the call and waits until it ends.
 unsafe impl std::marker::Send for Socket {}
 
 /// A received frame, which is closed when it is dropped.
@@ -61,14 +61,14 @@ struct Frame<'a> {
 
 impl Drop for Frame<'_> {
     fn drop(&mut self) {
-        // SAFETY: it was initialised.
+        // SAFETY: the message was initialised.
         unsafe { (self.library.close)(&mut self.message) };
     }
 }
 
 impl Frame<'_> {
     fn bytes(&mut self) -> &[u8] {
-        // SAFETY: the message was initialised, and its data do not move while the message does not.
+        // SAFETY: the message was initialised, and its data stay in place as long as the message does.
         unsafe {
             let size = (self.library.size)(&self.message);
             match NonNull::new((self.library.data)(&mut self.message)) {
@@ -80,12 +80,12 @@ impl Frame<'_> {
 
     /// Whether another frame of the same message follows.
     fn has_more(&mut self) -> bool {
-        // SAFETY: it was received.
+        // SAFETY: the message was received.
         unsafe { (self.library.more)(&mut self.message) != 0 }
     }
 }
 
-/// The reason why a message was not received, or only in part.
+/// The reason why a message was not received completely.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
     /// No message is waiting.
@@ -153,7 +153,7 @@ impl Libzmq {
     #[new]
     fn new(module: &str) -> PyResult<Self> {
         let path = CString::new(module)?;
-        // SAFETY: a loaded file is not loaded again; the handle is never closed, so its symbols stay valid.
+        // SAFETY: the file is already loaded, so no code of it runs; the handle is never closed, so its symbols stay valid.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
         if handle.is_null() {
             return Err(PyOSError::new_err(format!("{module} is not loaded")));
@@ -200,8 +200,8 @@ impl Libzmq {
 
     /// Receives waiting messages, at most `limit` and about 1 MiB, without blocking.
     ///
-    /// Returns the payloads of at most `due` batches with this topic, numbered from `first` on, up to the first other message; that message
-    /// and all later ones; and whether the socket had no further message.
+    /// Returns three values: the payloads of batches with this topic that are numbered from `first` on, at most `due` and up to the first
+    /// other message; the frames of that message and all later ones; and whether the socket has no further message.
     fn receive<'py>(
         &self,
         py: Python<'py>,

@@ -43,30 +43,30 @@ impl WorkerMatch {
         self.worker.rank
     }
 
-    /// Tokens of the longest prefix that the worker holds, over all tiers.
+    /// Length in tokens of the prefix that the worker holds, over all tiers.
     #[getter]
     fn tokens(&self) -> u32 {
         self.tokens[LEVELS - 1]
     }
 
-    /// Tokens of the longest prefix that the worker certainly holds, on any tiers: fewer than `tokens` if some blocks might be gone.
+    /// Length in tokens of the prefix that the worker certainly holds, over all tiers: less than `tokens` if some blocks might be gone.
     ///
-    /// They were announced several times and removed less often, and some announcements might name the same copy.
+    /// Such blocks were announced several times and removed less often, and some of the announcements might be of the same copy.
     #[getter]
     fn certain(&self) -> u32 {
         self.certain[LEVELS - 1]
     }
 
-    /// Whether the worker certainly holds all of this match, on each tier.
+    /// Whether the worker certainly holds all tokens of this match, on each tier.
     ///
-    /// If not, `tokens` is an upper bound, or 0 if no bound is known: for models without full attention, or with full attention of several
-    /// block sizes, while their hash scheme is unknown.
+    /// If not, `tokens` is an upper bound, or 0 if no bound is known. No bound is known for models without full attention, or with full
+    /// attention of several block sizes, as long as their hash scheme is unknown.
     #[getter]
     fn is_certain(&self) -> bool {
         self.is_certain
     }
 
-    /// Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and continues in host memory.
+    /// Length of the prefix in tokens by tier, cumulative: that for `cpu` can begin on the GPU and continue in host memory.
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let tiers = PyDict::new(py);
@@ -119,7 +119,7 @@ impl Match {
         Ok(PyList::new(py, items)?.try_iter()?.into_any())
     }
 
-    /// The worker with the longest prefix; of several, the worker with most tokens on the fastest tiers. None without a match.
+    /// The match of the worker with the longest prefix and, among equal ones, with most tokens on the fastest tiers. None without a match.
     #[getter]
     fn best(&self) -> Option<WorkerMatch> {
         let rank = |hit: &&Hit| (hit.tokens[3], hit.tokens[0], hit.tokens[1], hit.tokens[2]);
@@ -138,8 +138,8 @@ impl Match {
         found.map(|hit| WorkerMatch::new(&self.found, hit))
     }
 
-    /// Returns `(source, rank, gpu, cpu, disk, tokens, certain, is_certain)` per worker, with cumulative tiers, without creating match
-    /// objects.
+    /// Returns `(source, rank, gpu, cpu, disk, tokens, certain, is_certain)` for each worker, without creating match objects. The tiers are
+    /// cumulative.
     fn rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let rows = PyList::empty(py);
         for hit in &self.found.hits {

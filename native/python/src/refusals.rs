@@ -1,4 +1,4 @@
-//! Exceptions of calls that cannot be answered, with their Python classes.
+//! Exceptions, of classes that are defined in Python, for calls that cannot be answered.
 
 use pyo3::prelude::*;
 
@@ -9,8 +9,8 @@ fn exception(py: Python<'_>, name: &str, text: &str) -> PyErr {
 
 /// The exception for an index that a panic has damaged.
 pub(super) fn damaged(py: Python<'_>) -> PyErr {
-    let text = "the index is damaged: an error of kvevents left it half changed, and what it would answer may be wrong; \
-                restore a snapshot, or begin with an empty index";
+    let text = "the index is damaged: an error of kvevents left it half changed, so its answers may be wrong; restore a snapshot, or begin \
+                with an empty index";
     exception(py, "DamagedIndexError", text)
 }
 

@@ -55,11 +55,11 @@ impl Scorer {
 
     /// Returns the scores of workers for a prompt of `length` tokens, and the positions of the equally best ones.
     ///
-    /// For each worker `tokens` is the prefix over all tiers, `certain` the part of it that is certainly held, and `tiers` the prefix on
-    /// each tier including faster ones. `believed` is from 0 to 1; `inexact` are the tiers of a worker, by its position, whose tokens
-    /// might all be gone.
+    /// For each worker, `tokens` has the length of the prefix over all tiers, `certain` that of its certain part, and `tiers` the length on
+    /// each tier including faster tiers. `believed` has the weight of the worker's trust, from 0 to 1. `inexact` has, by the position of a
+    /// worker, the tiers whose tokens might all be gone.
     #[pyo3(signature = (length, tokens, certain, tiers, believed, work, requests, inexact=HashMap::new()))]
-    // Python builds one list for each part of a candidate faster than other forms.
+    // Python can build one list for each value of all candidates faster than objects for the candidates.
     #[allow(clippy::too_many_arguments)]
     fn weigh(
         &self,
@@ -134,13 +134,14 @@ impl Scorer {
     }
 }
 
-/// Positions of the workers with the smallest score.
+/// Positions of the workers with the smallest distance.
 #[pyfunction]
 pub(super) fn nearest(distances: Vec<u8>) -> Vec<usize> {
     score::nearest(&distances)
 }
 
-/// Chooses among equally good workers in rotation. Any thread can call it. No thread waits for its lock, which is taken with the GIL alone.
+/// Chooses among equally good workers in rotation. Any thread can call it. No thread waits for its lock, since each holds the GIL while it
+/// has the lock.
 #[pyclass(frozen, module = "kvevents.routing")]
 pub(super) struct Ties {
     pub(super) ties: kvevents_routing::Ties,
@@ -181,20 +182,20 @@ impl Ties {
         Ok(())
     }
 
-    /// Maximum number of workers whose last choice is stored.
+    /// Number of workers whose last choice is stored.
     #[getter]
     fn remembered(&self) -> usize {
         self.ties.remembered()
     }
 }
 
-/// A worker is stored by its hash, since a client chooses the length of its name.
+/// The key by which a worker is stored: its hash, since clients can choose names of any length.
 fn key(worker: &Bound<'_, PyAny>) -> PyResult<u64> {
     Ok(worker.hash()? as u64)
 }
 
-/// The work of workers: the load that their engines report, reservations and selections. Any thread can call it. Each method releases the
-/// GIL, since native threads hold its lock too.
+/// The work of workers: the requests that their engines report, reservations and selections. Any thread can call it. Each method releases
+/// the GIL, since native threads hold the lock of this object too.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Loads {
     pub(super) loads: Arc<kvevents_routing::Loads>,
@@ -202,7 +203,7 @@ pub(super) struct Loads {
 
 #[pymethods]
 impl Loads {
-    /// Readings that are older than `max_age` seconds do not count. At most `max_reservations` are open.
+    /// Readings older than `max_age` seconds do not count. At most `max_reservations` reservations can be open.
     #[new]
     #[pyo3(signature = (max_age, max_reservations=65_536))]
     fn new(max_age: f64, max_reservations: usize) -> PyResult<Self> {
@@ -210,7 +211,7 @@ impl Loads {
         Ok(Self { loads: Arc::new(loads) })
     }
 
-    /// Stores the requests of a worker, which its engine has reported `age` seconds ago.
+    /// Stores the number of requests that the engine of a worker reported `age` seconds ago.
     #[pyo3(signature = (source, rank, requests, age=0.0))]
     fn report(&self, py: Python<'_>, source: &str, rank: i64, requests: f64, age: f64) -> PyResult<()> {
         let age = seconds(age)?;
@@ -228,7 +229,8 @@ impl Loads {
         py.detach(|| self.loads.remove(source, rank));
     }
 
-    /// The requests of a worker: the reported number, corrected by requests that have begun and ended since; None without a recent report.
+    /// The number of requests of a worker: the reported number, corrected by requests that have begun and ended since. None without a
+    /// recent report.
     fn requests(&self, py: Python<'_>, source: &str, rank: i64) -> Option<f64> {
         py.detach(|| self.loads.requests(source, rank))
     }

@@ -10,8 +10,9 @@ use kvevents_smg::{Arrival, Subscription};
 
 use super::data_plane::copied;
 
-/// The number of an arrival that is not a batch: a call has begun, or one has ended.
+/// The number of the arrival of the beginning of a call.
 const CONNECTED: i64 = -1;
+/// The number of the arrival of the end of a call.
 const DISCONNECTED: i64 = -2;
 
 /// A subscription to the KV cache events of a worker of SMG.
@@ -22,8 +23,8 @@ pub(super) struct SmgSubscription {
 
 #[pymethods]
 impl SmgSubscription {
-    /// Begins to call the worker at `address`, `HOST:PORT`. A copy of the socket `waker` is written to when something arrives. Raises
-    /// ValueError for an invalid address, and OSError.
+    /// Begins to call the worker at `address`, `HOST:PORT`. When an item arrives, a byte is written to the socket `waker`, whose descriptor
+    /// is duplicated. Raises ValueError for an invalid address, and OSError.
     #[new]
     fn new(address: &str, waker: i32) -> PyResult<Self> {
         let waker = UnixStream::from(copied(waker)?);
@@ -31,8 +32,8 @@ impl SmgSubscription {
         Ok(Self { subscription })
     }
 
-    /// Returns up to `limit` arrivals as numbers and bytes: the number and the payload of a batch, -1 for a call that has begun, -2
-    /// and the reason for one that has ended.
+    /// Returns up to `limit` arrivals, each a number with bytes: number and payload of a batch, -1 if a call has begun, -2 and the reason
+    /// if a call has ended.
     fn take<'py>(&self, py: Python<'py>, limit: usize) -> Vec<(i64, Bound<'py, PyBytes>)> {
         let arrivals = py.detach(|| self.subscription.take(limit));
         let pairs = arrivals.into_iter().map(|arrival| match arrival {
@@ -43,7 +44,7 @@ impl SmgSubscription {
         pairs.collect()
     }
 
-    /// Ends the call and begins another one, which brings everything again.
+    /// Ends the call and begins another one, in which the worker sends everything again.
     fn restart(&self, py: Python<'_>) {
         py.detach(|| self.subscription.restart());
     }

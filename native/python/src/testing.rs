@@ -1,5 +1,5 @@
-//! Functions for tests, which no wheel contains: events as the scanner or the tolerant decoder reads them, to compare with Python's
-//! decoder, and counters.
+//! Functions for tests, which no wheel contains: counters, and events as the scanner or the tolerant decoder reads them, which tests
+//! compare with those of Python's decoder.
 
 use std::sync::atomic::Ordering;
 
@@ -14,7 +14,7 @@ use kvevents_index::testing::{Described, OwnedExtra, OwnedId, describe, describe
 use kvevents_index::wire::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::wire::scan::{self, Kind, Schema};
 
-/// Number of times that calls have let other Python threads run, and checked for signals, during work with Python objects.
+/// Number of times that calls have let other Python threads run and checked for signals, during work with Python objects.
 #[pyfunction]
 pub(super) fn turns() -> usize {
     super::turns::TURNS.load(Ordering::Relaxed)
@@ -99,7 +99,7 @@ fn extra_of<'py>(py: Python<'py>, extra: &OwnedExtra) -> PyResult<Bound<'py, PyA
 
 /// Reason, detail, position, first bytes and count of a rejection.
 type Rejected<'py> = (&'static str, String, Option<usize>, Bound<'py, PyBytes>, usize);
-/// Timestamp, rank, events, rejections, and the events in the form for an index.
+/// Timestamp, rank, events, rejections, and the events as a payload for an index.
 type Decoded<'py> = (
     f64,
     Option<i128>,

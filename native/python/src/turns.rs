@@ -24,10 +24,10 @@ impl Signals {
     }
 }
 
-/// Work with Python objects between two releases of the GIL, in integers read or created: about two milliseconds.
+/// Work with Python objects between two releases of the GIL, measured in integers that are read or created. It takes about 2 ms.
 const WORK_PER_TURN: usize = 1 << 16;
 
-/// Number of times that a call has released the GIL.
+/// Number of times that calls have released the GIL.
 #[cfg(feature = "testing")]
 pub(super) static TURNS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
@@ -43,7 +43,8 @@ impl<'py> Turns<'py> {
         Self { py, left }
     }
 
-    /// Counts work. State that the GIL protects can have changed afterwards. Raises the exception of a signal handler.
+    /// Counts work, and releases the GIL when it is due: other threads can then change state that the GIL protects. Raises the exception of
+    /// a signal handler.
     #[inline]
     pub(super) fn spend(&mut self, work: usize) -> PyResult<()> {
         if self.left > work {
