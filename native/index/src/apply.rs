@@ -122,7 +122,7 @@ impl Stream {
         };
         for some in hashes.chunks(WORK_PER_HOLD) {
             self.remove(writer, some, placement, &mut work.targets);
-            if self.remove_some_blocks(writer) {
+            if self.remove_all_after_skipped_removal(writer) {
                 return self.set_aside("too-many-alike");
             }
             self.spend(writer, some.len());

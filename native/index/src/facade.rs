@@ -186,7 +186,7 @@ pub struct Clear {
     pub tier: Option<Tier>,
 }
 
-/// Outcome of a batch or an event that was accepted.
+/// Outcome of a batch or an event that caused no error.
 #[derive(Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Applied {
@@ -265,13 +265,13 @@ impl Scope {
 /// Tokens of the longest prefix that a worker holds. Each tier includes the blocks of faster tiers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tokens {
-    /// On the device alone.
+    /// Tokens on the device only.
     pub gpu: u32,
-    /// On the device or the host.
+    /// Tokens on the device or the host.
     pub cpu: u32,
-    /// On the device, the host, disks or remote stores.
+    /// Tokens on the device, the host, disks or remote stores.
     pub disk: u32,
-    /// On any medium, also on media with unknown names.
+    /// Tokens on any medium, including media with unknown names.
     pub any: u32,
 }
 

@@ -104,7 +104,8 @@ impl Groups {
     #[inline]
     pub fn learn(&mut self, number: i64, kind: GroupKind, size: u32) -> bool {
         match self.groups.iter_mut().find(|group| group.number == number) {
-            // Entries inside a block (`cache_partial_block`) have the size of their last hash unit.
+            // A store of a part of a block (`cache_partial_block`) states the size of the part's last hash unit, so the largest size
+            // counts.
             Some(group) if group.kind == kind && group.size >= size => return false,
             Some(group) => (group.kind, group.size) = (kind, size.max(group.size)),
             None => {

@@ -59,7 +59,8 @@ pub fn seed(lora: u64, salt: u64) -> u64 {
     SEED.wrapping_add(lora).wrapping_add(salt)
 }
 
-/// A multimodal identifier: the first 16 digits of a hex digest, as in Dynamo, and the hash of any other text.
+/// The number for a textual identifier of a multimodal item: the first 16 digits of a hexadecimal digest, as in Dynamo, or the hash of any
+/// other text.
 pub fn item_text(id: &str) -> u64 {
     if id.len() == 64 && id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
         return u64::from_str_radix(&id[..16], 16).unwrap_or(0);
@@ -67,7 +68,7 @@ pub fn item_text(id: &str) -> u64 {
     xxh3_64(id.as_bytes())
 }
 
-/// A multimodal identifier that consists of bytes.
+/// The number for an identifier of a multimodal item that consists of bytes.
 pub fn item_bytes(id: &[u8]) -> u64 {
     xxh3_64(id)
 }

@@ -4,7 +4,7 @@
 mod facade;
 mod step_counter;
 
-// For the other crates of kvevents: they can change in any release.
+// These modules are for the other crates of kvevents, and can change in any release.
 #[doc(hidden)]
 pub mod apply;
 #[doc(hidden)]

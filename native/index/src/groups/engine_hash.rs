@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::xxh3_128;
 
 /// The seed of vLLM's sha256 hashes when `PYTHONHASHSEED` is not set, and the value of that variable that deployments set most often.
 const SEEDS: [&str; 2] = ["vllm-none-hash", "0"];
-/// Maximum number of tokens after a block that a hash may cover; in vLLM their number is that of its multi-token predictor.
+/// Maximum number of tokens after a block that a hash may cover. In vLLM, its multi-token predictor determines the number.
 pub const MAX_LOOKAHEAD: usize = 64;
 /// Maximum number of hash units of one block: 256 tokens in units of 4.
 const MAX_UNITS: u32 = 64;
@@ -45,7 +45,7 @@ const ALGORITHMS: [Algorithm; 4] = [
     },
 ];
 
-/// The first algorithm that is available.
+/// Position in `ALGORITHMS` of the first algorithm that is available.
 const FIRST_ALGORITHM: usize = if cfg!(feature = "sha256") { 0 } else { 2 };
 
 #[cfg(feature = "sha256")]
@@ -291,14 +291,15 @@ impl EngineHash {
 /// The first block of a prompt as an engine announced it, without LoRA, salt and multimodal items.
 #[derive(Clone, Debug)]
 pub struct Sample {
-    /// Tokens of the block, and the tokens behind it that its hash covers.
+    /// Tokens of the block, and the tokens after it that its hash covers.
     tokens: Box<[u32]>,
     size: u32,
     hash: u64,
 }
 
 impl Sample {
-    /// The first block of a store that begins at a root, and the tokens behind it that its hash covers. None if there are too many.
+    /// Creates a sample from the first block of a prompt, and the tokens after the block that its hash covers. Returns None if there are
+    /// too many tokens.
     pub fn from_block(block: &[u32], lookahead: &[u32], hash: u64) -> Option<Self> {
         let fits = !block.is_empty() && block.len() <= MAX_SAMPLE && lookahead.len() <= MAX_LOOKAHEAD;
         fits.then(|| Self {

@@ -95,7 +95,7 @@ pub struct Sets {
     free: Vec<u32>,
     lookup: ShardedTable<u32>,
     scratch: Vec<Word>,
-    /// Words of all sets, as `resident_words` counts them.
+    /// Number of words of all sets in memory, as `resident_words` counts them.
     words: usize,
     births: u64,
     secret: Secret,
@@ -103,7 +103,7 @@ pub struct Sets {
     changed: Vec<u32>,
 }
 
-/// The hash of a set; keyed, since clients that register streams choose the order of their numbers.
+/// The hash of a set. It depends on a secret, since clients that register streams choose the order of the streams' numbers.
 fn hash_of(secret: Secret, words: &[Word]) -> u64 {
     words.iter().fold(words.len() as u64, |hash, word| {
         secret.place(secret.place(hash ^ u64::from(word.at)) ^ word.bits)

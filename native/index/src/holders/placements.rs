@@ -144,7 +144,7 @@ struct Entry {
 pub struct Placements {
     entries: Vec<Entry>,
     levels: Vec<u8>,
-    /// All levels in use are below this one.
+    /// One more than the highest level in use.
     depth: usize,
 }
 

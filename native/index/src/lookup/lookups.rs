@@ -79,7 +79,8 @@ impl Scope {
 pub struct Matches {
     /// The match of each worker.
     pub hits: Vec<Hit>,
-    /// The certain match of each worker for which it is shorter than the hit, by stream: blocks might be gone, or are only expected.
+    /// The certain match of each worker, by stream, if it is shorter than the worker's hit: some blocks might be gone, or are only
+    /// expected.
     uncertain: Vec<Hit>,
     /// Streams for which not even an upper bound of the match is known.
     unknown: Vec<u32>,
@@ -104,7 +105,7 @@ impl Matches {
         self.certain(hit) == hit.tokens && !self.unknown.contains(&hit.stream)
     }
 
-    /// Keeps only the certain matches that are shorter than the possible ones.
+    /// Stores those certain matches that are shorter than the hits of their streams.
     fn compare(&mut self, mut certain: Vec<Hit>) {
         if certain.is_empty() {
             return;

@@ -625,7 +625,7 @@ impl Walk {
 
 /// Maximum number of words of holders that one lookup reads for its searches, while writers wait: about two milliseconds.
 const MAX_READS: usize = 1 << 20;
-/// Words that are read in the time of a step.
+/// Number of words that are read in the time of one step.
 const WORDS_PER_STEP: usize = 8;
 /// Number of words that take as much memory as one change.
 const WORDS_PER_CHANGE: usize = 4;

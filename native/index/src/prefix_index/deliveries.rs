@@ -196,7 +196,7 @@ impl PrefixIndex {
             };
             let stream: Arc<Mutex<Stream>> = match found {
                 Some((stream, false)) => stream,
-                // So far another stream carried this rank, but now the rank has a stream at the source.
+                // So far another stream carried this rank. This delivery shows that the rank now has its own delivered stream.
                 Some(_) => {
                     self.remove_ranks(source, |other| other.rank == rank && other.carrier.is_some());
                     continue;

@@ -1,4 +1,5 @@
-//! The registry: streams by worker, their models, and the incarnations that removed workers must exceed (fences).
+//! The registry: streams by worker, the models of workers, and fences, which are the incarnations that deliveries of removed workers must
+//! exceed.
 
 use std::collections::BTreeSet;
 use std::collections::VecDeque;

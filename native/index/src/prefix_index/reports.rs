@@ -29,7 +29,7 @@ pub struct Info {
     pub incarnation: i64,
     /// Number of the worker's last batch.
     pub last: i64,
-    /// Blocks that wait.
+    /// Number of blocks that wait for their parent or their tokens.
     pub orphans: usize,
     /// Maximum number of copies beyond the first copy of each block.
     pub copies: usize,

@@ -33,7 +33,7 @@ fn payload(kind: &str) -> Vec<u8> {
     batch(&[map(kind, fields)])
 }
 
-/// MessagePack: an array of numbers of up to 64 bits.
+/// A MessagePack array of numbers of up to 64 bits.
 fn array(numbers: impl ExactSizeIterator<Item = u64>) -> Vec<u8> {
     let mut out = vec![0xDC];
     out.extend((numbers.len() as u16).to_be_bytes());

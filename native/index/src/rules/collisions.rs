@@ -138,7 +138,7 @@ impl Collisions {
         self.examinations = self.examinations.saturating_sub(examinations);
     }
 
-    /// Whether all blocks of a hash may be examined. False if no examinations remain, and the hash has more than a few blocks.
+    /// Whether all blocks of a hash may be examined. False only if no examinations remain and the hash has more than `MIN_EXAMINED` blocks.
     #[inline]
     pub fn may_examine(&self, hash: u64) -> bool {
         self.examinations > 0 || self.lists.get(&hash).is_none_or(|list| list.len() <= MIN_EXAMINED)

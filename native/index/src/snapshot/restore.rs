@@ -146,7 +146,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(())
     }
 
-    /// The number in the shared part of the placement that the file names next.
+    /// Reads the number of a placement in the file. Returns the placement's number in the shared part.
     fn placement_named(&mut self, stream: &mut Stream) -> Result<u16, Failure> {
         let at = self.from.below(self.placements.len() as u64, "placement")?;
         let (placement, number) = &mut self.placements[at as usize];
@@ -328,7 +328,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         }
     }
 
-    /// The number in the shared part of the context that the file names next.
+    /// Reads the number of a context in the file. Returns the context's number in the shared part.
     fn context_named(&mut self) -> Result<u32, Failure> {
         let at = self.from.below(self.contexts.len() as u64, "context")?;
         Ok(self.contexts[at as usize])

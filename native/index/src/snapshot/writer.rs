@@ -27,8 +27,8 @@ use super::{
 
 /// Number of bytes that are added to the buffer under one lock of the shared part: about 4,000 blocks.
 const HOLD_BYTES: usize = 1 << 16;
-/// Minimum number of records whose blocks are written at once if the stream has more foreign hashes than this; a 32nd of all records if
-/// that is more.
+/// Number of records in a window if the stream has more foreign hashes than that; or a 32nd of all records if that is more. Only the
+/// foreign hashes of one window are sorted at a time.
 const MIN_WINDOW: usize = 1 << 16;
 /// Number of list elements that are written between two checks for a complete frame.
 const ELEMENTS_PER_CHECK: usize = 1 << 14;

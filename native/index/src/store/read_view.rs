@@ -77,7 +77,7 @@ impl View {
         }
     }
 
-    /// The position of a key in the tables.
+    /// A key, mixed with the secret of this index, by which the tables place it.
     #[inline]
     pub fn mixed(&self, key: u64) -> TableHash {
         TableHash::from(self.secret.place(key))

@@ -30,7 +30,7 @@ const LINKED: u32 = 1 << 31;
 const TWIN: u32 = 1 << 30;
 const _: () = assert!(MAX_CONTEXTS <= TWIN, "a flag would be part of the number of a context");
 
-/// Set number of a free slot.
+/// The number that a free slot has in place of the number of a set.
 const FREE: u32 = u32::MAX;
 /// Number of bits of a slot's position in its chunk. It is as small as possible for the model checker, which keeps a history of each atomic
 /// number.

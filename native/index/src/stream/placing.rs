@@ -1,4 +1,4 @@
-//! Stores of a stream: new blocks, and further copies of blocks that it holds.
+//! Applies stores to a stream: adds new blocks, and further copies of blocks that it holds.
 
 use super::{Foreign, Stream, is_block};
 use crate::holders::copies::Copies;

@@ -335,7 +335,7 @@ impl Stream {
     }
 
     /// Removes every block if a removal was skipped, since the block that is gone must not match. Returns whether blocks were removed.
-    pub fn remove_some_blocks(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
+    pub fn remove_all_after_skipped_removal(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
         let is_spent = self.collisions.take_skipped();
         if is_spent {
             self.remove_all(writer);
@@ -367,7 +367,8 @@ fn in_removal_order(numbers: impl Iterator<Item = u32>, count: usize, bound: u32
     found
 }
 
-/// If the index has more than this many times the records of the stream, these are sorted in a list instead of marked in a bitmap.
+/// If the index has more than this many times as many records as the stream, the stream's records are sorted in a list instead of marked in
+/// a bitmap.
 const SORT_RATIO: usize = 64;
 
 /// A hash to remove.

@@ -89,7 +89,7 @@ pub struct Rejected {
 }
 
 impl Rejected {
-    /// Whether this rejection loses events; that of an invalid timestamp or rank does not.
+    /// Whether this rejection loses events. The rejection of a timestamp or of a rank loses none.
     pub fn loses_events(&self) -> bool {
         self.index.is_some() || !matches!(self.reason, Reason::BadTimestamp | Reason::BadRank)
     }

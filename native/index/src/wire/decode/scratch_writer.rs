@@ -1,4 +1,4 @@
-//! Decoded events in the form in which `scan` leaves them.
+//! Writes decoded events in the form in which `scan` leaves events.
 
 use crate::keys;
 use crate::step_counter;

@@ -48,7 +48,7 @@ const REMOVED_MAP: &[&str] = &[
     "heartbeat",
     "block_digests",
 ];
-/// Fields of array clears after the tag, which only kvevents sends.
+/// Fields of array clears after the tag; only kvevents sends these fields.
 pub const CLEARED_ARRAY: &[&str] = &["medium", "group_idx"];
 const CLEARED_MAP: &[&str] = &["medium", "group_idx"];
 /// Tags of events that do not change which blocks are resident. `kvevents.wire.dialects.NEUTRAL_KINDS` has the same tags.

@@ -30,7 +30,7 @@ fn unhex(digits: &str) -> Vec<u8> {
         .collect()
 }
 
-/// Release, case and payload of the goldens.
+/// Release, case and payload of each golden payload.
 fn goldens() -> Vec<(&'static str, &'static str, Vec<u8>)> {
     let lines = include_str!("../../../../../tests/data/dialects.jsonl").lines();
     lines
