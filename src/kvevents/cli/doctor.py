@@ -44,15 +44,15 @@ def run(args: Namespace) -> int:
     subject: dict[str, Any]
     if args.endpoint is None:
         service = ServiceChecks(make_client(args))
-        found = _collect(service.findings(), console, quiet=quiet)
+        findings = _collect(service.findings(), console, quiet=quiet)
         subject = {"service": args.service, "version": service.version}
     else:
         engine = EngineChecks(read_sources(args)[0], StopSignal(), args.duration, searches=not args.no_replay)
-        found = _collect(engine.findings(), console, quiet=quiet)
+        findings = _collect(engine.findings(), console, quiet=quiet)
         subject = {"endpoint": engine.source.endpoint, "replay_endpoint": engine.source.replay_endpoint}
-    verdict = worst(found)
-    if not write_record(subject | {"verdict": verdict, "findings": found}, args.output, console):
-        counts = Counter(finding.verdict for finding in found)
+    verdict = worst(findings)
+    if not write_record(subject | {"verdict": verdict, "findings": findings}, args.output, console):
+        counts = Counter(finding.verdict for finding in findings)
         totals = ", ".join(f"{counts[severity]} {severity.value}" for severity in Severity)
         console.line(Span(f"{verdict.value:<6}", _STYLES[verdict]), totals)
     bad = {Severity.FAIL, Severity.WARN} if args.strict else {Severity.FAIL}
@@ -60,15 +60,15 @@ def run(args: Namespace) -> int:
 
 
 def _collect(findings: Iterable[CheckResult], console: Console, *, quiet: bool) -> list[CheckResult]:
-    found: list[CheckResult] = []
+    collected: list[CheckResult] = []
     for finding in findings:
-        found.append(finding)
+        collected.append(finding)
         if not quiet:
             verdict = Span(f"{finding.verdict.value:<6}", _STYLES[finding.verdict])
             console.line(verdict, Span(f"{finding.check:<10}", "bold"), finding.text)
             if finding.advice:
                 console.line(" " * 18, Span(f"-> {finding.advice}", "name"))
-    return found
+    return collected
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -163,8 +163,8 @@ class SettingsParser(Generic[T]):
         self._prefix: Final = f"KVEVENTS_{command.upper()}_"
         self._flags: Final = flags or {}
         self._tables: Final = tables or {}
-        found = (each for each in self._settings(kind, "") if each.path not in without)
-        self.settings: Final = {each.path: each for each in found}
+        settings = (each for each in self._settings(kind, "") if each.path not in without)
+        self.settings: Final = {each.path: each for each in settings}
         self._undeclared = dict(self.settings)
         """Settings whose options are not declared yet."""
         self._shown: Final[list[tuple[Setting, argparse.Action]]] = []
@@ -212,15 +212,15 @@ class SettingsParser(Generic[T]):
 
     def _variables(self, environ: Mapping[str, str]) -> dict[str, GivenValue]:
         known = {each.variable: each for each in self.settings.values()}
-        found: dict[str, GivenValue] = {}
+        values: dict[str, GivenValue] = {}
         for name, text in environ.items():
             if not name.startswith(self._prefix) or _SERVICE_LINK.match(f"{name.removeprefix(self._prefix)}={text}"):
                 continue
             if name not in known:
                 raise ConfigError(f"unknown variable {name}{suggestion(name, known).removesuffix(';')}")
             setting = known[name]
-            found[setting.path] = GivenValue(setting.read_variable(text), name)
-        return found
+            values[setting.path] = GivenValue(setting.read_variable(text), name)
+        return values
 
     def _settings(self, kind: type[msgspec.Struct], table: str) -> Iterator[Setting]:
         self.alternatives.extend(f"{table}.{name}".lstrip(".") for name in getattr(kind, "ALTERNATIVES", ()))
@@ -234,9 +234,9 @@ class SettingsParser(Generic[T]):
             flag = "--" + re.sub(r"[._]", "-", f"{prefix}.{field.name}" if prefix else field.name)
             variable = self._prefix + (path if prefix else field.name).upper().replace(".", "_")
             default = self.defaults.get(path, field.default)
-            found = Setting(path, flag, variable, field.type, default, partial(_text, kind, field.name))
-            found.flag = self._flags.get(path, found.flag)
-            yield found
+            setting = Setting(path, flag, variable, field.type, default, partial(_text, kind, field.name))
+            setting.flag = self._flags.get(path, setting.flag)
+            yield setting
 
 
 class GivenValue(NamedTuple):
@@ -251,12 +251,12 @@ class SettingsValues(Generic[T]):
     """The settings given to a command, as nested tables, and the origin of each value."""
 
     def __init__(self, parser: SettingsParser[T], file: Path | None) -> None:
-        found = {} if file is None else read_toml(file)
+        table = {} if file is None else read_toml(file)
         if parser.within is not None:
-            found = found.get(parser.within, {})
-            if not isinstance(found, dict):
+            table = table.get(parser.within, {})
+            if not isinstance(table, dict):
                 raise ConfigError(f"{file}: {parser.within} is not a table")
-        self.in_file: Final[dict[str, Any]] = found
+        self.in_file: Final[dict[str, Any]] = table
         self._tables: Final = {**parser.defaults, **copy.deepcopy(self.in_file)}
         self._parser: Final = parser
         self._file: Final = file
@@ -371,8 +371,8 @@ def worker_source(text: str) -> dict[str, Any]:
     if "=" not in text:
         raise ConfigError(f"invalid worker {text!r}: expected NAME=tcp://HOST:PORT")
     source = engine(text)
-    found = {"instance": source.name, "rank": source.rank, "endpoint": source.endpoint}
-    return found if source.replay_endpoint in {None, source.endpoint} else {**found, "replay_endpoint": source.replay_endpoint}
+    replay = {} if source.replay_endpoint in {None, source.endpoint} else {"replay_endpoint": source.replay_endpoint}
+    return {"instance": source.name, "rank": source.rank, "endpoint": source.endpoint, **replay}
 
 
 def dns_source(text: str) -> dict[str, Any]:

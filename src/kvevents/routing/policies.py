@@ -254,7 +254,7 @@ class PrefixAwareSettings:
     """Settings of `PrefixAware`."""
 
     wait_weight: float = 0.15
-    """Weight of a token that waits; a token to compute has 1. At least 0. With 1 only the TTFT of this request counts."""
+    """Weight of a token that waits, if a token to compute has 1; at least 0. With 1 only the TTFT of this request counts."""
     load_weight: float = 0.05
     """Cost of a load that equals the mean of all candidates, if computing the whole prompt costs 1; at least 0. If both weights
     are 0, only caches count."""

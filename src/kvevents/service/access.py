@@ -34,7 +34,7 @@ class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A bearer token, from exactly one of `token`, `token_file` and `token_env`. Raises `ConfigError` otherwise."""
 
     role: Literal["read", "register"]
-    """`read` for questions, `register` to register and unregister engines as well."""
+    """`read` for queries, `register` to register and unregister engines as well."""
     token: str | None = None
     """The token itself; a file or a variable keeps it out of the configuration."""
     token_file: str | None = None
@@ -153,7 +153,7 @@ class Hosts(Struct, frozen=True):
 
 
 def parse_hosts(patterns: Sequence[str]) -> Hosts:
-    """Parse `allowed_hosts`: names, addresses, networks such as `10.0.0.0/8`, and `*.SUFFIX` for all names that end so.
+    """Parse `allowed_hosts`: names, addresses, networks such as `10.0.0.0/8`, and `*.SUFFIX` for all names with this suffix.
 
     Raises `ConfigError` for anything else.
     """

@@ -308,7 +308,7 @@ class Service:
         return "engines are expected, and none is registered or found so far" if expects and not self.fleet.members else ""
 
     def _what_is_missing(self, members: int, exact: int, caught_up: int) -> str:
-        """Return a condition of readiness that is not met, which counts until the deadline; empty if all are met."""
+        """Return a condition of readiness that is not met (all of them count until the deadline only); empty if all are met."""
         if not self.index_source.has_found_engines:
             return "not every way of discovery has answered"
         if members < (count := self.settings.ready.expected):

@@ -67,16 +67,16 @@ class FileProvider:
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
         """Yield the engines of the file, at first and after each change."""
-        found = Finding()
-        seen: _Stamp | str = "never"
+        finding = Finding()
+        read_stamp: _Stamp | str = "never"
         while True:
             stamp = await asyncio.to_thread(file_stamp, self.path)
-            if stamp != seen:
-                read = await asyncio.to_thread(self._load, found)
+            if stamp != read_stamp:
+                newest = await asyncio.to_thread(self._load, finding)
                 # If the file was written during the read, it may have been read in part. Then the next check reads it again.
                 if stamp == await asyncio.to_thread(file_stamp, self.path):
-                    seen, found = stamp, read
-                    yield found
+                    read_stamp, finding = stamp, newest
+                    yield finding
             await self.clock.sleep(jittered(self.interval, self.clock.random))
 
     def _load(self, known: Finding) -> Finding:
@@ -90,10 +90,10 @@ class FileProvider:
 def file_stamp(path: Path) -> _Stamp:
     """Return a value for the content of a file, which differs after each change and each replacement."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def read_sources(path: Path, *, only_sources: bool = True, max_bytes: int = MAX_FILE_BYTES) -> list[SourceTable]:
@@ -123,13 +123,13 @@ def _read(path: Path, *, only_sources: bool, max_bytes: int) -> list[Any]:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ConfigError(f"it has more than {max_bytes} bytes")
-    found = parse_toml(content.decode("utf-8"))
+    fields = parse_toml(content.decode("utf-8"))
     if not only_sources:
-        found.setdefault("sources", [])
-    elif unknown := sorted(found.keys() - {"sources"}):
+        fields.setdefault("sources", [])
+    elif unknown := sorted(fields.keys() - {"sources"}):
         raise ConfigError(f"unknown key {unknown[0]!r}; a file of sources has [[sources]] tables and nothing else")
-    if "sources" not in found:
+    if "sources" not in fields:
         raise ConfigError("it has no [[sources]]: write sources = [] for an empty list")
-    if not isinstance(found["sources"], list):
+    if not isinstance(fields["sources"], list):
         raise ConfigError("sources is one table: write [[sources]], in double brackets")
-    return found["sources"]
+    return fields["sources"]

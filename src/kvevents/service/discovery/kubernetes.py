@@ -47,7 +47,7 @@ class _Reading(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KubernetesProvider:
-    """Finds the engines in the pods of namespaces. Raises `MissingDependencyError` without kubernetes_asyncio."""
+    """Finds the engines in pods of the namespaces. Raises `MissingDependencyError` without kubernetes_asyncio."""
 
     settings: KubernetesSettings
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)

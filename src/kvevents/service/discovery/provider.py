@@ -109,10 +109,10 @@ def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
         raise ConfigError(f"invalid {field} {endpoint!r}: expected tcp://HOST:PORT or ipc://PATH")
     if transport != "tcp":
         return
-    found = split_tcp(tcp_of(endpoint))
-    if found is None or not 0 < found[1] <= MAX_PORT:
+    target = split_tcp(tcp_of(endpoint))
+    if target is None or not 0 < target[1] <= MAX_PORT:
         raise ConfigError(f"invalid {field} {endpoint!r}: it needs a port from 1 to {MAX_PORT}")
-    if found[0] in WILDCARDS and not bind:
+    if target[0] in WILDCARDS and not bind:
         hint = "write the engine's host, or set bind = true"
         raise ConfigError(f"invalid {field} {endpoint!r}: a wildcard host cannot be connected to; {hint}")
 
@@ -186,14 +186,14 @@ class BaseUrl(Struct, frozen=True):
         """
         try:
             parts = urlsplit(urljoin(str(self), location))
-            found = self._of(parts, parts.port)
+            target = self._of(parts, parts.port)
         except ValueError as error:
             raise EngineQueryError(f"{self} redirects to {location!r}, which is not a valid URL") from error
-        is_upgrade = (self.port, found.port) == (_PORTS["http"], _PORTS["https"]) and found.scheme == "https"
-        is_same = found.host == self.host and (found.port == self.port or is_upgrade)
-        if not (is_same or other_hosts) or found.scheme not in {self.scheme, "https"}:
+        is_upgrade = (self.port, target.port) == (_PORTS["http"], _PORTS["https"]) and target.scheme == "https"
+        is_same = target.host == self.host and (target.port == self.port or is_upgrade)
+        if not (is_same or other_hosts) or target.scheme not in {self.scheme, "https"}:
             raise EngineQueryError(f"{self} redirects to {location!r}, which is another server: name that one as base_url")
-        return found
+        return target
 
 
 # --- tables
@@ -235,30 +235,30 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ranks = [RankEndpoint(self.rank + index, own, self.replay_endpoint_of(index, own)) for index, own in enumerate(owns)]
         return tuple(self.registration(instance, self.model, rank) for rank in ranks)
 
-    def registration(self, instance: str, model: str, found: RankEndpoint) -> Registration:
-        """Return the registration of one rank. A setting of this template takes precedence over the value in `found`."""
-        replay = found.replay_endpoint
-        check_endpoint("endpoint", found.endpoint, bind=self.bind)
+    def registration(self, instance: str, model: str, reported: RankEndpoint) -> Registration:
+        """Return the registration of one rank. A setting of this template takes precedence over the value in `reported`."""
+        replay = reported.replay_endpoint
+        check_endpoint("endpoint", reported.endpoint, bind=self.bind)
         if replay is not None:
             check_endpoint("replay_endpoint", replay)
-        load = self._load_of(found.rank - self.rank, found.endpoint) or found.load
+        load = self._load_of(reported.rank - self.rank, reported.endpoint) or reported.load
         load = None if load == NO_LOAD else load
         if load is not None:
             check_load(load)
         fields: dict[str, Any] = {name: getattr(self, name) for name in EngineFields.__struct_fields__}
         fields |= {
             "model": model,
-            "topic": self.topic or found.topic,
-            "block_size": self.block_size or found.block_size,
+            "topic": self.topic or reported.topic,
+            "block_size": self.block_size or reported.block_size,
             "load": load,
-            "url": found.url if self.url is None else _on_host_of(self.url, found.endpoint),
+            "url": reported.url if self.url is None else _on_host_of(self.url, reported.endpoint),
         }
         return Registration(
             instance=instance,
-            endpoint=found.endpoint,
-            rank=found.rank,
+            endpoint=reported.endpoint,
+            rank=reported.rank,
             replay_endpoint=replay,
-            replay_is_proven=found.replay_is_proven,
+            replay_is_proven=reported.replay_is_proven,
             **fields,
         )
 

@@ -85,8 +85,8 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
     return merged
 
 
-def _too_many(ignored: int, what: str, most: int) -> str:
-    return f"{ignored} {what} are ignored: max_sources allows {most}"
+def _too_many(count: int, noun: str, limit: int) -> str:
+    return f"{count} {noun} are ignored: max_sources allows {limit}"
 
 
 # --- running
@@ -155,10 +155,10 @@ class ProviderRunner:
             if self._settle > 0:
                 await self._clock.sleep(self._settle)
             self._changed.clear()
-            found = merge_findings((each for branch in self._branches for each in branch.findings()), self._max_sources)
-            if found != last:
-                self._on_change(found)
-            last = found
+            merged = merge_findings((each for branch in self._branches for each in branch.findings()), self._max_sources)
+            if merged != last:
+                self._on_change(merged)
+            last = merged
 
     def _start(self, group: asyncio.TaskGroup, provider: Provider) -> _Branch:
         branch = _Branch(provider)
@@ -226,7 +226,7 @@ class EngineDiscovery:
         self._resume = resume
         self._providers = build_providers(config, watched)
         self._runner = ProviderRunner(self._providers, self._register, max_sources=max_sources)
-        self._found = MergedFindings(waiting=tuple(provider.name for provider in self._providers))
+        self._merged = MergedFindings(waiting=tuple(provider.name for provider in self._providers))
         self._adapter_paths: dict[tuple[str, str], str] = {}
         """The last known path of each adapter, even if the engine does not list the adapter at present."""
         self._refused: list[str] = []
@@ -239,50 +239,50 @@ class EngineDiscovery:
             group.create_task(self._runner.run())
             while True:  # refused engines become possible: clients unregister others, and endpoints become free
                 await asyncio.sleep(RECONCILE_SECONDS)
-                self._register(self._found)
+                self._register(self._merged)
 
-    def _register(self, found: MergedFindings) -> None:
-        self._found = found
-        self._target.adapters, self._target.unready = frozenset(found.adapters), found.unready
-        self._target.is_discovery_complete = self.has_completed and not found.faults
-        self._refused = self._target.replace_registrations("discovery", found.registrations.values(), self._resume)
-        self._compare_paths(found)
-        faults = {sentence for sentences in found.faults.values() for sentence in sentences} | set(self._refused)
+    def _register(self, merged: MergedFindings) -> None:
+        self._merged = merged
+        self._target.adapters, self._target.unready = frozenset(merged.adapters), merged.unready
+        self._target.is_discovery_complete = self.has_completed and not merged.faults
+        self._refused = self._target.replace_registrations("discovery", merged.registrations.values(), self._resume)
+        self._compare_paths(merged)
+        faults = {sentence for sentences in merged.faults.values() for sentence in sentences} | set(self._refused)
         for sentence in sorted(faults - self._logged):
             log.warning("%s", sentence)
         for sentence in sorted(self._logged - faults):
             log.info("resolved: %s", sentence)
         self._logged = faults
 
-    def _compare_paths(self, found: MergedFindings) -> None:
-        names = {registration.key[0]: registration.instance for registration in found.registrations.values()}
-        for (source, lora), path in found.adapter_paths.items():
+    def _compare_paths(self, merged: MergedFindings) -> None:
+        names = {registration.key[0]: registration.instance for registration in merged.registrations.values()}
+        for (source, lora), path in merged.adapter_paths.items():
             before = self._adapter_paths.get((source, lora), path)
             if path != before:
                 log.info("adapter %s of %s: loaded from %s, before from %s", lora, names.get(source, source), path, before)
                 self._target.replace_adapter(source, lora)
         known = {key: path for key, path in self._adapter_paths.items() if key[0] in names}
-        self._adapter_paths = known | found.adapter_paths
+        self._adapter_paths = known | merged.adapter_paths
 
     @property
     def has_completed(self) -> bool:
         """Whether every provider has yielded a finding."""
-        return not self._found.waiting
+        return not self._merged.waiting
 
     def owner_of(self, key: Key) -> str | None:
         """Return the name of the provider that has found a rank; None if no provider has."""
-        return self._found.origins.get(key)
+        return self._merged.origins.get(key)
 
     def provider_faults(self) -> list[str]:
         """Return sentences about the faults of the configured providers, without the faults of engines that they have found."""
-        return [sentence for provider in self._providers for sentence in self._found.faults.get(provider.name, ())]
+        return [sentence for provider in self._providers for sentence in self._merged.faults.get(provider.name, ())]
 
     def faults(self) -> dict[str, list[str]]:
         """Return sentences about all faults, by provider. Engines that cannot be followed are under the name `fleet`."""
-        found = {name: list(sentences) for name, sentences in self._found.faults.items()}
+        faults = {name: list(sentences) for name, sentences in self._merged.faults.items()}
         if refused := [*self._refused, *list(self._target.follow_errors.values())]:
-            found["fleet"] = refused
-        return found
+            faults["fleet"] = refused
+        return faults
 
 
 def build_providers(config: EngineSources, watched: Path | None) -> list[Provider]:
@@ -290,24 +290,24 @@ def build_providers(config: EngineSources, watched: Path | None) -> list[Provide
 
     `watched` is a file that contains other settings beside its sources. Raises `ConfigError`.
     """
-    found: list[Provider] = []
+    providers: list[Provider] = []
     if watched is not None:
-        found.append(FileProvider(watched, only_sources=False))
+        providers.append(FileProvider(watched, only_sources=False))
     if config.sources:
-        found.append(StaticProvider(tuple(config.sources)))
-    found += [FileProvider(Path(path)) for path in config.source_files]
+        providers.append(StaticProvider(tuple(config.sources)))
+    providers += [FileProvider(Path(path)) for path in config.source_files]
     for table in config.dns:
         from kvevents.service.discovery.dns import DnsProvider  # noqa: PLC0415 - only if it is configured
 
         try:
-            found.append(DnsProvider(table.target, table))
+            providers.append(DnsProvider(table.target, table))
         except ConfigError as error:
             raise ConfigError(f"dns {table.target}: {error}") from error
     if config.kubernetes is not None:
         from kvevents.service.discovery.kubernetes import KubernetesProvider  # noqa: PLC0415 - as above
 
-        found.append(KubernetesProvider(config.kubernetes))
-    return found
+        providers.append(KubernetesProvider(config.kubernetes))
+    return providers
 
 
 # --- checks before the start

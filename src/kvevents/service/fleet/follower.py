@@ -207,7 +207,7 @@ class LoadFollower:
         """The requests that engines report, and reservations and selections, by the name and rank of the source."""
 
     def follow(self, registration: Registration, curve: Curve | None) -> Callable[[], LoadReading | None]:
-        """Receive the load of a rank if it has a place for that. Return a function that returns the newest load.
+        """Receive the load of a rank if its registration names a place. Return a function that returns the newest load.
 
         `curve` has the keys for registrations without keys. If the endpoint cannot be used, only the load is missing.
         """

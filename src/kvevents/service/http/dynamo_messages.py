@@ -1,7 +1,7 @@
 """Types of the requests and responses of Dynamo's selection service, as released in the crate `dynamo-kv-router` 1.6.1.
 
-Their names and defaults are those of `services/selection/types.rs` and `input.rs`. Fields that change nothing here are
-ignored like unknown ones.
+Their names and defaults are those of `services/selection/types.rs` and `input.rs`. Fields without an effect here are ignored,
+like unknown ones.
 """
 
 # Without `from __future__ import annotations`, as in `kvevents.client.schemas`.

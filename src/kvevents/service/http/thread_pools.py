@@ -62,7 +62,7 @@ class BoundedLock:
         self._lock: Final = asyncio.Lock()
 
     async def acquire(self, seconds: float) -> None:
-        """Acquire the lock within this time. Raises `UnavailableError` if that fails or too many clients wait."""
+        """Acquire the lock within this time. Raises `UnavailableError` if that is impossible or too many clients wait."""
         if self._waiting < self._max_waiting or not self._lock.locked():
             self._waiting += 1
             try:
