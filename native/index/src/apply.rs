@@ -149,9 +149,9 @@ impl Stream {
         if medium.as_ref().is_none_or(|tier| tier == TIERS[0]) {
             self.clear_unkept(event.group);
         }
-        let meant = |placement: &Placement| placement.is_cleared_by(medium.as_deref(), event.group);
+        let is_cleared = |placement: &Placement| placement.is_cleared_by(medium.as_deref(), event.group);
         let placements: Vec<u16> = (self.held().map(|(placement, _)| placement))
-            .filter(|&placement| meant(writer.view.placements.get(placement)))
+            .filter(|&placement| is_cleared(writer.view.placements.get(placement)))
             .collect();
         if !self.clear(writer, |placement| placements.contains(&placement)) {
             self.set_aside("too-many-clears");

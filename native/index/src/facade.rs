@@ -415,7 +415,7 @@ impl Index {
         self.inner.remove(&worker.source, Some(worker.rank))
     }
 
-    /// Accepts events of a removed worker again, of any incarnation.
+    /// From now on accepts events of any incarnation of a removed worker.
     pub fn admit(&self, worker: &Worker) {
         self.inner.admit(&worker.source, worker.rank);
     }

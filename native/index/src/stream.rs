@@ -132,7 +132,7 @@ pub struct Stream {
     /// The estimate that was reported last.
     reported: Option<Estimate>,
     /// Whether the stream was removed from the index; a caller that still has it must look it up again.
-    pub gone: bool,
+    pub is_removed: bool,
     /// Placements by their names in events.
     pub places: Vec<(Location<'static>, u16)>,
     /// Bytes of this stream in the total of the shared part.
@@ -185,7 +185,7 @@ impl Stream {
             counters: Counters::default(),
             evidence: Evidence::default(),
             reported: None,
-            gone: false,
+            is_removed: false,
             places: Vec::new(),
             counted: 0,
             table: Table::dense(),

@@ -180,9 +180,9 @@ pub fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64
         .map(|(_, extra)| *extra)
 }
 
-/// Reads extra keys into `found`, as pairs of block and hash. Returns the salt, which is a plain text key of a root.
-pub fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, root: bool, found: &mut Vec<(usize, u64)>) -> Option<u64> {
-    found.clear();
+/// Reads extra keys into `extras`, as pairs of block and hash. Returns the salt, which is a plain text key of a root.
+pub fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, is_root: bool, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
+    extras.clear();
     let raw = raw?;
     let (mut salt, mut last) = (None, usize::MAX);
     extra_keys(raw, |block, extra| {
@@ -190,7 +190,7 @@ pub fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, root: bool, found: &mu
         last = block;
         let hash = match extra {
             Extra::Text(text) if first && lora == Some(text.as_bytes()) => return,
-            Extra::Text(text) if block == 0 && root && salt.is_none() => {
+            Extra::Text(text) if block == 0 && is_root && salt.is_none() => {
                 salt = Some(keys::salt(text.as_bytes()));
                 return;
             }
@@ -201,7 +201,7 @@ pub fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, root: bool, found: &mu
             Extra::Pair(Id::Text(id), offset) => keys::item_at(keys::item_text(id), offset),
             Extra::Pair(Id::Bytes(id), offset) => keys::item_at(keys::item_bytes(id), offset),
         };
-        found.push((block, hash));
+        extras.push((block, hash));
     });
     salt
 }

@@ -265,7 +265,7 @@ impl EngineHash {
         }
     }
 
-    /// The numbers that represent it in a snapshot.
+    /// The numbers that represent the scheme in a snapshot.
     pub fn parts(&self) -> [u64; 4] {
         [
             self.algorithm as u64,

@@ -163,8 +163,8 @@ impl<'a, F: Blocks> Search<'a, F> {
                 }
                 let drops = spec.drops && !is_verified[at];
                 let margin = if drops { self.margin(spec) } else { 0 };
-                let most = if margin > 0 { (hit + margin).min(self.end) } else { hit };
-                let next = self.find(spec, most, drops);
+                let max_tokens = if margin > 0 { (hit + margin).min(self.end) } else { hit };
+                let next = self.find(spec, max_tokens, drops);
                 if !self.looks.are_left() {
                     return hit;
                 }
@@ -198,24 +198,24 @@ impl<'a, F: Blocks> Search<'a, F> {
             .all(|&group| self.looks.take(1) && self.blocks.is_held(group, position))
     }
 
-    fn find(&self, spec: &Spec, most: usize, drops: bool) -> usize {
+    fn find(&self, spec: &Spec, max_tokens: usize, drops: bool) -> usize {
         match spec.kind {
-            GroupKind::Full(_) => self.find_full(spec, most, drops),
-            GroupKind::Window(window) => self.find_window(spec, most, window as usize, drops),
-            GroupKind::State | GroupKind::Unknown => self.find_state(spec, most),
+            GroupKind::Full(_) => self.find_full(spec, max_tokens, drops),
+            GroupKind::Window(window) => self.find_window(spec, max_tokens, window as usize, drops),
+            GroupKind::State | GroupKind::Unknown => self.find_state(spec, max_tokens),
         }
     }
 
-    fn find_full(&self, spec: &Spec, most: usize, drops: bool) -> usize {
+    fn find_full(&self, spec: &Spec, max_tokens: usize, drops: bool) -> usize {
         let alignment = if self.is_single { spec.size } else { self.alignment };
-        let (mut blocks, last) = (0, most / spec.size);
+        let (mut blocks, last) = (0, max_tokens / spec.size);
         while blocks < last && self.is_held(spec, (blocks + 1) * spec.size) {
             let (_, until) = self.blocks.alike((blocks + 1) * spec.size);
             blocks = (until / spec.size).clamp(blocks + 1, last);
         }
         let mut hit = blocks * spec.size;
         if alignment < spec.size {
-            let end = (hit + spec.size - alignment).min(most / alignment * alignment);
+            let end = (hit + spec.size - alignment).min(max_tokens / alignment * alignment);
             let mut ends = (hit / alignment + 1..=end / alignment).rev().map(|count| count * alignment);
             hit = ends.find(|&end| self.is_held(spec, end)).unwrap_or(hit);
         }
@@ -226,13 +226,13 @@ impl<'a, F: Blocks> Search<'a, F> {
     }
 
     /// Searches for a window from the end of the prompt. A prefix shorter than the window needs all of its blocks.
-    fn find_window(&self, spec: &Spec, most: usize, window: usize, drops: bool) -> usize {
+    fn find_window(&self, spec: &Spec, max_tokens: usize, window: usize, drops: bool) -> usize {
         let size = spec.size;
         let alignment = if self.is_single { size } else { self.alignment };
         let dropped = usize::from(drops);
         let need = (window - 1).div_ceil(size) + dropped;
         let is_aligned = |blocks: usize| size == alignment || (blocks * size).is_multiple_of(alignment);
-        let (mut run, mut end, mut at) = (0, 0, most / size);
+        let (mut run, mut end, mut at) = (0, 0, max_tokens / size);
         while at > 0 {
             let first = self.blocks.alike(at * size).0.div_ceil(size).clamp(1, at);
             if !self.is_held(spec, at * size) {
@@ -269,10 +269,10 @@ impl<'a, F: Blocks> Search<'a, F> {
         blocks * size
     }
 
-    fn find_state(&self, spec: &Spec, most: usize) -> usize {
+    fn find_state(&self, spec: &Spec, max_tokens: usize) -> usize {
         let alignment = if self.is_single { spec.size } else { self.alignment };
         let step = if alignment < spec.size { alignment } else { spec.size };
-        let mut end = most / step * step;
+        let mut end = max_tokens / step * step;
         while end > 0 {
             let mut before = end;
             if end.is_multiple_of(alignment) {

@@ -176,9 +176,9 @@ impl CopyTable {
     }
 
     /// Reserves room for more entries.
-    pub fn reserve(&mut self, more: usize) {
-        self.entries.reserve(more);
-        self.inexact.values_mut().for_each(|numbers| numbers.reserve(more));
+    pub fn reserve(&mut self, entries: usize) {
+        self.entries.reserve(entries);
+        self.inexact.values_mut().for_each(|numbers| numbers.reserve(entries));
     }
 
     /// Approximate heap bytes, including the list of uncertain blocks that lookups read.

@@ -48,7 +48,7 @@ pub struct Move {
     from: (u32, u64),
     to: (u32, u64),
     holder: (u16, u32),
-    known: bool,
+    is_known: bool,
 }
 
 /// The holders of one set in the form that lookups read; sets of up to `INLINE_WORDS` words are stored without a pointer.
@@ -147,8 +147,8 @@ impl Sets {
 
     /// Placements on which `stream` holds the blocks of the set.
     pub fn placements(&self, set: u32, stream: u32) -> impl Iterator<Item = u16> + '_ {
-        let meant = move |word: &&Word| word.at & 0xFFFF == stream >> 6 && word.bits >> (stream & 63) & 1 == 1;
-        self.words(set).iter().filter(meant).map(|word| word.placement() as u16)
+        let is_holder = move |word: &&Word| word.at & 0xFFFF == stream >> 6 && word.bits >> (stream & 63) & 1 == 1;
+        self.words(set).iter().filter(is_holder).map(|word| word.placement() as u16)
     }
 
     /// All streams that hold the blocks of the set on some placement, each once.
@@ -186,7 +186,7 @@ impl Sets {
     /// Whether a move equals the stored move.
     #[inline]
     fn matches_move(&self, set: u32, placement: u16, stream: u32, last: &Move) -> bool {
-        last.known
+        last.is_known
             && last.from.0 == set
             && last.holder == (placement, stream)
             && self.is_current(last.from)
@@ -202,7 +202,7 @@ impl Sets {
             from: created(set),
             to: created(target),
             holder: (placement, stream),
-            known: true,
+            is_known: true,
         };
         self.change(set, target);
         target

@@ -383,7 +383,7 @@ impl Walk {
         });
     }
 
-    /// Subtracts `words` from the words that may still be read. Returns whether these were enough.
+    /// Subtracts `words` from the words that may still be read. Returns whether enough words remained.
     fn may_read(&self, words: usize) -> bool {
         step_counter::count(words.div_ceil(WORDS_PER_STEP));
         let left = self.reads.get().checked_sub(words);

@@ -38,7 +38,7 @@ struct Header {
     /// A bit for each free span.
     free: [u64; SPANS.div_ceil(64)],
     used: usize,
-    listed: bool,
+    is_listed: bool,
     /// By span, a bit for each free piece.
     pieces: [u16; SPANS],
     /// By span, its place in the list of spans with free pieces of the same size.
@@ -228,7 +228,7 @@ impl Pool {
         found.free[word] &= found.free[word] - 1;
         found.used += 1;
         if found.used == SPANS {
-            found.listed = false;
+            found.is_listed = false;
             self.open.pop();
         }
         self.count(self.free - 1);
@@ -241,8 +241,8 @@ impl Pool {
         found.free[number / 64] |= 1 << (number % 64);
         found.used -= 1;
         self.count(self.free + 1);
-        if !found.listed {
-            found.listed = true;
+        if !found.is_listed {
+            found.is_listed = true;
             self.open.push(header);
         }
         if found.used > 0 {
@@ -281,7 +281,7 @@ const HUGE_PAGES: libc::c_int = libc::MADV_NORMAL;
 
 /// Allocates a region, of huge pages if wanted and possible.
 #[cold]
-fn map(huge: bool) -> NonNull<Header> {
+fn map(is_huge: bool) -> NonNull<Header> {
     lock_while_forking();
     // SAFETY: plain calls; what is mapped beyond an aligned region is given back at once.
     let base = unsafe {
@@ -304,7 +304,7 @@ fn map(huge: bool) -> NonNull<Header> {
         }
         libc::munmap(base.byte_add(REGION), REGION - before);
         // This is only advice: without huge pages the region works too, but slower.
-        if huge && cfg!(target_os = "linux") {
+        if is_huge && cfg!(target_os = "linux") {
             libc::madvise(base, REGION, HUGE_PAGES);
         }
         base
@@ -319,7 +319,7 @@ fn map(huge: bool) -> NonNull<Header> {
         header.write(Header {
             free,
             used: 0,
-            listed: true,
+            is_listed: true,
             pieces: [0; SPANS],
             places: [0; SPANS],
         });

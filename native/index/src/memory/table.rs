@@ -487,23 +487,23 @@ impl Table {
     }
 
     /// Removes a segment; the last segment takes its number.
-    fn drop_segment(&mut self, gone: usize, hashes: &impl Hashes) {
+    fn drop_segment(&mut self, number: usize, hashes: &impl Hashes) {
         let last = self.segments.len() - 1;
-        self.segments.swap_remove(gone);
-        if gone != last {
+        self.segments.swap_remove(number);
+        if number != last {
             // A segment has at least one entry, except if none was ever added; then the directory is searched.
-            let moved = &self.segments[gone];
+            let moved = &self.segments[number];
             let depth = moved.depth();
             match moved.records().next() {
                 Some(record) => {
                     let (first, span) = self.span(skewed(hashes.hash_of(record)), depth);
-                    self.directory[first..first + span].fill(gone as u32);
+                    self.directory[first..first + span].fill(number as u32);
                 }
                 None => self
                     .directory
                     .iter_mut()
-                    .filter(|number| **number == last as u32)
-                    .for_each(|number| *number = gone as u32),
+                    .filter(|entry| **entry == last as u32)
+                    .for_each(|entry| *entry = number as u32),
             }
         }
         if self.segments.capacity() > 4 * self.segments.len() {

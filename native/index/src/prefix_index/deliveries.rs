@@ -207,7 +207,7 @@ impl PrefixIndex {
                 },
             };
             let mut stream = stream.lock();
-            if stream.gone {
+            if stream.is_removed {
                 continue;
             }
             if self.is_damaged() {

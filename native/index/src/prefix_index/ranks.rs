@@ -119,7 +119,7 @@ impl PrefixIndex {
         let mut has_new_estimate = false;
         let mut apply_to = |rank: i64, stream: &Arc<Mutex<Stream>>, is_meant: fn(&Event) -> bool| {
             let mut stream = stream.lock();
-            if stream.gone {
+            if stream.is_removed {
                 return Outcome::Void;
             }
             let outcome = self.apply_to(&mut stream, (source, rank), incarnation, |stream, writer| {
@@ -174,7 +174,7 @@ impl PrefixIndex {
         let _whole = self.replacing.read_recursive();
         let found = self.stream(source, rank).ok_or(Outcome::Void)?;
         let mut stream = found.lock();
-        if stream.gone {
+        if stream.is_removed {
             return Err(Outcome::Void);
         }
         let StatedRanks::One(stated) = stream.stated_ranks else {

@@ -87,7 +87,7 @@ impl ImportedStream {
     /// Removes the stream with all of its blocks.
     pub fn leave(&self, shared_lock: &YieldingRwLock<SharedState>) {
         let mut stream = self.stream.lock();
-        stream.gone = true;
+        stream.is_removed = true;
         stream.leave_index(&mut shared_lock.write());
     }
 }
@@ -235,7 +235,7 @@ impl PrefixIndex {
         let streams = ranks(&self.registry.read());
         for stream in streams {
             let mut stream = stream.lock();
-            if !stream.gone {
+            if !stream.is_removed {
                 change(&mut stream, &mut self.shared_lock.write());
             }
         }
@@ -295,10 +295,10 @@ impl PrefixIndex {
             // The stream is locked before the registry, against the order of `PrefixIndex`: `replacing` excludes the only other thread that
             // would lock both, which is a thread that replaces the whole index.
             let mut stream = rank.stream.lock();
-            if stream.gone {
+            if stream.is_removed {
                 continue;
             }
-            stream.gone = true;
+            stream.is_removed = true;
             // The rank may have begun another incarnation since its fence was set.
             if rank.carrier.is_none()
                 && let Some(fence) = self.registry.write().fences.get_mut(&worker_of(rank))
@@ -326,7 +326,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Accepts deliveries of a removed worker again, of any incarnation.
+    /// From now on accepts deliveries of any incarnation of a removed worker.
     pub fn admit(&self, source: &str, rank: i64) {
         let source = source.into();
         self.registry.write().admit(&Worker { source, rank });

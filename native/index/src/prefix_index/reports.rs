@@ -84,7 +84,7 @@ impl PrefixIndex {
     fn info_of(&self, worker: Worker, stream: &Mutex<Stream>, model: Option<String>) -> Option<Info> {
         let carried_ranks = self.carried_ranks(&worker);
         let stream = stream.lock();
-        (!stream.gone).then(|| Info {
+        (!stream.is_removed).then(|| Info {
             model,
             carried_ranks,
             worker: Arc::new(worker),

@@ -395,13 +395,13 @@ impl<C: Weight> Queue<C> {
         self.remove_where(hash, |other| other == placement)
     }
 
-    /// Removes one copy from any placement that `meant` accepts.
-    pub fn remove_where(&mut self, hash: u64, meant: impl Fn(u16) -> bool) -> bool {
+    /// Removes one copy from any placement that `is_meant` accepts.
+    pub fn remove_where(&mut self, hash: u64, is_meant: impl Fn(u16) -> bool) -> bool {
         let Some(copies) = self.by_hash.get(&hash) else {
             return false;
         };
         step_counter::count(copies.len());
-        let here = || copies.iter().filter(|copies| meant(copies.placement));
+        let here = || copies.iter().filter(|copies| is_meant(copies.placement));
         let number = |at: &u32| self.entries[*at as usize].as_ref().map(|entry| entry.number);
         let oldest = |rows: Vec<Row>| {
             rows.into_iter()
@@ -419,15 +419,15 @@ impl<C: Weight> Queue<C> {
         }
     }
 
-    /// Drops everything on placements that `meant` accepts.
-    pub fn clear(&mut self, meant: impl Fn(u16) -> bool) {
-        if !self.placements.keys().any(|&placement| meant(placement)) {
+    /// Drops everything on placements that `is_meant` accepts.
+    pub fn clear(&mut self, is_meant: impl Fn(u16) -> bool) {
+        if !self.placements.keys().any(|&placement| is_meant(placement)) {
             return;
         }
         let mut at = self.order.first;
         while let Some(Some(entry)) = self.entries.get(at as usize) {
             let (next, placement) = (entry.links[Kind::Order as usize].next, entry.waiting.placement);
-            if meant(placement) {
+            if is_meant(placement) {
                 self.take(at);
             }
             at = next;

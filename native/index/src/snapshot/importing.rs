@@ -68,7 +68,7 @@ impl PrefixIndex {
         for rank in registry.streams.values().flatten() {
             let mut stream = rank.stream.lock();
             let mut empty = Stream::new(stream.number, stream.incarnation);
-            empty.gone = true;
+            empty.is_removed = true;
             ended.push(std::mem::replace(&mut *stream, empty));
         }
         let mut old = shared_lock.write();

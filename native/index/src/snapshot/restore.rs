@@ -566,18 +566,23 @@ impl Several {
         stream: &mut Stream,
         hash: u64,
         block: (u64, u32),
-        refused: bool,
+        has_refused: bool,
     ) -> Result<(), Failure> {
         if hash != self.hash {
-            self.end(shared_lock, stream, refused)?;
+            self.end(shared_lock, stream, has_refused)?;
             self.hash = hash;
         }
         self.blocks.push(block);
         Ok(())
     }
 
-    fn end(&mut self, shared_lock: &YieldingRwLock<SharedState>, stream: &mut Stream, refused: bool) -> Result<(), Failure> {
-        let known = self.blocks.is_empty() || stream.reorder(shared_lock, self.hash, &self.blocks, refused);
+    fn end(
+        &mut self,
+        shared_lock: &YieldingRwLock<SharedState>,
+        stream: &mut Stream,
+        has_refused: bool,
+    ) -> Result<(), Failure> {
+        let known = self.blocks.is_empty() || stream.reorder(shared_lock, self.hash, &self.blocks, has_refused);
         self.blocks.clear();
         if known {
             Ok(())

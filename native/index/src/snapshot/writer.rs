@@ -40,7 +40,8 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
         let carrier = |rank| Worker { rank, ..worker.clone() };
         index.carrier(worker).is_some_and(|rank| workers.contains(&carrier(rank)))
     };
-    let meant = |worker: &Worker| workers.is_none_or(|workers| workers.contains(worker) || is_carried_by_one(worker, workers));
+    let is_meant =
+        |worker: &Worker| workers.is_none_or(|workers| workers.contains(worker) || is_carried_by_one(worker, workers));
     let sources: Option<HashSet<&str>> = workers.map(|workers| workers.iter().map(|worker| worker.source.as_str()).collect());
     let out = FrameWriter::new(out)?;
     let mut saving = Saving {
@@ -53,10 +54,10 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
         last: None,
         records: Vec::new(),
     };
-    for (worker, stream) in index.streams().into_iter().filter(|(worker, _)| meant(worker)) {
+    for (worker, stream) in index.streams().into_iter().filter(|(worker, _)| is_meant(worker)) {
         let carrier = index.carrier(&worker);
         let locked = stream.lock();
-        if locked.gone {
+        if locked.is_removed {
             continue;
         }
         if index
@@ -70,7 +71,7 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
         saving.stream(&worker, carrier, &locked)?;
     }
     // The fences are written after the streams, so a worker that was removed in between has a fence in the file.
-    for (worker, incarnation) in index.fences().into_iter().filter(|(worker, _)| meant(worker)) {
+    for (worker, incarnation) in index.fences().into_iter().filter(|(worker, _)| is_meant(worker)) {
         saving.out.byte(FENCE);
         saving.worker(&worker);
         saving.out.signed(incarnation);

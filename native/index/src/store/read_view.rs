@@ -25,7 +25,7 @@ use crate::sync::atomics::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 pub struct View {
     /// Heads of runs by their keys.
     pub heads: Table,
-    /// Blocks that were stored by their keys, by these keys. Such blocks are in no run.
+    /// Records of blocks that were stored by their keys, by key. Such blocks are in no run.
     pub keyed: Table,
     /// Number of snapshots that are being absorbed; while it is above 0, heads can have the keys of linked blocks.
     pub strangers: usize,

@@ -209,7 +209,7 @@ struct Chunk {
     /// Whether a search has failed to find a long stretch since slots were last released.
     is_scattered: bool,
     /// Whether the chunk is in `Records::partial`.
-    listed: bool,
+    is_listed: bool,
     /// Whether the chunk is in `Records::changed`.
     is_changed: bool,
 }
@@ -221,7 +221,7 @@ impl Chunk {
         used: 0,
         hint: 0,
         is_scattered: false,
-        listed: false,
+        is_listed: false,
         is_changed: false,
     };
 
@@ -229,9 +229,9 @@ impl Chunk {
         self.free[at / 64] >> (at % 64) & 1 == 1
     }
 
-    /// Number of consecutive free slots from a slot on, at most `most`.
-    fn stretch(&self, at: usize, most: usize) -> usize {
-        let (end, mut length) = (CHUNK.min(at + most), 0);
+    /// Number of consecutive free slots from a slot on, at most `max_length`.
+    fn stretch(&self, at: usize, max_length: usize) -> usize {
+        let (end, mut length) = (CHUNK.min(at + max_length), 0);
         while at + length < end {
             let (word, bit) = ((at + length) / 64, (at + length) % 64);
             let ones = (!(self.free[word] >> bit)).trailing_zeros() as usize;
@@ -243,16 +243,16 @@ impl Chunk {
         length.min(end - at)
     }
 
-    /// The position of the first stretch of `wanted` free slots, or else of the first free slot.
-    fn find(&mut self, wanted: usize) -> usize {
+    /// The position of the first stretch of `count` free slots, or else of the first free slot.
+    fn find(&mut self, count: usize) -> usize {
         while self.free[self.hint as usize] == 0 {
             self.hint += 1;
         }
         let first = self.hint as usize * 64 + self.free[self.hint as usize].trailing_zeros() as usize;
         let mut at = if self.is_scattered { CHUNK } else { first };
         while at < CHUNK {
-            let length = self.stretch(at, wanted);
-            if length >= wanted {
+            let length = self.stretch(at, count);
+            if length >= count {
                 return at;
             }
             at += length + 1;
@@ -651,7 +651,7 @@ impl Records {
     fn switch_chunk(&mut self) -> Option<usize> {
         while let Some(at) = self.partial.pop() {
             let chunk = &mut self.chunks[at as usize];
-            chunk.listed = false;
+            chunk.is_listed = false;
             if (chunk.used as usize) < CHUNK {
                 self.current = at as usize;
                 return Some(self.current);
@@ -690,8 +690,8 @@ impl Records {
             (chunk.memory, chunk.hint) = (None, 0);
             self.moved.push(at as u32);
         }
-        if at != self.current && !chunk.listed {
-            chunk.listed = true;
+        if at != self.current && !chunk.is_listed {
+            chunk.is_listed = true;
             self.partial.push(at as u32);
         }
         if self.used == 0 {

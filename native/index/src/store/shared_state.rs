@@ -516,8 +516,8 @@ impl SharedState {
     }
 
     /// Sets whether the blocks of a stream count in lookups.
-    pub fn show(&mut self, stream: u32, visible: bool) {
-        set_bit(&mut self.view.change().visible, stream, visible);
+    pub fn show(&mut self, stream: u32, is_visible: bool) {
+        set_bit(&mut self.view.change().visible, stream, is_visible);
     }
 
     /// Sets how lookups search the groups of a stream.
@@ -754,9 +754,9 @@ const UNLISTED_BYTES: usize = 96;
 const MEMBER_BYTES: usize = size_of::<Member>() + 64;
 
 /// Sets one bit of a bitmap.
-pub fn set_bit(bits: &mut [u64], at: u32, on: bool) {
+pub fn set_bit(bits: &mut [u64], at: u32, is_set: bool) {
     let (word, bit) = (at as usize >> 6, 1 << (at & 63));
-    if on {
+    if is_set {
         bits[word] |= bit;
     } else {
         bits[word] &= !bit;

@@ -83,11 +83,11 @@ impl Stream {
         }
     }
 
-    /// Notes that copies of pending blocks have changed, for placements that `meant` accepts.
-    pub(super) fn note_waiting(&mut self, shared: &SharedState, meant: impl Fn(u16) -> bool) {
+    /// Notes that copies of pending blocks have changed, for placements that `is_meant` accepts.
+    pub(super) fn note_waiting(&mut self, shared: &SharedState, is_meant: impl Fn(u16) -> bool) {
         if self.group_cache.is_some() {
             step_counter::count(self.waiting.len());
-            let waiting = self.waiting.iter().filter(|waiting| meant(waiting.placement));
+            let waiting = self.waiting.iter().filter(|waiting| is_meant(waiting.placement));
             for (hash, placement) in waiting.map(|waiting| (waiting.hash, waiting.placement)).collect::<Vec<_>>() {
                 self.note_changed_copy(shared, hash, placement);
             }

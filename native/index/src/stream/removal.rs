@@ -195,12 +195,12 @@ impl Stream {
         }
     }
 
-    /// Drops every copy of one block on the placements that `meant` accepts.
-    pub fn drop_block(&mut self, shared: &mut SharedState, hash: u64, number: u32, meant: impl Fn(u16) -> bool) {
+    /// Drops every copy of one block on the placements that `is_meant` accepts.
+    pub fn drop_block(&mut self, shared: &mut SharedState, hash: u64, number: u32, is_meant: impl Fn(u16) -> bool) {
         let placements: Vec<u16> = shared
             .sets
             .placements(shared.records.set(number), self.number)
-            .filter(|&placement| meant(placement))
+            .filter(|&placement| is_meant(placement))
             .collect();
         if placements.is_empty() {
             return;
@@ -220,11 +220,12 @@ impl Stream {
         }
     }
 
-    /// Drops every copy on the placements that `meant` accepts. Returns false if clears were so frequent that all blocks had to be removed.
-    pub fn clear(&mut self, writer: &mut Writer<'_, SharedState>, meant: impl Fn(u16) -> bool) -> bool {
+    /// Drops every copy on the placements that `is_meant` accepts. Returns false if clears were so frequent that all blocks had to be
+    /// dropped.
+    pub fn clear(&mut self, writer: &mut Writer<'_, SharedState>, is_meant: impl Fn(u16) -> bool) -> bool {
         let looks = self.blocks + self.waiting.len();
         let has_any = |named: &NamedPlacement| named.held > 0 || self.waiting.is_on(named.placement);
-        if !self.named.iter().any(|named| meant(named.placement) && has_any(named)) {
+        if !self.named.iter().any(|named| is_meant(named.placement) && has_any(named)) {
             return true;
         }
         if !self.clear_budget.try_spend(looks) {
@@ -232,20 +233,20 @@ impl Stream {
             return false;
         }
         let bound = writer.records.bound();
-        self.note_waiting(writer, &meant);
+        self.note_waiting(writer, &is_meant);
         let (numbers, foreign) = writer.unlocked(|| {
-            self.waiting.clear(&meant);
+            self.waiting.clear(&is_meant);
             let foreign: Vec<(u32, u64)> = self.foreign().collect();
             (in_removal_order(self.own_numbers(), self.blocks, bound), foreign)
         });
         step_counter::count(looks);
         for number in numbers {
             let hash = writer.records.hash(number);
-            self.drop_block(writer, hash, number, &meant);
+            self.drop_block(writer, hash, number, &is_meant);
             self.spend(writer, 1);
         }
         for (number, hash) in foreign {
-            self.drop_block(writer, hash, number, &meant);
+            self.drop_block(writer, hash, number, &is_meant);
             self.spend(writer, 1);
         }
         true
@@ -258,8 +259,8 @@ impl Stream {
         let is_lower = |named: &&NamedPlacement| emptied >> named.level & 1 == 0;
         let lower: Vec<NamedPlacement> = self.named.iter().filter(is_lower).copied().collect();
         let levels = |is_meant: &dyn Fn(&NamedPlacement) -> bool| {
-            let meant = lower.iter().filter(|named| is_meant(named));
-            meant.fold(0, |bits, named| bits | 1 << named.level)
+            let named = lower.iter().filter(|named| is_meant(named));
+            named.fold(0, |bits, named| bits | 1 << named.level)
         };
         let (held, pending) = (
             levels(&|named| named.held > 0),

@@ -54,17 +54,17 @@ impl Stream {
         })
     }
 
-    /// Puts the blocks of one hash, given by key and context, in this order. With `refused`, blocks that the stream does not have are
+    /// Puts the blocks of one hash, given by key and context, in this order. With `has_refused`, blocks that the stream does not have are
     /// skipped. Returns whether these are the blocks of the hash.
     pub fn reorder(
         &mut self,
         shared_lock: &YieldingRwLock<SharedState>,
         hash: u64,
         blocks: &[(u64, u32)],
-        refused: bool,
+        has_refused: bool,
     ) -> bool {
         let Some(list) = self.collisions.get(hash) else {
-            return refused;
+            return has_refused;
         };
         let mut known: HashMap<(u64, u32), u32> = HashMap::with_capacity(list.len());
         for some in list.chunks(WORK_PER_HOLD) {
@@ -78,7 +78,7 @@ impl Stream {
         for block in blocks {
             match known.remove(block) {
                 Some(number) => ordered.push(number),
-                None if refused => {}
+                None if has_refused => {}
                 None => return false,
             }
         }

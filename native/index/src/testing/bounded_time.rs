@@ -151,13 +151,13 @@ impl RepeatedEvent {
     }
 }
 
-/// A payload of at most `most` bytes with these events in order, repeated as often as they fit.
-fn payload_of(events: &[RepeatedEvent], most: usize) -> Vec<u8> {
+/// A payload of at most `max_bytes` bytes with these events in order, repeated as often as they fit.
+fn payload_of(events: &[RepeatedEvent], max_bytes: usize) -> Vec<u8> {
     let (mut body, mut count) = (Vec::new(), 0_u32);
     'full: for event in events.iter().cycle().take(200) {
         let encoded = event.encoded();
         for _ in 0..event.times {
-            if body.len() + encoded.len() > most {
+            if body.len() + encoded.len() > max_bytes {
                 break 'full;
             }
             body.extend(&encoded);
@@ -238,10 +238,10 @@ fn export(index: &PrefixIndex) {
     }
 }
 
-fn check(payloads: &[Vec<RepeatedEvent>], most: usize) {
+fn check(payloads: &[Vec<RepeatedEvent>], max_bytes: usize) {
     let index = index();
     for (seq, events) in payloads.iter().enumerate() {
-        apply(&index, "bad", seq as i64, &payload_of(events, most));
+        apply(&index, "bad", seq as i64, &payload_of(events, max_bytes));
         attest(&index);
         export(&index);
         for event in events {

@@ -109,7 +109,7 @@ impl State {
         held.unwrap().number
     }
 
-    /// Adds a stream to the holders of a block, or removes it if it is one. Without holders the block is removed.
+    /// Adds a stream to the holders of a block, or removes it from them. Removes the block if it has no holder any more.
     fn toggle(&mut self, stream: u32, number: u32) {
         self.shared.toggle(number, self.placement, stream, &mut Move::default());
         self.shared.sweep(number);

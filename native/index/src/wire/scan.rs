@@ -296,12 +296,12 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
     scanner.batch().filter(|()| scanner.reader.left() == 0)
 }
 
-/// Appends the integers of the first of several scanned lists to `found`.
-pub fn first_ints(raw: &[u8], found: &mut Vec<u32>) {
+/// Appends the integers of the first of several scanned lists to `out`.
+pub fn first_ints(raw: &[u8], out: &mut Vec<u32>) {
     let mut reader = Reader::new(raw, 0);
     let count = reader.array().filter(|&lists| lists > 0).and_then(|_| reader.array());
     let int = |_| Some(reader.int()?.bits as u32);
-    found.extend((0..count.unwrap_or(0)).map_while(int));
+    out.extend((0..count.unwrap_or(0)).map_while(int));
 }
 
 struct Scanner<'a> {
@@ -361,7 +361,7 @@ impl<'a> Scanner<'a> {
 
     /// If the last event, which begins at `start`, and the next ones are removals of one hash that differ only in the hash, joins at most
     /// `left` of the next events to the last one. Returns their number.
-    fn join(&mut self, start: usize, left: usize) -> usize {
+    fn join(&mut self, start: usize, max_count: usize) -> usize {
         let single = self.hashes_at;
         let (data, end, hash) = (self.reader.data(), self.reader.at, single + SINGLE_HASH_HEAD.len());
         let Some(event) = self.scratch.events.last_mut() else {
@@ -372,7 +372,7 @@ impl<'a> Scanner<'a> {
         }
         let (head, tail) = (&data[start..hash], &data[hash + HASH_BYTES..end]);
         let mut joined = 0;
-        for next in data[end..].chunks_exact(end - start).take(left) {
+        for next in data[end..].chunks_exact(end - start).take(max_count) {
             let (before, rest) = next.split_at(head.len());
             let Some((hash, behind)) = rest.split_first_chunk::<HASH_BYTES>() else {
                 break;

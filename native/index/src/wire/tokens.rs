@@ -158,7 +158,7 @@ unsafe fn even_avx2(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
     done
 }
 
-/// Reads four tokens, if each is 0xCD and two bytes.
+/// Reads four tokens. Returns None unless each of them is 0xCD followed by two bytes.
 #[inline]
 fn four_even(bytes: &[u8; 12]) -> Option<[u32; 4]> {
     let low = u64::from_be_bytes(*bytes.first_chunk()?);

@@ -39,8 +39,8 @@ pub enum Value {
 
 impl Value {
     /// Returns the value as text of at most about this number of bytes.
-    pub(super) fn debug_text(&self, most: usize) -> String {
-        let mut text = LimitedText(String::new(), most);
+    pub(super) fn debug_text(&self, max_bytes: usize) -> String {
+        let mut text = LimitedText(String::new(), max_bytes);
         let _ = write!(text, "{self:?}");
         step_counter::count(text.0.len() / 8);
         text.0
@@ -233,22 +233,24 @@ pub(super) fn bin(raw: &[u8]) -> Option<&[u8]> {
     Reader::new(raw, 0).bin()
 }
 
-/// Reads a value of free form with at most `depth` levels of containers, and at most `left` containers.
-pub(super) fn value(raw: &[u8], depth: usize, left: &mut usize) -> Result<Value, Reason> {
+/// Reads a value of free form with at most `depth` levels of containers, and at most `containers_left` containers.
+pub(super) fn value(raw: &[u8], depth: usize, containers_left: &mut usize) -> Result<Value, Reason> {
     step_counter::count(1);
     let head = head_of(raw);
     if !is_array(head) && !is_map(head) {
         return scalar(raw);
     }
     let inner = depth.checked_sub(1).ok_or(Reason::TooDeep)?;
-    *left = left.checked_sub(1).ok_or(Reason::Oversized)?;
+    *containers_left = containers_left.checked_sub(1).ok_or(Reason::Oversized)?;
     if is_map(head) {
         let fields = pairs(raw)?.into_iter();
-        let read = fields.map(|(name, raw)| Ok((name.to_owned(), value(raw, inner, left)?)));
+        let read = fields.map(|(name, raw)| Ok((name.to_owned(), value(raw, inner, containers_left)?)));
         return Ok(Value::Map(read.collect::<Result<_, _>>()?));
     }
     Ok(Value::List(
-        items(raw).map(|raw| value(raw, inner, left)).collect::<Result<_, _>>()?,
+        items(raw)
+            .map(|raw| value(raw, inner, containers_left))
+            .collect::<Result<_, _>>()?,
     ))
 }
 
