@@ -5,11 +5,11 @@ use super::examined_blocks;
 /// Number of the lowest bits of a block's number that select the slot in a chunk.
 const SLOT_BITS: u32 = 8;
 /// Maximum number of blocks in a chunk.
-const SLOTS: usize = 1 << SLOT_BITS;
+const MAX_CHUNK_BLOCKS: usize = 1 << SLOT_BITS;
 /// Number of tokens of a chunk, unless a single block has more.
 const CHUNK_TOKENS: usize = 8192;
 /// Number of bits of a word of `Chunk::free`.
-const WORD: usize = u64::BITS as usize;
+const WORD_BITS: usize = u64::BITS as usize;
 
 /// The record of one block, without its tokens. It is packed into 28 bytes instead of 32, because there is one for each block.
 #[derive(Clone, Copy, Debug, Default)]
@@ -34,7 +34,7 @@ struct Chunk {
     /// Tokens per block.
     width: usize,
     /// A bit for each free slot.
-    free: [u64; SLOTS / WORD],
+    free: [u64; MAX_CHUNK_BLOCKS / WORD_BITS],
     used: usize,
 }
 
@@ -58,9 +58,9 @@ pub struct Arena {
 
 impl Chunk {
     fn new(width: usize) -> Self {
-        let slots = (CHUNK_TOKENS / width.max(1)).clamp(1, SLOTS);
-        let mut free = [0; SLOTS / WORD];
-        (0..slots).for_each(|slot| free[slot / WORD] |= 1 << (slot % WORD));
+        let slots = (CHUNK_TOKENS / width.max(1)).clamp(1, MAX_CHUNK_BLOCKS);
+        let mut free = [0; MAX_CHUNK_BLOCKS / WORD_BITS];
+        (0..slots).for_each(|slot| free[slot / WORD_BITS] |= 1 << (slot % WORD_BITS));
         Self {
             records: vec![Record::default(); slots].into(),
             tokens: vec![0; slots * width].into(),
@@ -79,12 +79,12 @@ impl Chunk {
     }
 
     fn is_free(&self, slot: usize) -> bool {
-        self.free[slot / WORD] >> (slot % WORD) & 1 != 0
+        self.free[slot / WORD_BITS] >> (slot % WORD_BITS) & 1 != 0
     }
 }
 
 fn split(number: u32) -> (usize, usize) {
-    (number as usize >> SLOT_BITS, number as usize % SLOTS)
+    (number as usize >> SLOT_BITS, number as usize % MAX_CHUNK_BLOCKS)
 }
 
 impl Arena {
@@ -159,7 +159,7 @@ impl Arena {
         let chunk = &mut self.chunks[at];
         let word = chunk.free.iter().position(|&bits| bits != 0);
         let word = word.expect("open chunks have free slots");
-        let slot = word * WORD + chunk.free[word].trailing_zeros() as usize;
+        let slot = word * WORD_BITS + chunk.free[word].trailing_zeros() as usize;
         chunk.free[word] &= chunk.free[word] - 1;
         chunk.records[slot] = record;
         chunk.tokens[slot * width..][..width].copy_from_slice(tokens);
@@ -198,7 +198,7 @@ impl Arena {
         let (at, slot) = split(number);
         let chunk = &mut self.chunks[at];
         let was_full = chunk.is_full();
-        chunk.free[slot / WORD] |= 1 << (slot % WORD);
+        chunk.free[slot / WORD_BITS] |= 1 << (slot % WORD_BITS);
         chunk.used -= 1;
         let (width, is_empty) = (chunk.width, chunk.used == 0);
         let open = self.open.iter_mut().find(|open| open.width == width);
@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn empty_chunks_have_no_memory() {
         let mut arena = Arena::default();
-        let numbers: Vec<u32> = (0..40 * SLOTS as u32)
+        let numbers: Vec<u32> = (0..40 * MAX_CHUNK_BLOCKS as u32)
             .map(|value| arena.insert(Record::default(), &[value; 16]))
             .collect();
         let whole = arena.bytes();

@@ -10,10 +10,10 @@ use super::export::export;
 use super::state::State;
 
 /// Maximum number of steps of an export for each block and for each copy of a block.
-const PER_EXPORTED: usize = 60;
+const STEPS_PER_BLOCK: usize = 60;
 /// Maximum number of steps that do not depend on the number of blocks: those that blocks with one hash may cause when the exported events
 /// are applied.
-const SAVED: usize = 3 << 20;
+const FREE_STEPS: usize = 3 << 20;
 
 /// An event, and the number of times that it is repeated.
 #[derive(Clone, Debug)]
@@ -103,7 +103,7 @@ fn check(state: &State) {
     let blocks = &state.blocks;
     let copies = |number| blocks.count_on(number, u64::MAX) as usize + 1;
     let found: usize = blocks.numbers().map(copies).sum::<usize>() + state.waiting.len() + state.unkept.len();
-    let most = PER_EXPORTED * found + SAVED;
+    let most = STEPS_PER_BLOCK * found + FREE_STEPS;
     examined_blocks::taken();
     let mut events = 0;
     export(state, |_| events += 1);
@@ -128,7 +128,7 @@ proptest! {
     }
 }
 
-const MANY: u64 = 20_000;
+const BLOCKS: u64 = 20_000;
 
 fn stored(first: u64, count: u64, token: u32) -> RepeatedEvent {
     RepeatedEvent {
@@ -149,7 +149,7 @@ fn stored(first: u64, count: u64, token: u32) -> RepeatedEvent {
 #[test]
 fn a_hash_that_no_ancestor_has() {
     let mut state = State::default();
-    let chain = stored(1, MANY, 7);
+    let chain = stored(1, BLOCKS, 7);
     chain.apply(&mut state);
     let ancestors = RepeatedEvent {
         kind: 4,
@@ -158,14 +158,14 @@ fn a_hash_that_no_ancestor_has() {
     };
     ancestors.apply(&mut state);
     let of_lora = RepeatedEvent {
-        first: 2 * MANY,
+        first: 2 * BLOCKS,
         count: 1,
         lora: 1,
         ..chain
     };
     of_lora.apply(&mut state);
     RepeatedEvent { kind: 4, ..of_lora }.apply(&mut state);
-    assert_eq!((state.blocks.live(), state.blocks.dead()), (1, MANY as usize - 1));
+    assert_eq!((state.blocks.live(), state.blocks.dead()), (1, BLOCKS as usize - 1));
     check(&state);
 }
 
@@ -173,10 +173,10 @@ fn a_hash_that_no_ancestor_has() {
 #[test]
 fn a_sign_for_each_of_many_loras() {
     let mut state = State::default();
-    stored(1, MANY, 7).apply(&mut state);
-    for lora in 1..MANY / 40 {
+    stored(1, BLOCKS, 7).apply(&mut state);
+    for lora in 1..BLOCKS / 40 {
         for part in 0..2 {
-            let block = stored(2 * MANY + 2 * lora + part, 1, 7);
+            let block = stored(2 * BLOCKS + 2 * lora + part, 1, 7);
             RepeatedEvent {
                 lora: lora as i64,
                 ..block
@@ -184,7 +184,7 @@ fn a_sign_for_each_of_many_loras() {
             .apply(&mut state);
         }
     }
-    assert!(state.blocks.replaced_loras().len() as u64 >= MANY / 40 - 1);
+    assert!(state.blocks.replaced_loras().len() as u64 >= BLOCKS / 40 - 1);
     check(&state);
 }
 
@@ -192,9 +192,9 @@ fn a_sign_for_each_of_many_loras() {
 #[test]
 fn twins_that_end_their_wait_in_the_order_in_which_they_began_it() {
     let mut state = State::default();
-    for at in 1..=MANY {
+    for at in 1..=BLOCKS {
         stored(at, 1, at as u32).apply(&mut state);
-        let child = stored(3 * MANY - at, 1, 7);
+        let child = stored(3 * BLOCKS - at, 1, 7);
         state
             .store(&Store {
                 hashes: vec![child.first].into(),
@@ -209,8 +209,8 @@ fn twins_that_end_their_wait_in_the_order_in_which_they_began_it() {
                 ..Store::default()
             })
             .expect("within limits");
-        stored(child.first, 1, (MANY + at) as u32).apply(&mut state);
+        stored(child.first, 1, (BLOCKS + at) as u32).apply(&mut state);
     }
-    assert_eq!(state.blocks.live() as u64, 3 * MANY);
+    assert_eq!(state.blocks.live() as u64, 3 * BLOCKS);
     check(&state);
 }

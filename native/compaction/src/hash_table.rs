@@ -3,9 +3,9 @@
 use hashbrown::HashTable;
 
 /// Capacity in entries that is never released, to avoid frequent resizing.
-const STAYS: usize = 448;
+const KEPT_CAPACITY: usize = 448;
 /// Capacity per entry above which a table is shrunk.
-const LOOSE: usize = 8;
+const MAX_CAPACITY_PER_ENTRY: usize = 8;
 
 /// Inserts the number of a block that is not in the table.
 #[inline]
@@ -51,7 +51,7 @@ fn renew<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64
 #[inline]
 fn shrink<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     let (length, whole) = (table.len(), table.num_buckets() / 8 * 7);
-    if length == 0 || (whole > STAYS && length * LOOSE < whole) {
+    if length == 0 || (whole > KEPT_CAPACITY && length * MAX_CAPACITY_PER_ENTRY < whole) {
         shrink_to(table, length, place_of);
     }
 }
@@ -89,7 +89,7 @@ mod tests {
                 }
                 // A slot takes an entry and a tag; vector instructions need the rest.
                 assert!(
-                    table.allocation_size() <= table.len().max(STAYS) * 9 * 4 + 64,
+                    table.allocation_size() <= table.len().max(KEPT_CAPACITY) * 9 * 4 + 64,
                     "{} {table:?}",
                     table.len()
                 );
@@ -99,7 +99,7 @@ mod tests {
                 let found = table.find_entry(place_of(&value), |&other| other == value);
                 found.expect("it was put there").remove();
                 shrink(&mut table, place_of);
-                assert!(table.allocation_size() <= table.len().max(STAYS) * 9 * (2 * LOOSE) + 64);
+                assert!(table.allocation_size() <= table.len().max(KEPT_CAPACITY) * 9 * (2 * MAX_CAPACITY_PER_ENTRY) + 64);
             }
             assert_eq!((table.len(), table.allocation_size()), (0, 0));
         }

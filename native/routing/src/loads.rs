@@ -21,7 +21,7 @@ use crate::reservations::{Reservation, ReservationCounts, Reservations, Reserved
 use crate::work::{Decaying, Reading, Requests, Work, WorkNumber};
 
 /// Number of workers above which idle ones are forgotten: four times the number that a service follows by default.
-const MANY_NAMES: usize = 16_384;
+const FORGETTING_WORKERS: usize = 16_384;
 
 /// The work of all workers, by source name and rank, and the reservations. Any thread can use it.
 #[derive(Debug)]
@@ -128,7 +128,7 @@ impl State {
         if let Some(number) = self.numbers.get(source).and_then(|ranks| ranks.get(&rank)) {
             return *number;
         }
-        if self.work.len() >= MANY_NAMES {
+        if self.work.len() >= FORGETTING_WORKERS {
             self.forget_idle(now);
         }
         let number = self.next;
@@ -323,7 +323,7 @@ mod tests {
         let loads = loads();
         let now = Instant::now();
         let mut state = loads.lock(now);
-        for rank in 0..MANY_NAMES as i64 {
+        for rank in 0..FORGETTING_WORKERS as i64 {
             state.begin(("a", rank), now, false);
         }
         state.begin(("b", 0), now + 20 * HALF_LIFE, false);

@@ -185,7 +185,7 @@ impl hyper::body::Body for Body {
 }
 
 /// Maximum number of bytes of a part: one HTTP/2 frame.
-const PART: usize = 1 << 14;
+const MAX_PART: usize = 1 << 14;
 
 /// Bytes of an answer, which count as unread until this value is dropped.
 struct Unsent {
@@ -269,7 +269,7 @@ impl hyper::body::Body for Sending {
                 this.unsent = (!this.rest.is_empty()).then(|| Unsent::new(&this.progress, this.rest.len()));
             }
         }
-        let bytes = this.rest.split_to(this.rest.len().min(PART));
+        let bytes = this.rest.split_to(this.rest.len().min(MAX_PART));
         let data = match &this.unsent {
             Some(unsent) => Bytes::from_owner(Part {
                 bytes,

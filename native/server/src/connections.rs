@@ -15,11 +15,11 @@
 //! completely, or else a part of it must be sent, and `MIN_TAKEN` bytes of the connection's answers in total.
 //!
 //! At `max_clients` connections, a new connection replaces one without a request in progress: the oldest that has sent no request within
-//! `YOUNG`, or else the one that has been idle for the longest time. If every connection has a request in progress, the new one is
+//! `YOUNG_TIME`, or else the one that has been idle for the longest time. If every connection has a request in progress, the new one is
 //! *reserved*: only probes are answered on it. There are at most `reserved_clients` of these. At this limit, the oldest reserved connection
 //! that does not wait for the service is closed for the next. So idle or slow connections never prevent the answer to a probe.
 //!
-//! Each connection can hold `FREE` bytes of its requests, which can be several over HTTP/2. Beyond that, all connections together hold at
+//! Each connection can hold `FREE_BYTES` of its requests, which can be several over HTTP/2. Beyond that, all connections together hold at
 //! most `max_received_bytes`; a request that would exceed this is refused. Answers that clients have not read hold at most
 //! `max_unread_bytes` in total; beyond that the connection with most unread bytes is closed. An answer counts from its beginning until it
 //! is sent, even while an HTTP/2 client permits none of it to be sent.
@@ -35,14 +35,14 @@ use tokio::sync::Notify;
 use crate::settings::Limits;
 
 /// Interval at which the deadlines of all connections are checked.
-pub(crate) const SWEEP: Duration = Duration::from_millis(200);
+pub(crate) const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// Time for a client to read its last answer and close the connection. If the service closed first while the client sends, the reset would
 /// destroy the answer.
 pub(crate) const CLOSING: Duration = Duration::from_secs(2);
 /// Age up to which a connection without a request is not replaced, since its first request can have arrived but not been read.
-const YOUNG: Duration = Duration::from_millis(50);
+const YOUNG_TIME: Duration = Duration::from_millis(50);
 /// Number of request bytes that each connection can hold independently of the others.
-pub(crate) const FREE: usize = 1 << 16;
+pub(crate) const FREE_BYTES: usize = 1 << 16;
 /// Number of bytes that a client must read within `unread_seconds` if its answers take longer.
 const MIN_TAKEN: u64 = 1 << 20;
 
@@ -217,7 +217,7 @@ impl Connection {
 /// The decision about a new connection.
 pub(crate) enum Admission {
     Admitted(Arc<Connection>),
-    /// The connection must wait, for at most `YOUNG`: young connections might have requests that are not read yet, or might end.
+    /// The connection must wait, for at most `YOUNG_TIME`: young connections might have requests that are not read yet, or might end.
     Later,
     /// The limit of connections is reached.
     Refused,
@@ -256,7 +256,7 @@ pub(crate) struct Connections {
     pub(crate) closed: Counts,
     /// Number of requests that were refused before their path was known, by reason.
     pub(crate) refusals: Counts,
-    /// Bytes of requests that are held beyond the `FREE` bytes of each connection.
+    /// Bytes of requests that are held beyond the `FREE_BYTES` of each connection.
     received: AtomicUsize,
 }
 
@@ -365,7 +365,7 @@ impl Connections {
         let idle = |each: &&Arc<Connection>| !matches!(each.state(), State::Reading | State::Answering);
         let longest = groups.known.values().filter(idle).min_by_key(|each| each.inner.lock().since);
         let oldest = groups.strangers.values().next();
-        let silent = oldest.filter(|each| now >= each.inner.lock().since + YOUNG);
+        let silent = oldest.filter(|each| now >= each.inner.lock().since + YOUNG_TIME);
         let Some(found) = silent.or(longest).cloned() else {
             return false;
         };
@@ -468,7 +468,7 @@ impl Connections {
         let mut inner = connection.inner.lock();
         // The bytes of a removed connection are no longer counted.
         let all = inner.held.saturating_sub(before) + size;
-        let (was, is) = (inner.held.saturating_sub(FREE), all.saturating_sub(FREE));
+        let (was, is) = (inner.held.saturating_sub(FREE_BYTES), all.saturating_sub(FREE_BYTES));
         if is > was {
             let more = is - was;
             let before = self.received.fetch_add(more, Ordering::Relaxed);
@@ -726,7 +726,7 @@ mod tests {
         assert!(scene.admit().is_reserved);
         scene.connections.has_answered(&made[1], scene.now);
         scene.admit();
-        scene.now += YOUNG;
+        scene.now += YOUNG_TIME;
         scene.admit();
         assert_eq!(scene.closed(), [("evicted", 2)]);
     }
@@ -844,11 +844,11 @@ mod tests {
     fn every_connection_may_hold_a_small_request() {
         let scene = Scene::new(|limits| limits.max_received_bytes = 1000);
         let [large, small] = [scene.admit(), scene.admit()];
-        assert!(scene.connections.hold(&large, 0, FREE + 1000));
-        assert!(scene.connections.hold(&small, 0, FREE));
-        assert!(!scene.connections.hold(&small, FREE, FREE + 1));
+        assert!(scene.connections.hold(&large, 0, FREE_BYTES + 1000));
+        assert!(scene.connections.hold(&small, 0, FREE_BYTES));
+        assert!(!scene.connections.hold(&small, FREE_BYTES, FREE_BYTES + 1));
         scene.connections.remove(&large);
-        assert!(scene.connections.hold(&small, FREE, FREE + 1));
+        assert!(scene.connections.hold(&small, FREE_BYTES, FREE_BYTES + 1));
         assert_eq!(scene.connections.received(), 1);
     }
 
@@ -856,12 +856,12 @@ mod tests {
     fn requests_of_one_connection_count_together() {
         let scene = Scene::new(|limits| limits.max_received_bytes = 1000);
         let one = scene.admit();
-        assert!(scene.connections.hold(&one, 0, FREE));
+        assert!(scene.connections.hold(&one, 0, FREE_BYTES));
         assert!(scene.connections.hold(&one, 0, 600));
         assert!(!scene.connections.hold(&one, 0, 401));
-        assert!(scene.connections.hold(&one, FREE, 0));
+        assert!(scene.connections.hold(&one, FREE_BYTES, 0));
         assert_eq!(scene.connections.received(), 0);
-        assert!(scene.connections.hold(&one, 0, FREE + 400));
+        assert!(scene.connections.hold(&one, 0, FREE_BYTES + 400));
         assert_eq!(scene.connections.received(), 1000);
         scene.connections.remove(&one);
         assert!(scene.connections.hold(&one, 600, 0), "a request ends after its connection");

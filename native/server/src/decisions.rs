@@ -10,11 +10,11 @@ use crate::fleet::Scope;
 use kvevents_routing::Selected;
 
 /// Maximum number of stored choices.
-const REMEMBERED: usize = 64;
+const MAX_DECISIONS: usize = 64;
 /// Maximum number of stored candidates of a choice; the best ones are stored.
-const CANDIDATES: usize = 16;
+const MAX_CANDIDATES: usize = 16;
 /// Minimum time between two stored choices.
-const PAUSE: Duration = Duration::from_secs(1);
+const MIN_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A sample of the newest choices.
 #[derive(Default)]
@@ -35,7 +35,7 @@ impl Decisions {
         let mut sample = self.sample.lock();
         let is_due = sample.next.is_none_or(|next| next <= now);
         if is_due {
-            sample.next = Some(now + PAUSE);
+            sample.next = Some(now + MIN_INTERVAL);
         }
         is_due
     }
@@ -46,7 +46,7 @@ impl Decisions {
         let mut selection = json!(selected);
         for name in ["considered", "unreachable"] {
             if let Some(list) = selection[name].as_array_mut() {
-                list.truncate(CANDIDATES);
+                list.truncate(MAX_CANDIDATES);
             }
         }
         let choice = json!({
@@ -54,7 +54,7 @@ impl Decisions {
             "selection": selection,
         });
         let mut sample = self.sample.lock();
-        if sample.choices.len() >= REMEMBERED {
+        if sample.choices.len() >= MAX_DECISIONS {
             sample.choices.pop_front();
         }
         sample.choices.push_back(choice);

@@ -170,7 +170,7 @@ impl Endpoints {
             Question::QueryByHash => self.query_by_hash(&self.read(head, body)?),
             Question::Match => {
                 let request = if is_raw {
-                    raw(head.query_string.as_deref().unwrap_or_default(), body)?
+                    raw_match(head.query_string.as_deref().unwrap_or_default(), body)?
                 } else {
                     self.read_prompt(head, body, "tokens", |request: &mut Match| &mut request.tokens)?
                 };
@@ -434,7 +434,7 @@ impl Endpoints {
         self.with_table(|table| {
             let tokens = request.tokens.as_deref().ok_or(Declined::Unread)?;
             self.check_tokens(tokens.len())?;
-            let found = table.candidates(&good_scope(request)?)?;
+            let found = table.candidates(&checked_scope(request)?)?;
             let options = Options {
                 expected: request.expected,
                 whole_prompt: request.whole_prompt,
@@ -455,7 +455,7 @@ impl Endpoints {
         self.with_table(|table| {
             let prompts = request.checked().ok_or(Declined::Unread)?;
             self.check_tokens(prompts.iter().map(Vec::len).sum())?;
-            let found = table.candidates(&good_scope(request)?)?;
+            let found = table.candidates(&checked_scope(request)?)?;
             let options = Options {
                 expected: request.expected,
                 whole_prompt: request.whole_prompt,
@@ -498,10 +498,10 @@ impl Endpoints {
             let tokens = request.tokens.as_deref().ok_or(Declined::Unread)?;
             self.check_tokens(tokens.len())?;
             let given = request.candidates.as_deref();
-            if !request.is_sound() || given.is_some_and(|some| some.len() > self.limits.max_candidates) {
+            if !request.has_valid_fields() || given.is_some_and(|some| some.len() > self.limits.max_candidates) {
                 return Err(Declined::Unread);
             }
-            let found = table.candidates(&good_scope(request)?)?;
+            let found = table.candidates(&checked_scope(request)?)?;
             let all = |place: &u32| Candidate::new(&table.worker(*place).instance, table.worker(*place).rank);
             let candidates: Vec<Candidate> = match given {
                 Some(given) => given.iter().map(|Object(one)| one.clone()).collect(),
@@ -584,8 +584,8 @@ fn indexer_answer(
     Ok(Answered { body, longest })
 }
 
-/// The scope of a request, if its names are such as `/v1` admits.
-fn good_scope(request: &impl Names) -> Result<Scope, Declined> {
+/// Returns the scope of a request, if `/v1` admits its names.
+fn checked_scope(request: &impl Names) -> Result<Scope, Declined> {
     request.scope().filter(|_| request.has_good_names()).ok_or(Declined::Unread)
 }
 
@@ -650,7 +650,7 @@ fn add_others(rows: &mut Vec<Row>, workers: &[u32]) {
 }
 
 /// Reads a raw prompt, whose other fields are in the query string.
-fn raw(query_string: &str, body: &[u8]) -> Result<Match, Declined> {
+fn raw_match(query_string: &str, body: &[u8]) -> Result<Match, Declined> {
     let (numbers, rest) = body.as_chunks::<4>();
     let request = requests::of_query_string(query_string).filter(|_| rest.is_empty());
     let tokens = Some(numbers.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect());

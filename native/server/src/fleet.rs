@@ -198,8 +198,8 @@ impl Table {
             places: HashMap::with_capacity(message.order.len()),
             labels: HashMap::new(),
             fleets: HashSet::new(),
-            block_sizes: message.block_sizes.into_iter().map(by_fleet).collect(),
-            bases: message.bases.into_iter().map(by_fleet).collect(),
+            block_sizes: message.block_sizes.into_iter().map(keyed_by_fleet).collect(),
+            bases: message.bases.into_iter().map(keyed_by_fleet).collect(),
             remembered: RwLock::default(),
             departures: 0,
         };
@@ -366,7 +366,7 @@ pub(crate) fn is_short(name: &str) -> bool {
     name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME
 }
 
-fn by_fleet<T>((model, tenant, group, of): (String, String, String, T)) -> (Fleet, T) {
+fn keyed_by_fleet<T>((model, tenant, group, of): (String, String, String, T)) -> (Fleet, T) {
     ((model, tenant, group), of)
 }
 

@@ -45,9 +45,9 @@ use crate::server_state::Shared;
 use crate::settings::Access;
 
 /// Name of the metadata with the reason code for programs, for example `unknown-model`.
-const REASON: &str = "kvevents-reason";
+const REASON_KEY: &str = "kvevents-reason";
 /// Number of bytes before a message in the body of a request.
-const PREFIX: usize = 5;
+const PREFIX_BYTES: usize = 5;
 
 /// Paths of the methods, each with the query of `/v1` by whose rules it is admitted.
 const METHODS: [(&str, Question); 7] = [
@@ -106,7 +106,7 @@ fn code(status: StatusCode) -> Code {
 fn status(http: StatusCode, detail: &str, hint: &str, reason: &str) -> Status {
     let mut metadata = MetadataMap::new();
     if let Ok(reason) = MetadataValue::try_from(reason) {
-        metadata.insert(REASON, reason);
+        metadata.insert(REASON_KEY, reason);
     }
     Status::with_metadata(code(http), format!("{detail}; {hint}"), metadata)
 }
@@ -214,7 +214,7 @@ async fn answer(
     let size = call.body.len();
     // If the message came in one part with its prefix, tonic would copy it twice.
     let mut message = call.body.clone();
-    let prefix = message.split_to(PREFIX.min(size));
+    let prefix = message.split_to(PREFIX_BYTES.min(size));
     let parts = [prefix, message].map(|part| Ok::<_, Infallible>(Frame::data(part)));
     let request = Request::from_parts(head, StreamBody::new(tokio_stream::iter(parts)));
     let mut answered = pin!(call.serve(request));
@@ -304,7 +304,7 @@ impl Call {
             return Ok(tonic::Response::new(answer));
         }
         let internal = |error: &dyn std::error::Error| Status::internal(error.to_string());
-        let message = Q::decode(self.body.slice(PREFIX..)).map_err(|error| internal(&error))?;
+        let message = Q::decode(self.body.slice(PREFIX_BYTES..)).map_err(|error| internal(&error))?;
         let json = serde_json::to_vec(&message).map_err(|error| internal(&error))?;
         let answer = self.ask(equivalent, json.into()).await?;
         let answer = serde_json::from_slice(&answer);

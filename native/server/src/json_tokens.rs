@@ -137,7 +137,7 @@ fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
     if text.get(at) == Some(&b']') {
         return Some((tokens, at + 1));
     }
-    let (mut slowly, mut pause) = (0, FEW);
+    let (mut slowly, mut pause) = (0, MIN_PAUSE);
     loop {
         let (token, mut end) = number(text, at)?;
         tokens.push(token);
@@ -146,10 +146,10 @@ fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
         } else {
             let before = tokens.len();
             end = quick(text, end, &mut tokens);
-            pause = if tokens.len() - before >= FEW {
-                FEW
+            pause = if tokens.len() - before >= MIN_PAUSE {
+                MIN_PAUSE
             } else {
-                (2 * pause).min(MANY)
+                (2 * pause).min(MAX_PAUSE)
             };
             slowly = pause;
         }
@@ -169,9 +169,10 @@ fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
     }
 }
 
-/// Numbers that are read one by one before the fast loop is tried again; doubled after each try that read few numbers.
-const FEW: usize = 16;
-const MANY: usize = 1024;
+/// Minimum number of tokens that are read one by one before the fast loop is tried again. A try that reads fewer doubles the number.
+const MIN_PAUSE: usize = 16;
+/// Maximum of that number.
+const MAX_PAUSE: usize = 1024;
 
 /// Reads an unsigned integer below 2^32. Returns the value and the position after it.
 #[inline]

@@ -174,10 +174,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const READER: &str = "reader-0123456789";
-    const SECOND: &str = "second-0123456789";
-    const EVIL: &str = "https://evil.example";
-    const OWN: (&str, &str) = ("host", "127.0.0.1:8090");
+    const READER_TOKEN: &str = "reader-0123456789";
+    const SECOND_TOKEN: &str = "second-0123456789";
+    const FOREIGN_ORIGIN: &str = "https://evil.example";
+    const OWN_HOST: (&str, &str) = ("host", "127.0.0.1:8090");
 
     fn token(text: &str, role: Role) -> Token {
         let digest = digest(&SHA256, text.as_bytes()).as_ref().try_into().unwrap();
@@ -191,9 +191,9 @@ mod tests {
     fn policy(host: &str, anonymous: Role) -> Policy {
         Policy {
             tokens: vec![
-                token(READER, Role::Read),
+                token(READER_TOKEN, Role::Read),
                 token("writer-0123456789", Role::Register),
-                token(SECOND, Role::Register),
+                token(SECOND_TOKEN, Role::Register),
             ],
             anonymous,
             host: host.into(),
@@ -238,20 +238,20 @@ mod tests {
     fn only_a_complete_bearer_token_has_a_role() {
         let strict = policy("127.0.0.1", Role::None);
         for (value, name) in [
-            (format!("Bearer {READER}"), "reader"),
-            (format!("bearer {SECOND}"), "second"),
-            (format!("BEARER   {SECOND} "), "second"),
-            (format!("Bearer \t{SECOND}\t"), "second"),
+            (format!("Bearer {READER_TOKEN}"), "reader"),
+            (format!("bearer {SECOND_TOKEN}"), "second"),
+            (format!("BEARER   {SECOND_TOKEN} "), "second"),
+            (format!("Bearer \t{SECOND_TOKEN}\t"), "second"),
             (String::new(), "unknown token"),
             ("Bearer".into(), "unknown token"),
             ("Bearer ".into(), "unknown token"),
-            (SECOND.into(), "unknown token"),
-            (format!("Basic {SECOND}"), "unknown token"),
-            (format!("Bearer {}", &SECOND[1..]), "unknown token"),
-            (format!("Bearer {SECOND}x"), "unknown token"),
-            (format!("Bearer {}", SECOND.to_uppercase()), "unknown token"),
-            (format!("Bearer {READER} {SECOND}"), "unknown token"),
-            (format!("Bearer\t{SECOND}"), "unknown token"),
+            (SECOND_TOKEN.into(), "unknown token"),
+            (format!("Basic {SECOND_TOKEN}"), "unknown token"),
+            (format!("Bearer {}", &SECOND_TOKEN[1..]), "unknown token"),
+            (format!("Bearer {SECOND_TOKEN}x"), "unknown token"),
+            (format!("Bearer {}", SECOND_TOKEN.to_uppercase()), "unknown token"),
+            (format!("Bearer {READER_TOKEN} {SECOND_TOKEN}"), "unknown token"),
+            (format!("Bearer\t{SECOND_TOKEN}"), "unknown token"),
         ] {
             let role = match name {
                 "reader" => Role::Read,
@@ -283,8 +283,8 @@ mod tests {
 
     #[test]
     fn a_caller_needs_the_role_of_the_endpoint() {
-        let reader = format!("Bearer {READER}");
-        let writer = format!("Bearer {SECOND}");
+        let reader = format!("Bearer {READER_TOKEN}");
+        let writer = format!("Bearer {SECOND_TOKEN}");
         let (read, register) = (Some(Role::Read), Some(Role::Register));
         for (anonymous, value, role, refusal) in [
             (Role::None, None, None, None),
@@ -351,7 +351,7 @@ mod tests {
             ("https://127.0.0.1:8090", true),
             ("https://kv.example.com", true),
             ("https://KV.example.com:8443", true),
-            (EVIL, false),
+            (FOREIGN_ORIGIN, false),
             ("http://127.0.0.1:3000", false),
             ("http://localhost:8090", false),
             ("null", false),
@@ -361,7 +361,7 @@ mod tests {
         ] {
             let refusal = (!is_own).then_some("foreign-origin");
             for (role, reads) in [(Role::Read, true), (Role::Read, false), (Role::None, false)] {
-                let found = origin(&policy("127.0.0.1", role), &[OWN, ("origin", text)], reads);
+                let found = origin(&policy("127.0.0.1", role), &[OWN_HOST, ("origin", text)], reads);
                 assert_eq!(found, refusal, "{text}");
             }
         }

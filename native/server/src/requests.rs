@@ -19,7 +19,8 @@ const MAX_LABELS: usize = 32;
 const MAX_ID: usize = 128;
 /// Range of the seconds after which a reservation expires.
 const RESERVATION_SECONDS: std::ops::RangeInclusive<f64> = 1.0..=86_400.0;
-const DEFAULT: &str = "default";
+/// Name of the tenant or group of a request without that name.
+const DEFAULT_NAME: &str = "default";
 
 /// A value that was read from an object. Without this type, serde would also read an array of its fields.
 pub(crate) struct Object<T>(pub(crate) T);
@@ -174,8 +175,8 @@ pub(crate) trait Names {
         let lora = picked(lora, true)?.map(|name| Lora::Name(name.clone()));
         Some(Scope {
             model: picked(model, false)?.filter(|model| !model.is_empty())?.clone(),
-            tenant: picked(tenant, false)?.map_or_else(|| DEFAULT.into(), String::clone),
-            group: picked(group, false)?.map_or_else(|| DEFAULT.into(), String::clone),
+            tenant: picked(tenant, false)?.map_or_else(|| DEFAULT_NAME.into(), String::clone),
+            group: picked(group, false)?.map_or_else(|| DEFAULT_NAME.into(), String::clone),
             lora: lora.or(self.lora_id().map(Lora::Id)),
             salt: picked(salt, true)?.cloned(),
         })
@@ -430,8 +431,8 @@ impl ReservationUpdate {
 }
 
 impl Select {
-    /// The requested reservation, which expires after `seconds` unless the request names another time.
-    pub(crate) fn wanted(&self, seconds: f64) -> Option<Wanted<'_>> {
+    /// The requested reservation, which expires after `seconds` unless the request has another time.
+    pub(crate) fn reservation(&self, seconds: f64) -> Option<Wanted<'_>> {
         let (id, given) = match &self.reserve {
             Reserve::Asked(false) => return None,
             Reserve::Asked(true) => (None, None),
@@ -443,8 +444,8 @@ impl Select {
         })
     }
 
-    /// Whether all numbers of the request are within their limits.
-    pub(crate) fn is_sound(&self) -> bool {
+    /// Whether all names and numbers of the request are within their limits.
+    pub(crate) fn has_valid_fields(&self) -> bool {
         let is_weight = |weight: &f64| (0.0..=1.0).contains(weight);
         let candidates = self.candidates.as_deref().unwrap_or_default();
         (self.tiers.0.iter().all(|(_, weight)| is_weight(weight)))

@@ -81,7 +81,7 @@ pub(crate) fn select<'a>(
         explain,
         ignores_cache: request.ignores_cache,
         session: request.session.as_deref(),
-        reserve: request.wanted(reservation_seconds),
+        reserve: request.reservation(reservation_seconds),
     };
     let terms = terms.updated(&request.tiers, &request.trust, request.wait_weight, request.load_weight);
     let selected = choose(&contenders, &question, &terms, (ties, loads));

@@ -26,7 +26,7 @@ use tokio::sync::{Notify, Semaphore, watch};
 use tonic_health::pb::health_check_response::ServingStatus;
 
 use crate::body::{Body, InProgress, Sending};
-use crate::connections::{Admission, Connection, Connections, Order, SWEEP, count};
+use crate::connections::{Admission, CHECK_INTERVAL, Connection, Connections, Order, count};
 use crate::control_plane::{ControlPlane, Event};
 use crate::endpoints::{Endpoints, Format, Head, Question, RESERVATIONS, Verb};
 use crate::grpc;
@@ -236,7 +236,7 @@ impl Server {
 
 async fn sweep(shared: Arc<Shared>) {
     loop {
-        tokio::time::sleep(SWEEP).await;
+        tokio::time::sleep(CHECK_INTERVAL).await;
         shared.connections.sweep(Instant::now());
         shared.silence.fetch_add(1, Ordering::Relaxed);
         shared.report_health();

@@ -21,9 +21,9 @@ use crate::settings::{Access, Settings};
 /// Number of sweeps without a report of the control plane after which it counts as failed: 10 s.
 pub(crate) const MAX_SILENCE: u32 = 50;
 /// Size of a body above which a separate thread reads it, so that other clients are not delayed.
-const MANY_BYTES: usize = 1 << 16;
+const THREAD_BYTES: usize = 1 << 16;
 /// Size of a body with one prompt above which a separate thread reads it. It is larger, since token ids are read faster.
-const MANY_PROMPT_BYTES: usize = 1 << 20;
+const THREAD_PROMPT_BYTES: usize = 1 << 20;
 
 /// Status and body of the answers to probes.
 pub(crate) struct Probes {
@@ -82,13 +82,13 @@ impl Shared {
 
     /// Runs work on a query of `size` bytes, in a separate thread if the query is large. None if the service ends.
     pub(crate) async fn run<T>(&self, question: Question, size: usize, work: impl FnOnce() -> T) -> Option<T> {
-        let most = match question {
-            Question::Query | Question::Match => MANY_PROMPT_BYTES,
-            Question::QueryByHash | Question::Select | Question::Reservation(_) => MANY_BYTES,
+        let limit = match question {
+            Question::Query | Question::Match => THREAD_PROMPT_BYTES,
+            Question::QueryByHash | Question::Select | Question::Reservation(_) => THREAD_BYTES,
             // A prompt of six bytes can match every worker, and the answer has a row for each worker and prompt.
             Question::MatchMany => 0,
         };
-        if size <= most {
+        if size <= limit {
             return Some(work());
         }
         let _permit = self.heavy.acquire().await.ok()?;

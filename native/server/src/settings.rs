@@ -79,7 +79,7 @@ pub(crate) struct Tls {
 }
 
 /// Placeholder for a name in the path of an endpoint.
-const ITEM: &str = "{id}";
+const NAME_PLACEHOLDER: &str = "{id}";
 
 /// All settings.
 #[derive(Clone, Debug, Deserialize)]
@@ -126,7 +126,7 @@ impl Settings {
     fn endpoints_at(&self, path: &str) -> Option<(&String, &HashMap<String, Endpoint>)> {
         let is_endpoint = |(known, _): &(&String, _)| {
             let item = known
-                .split_once(ITEM)
+                .split_once(NAME_PLACEHOLDER)
                 .and_then(|(prefix, suffix)| path.strip_prefix(prefix)?.strip_suffix(suffix));
             item.is_some_and(|item| !item.is_empty() && !item.contains('/'))
         };

@@ -9,17 +9,17 @@ use super::{digits, gap, of_digits};
 const STREAMS: usize = 3;
 
 /// Maximum number of bytes from one of these positions to the next: a part.
-const PART: usize = 1024;
+const MAX_PART: usize = 1024;
 
-/// Number of bytes in which a comma is searched for.
-const NEAR: usize = 16;
+/// Maximum number of bytes between the intended end of a part and the comma at which it ends.
+const MAX_COMMA_DISTANCE: usize = 16;
 
 /// Minimum size of a part for which reading from several positions is faster.
-const SMALLEST: usize = 128;
+const MIN_PART: usize = 128;
 
 /// See `Quick`.
 pub(super) fn read(text: &[u8], end: usize, tokens: &mut Vec<u32>) -> usize {
-    match gap(text, end).filter(|_| text.len() - end > STREAMS * SMALLEST) {
+    match gap(text, end).filter(|_| text.len() - end > STREAMS * MIN_PART) {
         Some(1) => read_with::<1>(text, end, tokens),
         Some(_) => read_with::<2>(text, end, tokens),
         None => end,
@@ -28,12 +28,12 @@ pub(super) fn read(text: &[u8], end: usize, tokens: &mut Vec<u32>) -> usize {
 
 fn read_with<const GAP: usize>(text: &[u8], end: usize, tokens: &mut Vec<u32>) -> usize {
     // A number and its comma have at least two bytes.
-    let mut found = [[0; PART / 2]; STREAMS];
+    let mut found = [[0; MAX_PART / 2]; STREAMS];
     let mut at = end + GAP;
     while let Some(starts) = starts::<GAP>(text, at) {
         let mut places = starts;
         let mut done = 0;
-        while done < PART / 2 && (0..STREAMS).all(|stream| places[stream] < starts[stream + 1]) {
+        while done < MAX_PART / 2 && (0..STREAMS).all(|stream| places[stream] < starts[stream + 1]) {
             let [Some(first), Some(second), Some(third)] = [
                 number::<GAP>(text, places[0]),
                 number::<GAP>(text, places[1]),
@@ -65,8 +65,8 @@ fn read_with<const GAP: usize>(text: &[u8], end: usize, tokens: &mut Vec<u32>) -
 /// Returns positions from `at` on at which numbers can begin: the beginning of each part, and the end of the last part. Parts are as large
 /// as possible, but there must be a comma near the end of each. So they are smaller near the end of the array.
 fn starts<const GAP: usize>(text: &[u8], at: usize) -> Option<[usize; STREAMS + 1]> {
-    let mut part = PART.min(text.len().checked_sub(at + NEAR)? / STREAMS);
-    while part >= SMALLEST {
+    let mut part = MAX_PART.min(text.len().checked_sub(at + MAX_COMMA_DISTANCE)? / STREAMS);
+    while part >= MIN_PART {
         if let Some(found) = split::<GAP>(text, at, part) {
             return Some(found);
         }
@@ -79,7 +79,7 @@ fn split<const GAP: usize>(text: &[u8], at: usize, part: usize) -> Option<[usize
     let mut found = [at; STREAMS + 1];
     for (stream, start) in found.iter_mut().enumerate().skip(1) {
         let from = at + stream * part;
-        *start = from + text[from..from + NEAR].iter().position(|&byte| byte == b',')? + GAP;
+        *start = from + text[from..from + MAX_COMMA_DISTANCE].iter().position(|&byte| byte == b',')? + GAP;
     }
     Some(found)
 }
