@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import zmq
+from msgspec.structs import replace
 
 from kvevents.errors import ConfigError, EndpointError, UnknownSourceError
 from kvevents.events import BlockRemoved, EventBatch, KVEventBatch

@@ -8,10 +8,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import astuple
 from io import BytesIO
 
 import pytest
+from msgspec.structs import astuple
 
 from index_cases import Feed, removal, store, tokens_of
 from kvevents.errors import ForkedError

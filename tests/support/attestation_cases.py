@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from kvevents.engines.engine_publisher import EnginePublisher
 from kvevents.events import ATTESTATION_MASK, AllBlocksCleared, BlockStored, EventBatch, KVEvent, attestation_term

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
+from msgspec.structs import astuple
 from xxhash import xxh3_64_intdigest as xxh3
 
 from index_keys import Scope, Worker, item_hash, local_hash, rolling, salt_term, seed_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import md5
 from typing import Literal, TypeAlias
 
@@ -221,7 +221,7 @@ class Observer:
         agrees = digest_of(self.held - self.unread) == heartbeat.digest
         if agrees:
             self._confirm_all()
-        return replace(found, digest_matches=agrees)
+        return msgspec.structs.replace(found, digest_matches=agrees)
 
     def _confirm_all(self) -> None:
         self.gap_since_clear = self.unreadable_since_clear = self.spoilt = False

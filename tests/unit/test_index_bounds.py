@@ -9,12 +9,12 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
 from io import BytesIO
 from itertools import count
 from typing import Any
 
 import pytest
+from msgspec.structs import astuple
 
 from index_cases import Feed, cleared, count_orphans, removal, store, tokens_by_level, tokens_of
 from kvevents.errors import DamagedIndexError

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import datetime as dt
 import struct
-from dataclasses import astuple, replace
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import astuple, replace
 
 from decode_cases import BAD_EVENTS
 from kvevents.events import BlockRemoved, BlockStored, KVEvent

@@ -6,12 +6,12 @@ An index that receives payloads and one that receives their events hold the same
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from index_cases import blocks_of, scanned
 from kvevents.events import AllBlocksCleared, BlockStored, KVEvent

@@ -13,8 +13,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, NamedTuple
+
+from msgspec.structs import replace
 
 from kvevents.errors import ConfigError, KVEventsError, UnknownSourceError
 from kvevents.stream import REASONS_ENDED_BY_CLEAR, Batch, BatchReport, Gap, RawBatch, Reset, Source, Trust, inspect_events

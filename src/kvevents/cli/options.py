@@ -7,9 +7,10 @@ import threading
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
+
+from msgspec.structs import replace
 
 from kvevents.cli.command import CommandLineError, Group
 from kvevents.cli.console import Console, Span

@@ -8,8 +8,9 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.options import CURVE_FLAGS, engine, make_curve

@@ -6,9 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
-from dataclasses import replace
 from functools import partial
 from typing import Final, Protocol
+
+from msgspec.structs import replace
 
 from kvevents.diagnosis.address import check_address, next_ranks
 from kvevents.diagnosis.findings import CheckResult, Severity, warn

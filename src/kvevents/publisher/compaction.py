@@ -12,11 +12,11 @@ sees a wrong digest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple
 from itertools import chain
 from typing import Any, Final, TypeAlias
 
 import msgspec
+from msgspec.structs import astuple
 
 from kvevents.events import (
     MAX_HEARTBEAT,

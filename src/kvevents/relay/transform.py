@@ -6,12 +6,11 @@ Payloads are changed for another dialect, to remove tokens, or because several u
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 from typing import Final, TypeAlias
 
-import msgspec
+from msgspec.structs import replace
 
 from kvevents.errors import EncodeError
 from kvevents.events import ATTESTATION_MASK, MEDIUM_ALL, TIERS, AllBlocksCleared, BlockStored, Heartbeat, KVEvent, KVEventBatch
@@ -205,7 +204,7 @@ class Transform:
             self._first_rank = rank
             return batch, rejected
         lost = Rejected("bad-field", f"{self._dialect} has no field for the rank, and this one is not rank {self._first_rank}")
-        return msgspec.structs.replace(batch, events=[]), [*rejected, lost]
+        return replace(batch, events=[]), [*rejected, lost]
 
     def _clear_other_ranks(self, rank: int, ts: float, events: list[KVEvent], rejected: list[Rejected]) -> list[bytes]:
         """Return payloads that clear all ranks except `rank`: clears in a batch without a rank concern all ranks."""
@@ -281,7 +280,7 @@ def _with_rank(batch: RawBatch) -> bytes:
     if rank_of(batch.payload) is not None:
         return batch.payload
     events = decode_batch(batch.payload).batch
-    return encode_batch(msgspec.structs.replace(events, data_parallel_rank=batch.rank), None)
+    return encode_batch(replace(events, data_parallel_rank=batch.rank), None)
 
 
 def expressible_placement(dialect: Dialect | None) -> frozenset[str]:
@@ -303,7 +302,7 @@ def _with_salt_as_unknown_field(event: KVEvent) -> KVEvent:
     if not isinstance(event, BlockStored) or event.cache_salt is None:
         return event
     fields = {**(event.unknown_fields or {}), "cache_salt": event.cache_salt}
-    return msgspec.structs.replace(event, cache_salt=None, unknown_fields=fields)
+    return replace(event, cache_salt=None, unknown_fields=fields)
 
 
 # --- redaction
@@ -324,12 +323,12 @@ def redact(event: KVEvent, key: Callable[[int], int]) -> KVEvent:
         # comes from another relay, and gets new keys.
         has_content = (event.token_ids or event.block_keys) and event.block_hashes
         keys = list(map(key, event.block_hashes)) if has_content else None
-        return msgspec.structs.replace(event, token_ids=[], block_keys=keys, **dict.fromkeys(_PROMPT_FIELDS))
+        return replace(event, token_ids=[], block_keys=keys, **dict.fromkeys(_PROMPT_FIELDS))
     if event.unknown_fields is None:
         return event
     # The scope of a clear is an unknown field. It stays, because without it consumers would clear more.
     scope = scope_of(event) if isinstance(event, AllBlocksCleared) else {}
-    return msgspec.structs.replace(event, unknown_fields=scope or None)
+    return replace(event, unknown_fields=scope or None)
 
 
 def placeholder_key(block_hash: int) -> int:

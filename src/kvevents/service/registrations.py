@@ -9,8 +9,9 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+from msgspec import Struct, field
 
 from kvevents.client.schemas import DEFAULT_GROUP
 from kvevents.errors import ConfigError, EndpointError, SnapshotError
@@ -49,8 +50,7 @@ class RegistrationOutcome(NamedTuple):
     """A sentence for the client; empty without a warning."""
 
 
-@dataclass(eq=False, kw_only=True)
-class Registrations:
+class Registrations(Struct, eq=False, kw_only=True):
     """Adds clients' engines to a fleet and removes them. Methods are called in the event loop and raise `ServiceError`."""
 
     fleet: Fleet

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Final
 
@@ -73,8 +72,7 @@ class StreamCounters(Struct):
         return replace(self, malformed=dict(self.malformed), rejected=dict(self.rejected))
 
 
-@dataclass(frozen=True, slots=True)
-class BatchReport:
+class BatchReport(Struct, frozen=True):
     """Findings of a consumer that has decoded, and perhaps applied, a batch; see `Subscriber.report`."""
 
     rejected: tuple[Rejected, ...] = ()

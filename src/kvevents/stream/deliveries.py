@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Final, NamedTuple, TypeAlias
 
 import msgspec
+from msgspec import Struct
+from msgspec.structs import force_setattr, replace
 
 from kvevents.endpoints import GRPC, offset_endpoint_port, tcp_of, validate_remote, validate_source
 from kvevents.errors import ConfigError, SnapshotError
@@ -35,8 +36,7 @@ _REPORTED_REASONS: Final = frozenset(
 """Reasons that begin with a report or an answer, not with a delivery."""
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Struct, frozen=True):
     """One stream to subscribe to: one data-parallel rank of one engine."""
 
     endpoint: str
@@ -54,7 +54,7 @@ class Source:
     by_topic: bool = False
     """Follow each topic that arrives at a bound endpoint and begins with `topic` as a separate source, with its own numbers and
     trust. The source is named by the topic (`kv@POD@MODEL` in llm-d), and added when its first message arrives."""
-    curve: Curve | None = field(default=None, repr=False)
+    curve: Curve | None = None
     """CURVE keys; `server_key` is the engine's public key."""
     replay_is_proven: bool = False
     """Whether the engine itself has named both endpoints, as vLLM's `/kv_event_sources` does. Then replay is trusted until a
@@ -77,7 +77,7 @@ class Source:
                 if not self.bind:
                     validate_remote(tcp_of(endpoint), name)
         if self.endpoint.startswith(GRPC):  # a gRPC call brings all events from the first one on, so it also replays
-            object.__setattr__(self, "replay_endpoint", self.endpoint)
+            force_setattr(self, "replay_endpoint", self.endpoint)
         if self.by_topic and (not self.bind or self.replay_endpoint is not None or self.name is not None):
             raise ConfigError("by_topic needs bind=True, and has neither a replay_endpoint nor a name: each topic is a source")
         check_stores_only(self.stores_only)

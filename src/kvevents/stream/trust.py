@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import total_ordering
 from typing import ClassVar, Final, Literal, TypeAlias, final
+
+from msgspec import Struct
 
 from kvevents.events import Heartbeat
 from kvevents.stream.settings import StreamLimits
@@ -55,9 +55,7 @@ TrustState: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", 
 
 
 @final
-@total_ordering
-@dataclass(frozen=True, slots=True, repr=False)
-class Trust:
+class Trust(Struct, frozen=True, eq=False):
     """State of a stream: `CONNECTING -> REPLAYING -> EXACT -> DEGRADED(reason) -> STALE`.
 
     Values compare by their states, from STALE to EXACT (`trust >= Trust.DEGRADED`); `reason` is for people. EXACT means three
@@ -68,14 +66,14 @@ class Trust:
 
     name: str
     """CONNECTING, REPLAYING, EXACT, DEGRADED or STALE."""
-    reason: str = field(default="", compare=False)
-    attested: bool = field(default=False, compare=False)
+    reason: str = ""
+    attested: bool = False
     """Whether the state is EXACT and the newest attestation of the engine's own cache matched. Only a publisher inside the
     engine sends attestations."""
-    unproven: bool = field(default=False, compare=False)
+    unproven: bool = False
     """Whether the state is DEGRADED only because no live batch has confirmed replay yet, as with every idle engine after a
     connect. Nothing contradicts replay, so routers count the blocks fully."""
-    inexact_tiers: tuple[str, ...] = field(default=(), compare=False)
+    inexact_tiers: tuple[str, ...] = ()
     """Tiers that the state excludes, because their stores are announced but not their removals (`Source.stores_only`). A tier
     has at most the announced blocks."""
 
@@ -103,9 +101,20 @@ class Trust:
             return self
         return Trust("DEGRADED", f"the engine announces no removals from {tier}")
 
+    def __eq__(self, other: object) -> bool:
+        return self.name == other.name if isinstance(other, Trust) else NotImplemented
+
+    __ne__ = object.__ne__  # that of a struct compares identities
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __lt__(self, other: object) -> bool:
         """Compare states: STALE < CONNECTING < REPLAYING < DEGRADED < EXACT."""
         return trust_order(self.name) < trust_order(other.name) if isinstance(other, Trust) else NotImplemented
+
+    def __le__(self, other: object) -> bool:
+        return trust_order(self.name) <= trust_order(other.name) if isinstance(other, Trust) else NotImplemented
 
     def __str__(self) -> str:
         reason = self.reason or ("attested" if self.attested else "")

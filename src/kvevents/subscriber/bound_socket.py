@@ -12,10 +12,10 @@ import enum
 import logging
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final, TypeAlias
 
 import zmq
+from msgspec.structs import replace
 
 from kvevents.errors import ConfigError
 from kvevents.stream import Source, Stream

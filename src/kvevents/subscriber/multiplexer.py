@@ -10,10 +10,10 @@ import heapq
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Iterable
-from dataclasses import replace
 from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvevents.backoff import MAX_DELAY, Backoff
 from kvevents.errors import ConfigError, EndpointError, UnknownSourceError

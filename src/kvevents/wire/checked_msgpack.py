@@ -9,14 +9,13 @@ time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from msgspec import Struct
 
 
-@dataclass(frozen=True, slots=True)
-class WireLimits:
+class WireLimits(Struct, frozen=True):
     """Limits on one payload. What exceeds them is rejected with a reason; nothing is raised.
 
     Counts are read from the declared lengths, before anything is allocated.

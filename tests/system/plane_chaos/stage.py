@@ -132,7 +132,9 @@ class Stage(RoundStage[Plan]):
     def _bridge_role(self, number: int) -> BridgeRole:
         watches = []
         for engine, leg in zip(self.engines, self.legs[number::BRIDGES], strict=True):
-            source = replace(engine.registration.source(), endpoint=leg.endpoint, replay_endpoint=leg.replay_endpoint)
+            source = msgspec.structs.replace(
+                engine.registration.source(), endpoint=leg.endpoint, replay_endpoint=leg.replay_endpoint
+            )
             watches.append(Watch(source, msgspec.json.encode(engine.registration)))
         settings = BridgeSettings(name=f"b{number}", dead_seconds=DEAD_SECONDS, heartbeat_seconds=0.3)
         return BridgeRole(self.plane, settings, tuple(watches), self._log(f"b{number}"))

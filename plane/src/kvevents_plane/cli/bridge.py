@@ -8,7 +8,6 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -292,7 +291,7 @@ class BridgeSubscriptions:
         watches = []
         for registration in registrations_by_key.values():
             source = registration.source()
-            source = replace(source, curve=source.curve or self._curve)
+            source = msgspec.structs.replace(source, curve=source.curve or self._curve)
             watches.append(Watch(source, encode_registration(registration)))
         self._bridge.watch(watches)
         return faults

@@ -25,7 +25,6 @@ import socket
 import ssl
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
@@ -344,8 +343,7 @@ class Declaration(Struct, frozen=True):
                 yield f"its {name} port is declared as {port + first.rank}, but it names {endpoint}"
 
 
-@dataclass(frozen=True, slots=True)
-class EngineProvider:
+class EngineProvider(Struct, frozen=True):
     """Finds the ranks of one engine by the URL of its HTTP server. All ranks have the same `instance`.
 
     Raises `ConfigError` for an invalid URL.
@@ -358,7 +356,7 @@ class EngineProvider:
     interval: float = 15.0
     """Seconds between two queries to an engine that answers. A change of its ports is noticed after this time."""
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
-    clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
+    clock: Clock = SYSTEM_CLOCK
     declared: Declaration | None = None
     """What is known of the engine from elsewhere. It is used if the engine does not describe itself, or requires a key."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -49,8 +48,7 @@ class StaticProvider(Struct, frozen=True):
         yield build_finding(self.tables)
 
 
-@dataclass(frozen=True, slots=True)
-class FileProvider:
+class FileProvider(Struct, frozen=True):
     """Finds the engines of a watched file. If the file is invalid or missing, there are faults, and the former engines stay."""
 
     path: Path
@@ -58,7 +56,7 @@ class FileProvider:
     """Whether the file contains only tables of sources. The service's configuration contains other settings too."""
     interval: float = CHECK_SECONDS
     max_bytes: int = MAX_FILE_BYTES
-    clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
+    clock: Clock = SYSTEM_CLOCK
 
     @property
     def name(self) -> str:

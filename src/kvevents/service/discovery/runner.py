@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -92,14 +91,14 @@ def _too_many(count: int, noun: str, limit: int) -> str:
 # --- running
 
 
-@dataclass(slots=True, eq=False)
 class _Branch:
     """A running provider, and the providers of its finding."""
 
-    provider: Provider
-    finding: Finding | None = None
-    children: dict[Provider, _Branch] = field(default_factory=dict)
-    task: asyncio.Task[None] = field(init=False)
+    def __init__(self, provider: Provider) -> None:
+        self.provider: Final = provider
+        self.finding: Finding | None = None
+        self.children: dict[Provider, _Branch] = {}
+        self.task: asyncio.Task[None]
 
     def findings(self) -> Iterator[tuple[str, Finding | None]]:
         """Yield the findings of the provider and of the providers below it, in order."""

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final, Literal, TypeAlias
 
 import msgspec
@@ -217,7 +216,7 @@ class Fleet(Listener):
         name, rank = registration.key
         source = registration.source()
         if source.curve is None and self.curve is not None and not source.endpoint.startswith(GRPC):
-            source = replace(source, curve=self.curve)
+            source = msgspec.structs.replace(source, curve=self.curve)
         if resume is None:
             self.index.remove_worker((name, rank))
             self.index.readmit((name, rank))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from itertools import count
 from typing import Final, NamedTuple, cast
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from kvevents.client.reasons import Reason, advise
 from kvevents.client.schemas import GapView, LoadView, SourceView, TrustStatus

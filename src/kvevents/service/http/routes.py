@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Final, TypeAlias, get_args
 
 import msgspec
+from msgspec import Struct
 
 from kvevents.client import schemas
 from kvevents.client.schemas import MAX_NAME_BYTES, Problem, ScopedRequest
@@ -31,8 +31,7 @@ Handler: TypeAlias = "Callable[[Service, HttpRequest], AnyResponse | Awaitable[A
 """Handles a request, in the thread pool of its route, or in the event loop."""
 
 
-@dataclass(frozen=True)
-class Route:
+class Route(Struct, frozen=True):
     """One row of the table."""
 
     method: str
@@ -46,7 +45,7 @@ class Route:
     gives: Any = None
     """Type of the response body."""
     status: int = 200
-    statuses: Mapping[int, str] = field(default_factory=dict)
+    statuses: Mapping[int, str] = {}
     """Further statuses of responses with this type, each with its condition."""
     raw: bool = False
     """Whether the body may also be raw token ids: 32-bit unsigned little-endian numbers."""
@@ -62,7 +61,7 @@ class Route:
     """
     media: str = "application/json"
     """Media type of the response."""
-    decoders: Decoders = field(init=False)
+    decoders: Decoders = Decoders()
     """Decoders of the body."""
 
     @property
@@ -72,7 +71,7 @@ class Route:
 
     def __post_init__(self) -> None:
         decoders = Decoders(msgspec.json.Decoder(self.takes), msgspec.msgpack.Decoder(self.takes), self.known_fields)
-        object.__setattr__(self, "decoders", decoders)  # at import, see `build_decoder_now`
+        msgspec.structs.force_setattr(self, "decoders", decoders)  # at import, see `build_decoder_now`
 
 
 def _parameter(name: str, description: str, place: str = "query", *, required: bool = False, **schema: Any) -> dict[str, Any]:
