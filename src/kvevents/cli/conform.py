@@ -125,14 +125,14 @@ def run(args: Namespace) -> int:
         results.append(result)
         if args.output in {"table", "wide"}:
             _print(console, result, is_first=len(results) == 1 or results[-2].group != result.group)
-    found = make_run(args.title or driver.title, ["kvevents", *sys.argv[1:]], time.monotonic() - began, results)
+    outcome = make_run(args.title or driver.title, ["kvevents", *sys.argv[1:]], time.monotonic() - began, results)
     for path in args.save:
-        path.write_bytes((to_junit if path.suffix == ".xml" else to_json)(found))
+        path.write_bytes((to_junit if path.suffix == ".xml" else to_json)(outcome))
     if args.output == "junit":
-        console.data(to_junit(found))
-    elif not write_record(found, args.output, console):
-        console.line(found.summary)
-    return FAILED if found.has_failed(args.max_needless) and not args.exit_zero else OK
+        console.data(to_junit(outcome))
+    elif not write_record(outcome, args.output, console):
+        console.line(outcome.summary)
+    return FAILED if outcome.has_failed(args.max_needless) and not args.exit_zero else OK
 
 
 def _play_functions(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
@@ -163,10 +163,10 @@ def _choose(args: Namespace) -> Sequence[AnyScenario]:
 
 
 def _dialect(text: str) -> Dialect:
-    found = resolve_dialect(text)
-    if found is None:
+    dialect = resolve_dialect(text)
+    if dialect is None:
         raise ConfigError("expected a release, such as sglang-0.5.9")
-    return found
+    return dialect
 
 
 def _driver(args: Namespace) -> AnyDriver:

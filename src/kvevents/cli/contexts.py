@@ -37,8 +37,8 @@ def context_file() -> Path:
 def find_context(name: str | None) -> Context | None:
     """Return the named context, by default that of KVEVENTS_CONTEXT or the file; None without one. Raises `ConfigError`."""
     path = context_file()
-    found = convert(read_toml(path), _File, str(path)) if path.exists() else _File()
-    wanted = name or os.environ.get("KVEVENTS_CONTEXT") or found.current
-    if wanted is not None and wanted not in found.contexts:
-        raise ConfigError(f"unknown context {wanted!r}{suggestion(wanted, found.contexts)} {path} has none of this name")
-    return None if wanted is None else found.contexts[wanted]
+    contexts = convert(read_toml(path), _File, str(path)) if path.exists() else _File()
+    wanted = name or os.environ.get("KVEVENTS_CONTEXT") or contexts.current
+    if wanted is not None and wanted not in contexts.contexts:
+        raise ConfigError(f"unknown context {wanted!r}{suggestion(wanted, contexts.contexts)} {path} has none of this name")
+    return None if wanted is None else contexts.contexts[wanted]

@@ -148,12 +148,12 @@ def _event_line(event: KVEvent, *, tokens: bool) -> list[Part]:
 def _details(event: KVEvent) -> list[tuple[str, object]]:
     """Return the fields of an event that its line omits, except salts and extra keys, which identify tenants."""
     names = ("lora_name", "group_idx", "kv_cache_spec_kind", "locality", "ownership", "session_id")
-    found = [(name, getattr(event, name, None)) for name in names]
+    fields = [(name, getattr(event, name, None)) for name in names]
     if isinstance(event, BlockStored):
-        found.append(("block_size", event.block_size))
+        fields.append(("block_size", event.block_size))
     if event.unknown_fields:
-        found.append(("unknown_fields", " ".join(event.unknown_fields)))
-    return [(name, value) for name, value in found if value is not None]
+        fields.append(("unknown_fields", " ".join(event.unknown_fields)))
+    return [(name, value) for name, value in fields if value is not None]
 
 
 def _rejected(batch: Batch) -> list[Part]:

@@ -63,8 +63,8 @@ def _show(args: Namespace, console: Console) -> None:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("name", nargs="?", metavar="NAME", type=Path, help="name of the pair, with or without a directory")
-    what.add_argument("--show", type=Path, help="print the public keys of a file instead")
+    modes = parser.add_mutually_exclusive_group(required=True)
+    modes.add_argument("name", nargs="?", metavar="NAME", type=Path, help="name of the pair, with or without a directory")
+    modes.add_argument("--show", type=Path, help="print the public keys of a file instead")
     parser.add_argument("-f", "--force", action="store_true", help="replace a pair; its peers need the new key then")
     add_output(parser, "one object, which does not contain the secret key")

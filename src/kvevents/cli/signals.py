@@ -119,10 +119,10 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         import msgspec  # noqa: PLC0415 - only for this format
 
-        found = {"at": record.created, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        entry = {"at": record.created, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
         if record.exc_info:
-            found["traceback"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(found).decode()
+            entry["traceback"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(entry).decode()
 
 
 class StateLogger:
@@ -188,9 +188,9 @@ def trimming_memory(interval: float = 30.0, *, keep: int = 0) -> Iterator[None]:
 
 def _malloc_trim() -> Callable[[int], int] | None:
     try:
-        found = ctypes.CDLL(None).malloc_trim
+        function = ctypes.CDLL(None).malloc_trim
     except (OSError, AttributeError, TypeError):
         return None
-    found.argtypes, found.restype = [ctypes.c_size_t], ctypes.c_int
-    trim: Callable[[int], int] = found
+    function.argtypes, function.restype = [ctypes.c_size_t], ctypes.c_int
+    trim: Callable[[int], int] = function
     return trim

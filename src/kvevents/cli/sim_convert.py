@@ -25,17 +25,17 @@ EXAMPLES: Final = """\
 def run(args: Namespace) -> int:
     """Derive the requests from a recording, and write them as a trace."""
     console = Console()
-    found = from_recording(args.recording, args.run, args.endpoint)
+    conversion = from_recording(args.recording, args.run, args.endpoint)
     if args.trace.exists() and args.recording.exists() and args.trace.samefile(args.recording):
         raise CommandLineError(f"{args.trace} is the recording; name another file for the trace")
-    requests = iter(found)
+    requests = iter(conversion)
     # An existing trace is not replaced if the recording cannot be read or has no request.
     first = next(requests, None)
     count = 0 if first is None else write_trace(args.trace, chain([first], requests))
-    if found.truncation is not None:
-        console.note(Span(found.truncation, "warn"))
-    if found.skipped:
-        console.note(f"{plural(found.skipped, 'event')} left out: their parent blocks were stored before the recording")
+    if conversion.truncation is not None:
+        console.note(Span(conversion.truncation, "warn"))
+    if conversion.skipped:
+        console.note(f"{plural(conversion.skipped, 'event')} left out: their parent blocks were stored before the recording")
     if not count:
         console.note(f"no request can be derived from {args.recording}; prompts that were already cached cause no events")
         return FAILED

@@ -65,10 +65,10 @@ factor: Final = partial(number, expected="a factor above 0")
 
 def size(text: str) -> int:
     """Return a number of bytes, which can have a unit: `8GiB`."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or float(found[1]) <= 0:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) <= 0:
         raise ConfigError(f"invalid size {text!r}: expected bytes, or a number with a unit such as 512MiB or 8GiB")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def _integer(text: str, expected: str, least: int = 0, most: float = math.inf, noun: str = "value") -> int:

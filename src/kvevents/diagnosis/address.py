@@ -120,14 +120,14 @@ def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
     target = split_tcp(endpoint)
     if target is not None and (target[0] == "0.0.0.0" or target[1] == 0):  # noqa: S104 - compared, not bound
         return fail("address", f"{endpoint} is an address to listen at", "use the engine's host and port, or --bind")
-    found = _reach("address", endpoint, curve, zmq.SUB)
-    if isinstance(found, CheckResult):
-        return found
-    if found.outcome == "curve":
+    result = _reach("address", endpoint, curve, zmq.SUB)
+    if isinstance(result, CheckResult):
+        return result
+    if result.outcome == "curve":
         return ok("address", f"{endpoint} accepts the key")
-    if not found.is_publisher:
-        return _report_other_socket(endpoint, found.detail)
-    return ok("address", f"{endpoint} is a publisher ({found.detail} socket)")
+    if not result.is_publisher:
+        return _report_other_socket(endpoint, result.detail)
+    return ok("address", f"{endpoint} is a publisher ({result.detail} socket)")
 
 
 def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handshake | CheckResult:
@@ -166,12 +166,12 @@ def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
 
 def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResult | None:
     """Return why `endpoint` cannot answer replay requests; None if it is a ROUTER socket."""
-    found = _reach("replay", endpoint, curve, zmq.DEALER)
-    if isinstance(found, CheckResult):
-        return found
-    if found.outcome == "curve" or found.detail == "ROUTER":
+    result = _reach("replay", endpoint, curve, zmq.DEALER)
+    if isinstance(result, CheckResult):
+        return result
+    if result.outcome == "curve" or result.detail == "ROUTER":
         return None
-    text = f"{endpoint} is a {found.detail} socket, not a replay endpoint"
+    text = f"{endpoint} is a {result.detail} socket, not a replay endpoint"
     return fail("replay", text, "use the engine's replay endpoint with --replay")
 
 

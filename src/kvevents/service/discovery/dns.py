@@ -68,17 +68,17 @@ class DnsResolver:
         if listed:
             return Resolved(listed)
         for kind in ("A", "AAAA"):
-            found = await self._look_up(name, kind)
-            if found.hosts:
-                return found
+            resolved = await self._look_up(name, kind)
+            if resolved.hosts:
+                return resolved
         raise ResolveError(f"{name} has no addresses")
 
     async def services(self, name: str) -> Resolved:
         """Return targets, without the final dot, and ports."""
-        found = await self._look_up(name, "SRV")
-        if not found.hosts:
+        resolved = await self._look_up(name, "SRV")
+        if not resolved.hosts:
             raise ResolveError(f"{name} has no SRV records")
-        return found
+        return resolved
 
     async def _look_up(self, name: str, kind: str) -> Resolved:
         """Return the records of one type. The result is empty if DNS reports that the name has no such records."""
@@ -194,23 +194,23 @@ class DnsProvider:
                     last = Finding()
                 known = len(last.registrations) + len(last.providers)
                 stay = f"; the engines found before ({known}) stay for at most {self.max_stale:g} s" if known else ""
-                found = replace(last, faults=(f"{error}{stay}",))
+                finding = replace(last, faults=(f"{error}{stay}",))
             else:
                 backoff.reset()
                 pause = jittered(min(max(resolved.ttl, MIN_SECONDS), MAX_SECONDS), self.clock.random)
                 resolved_at = self.clock.now()
-                found = last = self._finding(resolved)
-            if found != yielded:
-                yield found
-            yielded = found
+                finding = last = self._finding(resolved)
+            if finding != yielded:
+                yield finding
+            yielded = finding
             await self.clock.sleep(pause)
 
     def _finding(self, resolved: Resolved) -> Finding:
         scheme, name, port = DnsTarget.parse(self.target)
         addresses = [f"{bracket_host(host)}:{own or port}" for host, own in resolved.hosts]
         if scheme == "tcp":
-            found = [self.template.registrations(address, f"tcp://{address}") for address in addresses]
-            return Finding(registrations=tuple(registration for ranks in found for registration in ranks))
+            ranks_by_address = [self.template.registrations(address, f"tcp://{address}") for address in addresses]
+            return Finding(registrations=tuple(registration for ranks in ranks_by_address for registration in ranks))
         # Check certificates for the DNS name: they contain no addresses.
         http = replace(self.http, server_name=self.http.server_name or name.strip("[]")) if port is not None else self.http
         urls = [f"{scheme}://{address}" for address in addresses]

@@ -112,7 +112,7 @@ def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
     """Parse the answer of a vLLM server that was reached at `host`. Raises `EngineQueryError` for another shape."""
     if not isinstance(answer, dict):
         raise EngineQueryError("/kv_event_sources does not return a JSON object of ranks, as vLLM does")
-    found = EngineInfo(has_metrics=True)
+    info = EngineInfo(has_metrics=True)
     for key, raw in answer.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
             raise EngineQueryError(f"/kv_event_sources returns the key {key!r} in place of a rank number")
@@ -120,21 +120,21 @@ def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
         try:
             source = msgspec.convert(raw, _VllmSource)
         except msgspec.ValidationError as error:
-            found.missing[rank] = f"cannot be followed: {error}"
+            info.missing[rank] = f"cannot be followed: {error}"
             continue
         if source.publisher == "null" or source.endpoint is None:
-            found.missing[rank] = "cannot be followed: it has no endpoint"
+            info.missing[rank] = "cannot be followed: it has no endpoint"
             continue
         replay = None if source.replay_endpoint is None else replace_wildcard_host(source.replay_endpoint, host)
         endpoint, is_proven = replace_wildcard_host(source.endpoint, host), replay is not None
-        found.endpoints.append(RankEndpoint(rank, endpoint, replay, topic=source.topic or "", replay_is_proven=is_proven))
-    ranks = found.missing.keys() | {each.rank for each in found.endpoints}
+        info.endpoints.append(RankEndpoint(rank, endpoint, replay, topic=source.topic or "", replay_is_proven=is_proven))
+    ranks = info.missing.keys() | {each.rank for each in info.endpoints}
     if not ranks:
-        found.off_reason = f"publishes no KV events: {_START_VLLM}"
-        return found
+        info.off_reason = f"publishes no KV events: {_START_VLLM}"
+        return info
     _check_count(max(ranks) - min(ranks) + 1)
-    found.missing |= {rank: "is not in /kv_event_sources" for rank in range(min(ranks), max(ranks)) if rank not in ranks}
-    return found
+    info.missing |= {rank: "is not in /kv_event_sources" for rank in range(min(ranks), max(ranks)) if rank not in ranks}
+    return info
 
 
 def parse_server_info(answer: Any, host: str) -> EngineInfo:
@@ -297,8 +297,8 @@ async def is_same_host(host: str, other: str) -> bool:
 async def resolve(host: str) -> set[str]:
     """Return the addresses of a host. Raises `OSError` or `UnicodeError` if it has no address, and `TimeoutError`."""
     async with asyncio.timeout(RESOLVE_SECONDS):
-        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return {str(address[4][0]) for address in found}
+        records = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return {str(address[4][0]) for address in records}
 
 
 def _is_own_address(address: str) -> bool:
@@ -379,16 +379,16 @@ class EngineProvider(Struct, frozen=True):
         yielded, last = None, Finding()
         while True:
             try:
-                found = last = await self.query()
+                finding = last = await self.query()
             except EngineQueryError as error:
-                found = replace(last, faults=(str(error),))
+                finding = replace(last, faults=(str(error),))
                 pause = backoff.next_delay()
             else:
                 backoff.reset()
                 pause = jittered(self.interval, self.clock.random)
-            if found != yielded:
-                yield found
-            yielded = found
+            if finding != yielded:
+                yield finding
+            yielded = finding
             await self.clock.sleep(pause)
 
     async def query(self) -> Finding:
