@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
+
+import msgspec
 
 from kvevents.events import BlockRemoved
 from kvevents.index import ApplyResult, PrefixIndex
+from kvevents.service.data_plane import DataPlane
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.follower import Follower, IndexSink
 from kvevents.service.fleet.registration import Registration
-from kvevents.stream import RawBatch, RawDelivery, StreamLimits
+from kvevents.stream import RawBatch, RawDelivery, StreamLimits, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing.fake_transport import FakeTransport
 from kvevents_plane.log_subscriber import LogSubscriber
@@ -122,37 +125,47 @@ def test_a_member_that_leaves_is_gone_from_answers_before_its_blocks_are() -> No
     assert "0 members published" in events[:last]
 
 
-def test_members_that_are_registered_together_are_published_once() -> None:
-    """Publishing looks at all members. If it ran for each one, a thousand engines of a file would cost a million looks."""
-    transport = FakeTransport()
-    transport.engine("tcp://engine:1")
-    fleet = Fleet(PrefixIndex(), max_sources=1000)
+class RecordingServer:
+    """A native data plane that records the changes of its table."""
+
+    def __init__(self) -> None:
+        self.changes: list[dict[str, Any]] = []
+        self.names: dict[str, str] = {}
+        """Instances by their places."""
+
+    def change_table(self, _: PrefixIndex, encoded: bytes) -> None:
+        change = msgspec.json.decode(encoded)
+        self.changes.append(change)
+        for place in change["removed"]:
+            del self.names[str(place)]
+        self.names.update((place, worker["instance"]) for place, worker in change["workers"].items())
+
+
+def test_a_change_of_one_member_writes_one_row() -> None:
+    """If each registration wrote all rows, a thousand engines would cost half a million rows."""
+    fleet = Fleet(PrefixIndex(), max_sources=1_000)
     sink = IndexSink(fleet.index, fleet)
-    fleet.follower.subscriber.close()
-    fleet.follower = Follower(Subscriber(decode=False, transport=transport, clock=transport.clock, sink=sink), sink)
-    begun, may_continue = threading.Event(), threading.Event()
-
-    def block_thread() -> None:
-        begun.set()
-        may_continue.wait(60.0)
-
-    published: list[int] = []
-    fleet.follower.start()
-    try:
-        fleet.follower.submit(block_thread)
-        assert begun.wait(60.0)
-        fleet.on_change = lambda: published.append(len(fleet.members))
-        wanted = [Registration(instance=f"e{number}", endpoint="tcp://engine:1", model="m") for number in range(500)]
-        assert fleet.replace_registrations("discovery", wanted, lambda _: None) == []
-        last = fleet.register(Registration(instance="last", endpoint="tcp://engine:1", model="m"))
-        assert published == []
-        last.add_done_callback(lambda _: published.append(-1))
-        may_continue.set()
-        last.result(60.0)
-        assert published[:2] == [501, -1], "they are published before their callers have the results"
-    finally:
-        may_continue.set()
-        assert fleet.follower.stop()
+    fleet.follower.subscriber.close()  # the subscriber has sockets
+    fleet.follower = Follower(LogSubscriber(lambda: 0.0, lambda _: None, sink), sink)
+    plane, server = DataPlane(fleet, cast("Any", None), cast("Any", None)), RecordingServer()
+    plane._native = cast("Any", server)
+    fleet.on_change = plane.publish
+    wanted = [Registration(instance=f"e{number}", endpoint="tcp://engine:1", model="m") for number in range(100)]
+    for registration in wanted:
+        before = len(server.changes)
+        fleet.register(registration).result()
+        assert fleet.workers.keys() == fleet.members.keys()
+        rows = [row for change in server.changes[before:] for row in change["workers"].values()]
+        assert [row["instance"] for row in rows] == [registration.instance]
+    server.changes.clear()
+    fleet.members[wanted[70].key].set_trust(Trust.EXACT, (), 0.0)
+    for registration in wanted[10:90:2]:
+        fleet.unregister(registration.key)
+    fleet.register(wanted[10]).result()
+    assert sum(len(change["workers"]) + len(change["removed"]) for change in server.changes) == 1 + 40 + 1
+    assert all(len(change) == 4 and not change["adapters"] for change in server.changes)
+    assert sorted(server.names.values()) == sorted(member.registration.instance for member in fleet.members.values())
+    assert max(map(int, server.names)) == 99, "free places are given again"
 
 
 def test_a_query_that_misses_an_engine_by_a_moment_has_an_unknown_model() -> None:

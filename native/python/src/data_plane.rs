@@ -196,10 +196,10 @@ impl DataPlane {
         }
     }
 
-    /// Answers queries from an index and a new routing table from now on. `changes` are the changes of the table as JSON.
-    fn replace_table(&self, py: Python<'_>, index: &Bound<'_, NativeIndex>, changes: &[u8]) -> PyResult<()> {
+    /// Answers queries from an index from now on, and from the routing table after a change. `change` is the change as JSON.
+    fn change_table(&self, py: Python<'_>, index: &Bound<'_, NativeIndex>, change: &[u8]) -> PyResult<()> {
         let index = index.get().shared(py)?;
-        py.detach(|| self.server.replace_table(changes, index))
+        py.detach(|| self.server.change_table(change, index))
             .map_err(PyValueError::new_err)
     }
 

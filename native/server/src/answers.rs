@@ -46,7 +46,7 @@ fn by_instance(table: &Table, rows: &[Row]) -> Vec<Vec<Row>> {
     let mut places = HashMap::with_capacity(rows.len());
     let mut found: Vec<Vec<Row>> = Vec::with_capacity(rows.len());
     for row in rows {
-        let place = *places.entry(table.instance_number(row.place)).or_insert(found.len());
+        let place = *places.entry(table.worker(row.place).instance.as_str()).or_insert(found.len());
         if place == found.len() {
             found.push(Vec::new());
         }
@@ -181,15 +181,12 @@ pub(crate) struct MatchManyAnswer<'a> {
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
-    use std::sync::Arc;
 
     use proptest::prelude::*;
     use serde_json::{Value, json};
 
     use super::*;
-    use kvevents_index::limits::Limits;
-    use kvevents_index::prefix_index::PrefixIndex;
-    use kvevents_index::wire::scan::{Limits as ScanLimits, Schema};
+    use crate::fleet::tests::{changed, index};
 
     /// Name, rank, and tokens on the GPU, down to host and disk, and on all tiers.
     type Held = (String, i64, [u32; 4]);
@@ -204,10 +201,7 @@ mod tests {
             .zip(rows)
             .map(|(number, row)| (i32::to_string(&number), worker(row)))
             .collect();
-        let order: Vec<usize> = (0..rows.len()).collect();
-        let changes = json!({"has_failed": false, "order": order, "workers": workers, "block_sizes": [], "bases": []});
-        let index = PrefixIndex::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default());
-        Table::read(changes.to_string().as_bytes(), Arc::new(index), None).unwrap()
+        changed(&Table::new(index()), &[], &workers.into())
     }
 
     fn by_rank(own: &[&Held], value: impl Fn(&Held) -> Value) -> Value {

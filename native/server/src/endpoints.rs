@@ -140,12 +140,12 @@ impl Endpoints {
         }
     }
 
-    /// Replaces the table, from the changes that `Table::read` reads.
-    pub(crate) fn replace(&self, changes: &[u8], index: Arc<PrefixIndex>) -> Result<(), String> {
-        let before = self.table.read().clone();
-        let table = Table::read(changes, index, before.as_deref())?;
-        let before = self.table.write().replace(Arc::new(table));
-        drop(before); // without the lock
+    /// Changes the table. `change` is the JSON of a `Change`. A query in progress goes on with the table before it.
+    pub(crate) fn change_table(&self, change: &[u8], index: Arc<PrefixIndex>) -> Result<(), String> {
+        let change = serde_json::from_slice(change).map_err(|error| error.to_string())?;
+        let mut table = self.table.write();
+        let table = table.get_or_insert_with(|| Arc::new(Table::new(index.clone())));
+        Arc::make_mut(table).apply(change, index);
         Ok(())
     }
 
@@ -678,7 +678,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::fleet::tests::{changes, index, row};
+    use crate::fleet::tests::{change, index, row};
 
     /// The index removes the blocks of a worker after the worker has left, so a lookup with the old table might find the worker without its
     /// blocks.
@@ -688,15 +688,15 @@ mod tests {
         let loads = Arc::new(Loads::new(Duration::from_secs(1), 1));
         let endpoints = Endpoints::new(Limits::for_tests(), terms.unwrap(), Metrics::new(&[1.0], &[1.0]), loads);
         let (index, tries) = (index(), Cell::new(0));
-        let replace = |order: &[u64], workers| endpoints.replace(&changes(order, &workers), index.clone()).unwrap();
-        replace(&[1, 2], json!({"1": row("a", "EXACT"), "2": row("b", "EXACT")}));
+        let apply = |removed: &[u32], workers| endpoints.change_table(&change(removed, &workers), index.clone()).unwrap();
+        apply(&[], json!({"1": row("a", "EXACT"), "2": row("b", "EXACT")}));
         let answer = endpoints.with_table(|table| {
             match tries.replace(tries.get() + 1) {
-                0 => replace(&[2], json!({})),
-                _ => replace(&[2, 3], json!({"3": row("c", "EXACT")})),
+                0 => apply(&[1], json!({})),
+                _ => apply(&[], json!({"3": row("c", "EXACT")})),
             }
             endpoints.check_present(table)?;
-            let longest = table.workers.len() as u32;
+            let longest = table.workers().count() as u32;
             Ok(Answered {
                 body: Vec::new(),
                 longest,

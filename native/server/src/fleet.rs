@@ -1,6 +1,6 @@
-//! The routing table: the control plane's description of the fleet, as one immutable value.
+//! The routing table: the control plane's description of the fleet, of which it writes the changes.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use kvevents_index::keys;
@@ -44,10 +44,6 @@ pub struct Scope {
 }
 
 impl Scope {
-    fn fleet(&self) -> Fleet {
-        (self.model.clone(), self.tenant.clone(), self.group.clone())
-    }
-
     /// Whether each name has a length that `/v1` admits. `/query` admits longer names, but scopes with these are not cached.
     fn has_short_names(&self) -> bool {
         let lora = match &self.lora {
@@ -70,9 +66,6 @@ impl Scope {
     }
 }
 
-/// Model, tenant and routing group.
-type Fleet = (String, String, String);
-
 /// One rank of an engine.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Worker {
@@ -94,6 +87,9 @@ pub(crate) struct Worker {
     pub(crate) distance: u8,
     /// Registered number of tokens per block.
     pub(crate) block_size: Option<u64>,
+    /// Tokens per block in its events; as registered before the first event.
+    #[serde(default)]
+    block_sizes: Vec<u32>,
     /// Tiers from which the engine announces no removals.
     #[serde(default)]
     pub(crate) stores_only: Vec<String>,
@@ -106,6 +102,13 @@ pub(crate) struct Worker {
 }
 
 impl Worker {
+    fn stream(&self) -> Stream {
+        Stream {
+            source: self.source.clone(),
+            rank: self.rank,
+        }
+    }
+
     /// Returns the worker with the fields that are derived from others.
     fn completed(self) -> Self {
         Self {
@@ -135,17 +138,16 @@ impl Worker {
     }
 }
 
+/// A change of the table.
 #[derive(Deserialize)]
-struct TableMessage {
+pub(crate) struct Change {
     has_failed: bool,
-    /// The numbers of all workers, in the order of the table.
-    order: Vec<u64>,
-    /// The workers that are new or have changed since the previous table.
-    workers: HashMap<u64, Worker>,
-    /// Tokens per block, the smallest first, by fleet.
-    block_sizes: Vec<(String, String, String, Vec<u32>)>,
-    /// Models that have a LoRA, by the LoRA's name, tenant and group.
-    bases: Vec<(String, String, String, Vec<String>)>,
+    /// The places of workers that have left.
+    removed: Vec<u32>,
+    /// The workers that are new or have changed, by their places. A place that is free can be given again.
+    workers: HashMap<u32, Worker>,
+    /// Scopes with a LoRA that requests may name as their model; None if they are as before.
+    adapters: Option<Vec<Scope>>,
 }
 
 /// The namespaces in which a prompt of one scope is looked up, and the workers that can hold it.
@@ -162,79 +164,62 @@ pub(crate) struct Candidates {
     pub(crate) block_sizes: Vec<u32>,
 }
 
-/// A description of the fleet.
-#[derive(Debug)]
+/// A description of the fleet. A query reads one, which a change does not alter.
+#[derive(Clone, Debug)]
 pub struct Table {
     pub(crate) index: Arc<PrefixIndex>,
     has_failed: bool,
-    pub(crate) workers: Vec<Arc<Worker>>,
-    /// Workers by the control plane's numbers.
-    rows: HashMap<u64, Arc<Worker>>,
-    /// For each position, a number that all workers of one instance name share.
-    instance_numbers: Vec<u32>,
+    /// Workers by their places, some of which are free.
+    workers: Vec<Option<Arc<Worker>>>,
     places: HashMap<Stream, u32>,
-    labels: HashMap<Scope, String>,
-    fleets: HashSet<Fleet>,
-    block_sizes: HashMap<Fleet, Vec<u32>>,
-    bases: HashMap<Fleet, Vec<String>>,
-    remembered: RwLock<HashMap<Scope, Arc<Candidates>>>,
-    /// Number of replacements of a table so far in which workers have left.
+    adapters: Vec<Scope>,
+    remembered: Arc<RwLock<HashMap<Scope, Arc<Candidates>>>>,
+    /// Number of workers that have left.
     departures: u64,
 }
 
 impl Table {
-    /// Creates a table from the previous one, `before`, and the control plane's JSON, which has the changes. `index` answers its lookups.
-    ///
-    /// # Errors If the JSON has another shape, or lacks a worker that the previous table lacks too.
-    pub fn read(json: &[u8], index: Arc<PrefixIndex>, before: Option<&Self>) -> Result<Self, String> {
-        let message: TableMessage = serde_json::from_slice(json).map_err(|error| error.to_string())?;
-        let mut changed = message.workers;
-        let mut table = Self {
+    /// A table without workers, which is answered from `index`.
+    pub(crate) fn new(index: Arc<PrefixIndex>) -> Self {
+        Self {
             index,
-            has_failed: message.has_failed,
-            workers: Vec::with_capacity(message.order.len()),
-            rows: HashMap::with_capacity(message.order.len()),
-            instance_numbers: Vec::with_capacity(message.order.len()),
-            places: HashMap::with_capacity(message.order.len()),
-            labels: HashMap::new(),
-            fleets: HashSet::new(),
-            block_sizes: message.block_sizes.into_iter().map(keyed_by_fleet).collect(),
-            bases: message.bases.into_iter().map(keyed_by_fleet).collect(),
-            remembered: RwLock::default(),
+            has_failed: false,
+            workers: Vec::new(),
+            places: HashMap::new(),
+            adapters: Vec::new(),
+            remembered: Arc::default(),
             departures: 0,
-        };
-        let mut instances = HashMap::new();
-        for number in message.order {
-            let worker = match (changed.remove(&number), before.and_then(|table| table.rows.get(&number))) {
-                (Some(worker), _) => Arc::new(worker.completed()),
-                (None, Some(known)) => known.clone(),
-                (None, None) => return Err(format!("worker {number} is not described")),
-            };
-            let next = instances.len() as u32;
-            table
-                .instance_numbers
-                .push(*instances.entry(worker.instance.clone()).or_insert(next));
-            table.add(number, worker);
         }
-        if let Some(before) = before {
-            let has_left = before.places.keys().any(|stream| !table.places.contains_key(stream));
-            table.departures = before.departures + u64::from(has_left);
-        }
-        Ok(table)
     }
 
-    fn add(&mut self, number: u64, worker: Arc<Worker>) {
-        let stream = Stream {
-            source: worker.source.clone(),
-            rank: worker.rank,
-        };
-        self.places.insert(stream, self.workers.len() as u32);
-        if !self.labels.contains_key(&worker.scope) {
-            self.labels.insert(worker.scope.clone(), worker.label.clone());
-            self.fleets.insert(worker.scope.fleet());
+    /// Applies a change; the table is answered from `index` from now on.
+    pub(crate) fn apply(&mut self, change: Change, index: Arc<PrefixIndex>) {
+        (self.index, self.has_failed) = (index, change.has_failed);
+        self.adapters = change.adapters.unwrap_or_else(|| std::mem::take(&mut self.adapters));
+        self.remembered = Arc::default();
+        for place in change.removed {
+            if let Some(worker) = self.workers.get_mut(place as usize).and_then(Option::take) {
+                self.places.remove(&worker.stream());
+                self.departures += 1;
+            }
         }
-        self.rows.insert(number, worker.clone());
-        self.workers.push(worker);
+        for (place, worker) in change.workers {
+            self.places.insert(worker.stream(), place);
+            let size = self.workers.len().max(place as usize + 1);
+            self.workers.resize(size, None);
+            self.workers[place as usize] = Some(Arc::new(worker.completed()));
+        }
+    }
+
+    /// All workers with their places, in the order of these.
+    pub(crate) fn workers(&self) -> impl Iterator<Item = (u32, &Worker)> {
+        (0..)
+            .zip(&self.workers)
+            .filter_map(|(place, worker)| Some((place, worker.as_deref()?)))
+    }
+
+    fn serves(&self, scope: &Scope) -> bool {
+        self.workers().any(|(_, worker)| worker.scope.is_same_fleet(scope))
     }
 
     /// Whether all workers of this table are also in the table `later`.
@@ -270,18 +255,19 @@ impl Table {
 
     /// Returns the scope with base model and LoRA if its model is the name of a LoRA. If a model has the same name, it takes precedence.
     fn resolve_model(&self, scope: &Scope) -> Result<Scope, Declined> {
-        let fleet = scope.fleet();
-        let is_adapter = match &scope.lora {
-            None => true,
-            Some(Lora::Name(name)) => *name == scope.model,
-            Some(Lora::Id(_)) => false,
-        };
-        match self.bases.get(&fleet).map_or(&[][..], Vec::as_slice) {
+        let adapter = Some(Lora::Name(scope.model.clone()));
+        if (scope.lora.is_some() && scope.lora != adapter) || self.serves(scope) {
+            return Ok(scope.clone());
+        }
+        let is_adapter = |one: &&Scope| one.lora == adapter && one.tenant == scope.tenant && one.group == scope.group;
+        let adapters = self.adapters.iter().filter(|one| self.serves(one));
+        let adapters = adapters.chain(self.workers().map(|(_, worker)| &worker.scope));
+        let bases: BTreeSet<&String> = adapters.filter(is_adapter).map(|one| &one.model).collect();
+        match bases.into_iter().cloned().collect::<Vec<_>>().as_slice() {
             [] => Ok(scope.clone()),
-            _ if !is_adapter || self.fleets.contains(&fleet) => Ok(scope.clone()),
             [base] => Ok(Scope {
                 model: base.clone(),
-                lora: Some(Lora::Name(scope.model.clone())),
+                lora: adapter,
                 ..scope.clone()
             }),
             bases => Err(Declined::Refused(Problem::ambiguous_adapter(&scope.model, bases))),
@@ -289,22 +275,22 @@ impl Table {
     }
 
     fn find(&self, scope: Scope) -> Option<Candidates> {
-        if !self.fleets.contains(&scope.fleet()) {
+        let of_fleet: Vec<_> = self
+            .workers()
+            .filter(|(_, worker)| worker.scope.is_same_fleet(&scope))
+            .collect();
+        if of_fleet.is_empty() {
             return None;
         }
         let (lora, salt) = (lora_seed(scope.lora.as_ref()), salt_seed(scope.salt.as_deref()));
         let mut within = Vec::new();
         // A worker's scope has no LoRA or salt that the worker's events contain, since block keys contain these.
-        for own_lora in distinct(scope.lora.clone()) {
-            for own_salt in distinct(scope.salt.clone()) {
-                let view = Scope {
-                    lora: own_lora.clone(),
-                    salt: own_salt.clone(),
-                    ..scope.clone()
-                };
-                if let Some(label) = self.labels.get(&view) {
+        for own_lora in distinct(scope.lora.as_ref()) {
+            for own_salt in distinct(scope.salt.as_ref()) {
+                let is_own = |own: &Scope| own.lora.as_ref() == own_lora && own.salt.as_ref() == own_salt;
+                if let Some((_, worker)) = of_fleet.iter().find(|(_, worker)| is_own(&worker.scope)) {
                     within.push(IndexScope {
-                        model: Some(label.clone()),
+                        model: Some(worker.label.clone()),
                         lora: if own_lora.is_none() { lora } else { 0 },
                         salt: if own_salt.is_none() { salt } else { 0 },
                         items: Items::default(),
@@ -312,35 +298,28 @@ impl Table {
                 }
             }
         }
-        let places = 0..self.workers.len() as u32;
-        let workers: Vec<u32> = places.filter(|&place| self.worker(place).scope.admits(&scope)).collect();
-        let is_inexact = |place: &u32| self.worker(*place).trust.state != State::Exact;
+        let admitted = || of_fleet.iter().filter(|(_, worker)| worker.scope.admits(&scope));
+        let sizes: BTreeSet<u32> = of_fleet.iter().flat_map(|(_, worker)| &worker.block_sizes).copied().collect();
         Some(Candidates {
             within,
-            inexact: workers.iter().copied().filter(is_inexact).collect(),
-            workers,
-            block_sizes: self.block_sizes.get(&scope.fleet()).cloned().unwrap_or_default(),
+            workers: admitted().map(|&(place, _)| place).collect(),
+            inexact: admitted()
+                .filter(|(_, worker)| worker.trust.state != State::Exact)
+                .map(|&(place, _)| place)
+                .collect(),
+            block_sizes: sizes.into_iter().collect(),
             scope,
         })
     }
 
-    /// The number that all workers with the instance name of this worker share.
-    pub(crate) fn instance_number(&self, place: u32) -> u32 {
-        self.instance_numbers[place as usize]
-    }
-
-    /// The worker at a position.
+    /// The worker at a place.
     pub(crate) fn worker(&self, place: u32) -> &Worker {
-        &self.workers[place as usize]
+        self.workers[place as usize].as_deref().expect("places are those of workers")
     }
 
     /// Adds a speculative entry: for some seconds the worker counts as holding the prompt.
     pub(crate) fn expect(&self, place: u32, prompt: &Scope, tokens: &[u32], seconds: f64) {
         let worker = self.worker(place);
-        let stream = Stream {
-            source: worker.source.clone(),
-            rank: worker.rank,
-        };
         let own = &worker.scope;
         let scope = IndexScope {
             model: Some(worker.label.clone()),
@@ -357,17 +336,13 @@ impl Table {
             items: Items::default(),
         };
         let now = monotonic();
-        self.index.speculate(&stream, tokens, &scope, now, now + seconds);
+        self.index.speculate(&worker.stream(), tokens, &scope, now, now + seconds);
     }
 }
 
 /// Whether a name has at most `MAX_NAME` characters.
 pub(crate) fn is_short(name: &str) -> bool {
     name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME
-}
-
-fn keyed_by_fleet<T>((model, tenant, group, of): (String, String, String, T)) -> (Fleet, T) {
-    ((model, tenant, group), of)
 }
 
 /// Yields None and then, if there is one, the value.
@@ -417,71 +392,87 @@ pub(crate) mod tests {
         ))
     }
 
-    pub(crate) fn changes(order: &[u64], workers: &serde_json::Value) -> Vec<u8> {
-        let changes = serde_json::json!({
-            "has_failed": false, "order": order, "workers": workers, "block_sizes": [["m", "default", "default", [16]]], "bases": []});
-        changes.to_string().into_bytes()
+    pub(crate) fn change(removed: &[u32], workers: &serde_json::Value) -> Vec<u8> {
+        let change = serde_json::json!({"has_failed": false, "removed": removed, "workers": workers});
+        change.to_string().into_bytes()
     }
 
-    fn read(order: &[u64], workers: serde_json::Value, before: Option<&Table>) -> Result<Table, String> {
-        Table::read(&changes(order, &workers), index(), before)
-    }
-
-    fn states(table: &Table) -> Vec<(&str, State)> {
+    /// A table after another change.
+    pub(crate) fn changed(table: &Table, removed: &[u32], workers: &serde_json::Value) -> Table {
+        let mut table = table.clone();
+        table.apply(serde_json::from_slice(&change(removed, workers)).unwrap(), index());
         table
-            .workers
-            .iter()
-            .map(|worker| (worker.instance.as_str(), worker.trust.state))
-            .collect()
+    }
+
+    fn states(table: &Table) -> Vec<(u32, &str, State)> {
+        (table
+            .workers()
+            .map(|(place, worker)| (place, worker.instance.as_str(), worker.trust.state)))
+        .collect()
     }
 
     #[test]
-    fn what_is_not_described_again_is_as_before() {
-        let first = read(
-            &[7, 3],
-            serde_json::json!({"3": row("b", "EXACT"), "7": row("a", "STALE")}),
-            None,
-        )
-        .unwrap();
-        assert_eq!(states(&first), [("a", State::Stale), ("b", State::Exact)]);
-        let second = read(
-            &[3, 9, 7],
-            serde_json::json!({"9": row("c", "EXACT"), "3": row("b", "STALE")}),
-            Some(&first),
-        )
-        .unwrap();
+    fn a_change_has_only_the_workers_that_it_changes() {
+        let empty = Table::new(index());
+        let first = changed(
+            &empty,
+            &[],
+            &serde_json::json!({"1": row("b", "EXACT"), "0": row("a", "STALE")}),
+        );
+        assert_eq!(states(&first), [(0, "a", State::Stale), (1, "b", State::Exact)]);
+        let second = changed(
+            &first,
+            &[],
+            &serde_json::json!({"2": row("c", "EXACT"), "1": row("b", "STALE")}),
+        );
         assert_eq!(
             states(&second),
-            [("b", State::Stale), ("c", State::Exact), ("a", State::Stale)]
+            [(0, "a", State::Stale), (1, "b", State::Stale), (2, "c", State::Exact)]
         );
         assert!(first.is_part_of(&second));
-        let third = read(&[9], serde_json::json!({}), Some(&second)).unwrap();
+        let third = changed(&second, &[0, 1], &serde_json::json!({"1": row("d", "EXACT")}));
         assert!(!first.is_part_of(&third) && !second.is_part_of(&third));
-        assert_eq!(states(&third), [("c", State::Exact)]);
+        assert_eq!(states(&third), [(1, "d", State::Exact), (2, "c", State::Exact)]);
+        let place = |name: &str| {
+            let source = name.to_owned();
+            third.place(&Stream { source, rank: 0 })
+        };
+        assert_eq!(["a", "b", "c", "d"].map(place), [None, None, Some(2), Some(1)]);
+    }
+
+    /// Adapters are found by the scopes of workers, and by those that engines list for a model that is served.
+    #[test]
+    fn an_adapter_as_model_has_the_models_of_its_scopes() {
+        let with_lora = |model: &str, lora: &str| {
+            let mut row = row(&format!("{model}-{lora}"), "EXACT");
+            (row["scope"]["model"], row["scope"]["lora"]) = (model.into(), lora.into());
+            row
+        };
+        let mut change: serde_json::Value = serde_json::from_slice(&change(&[], &serde_json::json!({}))).unwrap();
+        change["workers"] =
+            serde_json::json!({"0": row("a", "EXACT"), "1": with_lora("m", "sql"), "2": with_lora("n", "both")});
+        let listed = |model: &str, lora: &str| serde_json::json!([model, "default", "default", lora, null]);
+        change["adapters"] = serde_json::json!([listed("m", "both"), listed("m", "own"), listed("gone", "own")]);
+        let mut table = Table::new(index());
+        table.apply(serde_json::from_value(change).unwrap(), index());
+        let plain = table.worker(0).scope.clone();
+        let model_of = |name: &str| {
+            let model = name.to_owned();
+            table
+                .candidates(&Scope { model, ..plain.clone() })
+                .map(|found| found.scope.model.clone())
+        };
         assert_eq!(
-            third.place(&Stream {
-                source: "c".to_owned(),
-                rank: 0
-            }),
-            Some(0)
+            ["m", "sql", "own"].map(|name| model_of(name).ok()),
+            ["m", "m", "m"].map(|name| Some(name.to_owned()))
         );
-        assert_eq!(
-            third.place(&Stream {
-                source: "a".to_owned(),
-                rank: 0
-            }),
-            None
-        );
-        assert!(
-            read(&[7], serde_json::json!({}), Some(&third)).is_err(),
-            "a worker that has left is described again"
-        );
+        assert!(matches!(model_of("both"), Err(Declined::Refused(_))) && matches!(model_of("none"), Err(Declined::Unread)));
     }
 
     #[test]
     fn only_scopes_with_short_names_are_remembered() {
-        let table = read(&[1], serde_json::json!({"1": row("i", "EXACT")}), None).unwrap();
-        let plain = table.workers[0].scope.clone();
+        let table = changed(&Table::new(index()), &[], &serde_json::json!({"0": row("i", "EXACT")}));
+        let plain = table.worker(0).scope.clone();
         let mut remembered = 0;
         for (length, is_remembered) in [(1, true), (512, true), (513, false), (2_000_000, false)] {
             let name = "ä".repeat(length);

@@ -1,8 +1,8 @@
 //! The data plane of `kvevents serve`, for HTTP and gRPC.
 //!
 //! Theory of operation. [`Server`] owns the listening socket and every client's connection, on its own threads. It answers queries and
-//! probes from the index and from a [`fleet::Table`]: an immutable description of the fleet, which the control plane (Python) replaces as
-//! a whole whenever registrations, trust or adapters change. All other requests go to the control plane through a queue.
+//! probes from the index and from a [`fleet::Table`]: a description of the fleet, to which the control plane (Python) writes each change
+//! of registrations, trust and adapters. All other requests go to the control plane through a queue.
 //!
 //! Only this crate decides which callers and hosts are allowed, and limits connections ([`policy`], [`connections`]). Only the control
 //! plane has the rules for the contents of requests. The data plane answers only requests that it understands completely. It forwards all

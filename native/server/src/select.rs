@@ -98,9 +98,9 @@ fn reachable_by_scope<'a>(
     named: &'a [Candidate],
     places: &HashMap<(&str, i64), u32>,
 ) -> Result<Vec<&'a Candidate>, Declined> {
-    let others: HashSet<(&str, i64)> = (table.workers.iter())
-        .filter(|worker| worker.scope.tenant == found.scope.tenant && worker.scope.group == found.scope.group)
-        .map(|worker| (worker.instance.as_str(), worker.rank))
+    let others: HashSet<(&str, i64)> = (table.workers())
+        .filter(|(_, worker)| worker.scope.tenant == found.scope.tenant && worker.scope.group == found.scope.group)
+        .map(|(_, worker)| (worker.instance.as_str(), worker.rank))
         .filter(|worker| !places.contains_key(worker))
         .collect();
     let is_other = |one: &&Candidate| others.contains(&(one.instance.as_str(), one.rank()));

@@ -109,13 +109,12 @@ impl Server {
         })
     }
 
-    /// Answers queries from another table from now on. `changes` is JSON with the order of all workers, and the changed workers. One thread
-    /// at a time may call this.
+    /// Changes the table that queries are answered from. `change` is JSON: the workers that are new, changed or gone.
     ///
     /// # Errors
-    /// If the JSON has another shape, or lacks a worker that was never described.
-    pub fn replace_table(&self, changes: &[u8], index: Arc<PrefixIndex>) -> Result<(), String> {
-        self.shared.endpoints.replace(changes, index)
+    /// If the JSON has another shape.
+    pub fn change_table(&self, change: &[u8], index: Arc<PrefixIndex>) -> Result<(), String> {
+        self.shared.endpoints.change_table(change, index)
     }
 
     /// Takes the requests that the control plane must answer, and the numbers of answers in pieces that have changed.

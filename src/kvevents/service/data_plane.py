@@ -11,16 +11,16 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from kvevents.client.schemas import HealthAnswer, ReadyAnswer, TrustStatus
+from kvevents.client.schemas import HealthAnswer, ReadyAnswer
 from kvevents.service.errors import ServiceError
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.member import Member
+from kvevents.service.fleet.registration import Scope
 from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0
@@ -71,8 +71,6 @@ class Counts(msgspec.Struct):
 _decode_counts = msgspec.json.Decoder(Counts).decode
 _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
-_numbers = count()
-"""Yields the numbers that workers have in routing tables."""
 
 
 class Answered(NamedTuple):
@@ -95,8 +93,10 @@ class DataPlane:
         self._wakes: socket.socket | None = None
         self._lock: Final = threading.Lock()
         self._published_version: tuple[Any, ...] | None = None
-        self._rows: dict[Member, _Row] = {}
-        """The row of each worker in the newest table, so that only changed rows are written."""
+        self._published_adapters: frozenset[Scope] = frozenset()
+        self._places: dict[Member, int] = {}
+        """The place of each worker in the routing table, so that only changed workers are written."""
+        self._free_places: list[int] = []
 
     def start(
         self, listening: socket.socket, handle: Callable[[_native.Request | int], None], settings: Mapping[str, Any]
@@ -115,11 +115,12 @@ class DataPlane:
         asyncio.get_running_loop().add_reader(wakes, _take_all, native, wakes, handle)
         self._fleet.on_change = self.publish
         self.publish()
+        self.refresh()
 
     # --- from the control plane
 
     def publish(self) -> None:
-        """Replace the routing table if the fleet has changed."""
+        """Write to the routing table what has changed in the fleet."""
         native = self._native
         if native is None:
             return
@@ -130,21 +131,32 @@ class DataPlane:
             if version == self._published_version:
                 return
             self._published_version = version
-            members = self._update_rows(fleet)
-            native.replace_table(fleet.index, _encode(_changes(fleet, self._rows, members)))
-        self.refresh()
+            native.change_table(fleet.index, _encode(self._take_change(fleet)))
 
-    def _update_rows(self, fleet: Fleet) -> list[Member]:
-        """Bring the rows up to date, and return the workers with new or changed rows."""
-        changes, members = fleet.revision.changed_members, set[Member]()
+    def _take_change(self, fleet: Fleet) -> Mapping[str, Any]:
+        """Return the change of the table, as `native/server/src/fleet.rs` reads it, and record it as written."""
+        former_adapters, self._published_adapters = self._published_adapters, fleet.adapters
+        changes, members = fleet.revision.changed_members, list[Member]()
         while changes:
-            members.add(changes.popitem()[0])
-        former = self._rows
-        current = {member: former.get(member) for member in list(fleet.workers.values())}
-        members.update(member for member, row in current.items() if row is None)
-        rows = {member: _row(member, former.get(member)) for member in members if member in current}
-        self._rows = {**current, **rows}  # type: ignore[dict-item]  # the rows that are missing in the first are in the second
-        return [member for member, row in rows.items() if former.get(member) is not row]
+            members.append(changes.popitem()[0])
+        workers: dict[int, Mapping[str, Any]] = {}
+        removed: list[int] = []
+        for member in reversed(members):
+            place = self._places.pop(member, None)
+            if fleet.workers.get(member.registration.key) is member:
+                if place is None:
+                    place = self._free_places.pop() if self._free_places else len(self._places)
+                self._places[member] = place
+                workers[place] = _worker(member)
+            elif place is not None:
+                removed.append(place)
+                self._free_places.append(place)  # a change removes workers before it adds others
+        return {
+            "has_failed": fleet.failure is not None,
+            "removed": removed,
+            "workers": workers,
+            "adapters": None if self._published_adapters == former_adapters else list(self._published_adapters),
+        }
 
     def refresh(self) -> None:
         """Replace the responses to probes."""
@@ -228,42 +240,6 @@ def _take_all(native: _native.DataPlane, wakes: socket.socket, handle: Callable[
         handle(item)
 
 
-# --- the routing table
-
-
-class _Row(NamedTuple):
-    """The row of a worker in the newest table."""
-
-    number: int
-    state: tuple[TrustStatus, bool, int]
-    """The parts of the row that can change."""
-
-
-def _row(member: Member, former: _Row | None) -> _Row:
-    """Return the row of a worker: the former row if nothing has changed."""
-    state = (member.trust_status, member.is_hidden, member.distance)
-    if former is not None and former.state == state:
-        return former
-    return _Row(next(_numbers) if former is None else former.number, state)
-
-
-def _changes(fleet: Fleet, rows: Mapping[Member, _Row], members: Sequence[Member]) -> Mapping[str, Any]:
-    """Return the order of all workers, the changed workers, and the scopes and adapters of the fleet."""
-    scopes = fleet.scopes.all_scopes
-    models = {scope[:3] for scope in scopes}
-    bases: dict[tuple[str, str, str], set[str]] = {}
-    for scope in scopes | fleet.adapters:
-        if isinstance(scope.lora, str) and scope[:3] in models:
-            bases.setdefault((scope.lora, scope.tenant, scope.group), set()).add(scope.model)
-    return {
-        "has_failed": fleet.failure is not None,
-        "order": [row.number for row in rows.values()],
-        "workers": {rows[member].number: _worker(member) for member in members},
-        "block_sizes": [(*scope, sizes) for scope, sizes in fleet.all_block_sizes.items()],
-        "bases": [(*adapter, sorted(names)) for adapter, names in bases.items()],
-    }
-
-
 def _worker(member: Member) -> Mapping[str, Any]:
     registration = member.registration
     source, rank = registration.key
@@ -280,5 +256,6 @@ def _worker(member: Member) -> Mapping[str, Any]:
         "is_hidden": member.is_hidden,
         "distance": member.distance,
         "block_size": registration.block_size,
+        "block_sizes": member.expected_block_sizes,
         "stores_only": registration.stores_only,
     }

@@ -200,8 +200,7 @@ class Registrations(Struct, eq=False, kw_only=True):
 
     def _find(self, query: InstanceQuery) -> list[Member]:
         source = source_name(query.tenant, query.group, query.instance)
-        members = list(self.fleet.members.items())
-        ranks = [member for key, member in members if key[0] == source and query.rank in {None, key[1]}]
+        ranks = [member for member in self.fleet.members_of(source) if query.rank in {None, member.registration.rank}]
         if not ranks:
             suffix = "" if query.rank is None else f" rank {query.rank}"
             raise NotFoundError(f"instance {query.instance}{suffix} not found", "not-registered", LISTING_HINT)

@@ -81,8 +81,10 @@ class Fleet(Listener):
         self.event_bus = EventBus()
         self.members: dict[Key, Member] = {}
         """The registered members."""
-        self.workers: Mapping[Key, Member] = self.members
+        self.workers: dict[Key, Member] = {}
         """The members, and further ranks that their streams carry."""
+        self._engines: dict[str, dict[Key, Member]] = {}
+        """The workers by the names of their sources."""
         self.drained: dict[Key, Member] = {}
         """The drained members, including members of discovery that are not followed at present."""
         self.counts: dict[tuple[str, str], int] = {}
@@ -100,8 +102,6 @@ class Fleet(Listener):
         self.on_change: Callable[[], None] = lambda: None
         """Called when the revision might have changed."""
         self._published_batches: dict[Key, int] = {}
-        self._sizes: tuple[int, dict[tuple[str, ...], list[int]]] = -1, {}
-        """The last revision for which block sizes were collected, and these sizes."""
         self.scopes = Scopes()
         self.why_incomplete: Callable[[], str] = str
         """Returns why engines of any model may be missing; empty if all are known."""
@@ -152,10 +152,14 @@ class Fleet(Listener):
             self.members[registration.key] = member
             if registration.key in self.drained:
                 member.is_draining, self.drained[registration.key] = True, member
-            self._collect_workers()
             self.scopes.add(registration.scope, registration.key)
-            self.revision.advance()
+            self._collect_workers(registration.key[0], member)
+            self.on_change()
         return member
+
+    def members_of(self, name: str) -> list[Member]:
+        """Return the members of a source."""
+        return [member for key, member in self._engines.get(name, {}).items() if self.members.get(key) is member]
 
     def follow_topics(self, finder: Source, registration_of: Callable[[str], Registration]) -> Future[None]:
         """Register the engines that connect to the endpoint of `finder`, as `registration_of` returns them for their topics.
@@ -201,9 +205,8 @@ class Fleet(Listener):
         if len(self.members) >= self._max_sources:
             sentence = f"{len(self.members)} sources are registered, which is the limit"
             raise TooMuchError(sentence, "too-many-sources", "raise limits.max_sources")
-        name = registration.key[0]
-        for sibling in [member.registration for key, member in self.members.items() if key[0] == name]:
-            check_same_engine(registration, sibling)
+        for sibling in self.members_of(registration.key[0]):
+            check_same_engine(registration, sibling.registration)
 
     def _follow(self, member: Member, resume: Checkpoint | None) -> None:
         self.follower.subscriber.add(self._prepare(member, resume), resume)
@@ -259,18 +262,17 @@ class Fleet(Listener):
         with self._lock:
             if self.members.get(member.registration.key) is member:
                 self._drop(member)
-                self.on_change()
             if member.origin != HTTP:  # clients receive the error in their answer
                 self.follow_errors[member.registration.key] = sentence
 
     def _drop(self, member: Member) -> None:
         del self.members[member.registration.key]
-        self._collect_workers()
-        self.revision.advance()
         self._published_batches.pop(member.registration.key, None)
         self.scopes.drop(member.registration.scope, member.registration.key)
         if member.origin in {HTTP, TOPIC}:  # for other origins discovery might find it again
             self.drained.pop(member.registration.key, None)
+        self._collect_workers(member.registration.key[0])
+        self.on_change()  # before its blocks are removed: otherwise an answer could show it as EXACT without blocks
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
@@ -279,9 +281,8 @@ class Fleet(Listener):
         with suppress(LookupError):
             self.follower.subscriber.trust(name, rank)
             return 0  # a stream of a log has joined again in the meantime
-        self.on_change()  # first: otherwise an answer could show it as EXACT without blocks
         blocks = self.index.remove_worker((name, rank))
-        if not any(key[0] == name for key in list(self.members)):
+        if not self.members_of(name):
             self.index.set_model(name, None)
             self.index.set_drafts(name, None)
         log.info("%s: no longer followed; it held %d blocks", member.registration.label, blocks)
@@ -330,18 +331,6 @@ class Fleet(Listener):
         if reason := self.why_incomplete():
             return UnavailableError(reason, "not-followed-yet", "retry in a second; /readyz says when it is ready")
         return self.scopes.unknown(scope)
-
-    @property
-    def all_block_sizes(self) -> dict[tuple[str, ...], list[int]]:
-        """Tokens per block by model, tenant and group."""
-        revision = self.revision.number
-        if self._sizes[0] != revision:
-            by_scope: dict[tuple[str, ...], set[int]] = {}
-            for member in list(self.workers.values()):
-                sizes = by_scope.setdefault(member.registration.scope[:3], set())
-                sizes.update(member.block_sizes or filter(None, (member.registration.block_size,)))
-            self._sizes = revision, {scope: sorted(sizes) for scope, sizes in by_scope.items()}
-        return self._sizes[1]
 
     # --- callbacks of the follower
 
@@ -495,15 +484,13 @@ class Fleet(Listener):
             status = self.follower.subscriber.status(*key)
         except LookupError:  # its order is on its way
             return
-        info, sizes = None, member.block_sizes
+        info = None
         with suppress(UnknownSourceError):  # no batch has arrived yet
             info = self.index.worker(key)
         hidden_before = now - self._hide_stale_seconds
         member.refresh(status, info, hidden_before=hidden_before)
         if (info is not None and info.carried_ranks) or member.carried:
             self._refresh_carried(member, status, info, hidden_before)
-        if member.block_sizes != sizes:
-            self.revision.advance()
         if self._published_batches.get(key) != status.counters.delivered and len(self.event_bus):
             self._published_batches[key] = status.counters.delivered
             fields = {"batches": status.counters.delivered, "last_seq": status.last_seq, "blocks": member.blocks}
@@ -514,7 +501,6 @@ class Fleet(Listener):
         name, _ = member.registration.key
         ranks = [] if info is None else [rank for rank in info.carried_ranks if (name, rank) not in self.members]
         carried = {worker.registration.rank: worker for worker in member.carried}
-        sizes = [worker.block_sizes for worker in member.carried]
         has_changed = ranks != list(carried)
         if has_changed:
             for rank in ranks:
@@ -523,20 +509,27 @@ class Fleet(Listener):
                     carried[rank] = Member(registration, member.origin, self._clock(), self.revision)
             with self._lock:
                 member.carried = tuple(carried[rank] for rank in ranks)
-                self._collect_workers()
-                self.revision.advance()
+                self._collect_workers(name)
         for worker in member.carried:
             with suppress(UnknownSourceError):  # the index has just removed the stream
                 worker.refresh(status, self.index.worker(worker.registration.key), hidden_before=hidden_before)
         if has_changed:
             self._update_trust(member, self._clock())
-        if sizes != [worker.block_sizes for worker in member.carried]:
-            self.revision.advance()
 
-    def _collect_workers(self) -> None:
-        members = list(self.members.values())
-        carried = {worker.registration.key: worker for member in members for worker in member.carried}
-        self.workers = {**carried, **self.members} if carried else self.members
+    def _collect_workers(self, name: str, *new: Member) -> None:
+        """Update the workers of a source, which has new members or other ones of them, and record which come and go."""
+        members = [*self.members_of(name), *new]
+        former = self._engines.pop(name, {})
+        engine = {worker.registration.key: worker for member in members for worker in member.carried}
+        engine.update({member.registration.key: member for member in members})
+        if engine:
+            self._engines[name] = engine
+        self.workers.update(engine)
+        for key in former.keys() - engine.keys():
+            del self.workers[key]
+        for key, worker in (*former.items(), *engine.items()):
+            if former.get(key) is not engine.get(key):
+                self.revision.advance(worker)
 
     def _announce(self, kind: Callable[..., StreamEvent], member: Member, now: float, **fields: object) -> None:
         registration = member.registration

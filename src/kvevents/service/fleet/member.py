@@ -56,12 +56,11 @@ class Revision:
         self._next = count(1)
         self.number = 0
         self.changed_members: dict[Member, None] = {}
-        """The members that have changed; a reader removes a member from here before it reads the member."""
+        """The members that have changed, or were added or removed; a reader removes a member from here before it reads it."""
 
-    def advance(self, member: Member | None = None) -> None:
-        """Change the number. `member` is the member that has changed; None if members were added or removed."""
-        if member is not None:
-            self.changed_members[member] = None
+    def advance(self, member: Member) -> None:
+        """Change the number. `member` is the member that has changed, or was added or removed."""
+        self.changed_members[member] = None
         self.number = next(self._next)
 
 
@@ -184,11 +183,11 @@ class Member(Struct, eq=False):
 
     def refresh(self, status: StreamStatus, info: WorkerInfo | None, *, hidden_before: float) -> None:
         """Store the status of the subscriber and the index."""
+        former = self.is_hidden, self.block_sizes
         self.status, self.info = status, info
         self.index_faults = self._find_index_faults()
-        is_hidden = self.trust in {Trust.CONNECTING, Trust.STALE} and self.since < hidden_before
-        if is_hidden != self.is_hidden:
-            self.is_hidden = is_hidden
+        self.is_hidden = self.trust in {Trust.CONNECTING, Trust.STALE} and self.since < hidden_before
+        if (self.is_hidden, self.block_sizes) != former:
             self.revision.advance(self)
 
     def _find_index_faults(self) -> tuple[SourceFault, ...]:
@@ -234,6 +233,12 @@ class Member(Struct, eq=False):
     def block_sizes(self) -> list[int]:
         """Tokens per block in its events."""
         return self.info.block_sizes if self.info is not None else []
+
+    @property
+    def expected_block_sizes(self) -> list[int]:
+        """Tokens per block in its events; as registered if no event has shown them."""
+        declared = self.registration.block_size
+        return self.block_sizes or ([declared] if declared else [])
 
     @property
     def tiers(self) -> dict[str, int]:

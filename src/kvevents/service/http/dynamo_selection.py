@@ -93,7 +93,7 @@ def _block_size(member: Member | None, default: int = 1) -> int:
     """Return the tokens of a worker's block; `default` if the worker has left or has no blocks."""
     if member is None:
         return default
-    return member.block_sizes[0] if member.block_sizes else member.registration.block_size or 1
+    return next(iter(member.expected_block_sizes), 1)
 
 
 class _Fleet:
@@ -105,8 +105,8 @@ class _Fleet:
         self.members = _members_of(service, scope)
         if not self.members:
             raise service.fleet.why_unanswered(scope)
-        sizes = service.fleet.all_block_sizes.get(scope[:3])
-        self.block_size: int = sizes[0] if sizes else 1
+        sizes = {size for member in self.members.values() for size in member.expected_block_sizes}
+        self.block_size: int = min(sizes, default=1)
 
     def workers(self, number: int, rank: int | None = None) -> list[Worker]:
         """Return the ranks of a worker, or one rank; empty if the worker is unknown."""
