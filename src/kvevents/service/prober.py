@@ -30,11 +30,14 @@ from kvevents.service.fleet.member import HTTP, Member, SourceFault
 from kvevents.service.fleet.registration import Registration
 from kvevents.service.settings import Probing
 from kvevents.stream import DegradedReason, Trust
+from kvevents.zeromq.name_resolver import has_name
 
 log = logging.getLogger(__name__)
 
 ROUND_SECONDS: Final = 0.1
 """Pause between two searches for endpoints to probe."""
+FULL_RATE_ENDPOINTS: Final = 256
+"""Number of endpoints up to which the pauses between probes are as set. With more, they are longer in proportion."""
 AUDIT_SECONDS: Final = 30.0
 """Pause between two checks of all endpoints that clients registered, because a name can resolve to another address later."""
 
@@ -115,12 +118,13 @@ class Prober:
 
     def _round(self, now: float) -> None:
         members = list(self._fleet.members.values())
-        targets: set[tuple[Member, EndpointField]] = {
-            (member, field) for member in members if (field := _endpoint_to_probe(member)) is not None
+        targets: dict[tuple[Member, EndpointField], None] = {
+            (member, field): None for member in members if (field := _endpoint_to_probe(member)) is not None
         }
         for target in [former for former in self._probes if former not in targets]:
             del self._probes[target]
             self._note(*target, None)
+        stretch = max(1.0, len(targets) / FULL_RATE_ENDPOINTS)
         for target in targets:
             probe = self._probes.get(target)
             if probe is None:
@@ -129,7 +133,7 @@ class Prober:
                 backoff = Backoff(maximum=self._settings.pause_seconds)
                 probe = self._probes[target] = _Probe(now, now + wait, backoff)
             if probe.due <= now and len(self._running_probes) < self._settings.at_once:
-                probe.due = now + self._settings.connect_seconds + probe.backoff.next_delay()
+                probe.due = now + self._settings.connect_seconds + stretch * probe.backoff.next_delay()
                 self._start(self._try(*target, is_patient=now - probe.since < self._settings.patience_seconds))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
@@ -166,7 +170,7 @@ class Prober:
         if member.origin != HTTP:
             return True
         try:
-            await check_allowed(self._allow_list, *endpoints_of(member.registration))
+            await check_allowed(self._allow_list, *filter(has_name, endpoints_of(member.registration)))
         except EndpointRefusedError as error:
             log.error("%s: %s; it is no longer followed", member.registration.label, error)  # noqa: TRY400 - a sentence says it
             with suppress(KVEventsError):
@@ -190,11 +194,12 @@ def _endpoint_to_probe(member: Member) -> EndpointField | None:
     """Return which endpoint of a member must be probed; None without one. A gRPC client reports its own errors."""
     if member.registration.endpoint.startswith(GRPC):
         return None
-    if member.trust in {Trust.CONNECTING, Trust.STALE}:
+    if member.trust.name in ("CONNECTING", "STALE"):  # the hash of a trust costs more than all the rest
         return "endpoint"
+    if member.registration.replay_endpoint is None:
+        return None
     is_silent = member.status is not None and DegradedReason.REPLAY_SILENT in member.status.degraded_reasons
-    has_replay = member.registration.replay_endpoint is not None
-    return "replay_endpoint" if has_replay and (is_silent or member.trust == Trust.REPLAYING) else None
+    return "replay_endpoint" if is_silent or member.trust.name == "REPLAYING" else None
 
 
 _MEANINGS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
