@@ -13,7 +13,7 @@ from kvevents.index import ApplyResult, PrefixIndex
 from kvevents.service.data_plane import DataPlane
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.follower import Follower, IndexSink
-from kvevents.service.fleet.registration import Registration
+from kvevents.service.fleet.registration import Registration, source_name
 from kvevents.stream import RawBatch, RawDelivery, StreamLimits, Trust
 from kvevents.subscriber import Subscriber
 from kvevents.testing.fake_transport import FakeTransport
@@ -166,6 +166,44 @@ def test_a_change_of_one_member_writes_one_row() -> None:
     assert all(len(change) == 4 and not change["adapters"] for change in server.changes)
     assert sorted(server.names.values()) == sorted(member.registration.instance for member in fleet.members.values())
     assert max(map(int, server.names)) == 99, "free places are given again"
+
+
+def test_the_trust_of_idle_streams_is_not_read_again() -> None:
+    """A service of a thousand idle engines would read a thousand trusts ten times per second."""
+    transport = FakeTransport()
+    fleet = Fleet(PrefixIndex(), max_sources=1_000)
+    sink = IndexSink(fleet.index, fleet)
+    fleet.follower.subscriber.close()  # the subscriber has sockets
+    subscriber = Subscriber(decode=False, transport=transport, clock=transport.clock, sink=sink)
+    fleet.follower = Follower(subscriber, sink)
+    made = [transport.engine(f"tcp://engine:{number}") for number in range(50)]
+    for number, engine in enumerate(made):
+        fleet.register(Registration(instance=f"e{number}", endpoint=engine.endpoint, model="m"))
+    reads: list[tuple[str, int]] = []
+
+    def turn() -> int:
+        """Run one turn of the follower, and return how many trusts the fleet read."""
+        reads.clear()
+        fleet._trust_due = 0.0
+        fleet.follower._count(subscriber.receive_many(timeout=0))
+        fleet.on_tick()
+        return len(reads)
+
+    read_trust = subscriber.trust
+
+    def record_read(name: str | None = None, rank: int = 0) -> Trust:
+        reads.append((name or "", rank))
+        return read_trust(name, rank)
+
+    subscriber.trust = record_read  # type: ignore[method-assign]
+    for _ in range(10):
+        turn()
+    fleet._refresh_due = float("inf")
+    assert turn() == turn() == 0
+    assert {member.trust_status.state for member in fleet.members.values()} == {"DEGRADED"}
+    made[7].disconnect()
+    assert 0 < sum(turn() for _ in range(3)) <= 4
+    assert fleet.members[source_name("default", "default", "e7"), 0].trust_status.state == "STALE"
 
 
 def test_a_query_that_misses_an_engine_by_a_moment_has_an_unknown_model() -> None:

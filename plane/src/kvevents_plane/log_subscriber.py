@@ -427,6 +427,10 @@ class LogSubscriber:
             return Trust.DEGRADED.with_reason("; ".join(sorted(_REASONS[reason] for reason in observed.ledger)))
         return Trust.ATTESTED if observed.ledger.is_attested else reported
 
+    def trust_changes(self) -> list[tuple[StreamKey, Trust]]:
+        """Return the trust of every stream: each may have changed with the time."""
+        return [(key, self.trust(*key)) for state in self.states.values() for key in state.registrations()]
+
     def _reported(self, partition: int, stream: StreamState) -> Trust:
         """Return the best report of the bridges that are alive."""
         if bridges := stream.differing_bridges(lambda bridge: self._may_be_alive(partition, bridge)):

@@ -10,6 +10,7 @@ import heapq
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Container, Iterable
+from itertools import islice
 from typing import Final, Protocol, TypeAlias
 
 from msgspec import Struct
@@ -53,7 +54,7 @@ MIN_AGE: Final = 0.1
 """Maximum number of seconds without a read of the connections that certainly lower the trust of no stream."""
 _CAUGHT_UP: Final = ("EXACT", "DEGRADED")
 _DESCRIBED: Final = 3
-"""Maximum number of endpoints in the repr of a subscriber."""
+"""Maximum number of endpoints in the repr of a subscriber, and of streams in an error."""
 
 
 class Connection(Protocol):
@@ -330,8 +331,9 @@ class Multiplexer:
             return next(iter(self._entries.values()))
         entry = self._entries.get((name or "", rank))
         if entry is None:
-            names = ", ".join(f"{label} rank {number}" for label, number in self._entries) or "none"
-            raise UnknownSourceError(f"no source {name!r} with rank {rank}; known: {names}")
+            names = ", ".join(f"{label} rank {number}" for label, number in islice(self._entries, _DESCRIBED)) or "none"
+            more = f" and {len(self._entries) - _DESCRIBED} more" if len(self._entries) > _DESCRIBED else ""
+            raise UnknownSourceError(f"no source {name!r} with rank {rank}; known: {names}{more}")
         return entry
 
     def statuses(self, unread_seconds: float) -> list[StreamStatus]:
@@ -410,11 +412,7 @@ class Multiplexer:
     def run_once(self, connections: Iterable[Connection], now: float) -> None:
         """Read from these connections and from those that have more to read, and run the timers that are due."""
         if not self.ready:
-            streams, self._unconsumed_streams = self._unconsumed_streams, set()
-            for entry in streams:
-                entry.mark_consumed()
-                if entry.failure:
-                    self._unconsumed_streams.add(entry)
+            self._mark_consumed()
         for connection in connections:
             readable = self._by_connection.get(connection)
             if readable is not None:
@@ -441,6 +439,16 @@ class Multiplexer:
                 self._run_connection_timer(entry, now)
                 self._collect(entry, now)
         self._start_queued_replays(now)
+
+    def _mark_consumed(self) -> None:
+        """Record that the application has taken all deliveries."""
+        streams, self._unconsumed_streams = self._unconsumed_streams, set()
+        for entry in streams:
+            if entry.failure:
+                self._changed_streams[entry] = None
+            entry.mark_consumed()
+            if entry.failure:
+                self._unconsumed_streams.add(entry)
 
     def pop(self, limit: int | None) -> list[RawDelivery]:
         """Remove and return at most `limit` deliveries, in order."""

@@ -107,6 +107,8 @@ class Fleet(Listener):
         """Returns why engines of any model may be missing; empty if all are known."""
         self._changed_members: set[Key] = set()
         """Members that received events since the last refresh."""
+        self._reported_members: set[Key] = set()
+        """Members whose subscriber has reported another trust since the last update of all that are outdated."""
         self._pending_refresh: list[Key] = []
         """Members that must still be refreshed in the current round over all members."""
         self._refresh_due = self._trust_due = 0.0
@@ -362,8 +364,7 @@ class Fleet(Listener):
             if member is not None:
                 self._changed_members.add(member.registration.key)
                 self._record_loss(member, loss, now)
-        if losses:
-            self._update_all_trust(now)
+                self._update_trust(member, now)
         self.on_change()
 
     def _update_after(self, batch: RawBatch, member: Member, now: float) -> None:
@@ -414,7 +415,7 @@ class Fleet(Listener):
             self._refresh_some(now)
         if instant >= self._trust_due:
             self._trust_due = instant + TRUST_SECONDS
-            self._update_all_trust(now)
+            self._update_outdated_trust(now)
         self.on_change()
 
     def refresh(self) -> None:
@@ -422,7 +423,7 @@ class Fleet(Listener):
         now = self._clock()
         for key in list(self.members):
             self._refresh(key, now)
-        self._update_all_trust(now)
+        self._update_outdated_trust(now)
         self.on_change()
 
     def on_failure(self, error: BaseException) -> None:
@@ -433,29 +434,38 @@ class Fleet(Listener):
             member.set_trust(trust, (Reason.FAILED,), self._clock())
         self.on_change()
 
-    def _update_all_trust(self, now: float) -> None:
-        for member in list(self.members.values()):
-            self._update_trust(member, now)
+    def _update_outdated_trust(self, now: float) -> None:
+        """Update each member whose trust or reach might have changed since its last update."""
+        reported, self._reported_members = self._reported_members, set()
+        changes = dict(self.follower.subscriber.trust_changes())
+        for key, member in list(self.members.items()):
+            why_not_ready = self._why_not_ready(key, member)
+            is_outdated = any(worker.is_outdated(why_not_ready) for worker in (member, *member.carried))
+            if is_outdated or key in changes or key in reported:
+                self._update_trust(member, now, changes.get(key))
 
-    def _update_trust(self, member: Member, now: float) -> None:
+    def _why_not_ready(self, key: Key, member: Member) -> str:
+        return DRAINING if member.is_draining else self.unready.get(key[0], "")
+
+    def _update_trust(self, member: Member, now: float, trust: Trust | None = None) -> None:
         registration = member.registration
         try:
-            trust = self.follower.subscriber.trust(*registration.key)
+            trust = trust or self.follower.subscriber.trust(*registration.key)
             if (report := (trust.name, trust.reason, trust.attested)) != member.report:
+                self._reported_members.add(registration.key)
                 member.report = report
                 member.status = self.follower.subscriber.status(*registration.key)  # with the reasons for this trust
         except LookupError:  # its order is on its way
             return
-        codes = member.trust_status.reason_codes
-        why_not_ready = DRAINING if member.is_draining else self.unready.get(registration.key[0], "")
+        codes, why_not_ready = member.trust_status.reason_codes, self._why_not_ready(registration.key, member)
+        former = member.update_trust(trust, now)
         for worker in (member, *member.carried):
-            worker.silence_of_server, worker.last_event = member.silence_of_server, member.last_event
+            if worker is not member:
+                worker.status, worker.faults = member.status, member.faults
+                worker.silence_of_server, worker.last_event = member.silence_of_server, member.last_event
+                worker.update_trust(trust, now)
             if worker.update_reach(why_not_ready):
                 log.warning("%s: %s", worker.registration.label, worker.why_unreachable or "it can be reached again")
-        former = member.update_trust(trust, now)
-        for worker in member.carried:
-            worker.status, worker.faults = member.status, member.faults
-            worker.update_trust(trust, now)
         if former is not None:
             self._changed_members.add(registration.key)
             is_wrong = trust in {Trust.DEGRADED, Trust.STALE} and not member.is_caught_up

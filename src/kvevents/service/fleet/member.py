@@ -87,6 +87,10 @@ class Member(Struct, eq=False):
     """Trust with its reasons, for answers."""
     trust_inputs: tuple[object, ...] = ()
     """The values from which the trust was derived."""
+    silence: str = ""
+    """The fault of the server that takes its requests, at the last update."""
+    why_not_ready: str = ""
+    """Why it should get no requests although it is followed, at the last update; empty if it should."""
     report: tuple[str, str, bool] = ("", "", False)
     """State and sentence of the subscriber's last report, and whether it was attested."""
     faults: Mapping[str, SourceFault] = {}
@@ -115,10 +119,19 @@ class Member(Struct, eq=False):
         """Instance and rank, which are unique within a tenant and group."""
         return self.registration.instance, self.registration.rank
 
+    def is_outdated(self, why_not_ready: str) -> bool:
+        """Return whether an update of trust or reach is due although the subscriber has no other report."""
+        is_reach_known = self.silence == self.silence_of_server() and self.why_not_ready == why_not_ready
+        return not is_reach_known or self.trust_inputs[1:] != self._faults
+
+    @property
+    def _faults(self) -> tuple[object, ...]:
+        stream_faults = None if self.status is None else (self.status.error, self.status.degraded_reasons)
+        return self.faults, self.index_faults, self.tiers, stream_faults
+
     def update_trust(self, trust: Trust, now: float) -> TrustState | None:
         """Set the trust from the subscriber's report and all known faults. Return the former state if it has changed."""
-        stream_faults = None if self.status is None else (self.status.error, self.status.degraded_reasons)
-        inputs = (trust.name, trust.reason, trust.attested, self.faults, self.index_faults, self.tiers, stream_faults)
+        inputs = ((trust.name, trust.reason, trust.attested), *self._faults)
         if inputs == self.trust_inputs:
             return None
         self.trust_inputs = inputs
@@ -157,7 +170,8 @@ class Member(Struct, eq=False):
         connections. A stopped process has a replay endpoint that answered before and no longer does, while no event arrives.
         """
         self._was_exact |= self.trust_status.state == "EXACT"
-        reason = why_not_ready or self.silence_of_server()
+        self.why_not_ready, self.silence = why_not_ready, self.silence_of_server()
+        reason = self.why_not_ready or self.silence
         is_silent = Reason.REPLAY_SILENT in self.trust_status.reason_codes and (self.last_event or 0.0) < self.since
         if not reason and self._was_exact and is_silent:
             reason = "it seems to be stopped: its replay endpoint answered before, but now neither answers nor events arrive"
