@@ -14,7 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvevents.client.schemas import ReadyAnswer
+from kvevents.service.errors import ServiceError
+from kvevents.service.fleet.registration import Scope
 from kvevents.service.http.app import App
+from kvevents.service.http.queries import ask
 from kvevents.service.process import data_plane_settings
 from kvevents.service.service import Service as ServiceInProcess
 from kvevents.service.settings import ServiceSettings
@@ -256,3 +259,16 @@ async def test_a_thread_that_publishes_while_the_data_plane_closes_goes_on(monke
         service.fleet.follower.subscriber.close()
     await refreshing
     service.fleet.on_change()
+
+
+def test_a_reading_of_the_fleet_does_not_write_the_routing_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = ServiceInProcess(ServiceSettings())
+    service.fleet.follower.subscriber.close()
+
+    def publish() -> None:
+        raise AssertionError("a reading has written")
+
+    monkeypatch.setattr(service.data_plane, "publish", publish)
+    assert service.members() == {}
+    with pytest.raises(ServiceError, match="no engine serves model 'm'"):
+        ask(service, Scope("m", "default", "default", None, None), "/v1/match", {}, [1])

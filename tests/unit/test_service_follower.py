@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import msgspec
+import pytest
 
 from kvevents.events import BlockRemoved
 from kvevents.index import ApplyResult, PrefixIndex
@@ -141,15 +143,22 @@ class RecordingServer:
         self.names.update((place, worker["instance"]) for place, worker in change["workers"].items())
 
 
-def test_a_change_of_one_member_writes_one_row() -> None:
-    """If each registration wrote all rows, a thousand engines would cost half a million rows."""
-    fleet = Fleet(PrefixIndex(), max_sources=1_000)
+@pytest.fixture(name="published_fleet")
+def publish_fleet() -> tuple[Fleet, RecordingServer]:
+    """Return a fleet that follows nothing, and the server that has its routing table."""
+    fleet, server = Fleet(PrefixIndex(), max_sources=1_000), RecordingServer()
     sink = IndexSink(fleet.index, fleet)
     fleet.follower.subscriber.close()  # the subscriber has sockets
     fleet.follower = Follower(LogSubscriber(lambda: 0.0, lambda _: None, sink), sink)
-    plane, server = DataPlane(fleet, cast("Any", None), cast("Any", None)), RecordingServer()
+    plane = DataPlane(fleet, cast("Any", None), cast("Any", None))
     plane._native = cast("Any", server)
     fleet.on_change = plane.publish
+    return fleet, server
+
+
+def test_a_change_of_one_member_writes_one_row(published_fleet: tuple[Fleet, RecordingServer]) -> None:
+    """If each registration wrote all rows, a thousand engines would cost half a million rows."""
+    fleet, server = published_fleet
     wanted = [Registration(instance=f"e{number}", endpoint="tcp://engine:1", model="m") for number in range(100)]
     for registration in wanted:
         before = len(server.changes)
@@ -166,6 +175,22 @@ def test_a_change_of_one_member_writes_one_row() -> None:
     assert all(len(change) == 4 and not change["adapters"] for change in server.changes)
     assert sorted(server.names.values()) == sorted(member.registration.instance for member in fleet.members.values())
     assert max(map(int, server.names)) == 99, "free places are given again"
+
+
+def test_members_come_and_go_in_the_routing_table_at_once(
+    published_fleet: tuple[Fleet, RecordingServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A listing does not write the table, so the table must not wait for the thread that follows the engines."""
+    fleet, server = published_fleet
+    monkeypatch.setattr(fleet.follower, "submit", lambda _: Future[None]())
+    registration = Registration(instance="e", endpoint="tcp://engine:1", model="m")
+    fleet.register(registration)
+    assert list(server.names.values()) == [member.registration.instance for member in fleet.workers.values()] == ["e"]
+    fleet.unregister(registration.key)
+    assert not server.names
+    fleet.adapters = frozenset({registration.scope._replace(lora="sql")})
+    fleet.replace_registrations("discovery", [], lambda _: None)
+    assert server.changes[-1]["adapters"] == [["m", "default", "default", "sql", None]]
 
 
 def test_the_trust_of_idle_streams_is_not_read_again() -> None:

@@ -132,7 +132,6 @@ class Service:
     async def _refresh_data_plane(self) -> None:
         while True:
             await asyncio.sleep(REFRESH_SECONDS)
-            self.data_plane.publish()
             self.data_plane.refresh()
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
@@ -141,6 +140,7 @@ class Service:
         if error is not None:
             log.error("a part of the service has failed", exc_info=error)
             self.fleet.failure = f"{type(error).__name__}: {error}"
+            self.data_plane.publish()
 
     async def stop(self) -> None:
         """Save the state, and stop all tasks."""
@@ -227,7 +227,6 @@ class Service:
 
     def members(self) -> Mapping[Key, Member]:
         """Return the members of the fleet, with the further ranks that their streams carry."""
-        self.data_plane.publish()  # the answer must not be newer than the routing table
         return dict(self.fleet.workers)
 
     def blocks(self, key: Key) -> Iterable[Block]:

@@ -318,6 +318,7 @@ class Fleet(Listener):
                     self.register(registration, origin, resume=resume)
                 except (ConflictError, TooMuchError) as error:
                     faults.append(f"{error}; {error.hint}")
+        self.on_change()  # the adapters may have changed
         return faults
 
     def replace_adapter(self, source: str, lora: str) -> None:
@@ -466,6 +467,7 @@ class Fleet(Listener):
                 worker.update_trust(trust, now)
             if worker.update_reach(why_not_ready):
                 log.warning("%s: %s", worker.registration.label, worker.why_unreachable or "it can be reached again")
+        self.on_change()  # one by one: listings must not be newer than the routing table for long
         if former is not None:
             self._changed_members.add(registration.key)
             is_wrong = trust in {Trust.DEGRADED, Trust.STALE} and not member.is_caught_up

@@ -7,7 +7,6 @@ those from browsers, those with a content type or fields that only this plane re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, Final
 
 from msgspec import UNSET, Struct
@@ -50,14 +49,10 @@ def ask(
 ) -> Answered:
     """Return the data plane's answer to a query that is sent by `POST` with these fields. Raises `ServiceError`."""
     check_tokens(service, len(tokens))
-    answer = partial(service.data_plane.answer, "POST", path, fields, tokens, wants_msgpack=wants_msgpack)
     try:
-        response = answer()
+        response = service.data_plane.answer("POST", path, fields, tokens, wants_msgpack=wants_msgpack)
     except OverflowError as error:
         raise ServiceError("a number has more than 64 bits", "bad-shape", "see /openapi.json", status=422) from error
-    if response is None:
-        service.data_plane.publish()  # the routing table may be slightly older than the fleet
-        response = answer()
     if response is None:
         raise service.fleet.why_unanswered(scope)
     return response
