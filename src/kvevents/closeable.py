@@ -9,7 +9,7 @@ class Closeable:
     """A context manager that calls its own method `close` at the end of the `with` block."""
 
     def close(self) -> None:
-        """Release what is open."""
+        """Release all open resources."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -23,7 +23,7 @@ class AsyncCloseable:
     """A context manager that calls its own method `close` at the end of the `async with` block."""
 
     async def close(self) -> None:
-        """Release what is open."""
+        """Release all open resources."""
         raise NotImplementedError
 
     async def __aenter__(self) -> Self:

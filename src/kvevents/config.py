@@ -82,8 +82,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def from_json(cls, text: str | bytes) -> Self:
         """Read the JSON of `--kv-events-config`, which is the same for vLLM and SGLang except for two keys.
 
-        SGLang has no `enable_kv_cache_events`: a publisher other than `null` enables it. Its `format` is about the hashes that
-        the engine computes; it is checked and not stored.
+        SGLang has no `enable_kv_cache_events`: a publisher other than `null` enables it. SGLang's `format` describes the hashes
+        that the engine computes; it is checked but not stored.
 
         Raises `ConfigError` for any other input; the message of an unknown key lists the known keys.
         """

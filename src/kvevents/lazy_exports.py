@@ -1,4 +1,4 @@
-"""Public names of a package that are imported from its modules when they are first used.
+"""Imports public names of a package from its modules when the names are first used.
 
 So importing the package loads nothing that its user does not need. Type checkers and readers see ordinary imports, under
 `TYPE_CHECKING`; a test compares them with the table.

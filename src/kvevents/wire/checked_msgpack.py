@@ -1,4 +1,4 @@
-"""Reads msgpack from peers: the limits of what is accepted, the records of what is rejected, and undecoded values.
+"""Reads msgpack from peers: limits of the input, records of rejected input, and undecoded values.
 
 The functions read what the first bytes of a value declare, and split containers without reading their contents. Nothing here
 allocates by a length that a peer declares, recurses by a depth that a peer chooses, or makes dict keys of anything but strings.
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 
 class WireLimits(Struct, frozen=True):
-    """Limits on one payload. What exceeds them is rejected with a reason; nothing is raised.
+    """Limits on one payload. A part that exceeds one is rejected with a reason; nothing is raised.
 
     Counts are read from the declared lengths, before anything is allocated.
     """
@@ -103,7 +103,7 @@ class BatchRejectedError(DecodeRejectedError):
 
 
 class DecodeBudget:
-    """Limits what one batch may cost: the bytes of fields of free form, and the steps of reading it."""
+    """Limits the cost of one batch: the bytes of its fields of free form, and the steps of reading it."""
 
     def __init__(self, max_bytes: int, payload_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -140,7 +140,7 @@ _decode_scalars: Final = msgspec.msgpack.Decoder(list[bool | int | float | str |
 
 
 def first_byte(raw: msgspec.Raw) -> int:
-    """Return the first byte, which determines the type; that of nil if `raw` is empty."""
+    """Return the first byte, which determines the type; if `raw` is empty, return the byte of nil."""
     view = memoryview(raw)
     return view[0] if view else _NIL_BYTE
 

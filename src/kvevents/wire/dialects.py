@@ -144,7 +144,7 @@ def dialects() -> tuple[Dialect, ...]:
 
 
 def _release_key(release: str) -> tuple[tuple[int, ...], int, int] | None:
-    """Return the sort key of a release in the order of PEP 440, ignoring what follows the first pre- or post-release mark."""
+    """Return the sort key of a release in the order of PEP 440. Text after the first pre- or post-release mark is ignored."""
     match = _RELEASE.match(release)
     if match is None:
         return None
@@ -186,7 +186,7 @@ def dialect_for(engine: str, release: str = "latest") -> Dialect:
 
 
 def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
-    """Return the dialect for a `Dialect`, a name such as `vllm-0.24` or `sglang-latest`, or None for "as declared".
+    """Return the dialect of a name such as `vllm-0.24` or `sglang-latest`. A `Dialect` and None ("as declared") stay the same.
 
     Raises `UnknownDialectError` for an unknown engine or release.
     """

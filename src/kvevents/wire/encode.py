@@ -130,7 +130,7 @@ def _as_declared(value: Any) -> Any:
 
 
 def _stored_converter(convert: _Converter) -> _Converter:
-    """Return a function that converts stores as `convert` does; those of engines, which are almost all, ten times as fast."""
+    """Return a function that converts stores as `convert` does, but stores of engines (almost all stores) ten times as fast."""
 
     def convert_stored(event: BlockStored) -> Any:
         if (

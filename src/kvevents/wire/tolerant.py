@@ -70,7 +70,7 @@ _decode_bin: Final = _Decoder(memoryview).decode
 def decode_tolerant(
     payload: bytes, limits: WireLimits, decode_event: Callable[[msgspec.Raw, WireLimits, DecodeBudget], KVEvent | None]
 ) -> tuple[KVEventBatch, tuple[Rejected, ...]]:
-    """Return everything in `payload` that can be read, and what was rejected.
+    """Return the readable part of `payload`, and the records of its rejected parts.
 
     `decode_event` is the fast decoder for one event; it returns None for an event that it cannot read.
 
@@ -286,7 +286,7 @@ _BUILDERS: Final[dict[str, Callable[[FieldReader], KVEvent]]] = {
 class FieldReader:
     """Reads the raw fields of one event, each with its own type and within its own limit.
 
-    Each method removes the field that it reads; `unknown_fields`, called last, returns what is left. All methods raise
+    Each method removes the field that it reads; `unknown_fields`, called last, returns the other fields. All methods raise
     `DecodeRejectedError` if a field is invalid.
     """
 
