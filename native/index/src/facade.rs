@@ -116,7 +116,7 @@ pub enum Attention {
     Full,
     /// Blocks that cover the last tokens; the number is the window's size.
     SlidingWindow(u32),
-    /// The last block, which holds the state behind its last token (Mamba).
+    /// The last block only: it holds the state after its last token (Mamba).
     State,
 }
 

@@ -13,9 +13,9 @@ use crate::groups::engine_hash::EngineHash;
 pub enum GroupKind {
     /// All blocks; the number distinguishes full attention, MLA, and full attention with a sink.
     Full(u8),
-    /// Blocks that cover the last tokens: as many tokens as the window has, less one.
+    /// The blocks that cover the last tokens of the prefix: one token less than the window has.
     Window(u32),
-    /// The last block, which holds the state behind its last token (Mamba).
+    /// The last block only: it holds the state after its last token (Mamba).
     State,
     /// Unknown; its blocks give no credit. vLLM's chunked local attention is one: its events do not have the length of a chunk.
     Unknown,

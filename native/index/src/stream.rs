@@ -80,8 +80,8 @@ struct UsedScheme {
     is_on_device: bool,
 }
 
-/// The blocks that one stream holds, and what it has shown about its engine. A thread that changes a stream holds the stream's lock. To
-/// change blocks, it also holds the lock of the shared part.
+/// The blocks that one stream holds, and the evidence of its events about its engine. A thread that changes a stream holds the stream's
+/// lock. To change blocks, it also holds the lock of the shared part.
 #[derive(Debug)]
 pub struct Stream {
     /// Number of the stream in the shared part.
@@ -214,7 +214,8 @@ impl Stream {
         self.counters.evicted != self.evicted_when_whole
     }
 
-    /// Compares the blocks on the device with an attestation of the engine; None as for `agrees`.
+    /// Compares the blocks on the device with an attestation of the engine. Returns None if they differ and blocks that were refused at the
+    /// memory limit can explain the difference.
     ///
     /// A sender that attests announces each copy exactly once. This is certain for its stores from now on, and after an equal attestation
     /// also for all earlier stores.

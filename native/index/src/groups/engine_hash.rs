@@ -2,8 +2,8 @@
 //!
 //! vLLM 0.33.0, `v1/core/kv_cache_utils.py`: `hash[i] = H((hash[i-1], tokens[i], extra keys))`, the root is `H(seed)`, and H is SHA-256 or
 //! XXH3-128 of the tuple, as pickle (protocol 5) or canonical CBOR encodes it. Events carry the last 8 bytes of a digest, big-endian. There
-//! is one hash for every `unit` tokens (`hash_block_size`). With `lookahead` (`num_hash_lookahead_tokens`) a hash covers also that many
-//! tokens behind its block.
+//! is one hash for every `unit` tokens (`hash_block_size`). With `lookahead` (`num_hash_lookahead_tokens`) a hash also covers that many
+//! tokens after its block.
 //!
 //! No setting is needed: a scheme counts as known when it reproduces a hash that the engine has announced together with its tokens.
 

@@ -127,7 +127,7 @@ pub struct Contexts {
     secret: Secret,
     /// Numbers whose context lookups do not know yet.
     changed: Vec<u32>,
-    /// The last context that was retained; the next batch usually has the same.
+    /// The last context that was retained; the next batch usually has the same context.
     last: u32,
 }
 

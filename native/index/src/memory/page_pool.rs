@@ -283,7 +283,7 @@ const HUGE_PAGES: libc::c_int = libc::MADV_NORMAL;
 #[cold]
 fn map(is_huge: bool) -> NonNull<Header> {
     lock_while_forking();
-    // SAFETY: plain calls; what is mapped beyond an aligned region is given back at once.
+    // SAFETY: the calls have no preconditions; memory that is mapped outside of the aligned region is unmapped at once.
     let base = unsafe {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let found = libc::mmap(

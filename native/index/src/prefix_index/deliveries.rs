@@ -35,8 +35,8 @@ pub struct BatchReport {
     /// Whether the stream had the heartbeat's digest when the batch was applied. None without a heartbeat, or if the batch was not applied,
     /// or if blocks that were refused at the memory limit can explain the difference.
     pub agrees: Option<bool>,
-    /// Whether the stream held the same blocks as the engine's cache, by the heartbeat's attestation; None as for `agrees`, and without an
-    /// attestation.
+    /// Whether the stream held the same blocks as the engine's cache, by the heartbeat's attestation; None in the cases of `agrees`, or
+    /// without an attestation.
     pub attested: Option<bool>,
     /// The new estimate, if this batch has changed it: why answers about the stream are estimates now, or `Some(None)` if they are exact
     /// again.

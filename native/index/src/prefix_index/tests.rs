@@ -66,7 +66,7 @@ fn tokens_of(index: &PrefixIndex, tokens: &[u32]) -> Vec<u32> {
     found.hits.iter().map(|hit| hit.tokens[0]).collect()
 }
 
-/// Lookups wait only for a writer that is changing what they read.
+/// Lookups wait only for a writer that is changing data that they read.
 #[test]
 fn a_lookup_passes_writers() {
     let (index, stored) = (index(), payload("BlockStored"));

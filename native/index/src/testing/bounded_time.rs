@@ -432,7 +432,7 @@ fn many_hashes_of_two_blocks() {
     export(&index);
 }
 
-/// Each block in a namespace of its own.
+/// Blocks each of which has another namespace.
 #[test]
 fn many_namespaces() {
     let index = index();
