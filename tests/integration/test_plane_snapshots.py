@@ -345,7 +345,7 @@ def test_saving_into_a_full_bucket_deletes_an_older_snapshot(tmp_path: Path, cap
             await fill(js, layout.subject(0), 20)
             third = await save_snapshot()
             info = await partition_info(js, layout, 0)
-            assert (await snapshots.matching(0, info))[0] == third
+            assert (await snapshots.list_matching(0, info))[0] == third
             assert "deleting the older snapshot" in caplog.text
             large.write_bytes(bytes(4 * size))
             with pytest.raises(PlaneError, match="is full: raise its limit or free space") as caught:

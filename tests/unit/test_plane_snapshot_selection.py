@@ -53,10 +53,10 @@ def snapshots_with(monkeypatch: pytest.MonkeyPatch, objects: Mapping[str, bytes]
             await hang()
         return SimpleNamespace(data=objects[name])
 
-    async def matching(_: Snapshots, __: int, ___: PartitionInfo) -> list[SnapshotInfo]:
+    async def list_matching(_: Snapshots, __: int, ___: PartitionInfo) -> list[SnapshotInfo]:
         return [snapshot_info("newest"), snapshot_info("before")]
 
-    monkeypatch.setattr(Snapshots, "matching", matching)
+    monkeypatch.setattr(Snapshots, "list_matching", list_matching)
     return Snapshots(jetstream_with(SimpleNamespace(get=get, get_info=get_info)), LAYOUT)
 
 

@@ -17,7 +17,7 @@ from kvevents.errors import PlaneError
 from kvevents_plane.digests import ConsistencyCheck
 from kvevents_plane.layout import Layout
 from kvevents_plane.replica import build as replica_build
-from kvevents_plane.replica.build import Snapshotter, turn
+from kvevents_plane.replica.build import Snapshotter, count_earlier_replicas
 
 INTERVAL = 0.05
 NAMES = ("a", "b", "c")
@@ -25,15 +25,17 @@ NAMES = ("a", "b", "c")
 
 @given(names=st.sets(st.text("ab-1", min_size=1, max_size=8), min_size=1, max_size=6), partition=st.integers(0, 63))
 def test_replicas_that_know_the_same_names_have_different_turns(names: set[str], partition: int) -> None:
-    turns = {name: turn(name, names - {name}, partition) for name in names}
+    turns = {name: count_earlier_replicas(name, names - {name}, partition) for name in names}
     assert sorted(turns.values()) == list(range(len(names)))
     first = min(turns, key=turns.__getitem__)
     left = names - {first}
-    assert all(turn(name, left - {name}, partition) == turns[name] - 1 for name in left), "the others keep their order"
+    assert all(count_earlier_replicas(name, left - {name}, partition) == turns[name] - 1 for name in left), (
+        "the others keep their order"
+    )
 
 
 def test_partitions_are_shared_among_the_replicas() -> None:
-    firsts = [next(name for name in NAMES if turn(name, NAMES, partition) == 0) for partition in range(64)]
+    firsts = [next(name for name in NAMES if count_earlier_replicas(name, NAMES, partition) == 0) for partition in range(64)]
     assert min(firsts.count(name) for name in NAMES) >= 10
 
 
@@ -124,7 +126,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def order() -> list[str]:
-    return sorted(NAMES, key=lambda name: turn(name, NAMES, 0))
+    return sorted(NAMES, key=lambda name: count_earlier_replicas(name, NAMES, 0))
 
 
 def test_a_replica_whose_turn_it_is_not_writes_if_the_others_fail(
@@ -157,7 +159,7 @@ def test_a_replica_that_cannot_write_leaves_its_turn_to_the_others(denied: str, 
             await until(lambda: len(store.writers) >= 3)
 
     runner.run(run())
-    assert store.writers == [min(others, key=lambda name: turn(name, others, 0))] * 3
+    assert store.writers == [min(others, key=lambda name: count_earlier_replicas(name, others, 0))] * 3
 
 
 def test_a_router_alone_reports_that_no_replica_writes(clock: Clock, runner: asyncio.Runner) -> None:

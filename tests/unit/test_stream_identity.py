@@ -112,7 +112,7 @@ def test_quarantine_separates_connections(steps: list[tuple[int, bool]], seq: in
     assert quarantine.has_new == bool(new)
     assert quarantine.newest == next(reversed([*old, *new]), None)
     following = next((each for each in old if each.seq > seq), None)
-    result = quarantine.old_after(seq)
+    result = quarantine.old_fingerprint_after(seq)
     assert (None if result is None else result.seq) == (None if following is None else following.seq)
     assert quarantine.take_new() == (len(old), new)
     assert len(quarantine) == 0

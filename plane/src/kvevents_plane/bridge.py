@@ -76,11 +76,11 @@ MISSING_CHECK_SECONDS: Final = 1.0
 """Seconds between two checks whether replicas miss pages."""
 MISSING_SECONDS: Final = 2.0
 """Seconds from a replica's report of missing pages until the partition starts over."""
-HELD_SECONDS: Final = 30.0
+SNAPSHOT_WAIT_SECONDS: Final = 30.0
 """As `MISSING_SECONDS`, if another replica has the pages and can therefore write a snapshot that contains them."""
 BUCKET_CHECK_SECONDS: Final = 10.0
 """Seconds between two searches for missing buckets."""
-TEND_SECONDS: Final = 0.5
+ENGINE_CHECK_SECONDS: Final = 0.5
 """Seconds between two checks of engines and trust."""
 GAP_HOLD_SECONDS: Final = 1.0
 """Seconds that a gap waits for another bridge that may have the missing batches."""
@@ -114,7 +114,7 @@ class Bridge:
         self.unclaimed: Final = UnclaimedEngines(settings.unclaimed_seconds)
         self.ready = asyncio.Event()
         """Set when every partition was read to its end once, and the engines are followed."""
-        self._watches: Final = {watch.key: watch.checked() for watch in watches}
+        self._watches: Final = {watch.key: watch.validated() for watch in watches}
         self._layout = Layout(plane.name, plane.partitions)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader = EngineReader(self.id, self._on_records, self._has_room, receive_queue=settings.receive_queue)
@@ -194,7 +194,7 @@ class Bridge:
                 if error.fault not in transient or loop.time() > end:
                     raise
                 log.warning("%s", error)
-            await asyncio.sleep(TEND_SECONDS)
+            await asyncio.sleep(ENGINE_CHECK_SECONDS)
 
     def _on_state(self, state: str) -> None:
         if state == "connected":
@@ -233,7 +233,7 @@ class Bridge:
 
     def watch(self, watches: Sequence[Watch]) -> None:
         """Follow exactly these ranks from now on; call it in the event loop. Raises `ConfigError`, and then changes nothing."""
-        wanted = {watch.key: watch.checked() for watch in watches}
+        wanted = {watch.key: watch.validated() for watch in watches}
         for key in [key for key in self._watches if key not in wanted]:
             del self._watches[key]
             self._unfollow(key)
@@ -402,7 +402,7 @@ class Bridge:
             self.name_conflict = next(
                 (conflict for partition in self.partitions if (conflict := partition.peers.name_conflict(now))), ""
             )
-            pause = min(TEND_SECONDS, settings.heartbeat_seconds, settings.dead_seconds / 2)
+            pause = min(ENGINE_CHECK_SECONDS, settings.heartbeat_seconds, settings.dead_seconds / 2)
             await asyncio.sleep(max(POLL_SECONDS, pause))
 
     async def _watch_replicas(self, js: JetStreamContext) -> None:
@@ -427,7 +427,7 @@ class Bridge:
             since = {partition: since.get(partition, now) for partition in missing if partition < len(self.partitions)}
             for partition, began in since.items():
                 is_held = any(partition in replica.partitions for replica in digests.values())
-                if now - began >= (HELD_SECONDS if is_held else MISSING_SECONDS):
+                if now - began >= (SNAPSHOT_WAIT_SECONDS if is_held else MISSING_SECONDS):
                     self.partitions[partition].start_over(missing[partition])
 
     def _write_heartbeats(self, now: float) -> None:
@@ -483,7 +483,7 @@ class Bridge:
             is_idle = not partition.builder.has_queued(key) and key not in partition.builder.diverged
             if is_idle and self._is_lost(partition, key):
                 partition.mark_diverged(key)  # another bridge has removed or replaced it, but this one reaches it
-        for key in self.liveness.dead(joined, now):
+        for key in self.liveness.dead_streams(joined, now):
             partition = self._partition_of(key)
             if not partition.builder.has_queued(key) and not self._is_reached_by_others(partition, key):
                 partition.enqueue(LeaveRecord(*key, f"unreachable for {self.settings.dead_seconds:g} s"))
@@ -508,7 +508,7 @@ class Bridge:
         unclaimed = [
             key for key, partition in joined.items() if key not in self._watches and not self._reports_of_others(partition, key)
         ]
-        for key in self.unclaimed.expired(joined, unclaimed, now):
+        for key in self.unclaimed.expired_streams(joined, unclaimed, now):
             partition = joined[key]
             if not partition.builder.has_queued(key):
                 partition.builder.resync(key)

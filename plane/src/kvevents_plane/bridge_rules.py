@@ -81,7 +81,7 @@ def classify_record(end: StreamEnd, record: StreamRecord) -> RecordVerdict:
             return RecordVerdict.APPEND if end.is_joined else RecordVerdict.DUPLICATE
         case IncarnationRecord() if end.is_joined and record.incarnation == end.incarnation + 1:
             return RecordVerdict.APPEND
-        case IncarnationRecord() if record.incarnation == end.incarnation and _is_maybe_same(end):
+        case IncarnationRecord() if record.incarnation == end.incarnation and _may_be_followed(end):
             # Another bridge may have written the number for an incarnation that this bridge has not seen.
             return RecordVerdict.DUPLICATE
     return RecordVerdict.DIVERGED
@@ -100,10 +100,10 @@ def _classify_numbers(end: StreamEnd, record: BatchRecord | GapRecord) -> Record
 
 def can_report_trust(end: StreamEnd, followed: int | None) -> bool:
     """Return whether a bridge that follows incarnation `followed` can report its trust in the stream."""
-    return end.incarnation == followed and _is_maybe_same(end)
+    return end.incarnation == followed and _may_be_followed(end)
 
 
-def _is_maybe_same(end: StreamEnd) -> bool:
+def _may_be_followed(end: StreamEnd) -> bool:
     """Return whether the log can have the bridge's incarnation; before the first batch, any incarnation can be the bridge's."""
     return end.is_joined and (end.agrees or end.last_seq < 0)
 
@@ -176,7 +176,7 @@ class EngineLiveness:
         report = self.reports.get(key)
         return report is not None and report.trust in REACHED
 
-    def dead(self, joined: Collection[StreamKey], now: float) -> list[StreamKey]:
+    def dead_streams(self, joined: Collection[StreamKey], now: float) -> list[StreamKey]:
         """Return the streams of `joined` that were unreachable for too long. Call it periodically: each call takes a sample."""
         since = self._unreachable_since
         unreachable = [key for key in joined if not self.is_reached(key) and (key in self.reports or key in since)]
@@ -207,7 +207,7 @@ class UnclaimedEngines:
         """Start over, because the bridge cannot know at the moment which engines are claimed."""
         self._since.clear()
 
-    def expired(self, joined: Collection[StreamKey], unclaimed: Collection[StreamKey], now: float) -> list[StreamKey]:
+    def expired_streams(self, joined: Collection[StreamKey], unclaimed: Collection[StreamKey], now: float) -> list[StreamKey]:
         """Return the streams that were unclaimed for too long. Call it periodically: each call takes a sample."""
         self._since = {key: self._since.get(key, now) for key in unclaimed}
         self.engines = len({source for source, _ in unclaimed})
@@ -225,8 +225,8 @@ class BridgePeers:
     `heartbeats` returns the last heartbeats in the partition; a bridge is alive only if one has arrived since the start.
     """
 
-    def __init__(self, own: str, heartbeats: Callable[[], Mapping[str, LastHeartbeat]]) -> None:
-        self._own: Final = own
+    def __init__(self, own_id: str, heartbeats: Callable[[], Mapping[str, LastHeartbeat]]) -> None:
+        self._own_id: Final = own_id
         self._heartbeats: Final = heartbeats
         self._arrivals: dict[str, tuple[int, float]] = {}
         """Position and time of arrival of each bridge's last heartbeat."""
@@ -255,7 +255,7 @@ class BridgePeers:
 
     def has_other(self, now: float) -> bool:
         """Return whether another bridge is alive."""
-        return any(self.is_alive(bridge, now) for bridge in self._heartbeats() if bridge != self._own)
+        return any(self.is_alive(bridge, now) for bridge in self._heartbeats() if bridge != self._own_id)
 
     def name_conflict(self, now: float) -> str:
         """Return where another bridge of the same name runs; empty without one.
@@ -263,11 +263,11 @@ class BridgePeers:
         A bridge of that name that started earlier counts only if it writes after this bridge has written.
         """
         heartbeats = self._heartbeats()
-        if self._first_own is None and (own := heartbeats.get(self._own)) is not None:
+        if self._first_own is None and (own := heartbeats.get(self._own_id)) is not None:
             self._first_own = own.position
         for bridge, last in heartbeats.items():
             is_behind = self._first_own is not None and last.position > self._first_own
-            has_same_name = bridge != self._own and bridge_name(bridge) == bridge_name(self._own)
+            has_same_name = bridge != self._own_id and bridge_name(bridge) == bridge_name(self._own_id)
             if is_behind and has_same_name and self.is_alive(bridge, now):
                 return printable(last.record.process) or "another process"
         return ""

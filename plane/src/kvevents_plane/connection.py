@@ -218,10 +218,10 @@ def _read_login(settings: PlaneSettings, nonce: str | None = None) -> bytes:
 def _sign(seed: str, nonce: str) -> bytes:
     """Sign a server's nonce. Raises `ConfigError`."""
     try:
-        signed: bytes = nkeys.from_seed(bytearray(seed.encode())).sign(nonce.encode())
+        signature: bytes = nkeys.from_seed(bytearray(seed.encode())).sign(nonce.encode())
     except (nkeys.NkeysError, ValueError) as error:
         raise ConfigError(f"the seed in the file of credentials or nkey is invalid: {error}") from error
-    return base64.b64encode(signed)
+    return base64.b64encode(signature)
 
 
 # --- reconnects and the log --------------------------------------------------------------------------------------------------
@@ -236,10 +236,10 @@ class ReconnectPolicy:
         self._backoff = Backoff(initial=limits.reconnect_seconds, maximum=limits.max_reconnect_seconds)
         self._tried: set[str] = set()
 
-    def start(self, lasted: float) -> None:
-        """Start a new series of attempts after a connection that lasted `lasted` seconds."""
+    def start(self, duration: float) -> None:
+        """Start a new series of attempts after a connection that lasted `duration` seconds."""
         self._tried.clear()
-        if lasted >= STABLE_SECONDS:
+        if duration >= STABLE_SECONDS:
             self._backoff.reset()
 
     def choose(self, servers: list[Server], info: Any) -> tuple[Server, float]:
@@ -247,8 +247,8 @@ class ReconnectPolicy:
 
         `info` is the last INFO of a server and can have any content. Servers that it no longer lists have left the cluster.
         """
-        listed: Any = info.get("connect_urls") if isinstance(info, dict) else ()
-        present = self._configured | {*map(str, listed if isinstance(listed, list) else ())}
+        urls: Any = info.get("connect_urls") if isinstance(info, dict) else ()
+        present = self._configured | {*map(str, urls if isinstance(urls, list) else ())}
         servers = [server for server in servers if server.uri.netloc in present] or servers
         left = [server for server in servers if server.uri.netloc not in self._tried]
         pause = 0.0

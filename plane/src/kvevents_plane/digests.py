@@ -124,7 +124,7 @@ class ConsistencyCheck:
         """Why this replica cannot publish its digests, such as missing permission to write; empty if it can."""
         self.others: tuple[str, ...] = ()
         """The other replicas that published digests recently."""
-        self.whole: tuple[str, ...] = ()
+        self.complete_replicas: tuple[str, ...] = ()
         """The replicas of `others` that miss no pages."""
         self.missing: dict[int, int] = {}
         """Partitions that another replica cannot read, each with the first page after its missing ones."""
@@ -175,5 +175,5 @@ class ConsistencyCheck:
         others = await read_digests(js, layout)
         others.pop(self._name, None)
         self.others, self.missing = tuple(others), missing_pages(others.values())
-        self.whole = tuple(name for name, digests in others.items() if not digests.missing)
+        self.complete_replicas = tuple(name for name, digests in others.items() if not digests.missing)
         return others

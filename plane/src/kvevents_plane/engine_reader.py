@@ -59,7 +59,7 @@ class Watch(NamedTuple):
         """The key of the stream in the log."""
         return self.source.label, self.source.rank
 
-    def checked(self) -> Watch:
+    def validated(self) -> Watch:
         """Return the watch if it fits into the log. Raises `ConfigError`."""
         name = self.source.label
         try:
@@ -113,7 +113,7 @@ class EngineReader(threading.Thread):
             sink=self,
         )
         self._commands: deque[Callable[[], None]] = deque()
-        self._followed: dict[StreamKey, _Followed] = {}
+        self._followed: dict[StreamKey, _FollowedStream] = {}
         self._records: list[EngineRecord] = []
         """Records for the next call of `on_records`."""
         self._is_stopping = False
@@ -211,11 +211,11 @@ class EngineReader(threading.Thread):
     def _follow(self, source: Source, start: ResumePoint, follow_id: int) -> None:
         key = (source.label, source.rank)
         self._unfollow(key)
-        followed = self._followed[key] = _Followed(follow_id)
+        followed = self._followed[key] = _FollowedStream(follow_id)
         try:
             self._subscriber.add(source, start.resume)
             followed.incarnation = self._subscriber.status(*key).incarnation
-            followed.in_log = start.incarnation_offset + (0 if start.resume is None else followed.incarnation)
+            followed.log_incarnation = start.incarnation_offset + (0 if start.resume is None else followed.incarnation)
         except KVEventsError as error:
             # The bridge still follows all other engines.
             log.error("cannot follow %s: %s", stream_text(key), error)  # noqa: TRY400 - not our error
@@ -252,13 +252,13 @@ def inspect_payload(payload: bytes) -> BatchReport | None:
 
 
 @dataclass(slots=True)
-class _Followed:
+class _FollowedStream:
     """One followed stream. Its incarnations have consecutive numbers in the log, whereas the subscriber can skip numbers."""
 
     follow_id: int
     incarnation: int = 0
     """The subscriber's number of the newest incarnation."""
-    in_log: int = 0
+    log_incarnation: int = 0
     """The log's number of the newest incarnation."""
     history_requests: int = 0
     """Number of consecutive requests for the sender's whole history."""
@@ -267,11 +267,11 @@ class _Followed:
         """Return the log's number of an incarnation, which is the newest one or the one after it."""
         if incarnation != self.incarnation:
             self.incarnation = incarnation
-            self.in_log += 1
-        return self.in_log
+            self.log_incarnation += 1
+        return self.log_incarnation
 
 
-def _record(delivery: Batch | RawBatch | Reset | Gap, followed: _Followed) -> StreamRecord:
+def _record(delivery: Batch | RawBatch | Reset | Gap, followed: _FollowedStream) -> StreamRecord:
     key, incarnation = (delivery.source, delivery.rank), followed.number(delivery.incarnation)
     if isinstance(delivery, RawBatch):
         return BatchRecord(*key, incarnation, delivery.seq, delivery.replayed, delivery.payload)

@@ -106,7 +106,7 @@ class _Heartbeat(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class _Observed:
+class _ObservedIncarnation:
     """What this subscriber has seen of one incarnation of a stream."""
 
     incarnation: int
@@ -191,7 +191,7 @@ class LogSubscriber:
         self._partitions_lock: Final = threading.Lock()
         """Held while `partitions` changes, because the thread of the deliveries and the thread of the readers change it."""
         self._partition_of: dict[StreamKey, int] = {}
-        self._observed: dict[StreamKey, _Observed] = {}
+        self._observed: dict[StreamKey, _ObservedIncarnation] = {}
         """What was seen of the current incarnation of each stream that had a delivery."""
         self._counters: dict[StreamKey, StreamCounters] = {}
         self._heartbeats: dict[tuple[int, str], _Heartbeat] = {}
@@ -257,7 +257,7 @@ class LogSubscriber:
         self.states = {**self.states, partition: state}
         self._partition_of.update(dict.fromkeys(state.streams, partition))
         for key, stream in state.streams.items():
-            observed = self._observed[key] = _Observed(stream.incarnation, has_batch=stream.last_seq >= 0)
+            observed = self._observed[key] = _ObservedIncarnation(stream.incarnation, has_batch=stream.last_seq >= 0)
             for reason in degraded_reasons.get(key, ()):
                 observed.ledger.add(reason, stream.last_seq)
         self.registrations = _registrations(self.states.values())
@@ -362,11 +362,11 @@ class LogSubscriber:
             self._observe(event.key, stream.incarnation).ledger.add(DegradedReason.REJECTED, stream.last_seq + 1)
         return None
 
-    def _observe(self, key: StreamKey, incarnation: int) -> _Observed:
+    def _observe(self, key: StreamKey, incarnation: int) -> _ObservedIncarnation:
         """Return what was seen of a stream's incarnation; an older incarnation is forgotten."""
         observed = self._observed.get(key)
         if observed is None or observed.incarnation != incarnation:
-            observed = self._observed[key] = _Observed(incarnation)
+            observed = self._observed[key] = _ObservedIncarnation(incarnation)
         return observed
 
     def _count(self, event: RawDelivery) -> None:

@@ -184,14 +184,14 @@ def error_text(error: Exception) -> str:
     return str(error).removeprefix("nats: ")
 
 
-def report_fault(client: Client, error: PlaneError, before: str) -> str:
-    """Return the fault that an error shows, and log it unless it equals `before`, the previous fault.
+def report_fault(client: Client, error: PlaneError, previous_fault: str) -> str:
+    """Return the fault that an error shows, and log it unless it equals `previous_fault`.
 
     While no server is connected, return the connection's error, which is already logged and says more than that of a request.
     """
     if not client.is_connected:
         reason = client.last_error
         return "no NATS server is connected: " + ("reconnecting" if reason is None else error_text(reason))
-    if str(error) != before:
+    if str(error) != previous_fault:
         log.warning("%s", error)
     return str(error)

@@ -49,7 +49,7 @@ MAX_RECORDS: Final = 2_000
 """Maximum number of records of one page."""
 
 
-class _Queued(NamedTuple):
+class _QueuedRecord(NamedTuple):
     due: float
     """Earliest time at which the record can be written."""
     record: StreamRecord
@@ -61,10 +61,10 @@ class _Queued(NamedTuple):
 class _StreamQueue:
     """Records of one stream that might not be in the log yet."""
 
-    records: deque[_Queued] = field(default_factory=deque)
+    records: deque[_QueuedRecord] = field(default_factory=deque)
     trust: TrustRecord | None = None
     """A report that is written after all queued records."""
-    followed: int | None = None
+    followed_incarnation: int | None = None
     """The incarnation that the bridge follows; None after the stream has left the log. If the log has a later incarnation, the
     bridge does not know it, and its trust says nothing about it."""
     agreed: int | None = None
@@ -93,7 +93,7 @@ class _Selection:
         self.room -= size
 
 
-class _InFlight(NamedTuple):
+class _PageInFlight(NamedTuple):
     """The page in flight."""
 
     page: Page
@@ -125,7 +125,7 @@ class PageBuilder:
         self._active: dict[StreamKey, None] = {}
         """Streams with records to write, in round-robin order."""
         self._heartbeat: HeartbeatRecord | None = None
-        self._in_flight: _InFlight | None = None
+        self._in_flight: _PageInFlight | None = None
 
     # --- queue
 
@@ -135,7 +135,7 @@ class PageBuilder:
         stream = self.state.streams.get(key)
         # The queue is a new object, so that an acknowledgement of the page in flight drops no records from it.
         self._queues[key] = _StreamQueue(
-            followed=self.state.min_incarnation if stream is None else stream.incarnation,
+            followed_incarnation=self.state.min_incarnation if stream is None else stream.incarnation,
             agreed=None if stream is None or stream.last_seq < 0 else stream.incarnation,
         )
         self.diverged.pop(key, None)
@@ -158,9 +158,9 @@ class PageBuilder:
             return
         if isinstance(record, IncarnationRecord):
             queue.trust = None  # it was about the previous incarnation
-            queue.followed = record.incarnation
+            queue.followed_incarnation = record.incarnation
         size = record_size(record)
-        queue.records.append(_Queued(due, record, size))
+        queue.records.append(_QueuedRecord(due, record, size))
         self.queued_bytes += size
 
     def set_heartbeat(self, heartbeat: HeartbeatRecord) -> None:
@@ -186,12 +186,12 @@ class PageBuilder:
     def has_left(self, key: StreamKey) -> bool:
         """Return whether a stream has left the log since its last resync; it may have joined again."""
         queue = self._queues.get(key)
-        return queue is not None and queue.followed is None
+        return queue is not None and queue.followed_incarnation is None
 
     def is_replaced(self, key: StreamKey) -> bool:
         """Return whether the log is known to have another incarnation of a stream than the one that the bridge follows."""
         queue = self._queues.get(key)
-        return queue is not None and not can_report_trust(self._end_of(key, queue), queue.followed)
+        return queue is not None and not can_report_trust(self._end_of(key, queue), queue.followed_incarnation)
 
     def has_queued(self, key: StreamKey) -> bool:
         """Return whether a stream has records that are not known to be in the log."""
@@ -245,7 +245,7 @@ class PageBuilder:
         self._pages += 1
         name = f"{self._builder_id}#{self._pages}"
         page = Page(VERSION, self._bridge, records, name, self.state.history)
-        self._in_flight = _InFlight(page, self._heartbeat, selections)
+        self._in_flight = _PageInFlight(page, self._heartbeat, selections)
         self._heartbeat = None
         return page
 
@@ -266,7 +266,7 @@ class PageBuilder:
             if not self._add(selection, record, size, verdict):
                 break
         trust = queue.trust
-        is_all = selection.done == len(queue.records) and can_report_trust(selection.end, queue.followed)
+        is_all = selection.done == len(queue.records) and can_report_trust(selection.end, queue.followed_incarnation)
         if is_all and trust is not None and (size := record_size(trust)) <= selection.room and len(selection.records) < count:
             selection.add(trust, size)
             selection.trust = trust
@@ -279,7 +279,7 @@ class PageBuilder:
         """
         stream = self.state.streams.get(key)
         report = None if stream is None else stream.trust_reports.get(self._bridge)
-        if queue.trust is None or report is None or not queue.records or not can_report_trust(end, queue.followed):
+        if queue.trust is None or report is None or not queue.records or not can_report_trust(end, queue.followed_incarnation):
             return None
         return queue.trust if trust_order(queue.trust.trust) < trust_order(report.trust) else None
 
@@ -373,7 +373,7 @@ class PageBuilder:
             self.reset_reason = ""
         for event in events:
             if isinstance(event, StreamLeft) and (queue := self._queues.get(event.key)) is not None:
-                queue.followed = None
+                queue.followed_incarnation = None
         return events
 
 

@@ -391,13 +391,13 @@ class PartitionState:
         """Encode the state for a snapshot."""
         for key, newest in self.newest.items():
             self.streams[key].digest = payload_digest(newest)
-        return msgspec.msgpack.encode(_Saved(*(getattr(self, field) for field in _Saved.__struct_fields__)))
+        return msgspec.msgpack.encode(_SavedState(*(getattr(self, field) for field in _SavedState.__struct_fields__)))
 
     @classmethod
     def decode(cls, data: bytes) -> PartitionState:
         """Decode what `encode` returned. Raises `ValueError` for anything else."""
-        state, saved = cls(), msgspec.msgpack.decode(data, type=_Saved)
-        for field in _Saved.__struct_fields__:
+        state, saved = cls(), msgspec.msgpack.decode(data, type=_SavedState)
+        for field in _SavedState.__struct_fields__:
             setattr(state, field, getattr(saved, field))
         return state
 
@@ -411,7 +411,7 @@ class PartitionState:
 
 
 @build_decoder_now
-class _Saved(msgspec.Struct, array_like=True):
+class _SavedState(msgspec.Struct, array_like=True):
     """Fields of a `PartitionState` that a snapshot contains."""
 
     position: int

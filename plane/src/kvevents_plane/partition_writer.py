@@ -61,7 +61,7 @@ class _SentPage:
     """The page in flight."""
 
     name: str
-    expected: int
+    last_position: int
     """Last position of the partition before this page."""
     answer: asyncio.Future[None]
 
@@ -352,7 +352,7 @@ class PartitionWriter:
             self.builder.withdraw()
             await self._handle_rejection(sent, error)
         else:
-            self.builder.acknowledge(sent.expected + 1)
+            self.builder.acknowledge(sent.last_position + 1)
             self._clear_write_fault()
 
     async def _handle_rejection(self, sent: _SentPage, error: PlaneError) -> None:
@@ -364,7 +364,7 @@ class PartitionWriter:
             builder = self.builder
             try:
                 async with asyncio.timeout(CATCH_UP_SECONDS):
-                    while self.builder is builder and builder.state.position <= sent.expected:
+                    while self.builder is builder and builder.state.position <= sent.last_position:
                         self._advanced.clear()
                         await self._advanced.wait()
             except TimeoutError:

@@ -176,7 +176,7 @@ class Snapshots:
         self._note_newest(partition, snapshots)
         return snapshots
 
-    async def matching(self, partition: int, info: PartitionInfo) -> list[SnapshotInfo]:
+    async def list_matching(self, partition: int, info: PartitionInfo) -> list[SnapshotInfo]:
         """Return the snapshots that match a partition's stream and its messages, the newest first."""
         snapshots = []
         for snapshot in await self.list_valid(partition):
@@ -213,11 +213,11 @@ class Snapshots:
             return [], 0
         revision = entry.revision or 0
         try:
-            listed = msgspec.json.decode(entry.value or b"", type=SnapshotList)
+            snapshot_list = msgspec.json.decode(entry.value or b"", type=SnapshotList)
         except msgspec.MsgspecError as error:
             log.error("ignoring the unreadable list of snapshots of partition %d: %s", partition, error)  # noqa: TRY400 - not our error
             return [], revision
-        return (listed.snapshots if listed.version == VERSION else []), revision
+        return (snapshot_list.snapshots if snapshot_list.version == VERSION else []), revision
 
     # --- read
 
@@ -226,8 +226,8 @@ class Snapshots:
 
         Raises `PlaneError`, also if a request for one snapshot times out and no other is readable: the former may be intact.
         """
-        late: PlaneError | None = None
-        for snapshot in await self.matching(partition, info):
+        timeout_error: PlaneError | None = None
+        for snapshot in await self.list_matching(partition, info):
             try:
                 return (await self.load_body(snapshot)).decode(snapshot)[0]
             except SnapshotError as error:
@@ -236,9 +236,9 @@ class Snapshots:
                 if error.fault not in {"missing", "timeout"}:
                     raise
                 log.warning("%s", error)
-                late = late or (error if error.fault == "timeout" else None)
-        if late is not None:
-            raise late
+                timeout_error = timeout_error or (error if error.fault == "timeout" else None)
+        if timeout_error is not None:
+            raise timeout_error
         return None
 
     async def load(
@@ -380,19 +380,20 @@ class Snapshots:
 
         Such subjects include chunks of an object whose writer was killed before the object was complete.
         """
-        listed: set[str] = set()
+        listed_objects: set[str] = set()
         for partition in range(self._layout.partitions):
-            listed.update(*(snapshot.objects for snapshot in await self.list_valid(partition)))
-        keep: set[str] = set()
+            listed_objects.update(*(snapshot.objects for snapshot in await self.list_valid(partition)))
+        listed_subjects: set[str] = set()
         for info in await (await self._js.object_store(self._layout.snapshots)).list(ignore_deletes=True):
-            if info.name in listed:
-                keep |= {
+            if info.name in listed_objects:
+                listed_subjects |= {
                     f"{self._subjects}M.{urlsafe_b64encode(info.name.encode()).decode()}",
                     f"{self._subjects}C.{info.nuid}",
                 }
         stream = await self._js.stream_info(self._store_stream, subjects_filter=f"{self._subjects}>")
         now = self._clock()
-        self._unlisted = {subject: self._unlisted.get(subject, now) for subject in set(stream.state.subjects or {}) - keep}
+        unlisted = set(stream.state.subjects or {}) - listed_subjects
+        self._unlisted = {subject: self._unlisted.get(subject, now) for subject in unlisted}
         for subject in [subject for subject, since in self._unlisted.items() if now - since >= SWEEP_SECONDS]:
             await self._js.purge_stream(self._store_stream, subject=subject)
 

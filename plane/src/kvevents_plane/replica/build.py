@@ -69,7 +69,7 @@ class IndexBuild:
         """Name of the snapshot with which each partition was begun."""
         self.complete: Final = set[int]()
         """Partitions that were read to their ends."""
-        self._served: Final = set[int]()
+        self._once_complete: Final = set[int]()
         """Partitions that were complete at some time."""
         self.newest: dict[int, SnapshotInfo] = {}
         """Newest known snapshot of each partition."""
@@ -79,7 +79,7 @@ class IndexBuild:
         """Number of times that reading a partition could not continue, so that it was begun again."""
         self.rebuild_reason = ""
         """Why this build must be replaced; empty if it need not be."""
-        self.settled: Final = set[int]()
+        self.disputed: Final = set[int]()
         """Partitions that were read again because of a dispute (`PartitionReader`), or must be."""
         self._client: Final = client
         self._limits: Final = limits
@@ -94,9 +94,9 @@ class IndexBuild:
         """Time since which a partition has had a fault and has not been complete."""
         self._first_pages: Final = dict[int, int]()
         """First page after a hole (`PartitionReader`), by partition."""
-        self._listed: Final = dict[int, set[str]]()
+        self._known_snapshots: Final = dict[int, set[str]]()
         """Names of the snapshots that existed when a partition was begun."""
-        self._unread: dict[int, dict[str, str]] = {}
+        self._unreadable: dict[int, dict[str, str]] = {}
         """Why snapshots could not be read that are newer than the one with which a partition was begun, by partition and
         name."""
         self._logged: Final = set[str]()
@@ -126,7 +126,7 @@ class IndexBuild:
     @property
     def unreadable_snapshots(self) -> list[str]:
         """Why the newest snapshots of a partition could not be read, until a newer one is found."""
-        return [next(iter(sentences.values())) for sentences in list(self._unread.values())]
+        return [next(iter(sentences.values())) for sentences in list(self._unreadable.values())]
 
     # --- partitions
 
@@ -138,9 +138,9 @@ class IndexBuild:
     @property
     def is_usable(self) -> bool:
         """Whether queries can be answered: a partition was read to its end, and each one that was not has long had a fault."""
-        late = time.monotonic() - BLOCKED_SECONDS
+        limit = time.monotonic() - BLOCKED_SECONDS
         others = set(range(self._layout.partitions)) - self.complete
-        return bool(self.complete) and all(self._blocked_since.get(partition, late) < late for partition in others)
+        return bool(self.complete) and all(self._blocked_since.get(partition, limit) < limit for partition in others)
 
     async def advance(self) -> None:
         """Begin the partitions that were not begun, and record which ones were read to their ends."""
@@ -150,12 +150,12 @@ class IndexBuild:
                 self._tasks[partition] = asyncio.create_task(self._follow(partition))
             elif task.done():
                 task.result()
-            is_complete = partition in self.complete or await self._order(
+            is_complete = partition in self.complete or await self._submit(
                 lambda partition=partition: self.subscriber.is_complete(partition)  # type: ignore[misc]
             )
             if is_complete:
                 self.complete.add(partition)
-                self._served.add(partition)
+                self._once_complete.add(partition)
             if is_complete or not self._fault_of(partition):
                 self._blocked_since.pop(partition, None)
             else:
@@ -181,12 +181,12 @@ class IndexBuild:
         info = await partition_info(self._client.jetstream(), self._layout, partition)
         info = info._replace(first=max(info.first, self._first_pages.get(partition, 0)))
         async with self._loads:
-            await self._order(lambda: self._empty(partition))
+            await self._submit(lambda: self._remove_streams(partition))
             state, degraded_reasons = await self._restore_partition(partition, info)
         self.stream_ids[partition] = info.stream_id
         if state.unknown_prefix:
             await self._find_reset(partition, state, info)
-        await self._order(lambda: self.subscriber.add_partition(partition, state, degraded_reasons))
+        await self._submit(lambda: self.subscriber.add_partition(partition, state, degraded_reasons))
         return state
 
     async def _restore_partition(
@@ -194,10 +194,10 @@ class IndexBuild:
     ) -> tuple[PartitionState, Mapping[StreamKey, frozenset[DegradedReason]]]:
         """Load the newest readable snapshot of a partition into the index, and return the state of the partition."""
         known: dict[int, Any]
-        for known in (self.loaded_snapshots, self.newest, self._unread):
+        for known in (self.loaded_snapshots, self.newest, self._unreadable):
             known.pop(partition, None)
-        self._listed[partition] = await self._list_snapshots(partition)
-        for snapshot in await self._snapshots.matching(partition, info):
+        self._known_snapshots[partition] = await self._list_snapshots(partition)
+        for snapshot in await self._snapshots.list_matching(partition, info):
             try:
                 state, degraded_reasons = await self._snapshots.load(snapshot, self.index)
             except (SnapshotError, PlaneError) as error:
@@ -209,9 +209,9 @@ class IndexBuild:
             if not _are_pages_missing(state.position, info):
                 self.loaded_snapshots[partition] = snapshot.name
                 return state, degraded_reasons
-            await self._order(lambda state=state: self._forget(state.streams))  # type: ignore[misc]
+            await self._submit(lambda state=state: self._forget(state.streams))  # type: ignore[misc]
         if _are_pages_missing(0, info):
-            why = "; ".join(self._unread.get(partition, {}).values())
+            why = "; ".join(self._unreadable.get(partition, {}).values())
             missing_pages = f"pages of partition {partition} are missing that no snapshot covers" + (why and f", and {why}")
             return PartitionState.after_unknown_prefix(info.first - 1, missing_pages), {}
         return PartitionState(), {}
@@ -238,7 +238,7 @@ class IndexBuild:
                     self.missing[partition], self._faults[partition] = info.first, f"cannot complete the index: {reason}"
                 if time.monotonic() > search_at:
                     search_at = time.monotonic() + MISSING_PAGES_SECONDS
-                    if await self._list_snapshots(partition) - self._listed[partition]:
+                    if await self._list_snapshots(partition) - self._known_snapshots[partition]:
                         break
         finally:
             reading.cancel()
@@ -253,17 +253,17 @@ class IndexBuild:
         return {snapshot.name for snapshot in await self._snapshots.list_valid(partition)}
 
     def _record_unreadable(self, snapshot: SnapshotInfo, why: str) -> None:
-        self._unread.setdefault(snapshot.partition, {})[snapshot.name] = why
+        self._unreadable.setdefault(snapshot.partition, {})[snapshot.name] = why
         if why not in self._logged:  # logged once, because a partition with missing pages is begun repeatedly
             self._logged.add(why)
             log.warning("%s", why)
 
-    def _empty(self, partition: int) -> None:
+    def _remove_streams(self, partition: int) -> None:
         """Remove the blocks of a partition that is read again, and its engines too if it was never complete."""
         if (state := self.subscriber.states.get(partition)) is None:
             return
         self._forget(state.streams)
-        if partition not in self._served:
+        if partition not in self._once_complete:
             fault = self._fault_of(partition)
             self.subscriber.add_partition(partition, PartitionState(), {})
             self.subscriber.mark_broken(partition, fault)
@@ -273,13 +273,13 @@ class IndexBuild:
             self.index.remove_worker(key)
             self.index.readmit(key)
 
-    def _order(self, work: Callable[[], T]) -> asyncio.Future[T]:
+    def _submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(self.follower.submit(work))
 
     def _create_reader(self, partition: int, tail: Tail, on_messages: OnMessages) -> PartitionReader:
         stream_id = self.stream_ids[partition]
         reader = PartitionReader(self._client, self._layout, partition, tail, stream_id, on_messages, limits=self._limits)
-        reader.resolves_disputes = partition in self.settled
+        reader.resolves_disputes = partition in self.disputed
         self._readers[partition] = reader
         return reader
 
@@ -307,7 +307,7 @@ class IndexBuild:
     def _note_failure(self, partition: int, failure: ReadFailure) -> None:
         """Record why reading cannot continue. The partition's streams are STALE until it is begun again."""
         if failure.reason == "disputed":
-            self.settled.add(partition)
+            self.disputed.add(partition)
         if failure.reason == "purged":
             self._first_pages[partition] = failure.first
         else:
@@ -328,8 +328,8 @@ class IndexBuild:
     def record(self, snapshot: SnapshotInfo) -> None:
         """Record a readable snapshot of a partition."""
         self.newest[snapshot.partition] = snapshot
-        if snapshot.name not in self._unread.get(snapshot.partition, ()):
-            self._unread.pop(snapshot.partition, None)
+        if snapshot.name not in self._unreadable.get(snapshot.partition, ()):
+            self._unreadable.pop(snapshot.partition, None)
 
     def digests(self) -> ReplicaDigests:
         """Return what this replica publishes: digests of the complete partitions, and which partitions have missing pages."""
@@ -347,11 +347,11 @@ class IndexBuild:
         """
         subscriber = self.subscriber
         # The follower's thread writes it, so that degraded reasons and index have the same state.
-        order = self._order(
+        pending = self._submit(
             lambda: capture(partition, subscriber.states[partition], subscriber.degraded_reasons(), self.index, path)
         )
         async with asyncio.timeout(TAKE_SECONDS):
-            taken = await order
+            taken = await pending
         # Another thread counts the blocks: the follower's thread has no time to read every worker for each partition.
         infos = await asyncio.to_thread(self.index.workers)
         return taken, sum(info.blocks for info in infos if (info.source, info.rank) in taken.digests)
@@ -409,7 +409,8 @@ class Snapshotter:
             await asyncio.sleep(min(self._seconds / CHECKS_PER_INTERVAL, MAX_CHECK_SECONDS))
             for partition in self._due:
                 if self._is_missed(partition, build):
-                    wait = MISSED_TURN_SECONDS * turn(self._name, self._consistency.whole, partition)
+                    earlier = count_earlier_replicas(self._name, self._consistency.complete_replicas, partition)
+                    wait = MISSED_TURN_SECONDS * earlier
                     self._due[partition] = min(self._due[partition], time.monotonic() + wait)
             for partition in sorted(self._due, key=self._due.__getitem__):
                 if self._due[partition] > time.monotonic():
@@ -447,7 +448,7 @@ class Snapshotter:
         known_for = snapshots.newest_age(partition)
         if self._is_missed(partition, build):
             return False
-        intervals = turn(self._name, self._consistency.others, partition)
+        intervals = count_earlier_replicas(self._name, self._consistency.others, partition)
         if known_for is None:
             return time.monotonic() - self._since < self._seconds * intervals
         return known_for < self._seconds * (FRESH_FRACTION + intervals)
@@ -461,7 +462,7 @@ class Snapshotter:
         self._faults[partition] = fault
 
 
-def turn(name: str, others: Collection[str], partition: int) -> int:
+def count_earlier_replicas(name: str, others: Collection[str], partition: int) -> int:
     """Return how many of the other replicas write a partition's snapshots before the replica `name` does."""
 
     def weight(replica: str) -> bytes:
