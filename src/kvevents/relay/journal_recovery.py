@@ -101,45 +101,46 @@ def _find_files(recovered: Recovered, folder: Folder) -> None:
         raise DamagedError(damage)
 
 
-def _read_file(into: Recovered, folder: Folder, header: Header) -> None:
+def _read_file(recovered: Recovered, folder: Folder, header: Header) -> None:
     try:
         if header.kind == journal_format.LOG:  # a snapshot's header has the number after its last batch
-            _advance(into, header.first, 0)
+            _advance(recovered, header.first, 0)
         with folder.read(header.name) as file:
             for record in journal_format.read_records(file, header):
-                _apply(into, record)
+                _apply(recovered, record)
         if header.kind == journal_format.SNAPSHOT:
-            _advance(into, header.first, 0)
+            _advance(recovered, header.first, 0)
     except DamagedError as error:
         raise DamagedError(f"{header.name}: {error}") from error
 
 
-def _apply(into: Recovered, record: JournalRecord) -> None:
+def _apply(recovered: Recovered, record: JournalRecord) -> None:
     match record:
         case Batches():
-            _advance(into, record.first, len(record.payloads))
-            into.positions.update(record.positions())
+            _advance(recovered, record.first, len(record.payloads))
+            recovered.positions.update(record.positions())
         case journal_format.SkippedNumbers():
-            _advance(into, record.first, record.last - record.first + 1)
+            _advance(recovered, record.first, record.last - record.first + 1)
         case journal_format.UpstreamReset():
-            into.positions[record.upstream] = (record.incarnation, -1)
+            recovered.positions[record.upstream] = (record.incarnation, -1)
         case journal_format.CheckpointSet():
-            into.checkpoint = record.checkpoint
+            recovered.checkpoint = record.checkpoint
         case journal_format.OriginSet():
-            into.origins[record.upstream] = record.origin
+            recovered.origins[record.upstream] = record.origin
         case journal_format.SnapshotHead():
-            into.snapshot_number, into.partial, into.next_number = record.number, record.partial, record.number + 1
+            recovered.snapshot_number, recovered.partial = record.number, record.partial
+            recovered.next_number = record.number + 1
         case journal_format.EndState():
-            _advance(into, record.next_number, 0)
-            into.checkpoint, into.positions, into.origins = record.checkpoint, record.positions, record.origins
+            _advance(recovered, record.next_number, 0)
+            recovered.checkpoint, recovered.positions, recovered.origins = record.checkpoint, record.positions, record.origins
         case journal_format.SnapshotPart():
             pass
 
 
-def _advance(into: Recovered, first: int, count: int) -> None:
-    if first != into.next_number:
-        raise DamagedError(f"number {first} does not follow {into.next_number - 1}")
-    into.next_number += count
+def _advance(recovered: Recovered, first: int, count: int) -> None:
+    if first != recovered.next_number:
+        raise DamagedError(f"number {first} does not follow {recovered.next_number - 1}")
+    recovered.next_number += count
 
 
 def _check_complete(recovered: Recovered, boot_id: bytes) -> None:

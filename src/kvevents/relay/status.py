@@ -117,5 +117,6 @@ def serve_metrics(
 
 def _unreached(status: RelayStatus) -> str:
     """Return a sentence that names the upstreams that have never been connected; empty if all have been."""
-    waiting = [f"{one.source} rank {one.rank} at {one.endpoint}" for one in status.upstreams if one.trust == Trust.CONNECTING]
-    return f"no connection yet to {', '.join(waiting)}" if waiting else ""
+    unreached = [upstream for upstream in status.upstreams if upstream.trust == Trust.CONNECTING]
+    names = ", ".join(f"{upstream.source} rank {upstream.rank} at {upstream.endpoint}" for upstream in unreached)
+    return f"no connection yet to {names}" if unreached else ""

@@ -170,7 +170,7 @@ class Transform:
             if rank is None:
                 rank = delivery.rank
                 payloads = self._clear_other_ranks(rank, batch.ts, events, rejected)
-            events = self._own(rank, events, rejected)
+            events = self._record_blocks(rank, events, rejected)
         if not self._has_tokens:
             if not self.has_salted_prompts and any(map(_is_salted, events)):
                 self.has_salted_prompts = True
@@ -181,7 +181,7 @@ class Transform:
         self._omits_blocks |= any(rejection.loses_events for rejection in rejected)
         return payloads, replace(report, rejected=tuple(rejected))
 
-    def _own(self, rank: int, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
+    def _record_blocks(self, rank: int, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
         """Record the events of a rank, and return them for the shared stream; an empty list for ranks beyond `MAX_RANKS`."""
         blocks = self.blocks
         if rank not in blocks and len(blocks) >= MAX_RANKS:

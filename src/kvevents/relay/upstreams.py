@@ -223,16 +223,16 @@ class UpstreamBlocks:
 
         All returned events name a group, because consumers count the copies of several upstreams only if they do.
         """
-        out: list[KVEvent] = []
+        shared_events: list[KVEvent] = []
         for event in events:
             if not isinstance(event, AllBlocksCleared) and event.group_idx is None:
                 event = msgspec.structs.replace(event, group_idx=0)  # noqa: PLW2901 - the same event
-            out += _APPLY[type(event)](self, event)
-        return out
+            shared_events += _APPLY[type(event)](self, event)
+        return shared_events
 
     def clear(self, **scope: Any) -> list[KVEvent]:
         """Forget all blocks, or those of one scope such as `medium="GPU"`, and return the removals of these blocks."""
-        return self._empty(
+        return self._remove_placements(
             placement
             for placement in self._placements
             if all(getattr(placement, name) == value for name, value in scope.items())
@@ -271,26 +271,26 @@ class UpstreamBlocks:
             return self.clear(**scope)
         # SGLang, whose name for host memory is `MEDIUM_CPU_PINNED`, also empties host memory.
         tiers = TIERS[: 1 + any(placement.medium == MEDIUM_CPU_PINNED for placement in self._placements)]
-        removals = self._empty(
+        removals = self._remove_placements(
             placement for placement in self._placements if tier_of(placement.medium) in tiers and placement.locality != "REMOTE"
         )
-        return [*removals, *chain.from_iterable(map(self._doubt, self._placements))]
+        return [*removals, *chain.from_iterable(map(self._mark_uncertain, self._placements))]
 
-    def _doubt(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
+    def _mark_uncertain(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
         """Mark all copies as uncertain. To consumers, a store of one more copy and its removal show that."""
         hashes = list(self._certain.pop(placement, ()))
         for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
-            some = hashes[start : start + limit]
-            yield BlockStored(some, None, [], 0, **placement._asdict())
-            yield BlockRemoved(some, **placement._asdict())
+            chunk = hashes[start : start + limit]
+            yield BlockStored(chunk, None, [], 0, **placement._asdict())
+            yield BlockRemoved(chunk, **placement._asdict())
 
     def _apply_store(self, event: BlockStored) -> list[KVEvent]:
         placement = self._placement_of(event)
         events: list[KVEvent] = []
         if not _is_attested(placement):
             certain, known = self._certain.setdefault(placement, set()), self._placements.get(placement, ())
-            again = [hash_ for hash_ in dict.fromkeys(event.block_hashes) if hash_ in known and hash_ not in certain]
-            events = self._apply_removal(BlockRemoved(again, **placement._asdict())) if again else []
+            repeated_hashes = [hash_ for hash_ in dict.fromkeys(event.block_hashes) if hash_ in known and hash_ not in certain]
+            events = self._apply_removal(BlockRemoved(repeated_hashes, **placement._asdict())) if repeated_hashes else []
             self._certain.setdefault(placement, set()).update(event.block_hashes)
         copies = self._placements.setdefault(placement, Counter())
         before = len(copies)
@@ -324,7 +324,7 @@ class UpstreamBlocks:
             self._count -= 1
         return left >= 0
 
-    def _empty(self, placements: Iterable[RemovalPlacement]) -> list[KVEvent]:
+    def _remove_placements(self, placements: Iterable[RemovalPlacement]) -> list[KVEvent]:
         removals: list[KVEvent] = []
         for placement in list(placements):
             copies = self._placements.pop(placement)

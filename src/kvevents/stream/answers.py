@@ -268,7 +268,7 @@ class AnswerReader:
         newest = self._deliverer.newest
         if fetch.verifies_reconnect and reply.seq > fingerprint.seq and (newest is None or fingerprint.seq > newest.seq):
             # The quarantined batch was lost or evicted, but the next batch in quarantine also identifies the incarnation.
-            frame = self._quarantine.old_after(reply.seq - 1)
+            frame = self._quarantine.old_fingerprint_after(reply.seq - 1)
             if frame is not None and frame.seq == reply.seq:
                 fetch.fingerprint = fingerprint = frame
         if reply.seq > fingerprint.seq:
@@ -291,7 +291,7 @@ class AnswerReader:
             cross_check.repeat(fingerprint)
         fetch.verifies_reconnect |= fingerprint == chain.first
         if fetch.verifies_reconnect:
-            following = chain.after(fingerprint.seq) or self._quarantine.old_after(fingerprint.seq)
+            following = chain.after(fingerprint.seq) or self._quarantine.old_fingerprint_after(fingerprint.seq)
             if following is not None:
                 fetch.fingerprint = following
                 return None

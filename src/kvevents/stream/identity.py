@@ -284,7 +284,7 @@ class Quarantine:
         frames = [live for start in self._connection_starts for live in self._frames[max(0, start - 1) : start + 1]]
         return [NewestBatch(live.seq, live.payload, True) for live in frames]
 
-    def old_after(self, seq: int) -> Fingerprint | None:
+    def old_fingerprint_after(self, seq: int) -> Fingerprint | None:
         """Return the fingerprint of the first frame with a number above `seq` among those of earlier connections."""
         end = self._connection_starts[-1]
         index = bisect_right(self._frames, seq, hi=end, key=lambda live: live.seq)

@@ -10,7 +10,7 @@ from msgspec import Struct
 from kvevents.stream.identity import Fingerprint
 from kvevents.stream.settings import StreamLimits
 
-NOW: Final = float("-inf")
+ALWAYS_DUE: Final = float("-inf")
 """A time that has always passed, so that an action is due."""
 
 
@@ -142,7 +142,7 @@ class RequestPacer:
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
-        self.next_at = NOW
+        self.next_at = ALWAYS_DUE
         """Time before which no request is sent."""
         self.is_waiting = False
         """Whether a request waits for its turn."""
@@ -161,7 +161,7 @@ class RequestPacer:
 
     def reset(self) -> None:
         """Allow a whole burst of requests again, because a request has reached a live batch."""
-        self.next_at = NOW
+        self.next_at = ALWAYS_DUE
 
 
 class CheckSchedule:
@@ -169,7 +169,7 @@ class CheckSchedule:
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
-        self.compare_at = NOW
+        self.compare_at = ALWAYS_DUE
         """Time before which no comparison is requested."""
         self.failed_comparisons = 0
         """Number of consecutive comparisons without a result."""
@@ -177,7 +177,7 @@ class CheckSchedule:
         """Number of consecutive answers that end with the requested batch, before the live batch that should confirm them."""
         self.probes = 0
         """Number of probes since the last live batch."""
-        self.probe_at = NOW
+        self.probe_at = ALWAYS_DUE
         """The time of the next probe, unless a live batch arrives before."""
 
     def probe(self, now: float) -> None:
@@ -193,7 +193,7 @@ class CheckSchedule:
     def reset_comparisons(self) -> None:
         """Request the next comparison at once, and forget the results of earlier comparisons."""
         self.failed_comparisons = self.answers_behind_live = 0
-        self.compare_at = NOW
+        self.compare_at = ALWAYS_DUE
 
     def _pause(self, failures: int) -> float:
         return min(self._limits.idle_before_probe * (1 << min(failures, 16)), self._limits.max_probe_interval)

@@ -107,9 +107,9 @@ class Stream:
             return self._trust_while_following()
         if self.state is State.CONNECTING:
             return Trust.CONNECTING
-        if self.state in _UNCONNECTED:
+        if self.state in _UNCONNECTED_STATES:
             return Trust.STALE.with_reason(self.state.value)
-        return Trust.REPLAYING.with_reason(_PACED if self._answers.pacer.is_waiting else self.state.value)
+        return Trust.REPLAYING.with_reason(_PACED_REASON if self._answers.pacer.is_waiting else self.state.value)
 
     def _trust_while_following(self) -> Trust:
         ledger, heartbeats = self._deliverer.ledger, self._deliverer.heartbeats
@@ -126,7 +126,7 @@ class Stream:
         if not self._is_unproven:
             return Trust.ATTESTED if ledger.is_attested else Trust.EXACT
         if self._deliverer.cross_check.last_live is not None and not self._answers.checks.failed_comparisons:
-            return Trust.REPLAYING.with_reason(_COMPARING)
+            return Trust.REPLAYING.with_reason(_COMPARING_REASON)
         return Trust("DEGRADED", DegradedReason.REPLAY_UNPROVEN.value, unproven=True)
 
     @property
@@ -138,7 +138,7 @@ class Stream:
     @property
     def _is_unproven(self) -> bool:
         check = self._deliverer.cross_check
-        if self.state in _UNCONNECTED or not check.is_incomplete or not self._deliverer.ledger.can_replay:
+        if self.state in _UNCONNECTED_STATES or not check.is_incomplete or not self._deliverer.ledger.can_replay:
             return False
         return not self.source.replay_is_proven or check.last_live is not None or self._answers.conflicts > 0
 
@@ -151,7 +151,7 @@ class Stream:
     def deliveries(self) -> list[RawDelivery]:
         """Return the deliveries since the last call, in order."""
         deliverer = self._deliverer
-        if deliverer.restart_reason is not None and self.state not in _UNCONNECTED:
+        if deliverer.restart_reason is not None and self.state not in _UNCONNECTED_STATES:
             self._start_over(deliverer.restart_reason)
         deliveries, deliverer.deliveries = deliverer.deliveries, []
         return deliveries
@@ -195,12 +195,12 @@ class Stream:
         Reports may come late and in any order. A clear or a matching digest ends only the degraded reasons that are older than
         its batch. Take the deliveries afterwards, because they may begin with a `Reset`.
         """
-        self._deliverer.report(delivery, report, is_connected=self.state not in _UNCONNECTED)
+        self._deliverer.report(delivery, report, is_connected=self.state not in _UNCONNECTED_STATES)
 
     def start_over(self, reason: str) -> None:
         """Deliver all batches again, after a `Reset` with this reason. Until then, a checkpoint is one of the start."""
         self._deliverer.restart_reason = reason
-        if self.state not in _UNCONNECTED:
+        if self.state not in _UNCONNECTED_STATES:
             self._start_over(reason)
 
     def compare_rank(self, stated_by_other: int | None) -> None:
@@ -268,7 +268,7 @@ class Stream:
 
         Frames fed from now until `begin_connection` can belong to the old connection or to a new one.
         """
-        if self.state not in _UNCONNECTED:
+        if self.state not in _UNCONNECTED_STATES:
             self._deliverer.end_snapshot()
             self._apply(Input.DOWN)
 
@@ -367,7 +367,7 @@ class Stream:
 
     def _note_connection_of(self, live: Live) -> None:
         """Record the first live batch of the connection. While disconnected, a frame may belong to the previous one."""
-        if self._deliverer.cross_check.first_live is None and self.state not in _UNCONNECTED:
+        if self._deliverer.cross_check.first_live is None and self.state not in _UNCONNECTED_STATES:
             self._deliverer.cross_check.first_live = live.seq
 
     def _note_regression(self, seq: int) -> None:
@@ -528,9 +528,9 @@ _STEPS: Final = {
     for state, row in TRANSITIONS.items()
 }
 """The transition table with the method of each action; `_apply` passes its context to the method."""
-_PACED: Final = "many consecutive replay requests have not shown that nothing is missing; the next one has to wait"
-_COMPARING: Final = "a live batch is compared with what replay says of its number"
+_PACED_REASON: Final = "many consecutive replay requests have not shown that nothing is missing; the next one has to wait"
+_COMPARING_REASON: Final = "a live batch is compared with what replay says of its number"
 _REGRESSION_SPAN: Final = 64
 """Maximum number of live messages between two regressions of the numbers that count as two publishers, not two restarts."""
 _MAX_REGRESSIONS: Final = 3
-_UNCONNECTED: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)
+_UNCONNECTED_STATES: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)

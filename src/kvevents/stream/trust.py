@@ -268,10 +268,10 @@ class TrustLedger:
 
         Return False if a later clear or match is known.
         """
-        matters = seq >= self._last_clear and seq > self._last_match
-        if matters:
+        is_relevant = seq >= self._last_clear and seq > self._last_match
+        if is_relevant:
             self.add(DegradedReason.DIVERGED, seq)
-        return matters
+        return is_relevant
 
     def match_attestation(self, seq: int) -> None:
         """Record that the state after batch `seq` matches the engine's own cache."""
@@ -322,10 +322,10 @@ class TrustLedger:
 class MismatchCounter:
     """Counts consecutive heartbeats that differ from the delivered state, so that a stream does not start over endlessly."""
 
-    def __init__(self, max_in_a_row: int) -> None:
-        self._max_in_a_row = max_in_a_row
+    def __init__(self, max_consecutive: int) -> None:
+        self._max_consecutive = max_consecutive
         self._last_mismatch = -1
-        self._in_a_row = 0
+        self._consecutive = 0
 
     def match(self, seq: int, *, live: bool) -> None:
         """Record that the state after batch `seq` matches.
@@ -334,13 +334,13 @@ class MismatchCounter:
         """
         if live or seq >= self._last_mismatch:
             self._last_mismatch = -1
-            self._in_a_row = 0
+            self._consecutive = 0
 
     def allow_resync(self, seq: int) -> bool:
         """Count a mismatch after batch `seq`. Return whether to fetch everything again."""
         self._last_mismatch = max(seq, self._last_mismatch)
-        self._in_a_row += 1
-        return self._in_a_row <= self._max_in_a_row
+        self._consecutive += 1
+        return self._consecutive <= self._max_consecutive
 
 
 class HeartbeatMonitor:

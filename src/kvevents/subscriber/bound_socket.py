@@ -272,7 +272,7 @@ class BoundSocket:
                 feed.other_connections.discard(descriptor)
                 feed.descriptor = None
                 self._mark(feed)
-        self._ignored = {topic: each for topic, each in self._ignored.items() if each not in self._ended_connections}
+        self._ignored = {topic: fd for topic, fd in self._ignored.items() if fd not in self._ended_connections}
         if not self._peers:
             self._has_peer = False
             for feed in self._feeds:

@@ -52,8 +52,8 @@ OnFound: TypeAlias = Callable[[Source], Source | None]
 
 MIN_AGE: Final = 0.1
 """Maximum number of seconds without a read of the connections that certainly lower the trust of no stream."""
-_CAUGHT_UP: Final = ("EXACT", "DEGRADED")
-_DESCRIBED: Final = 3
+_CAUGHT_UP_STATES: Final = ("EXACT", "DEGRADED")
+_MAX_DESCRIBED: Final = 3
 """Maximum number of endpoints in the repr of a subscriber, and of streams in an error."""
 
 
@@ -171,7 +171,7 @@ class StreamEntry:
         """Record that the application has taken every delivery."""
         self.consumed_position = self.stream.position()
         self.delivered_batches: list[RawDelivery] = []
-        if self.failure and self.stream.trust.name in _CAUGHT_UP:
+        if self.failure and self.stream.trust.name in _CAUGHT_UP_STATES:
             self.failure = ""
 
     @property
@@ -331,8 +331,8 @@ class Multiplexer:
             return next(iter(self._entries.values()))
         entry = self._entries.get((name or "", rank))
         if entry is None:
-            names = ", ".join(f"{label} rank {number}" for label, number in islice(self._entries, _DESCRIBED)) or "none"
-            more = f" and {len(self._entries) - _DESCRIBED} more" if len(self._entries) > _DESCRIBED else ""
+            names = ", ".join(f"{label} rank {number}" for label, number in islice(self._entries, _MAX_DESCRIBED)) or "none"
+            more = f" and {len(self._entries) - _MAX_DESCRIBED} more" if len(self._entries) > _MAX_DESCRIBED else ""
             raise UnknownSourceError(f"no source {name!r} with rank {rank}; known: {names}{more}")
         return entry
 
@@ -582,6 +582,6 @@ class Multiplexer:
         counts = "".join(f", {count} {name}" for name, count in sorted(states.items()))
         noun = "stream" if len(self._entries) == 1 else "streams"
         sources = [entry.stream.source for entry in (*self._finders.values(), *self._entries.values())]
-        ends = [f" {'bound' if source.bind else 'connecting'} to {source.endpoint}," for source in sources[:_DESCRIBED]]
+        ends = [f" {'bound' if source.bind else 'connecting'} to {source.endpoint}," for source in sources[:_MAX_DESCRIBED]]
         suffix = "" if len(sources) <= len(ends) else f" and {len(sources) - len(ends)} more,"
         return f"{''.join(ends)}{suffix} {len(self._entries)} {noun}{counts}, {len(self.ready)} ready".lstrip()

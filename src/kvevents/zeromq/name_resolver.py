@@ -62,7 +62,7 @@ class NameResolver(Generic[Waiter]):
         self._lookups: dict[str, Lookup] = {}
         self._waiters: dict[Lookup, set[Waiter]] = {}
         self._ended_lookups: deque[Lookup] = deque()
-        self._ends: tuple[socket.socket, socket.socket] | None = None
+        self._wake_sockets: tuple[socket.socket, socket.socket] | None = None
         """Both ends of the socket pair that wakes the selector; opened with the first name."""
 
     def resolve(self, endpoint: str, waiter: Waiter) -> Lookup:
@@ -81,12 +81,12 @@ class NameResolver(Generic[Waiter]):
         return lookup
 
     def _start(self, lookup: Lookup, host: str, port: int) -> None:
-        if self._ends is None:
-            self._ends = socket.socketpair()
-            for end in self._ends:
-                end.setblocking(False)
-            self._watch(self._ends[0], self._take_ended)
-        wake_socket, lookups = self._ends[1], self._ended_lookups
+        if self._wake_sockets is None:
+            self._wake_sockets = socket.socketpair()
+            for wake_end in self._wake_sockets:
+                wake_end.setblocking(False)
+            self._watch(self._wake_sockets[0], self._take_ended)
+        wake_socket, lookups = self._wake_sockets[1], self._ended_lookups
 
         def run() -> None:
             lookup.run(host, port)
@@ -98,9 +98,9 @@ class NameResolver(Generic[Waiter]):
 
     def _take_ended(self) -> set[Waiter]:
         waiters: set[Waiter] = set()
-        if self._ends is not None:
+        if self._wake_sockets is not None:
             with contextlib.suppress(OSError):
-                while self._ends[0].recv(4_096):
+                while self._wake_sockets[0].recv(4_096):
                     pass
         while self._ended_lookups:
             waiters |= self._waiters.pop(self._ended_lookups.popleft(), set())
@@ -113,8 +113,8 @@ class NameResolver(Generic[Waiter]):
 
     def close(self) -> None:
         """Close the socket pair. Threads of unfinished lookups continue. Idempotent."""
-        for end in self._ends or ():
-            end.close()
+        for wake_end in self._wake_sockets or ():
+            wake_end.close()
 
 
 def has_name(endpoint: str) -> bool:
