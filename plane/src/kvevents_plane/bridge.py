@@ -156,7 +156,7 @@ class Bridge:
     # --- run
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Write until `stop` is set, and then for at most `STOP_SECONDS` what is queued.
+        """Write until `stop` is set, and then write queued records for at most `STOP_SECONDS`.
 
         Raises `PlaneError` if the servers cannot be used, `ConfigError` for settings that they do not accept.
         """
@@ -406,9 +406,9 @@ class Bridge:
             await asyncio.sleep(max(POLL_SECONDS, pause))
 
     async def _watch_replicas(self, js: JetStreamContext) -> None:
-        """Create missing buckets, and start partitions over that a replica cannot read because pages are missing.
+        """Create missing buckets, and start over partitions that a replica cannot read because of missing pages.
 
-        A replica that has the pages has time to write a snapshot before.
+        Before that, a replica that has the pages gets time to write a snapshot.
         """
         buckets_at, since = 0.0, dict[int, float]()
         while True:
@@ -462,7 +462,7 @@ class Bridge:
         return ""
 
     def _lag(self, partition: PartitionWriter, now: float) -> float:
-        """Return the seconds for which the oldest record has waited, or for which nothing was read."""
+        """Return for how many seconds the oldest record has waited or nothing was read, whichever is longer."""
         if not partition.paused:
             partition.paused_since = None
         since = (self._unread_since, partition.paused_since)
@@ -482,7 +482,7 @@ class Bridge:
                     partition.enqueue(report)
             is_idle = not partition.builder.has_queued(key) and key not in partition.builder.diverged
             if is_idle and self._is_lost(partition, key):
-                partition.mark_diverged(key)  # another bridge has removed or replaced it, but this one reaches it
+                partition.mark_diverged(key)  # removed or replaced by another bridge, but reachable from this one
         for key in self.liveness.dead_streams(joined, now):
             partition = self._partition_of(key)
             if not partition.builder.has_queued(key) and not self._is_reached_by_others(partition, key):

@@ -109,7 +109,7 @@ def _may_be_followed(end: StreamEnd) -> bool:
 
 
 def _is_newest(end: StreamEnd, record: BatchRecord) -> bool:
-    """Return whether a batch is the log's newest one; if the log ends with a gap, whether an earlier batch was."""
+    """Return whether a batch is the log's newest one; if the log ends with a gap, the result of an earlier comparison."""
     if end.newest is not None:
         return record.payload == end.newest
     return end.agrees if end.digest is None else end.digest == payload_digest(record.payload)
@@ -258,7 +258,7 @@ class BridgePeers:
         return any(self.is_alive(bridge, now) for bridge in self._heartbeats() if bridge != self._own_id)
 
     def name_conflict(self, now: float) -> str:
-        """Return where another bridge of the same name runs; empty without one.
+        """Return where another bridge of the same name runs; empty if none does.
 
         A bridge of that name that started earlier counts only if it writes after this bridge has written.
         """

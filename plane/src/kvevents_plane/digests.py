@@ -119,7 +119,7 @@ class ConsistencyCheck:
     def __init__(self, name: str, turn_seconds: float) -> None:
         self._turn_seconds: Final = turn_seconds
         self.disagreements = 0
-        """Number of times that another replica had other contents at the same position."""
+        """Number of times that another replica's index differed from this one at the same position."""
         self.write_fault = ""
         """Why this replica cannot publish its digests, such as missing permission to write; empty if it can."""
         self.others: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
 """A subscriber whose streams come from a plane's log, with the interface of `kvevents.Subscriber`.
 
 Partition readers put messages into its queue. The thread that calls `receive_many` applies them, so all state here belongs to
-that thread, except where stated. A stream's trust is the best report of any bridge that is alive, but never better than what
-this subscriber sees itself: gaps, invalid records, engines' heartbeats that disagree, and partitions that cannot be read.
+that thread, except where stated. A stream's trust is the best report of any bridge that is alive, unless this subscriber itself
+finds a reason for less: gaps, invalid records, mismatched heartbeats of engines, and partitions that cannot be read.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PAGES_PER_TURN: Final = 16
 """Maximum number of pages that are applied before their deliveries are returned."""
 DEFAULT_LIMITS: Final = ReaderLimits()
 DELAY_SECONDS: Final = 20.0
-"""Seconds in which a measured delay decays by two thirds. A delay without end means that the bridge's clock had stopped."""
+"""Seconds in which a measured delay decays by two thirds. A constant delay means that the bridge's clock had stopped."""
 _BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
 _CURRENT: Final = frozenset({"EXACT", "DEGRADED"})
 """Reports about streams that a bridge follows to their end."""

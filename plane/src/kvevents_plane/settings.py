@@ -261,7 +261,7 @@ class BridgeSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     max_lag_seconds: Seconds = 1.0
     """Seconds that events may wait in the bridge before replicas trust none of its streams."""
     receive_queue: Positive = RECEIVE_QUEUE
-    """Batches of each engine that its connection queues while the bridge reads nothing. Further batches
+    """Number of batches of each engine that wait in its connection while the bridge reads nothing. Further batches
     wait at the engine, or are dropped."""
     max_queued_bytes: Bytes = 64 << 20
     """Bytes that may wait for the servers; above that the bridge stops reading."""

@@ -64,7 +64,7 @@ POLL_SECONDS: Final = 0.5
 SHUTDOWN_SECONDS: Final = 12.0
 """Maximum number of seconds from a signal to the end: for writing queued records, and for closing the connections."""
 SCRAPE_SECONDS: Final = 5.0
-"""Longest time for the event loop to answer a scrape, in seconds."""
+"""Maximum number of seconds for the event loop to answer a scrape."""
 _NORMAL_TRUST: Final = frozenset({"CONNECTING", "REPLAYING", "EXACT"})
 
 log = logging.getLogger("kvevents.bridge")
