@@ -1,10 +1,9 @@
 """The base classes of publishers: the interface, the hooks at exit and after a fork, and the queue of the publisher thread.
 
-Theory of operation of the queue. To accept a batch costs the engine one `deque.append`: the number of a batch is its position
-in the queue, which the publisher thread counts. Every exceptional state (the queue is full, the publisher thread sleeps, the
-publisher is closed, the process is a fork) shows in one comparison on the engine's side, `len(queue) >= _limit`: the limit is
-the capacity while the thread is awake, 0 while it sleeps, and -1 without a thread. Only in these states does `publish` take the
-slow path.
+Theory of operation of the queue. To accept a batch costs the engine one `deque.append`: the publisher thread numbers batches by
+counting those that it takes out. Every exceptional state (the queue is full, the publisher thread sleeps, the publisher is
+closed, the process is a fork) shows in one comparison on the engine's side, `len(queue) >= _limit`: the limit is the capacity
+while the thread is awake, 0 while it sleeps, and -1 without a thread. Only in these states does `publish` take the slow path.
 
 A batch that a full queue drops keeps its number: a `_DroppedRange` at the tail of the queue counts such numbers, and consumers
 see a gap when a higher number arrives. If no batch follows, the thread sends an empty one. The slow path takes the lock, and

@@ -247,7 +247,7 @@ def encode_snapshot(
 
 
 def _decode_piece(piece: bytes, rank: int | None) -> _Group:
-    """Return the rank, which is `rank` if the piece states none, and the events; none for the clears of a rank."""
+    """Return a piece's rank (or `rank` if it states none) and its events, which are empty for the clears of a rank."""
     _, maps, *stated = msgspec.msgpack.decode(piece)
     is_clear = maps[0]["type"] == "AllBlocksCleared"
     events = [] if is_clear else [_KINDS[fields.pop("type")](**fields) for fields in maps]

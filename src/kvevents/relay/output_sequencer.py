@@ -304,7 +304,7 @@ class OutputSequencer:
                 self.skip_number()
 
     def _send(self, upstream: int, payloads: Sequence[bytes], origins: Sequence[RawBatch] = ()) -> None:
-        """Append payloads to the journal and send them. `origins` are the upstream's batches of the payloads, if any."""
+        """Append payloads to the journal and send them. `origins` are the upstream's batches that became the payloads."""
         if not payloads:
             return
         if self._journal is not None:

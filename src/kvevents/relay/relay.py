@@ -62,7 +62,7 @@ from kvevents.subscriber.multiplexer import Transport
 
 log = logging.getLogger(__name__)
 
-_INCOMPLETE: Final = Trust("DEGRADED", "an upstream restarted or sends a snapshot, and not all of that has been forwarded yet")
+_INCOMPLETE: Final = Trust("DEGRADED", "an upstream restarted or sends a snapshot, which is not completely forwarded yet")
 
 
 class Relay(Closeable):

@@ -184,7 +184,7 @@ class Deliverer:
         self.ledger.discard(DegradedReason.SILENT)
 
     def compare_rank(self, stated_by_other: int | None) -> None:
-        """Compare the stated rank with what batches of the source with that rank state (None if there is no such source)."""
+        """Compare the stated rank. `stated_by_other` is what the source with that rank states; None without such a source."""
         is_other = self.stated_rank not in (None, self._rank) and stated_by_other not in (None, self.stated_rank)
         if is_other and DegradedReason.RANK not in self.ledger:
             self.ledger.add(DegradedReason.RANK, 0)

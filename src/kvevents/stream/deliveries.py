@@ -1,4 +1,4 @@
-"""Deliveries, which a subscriber returns in order, the source that it follows, and checkpoints for a later process."""
+"""The deliveries that a subscriber returns in order, the source that it follows, and checkpoints for a later process."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ class CrossCheck:
         self.begin_answer(None)
 
     def begin_answer(self, live: NewestBatch | None) -> None:
-        """Begin another answer, or wait for none. `live` is a live batch that confirms the answer if the answer contains it."""
+        """Begin another answer, or end the last one. `live` is a live batch that confirms an answer which contains it."""
         self.answer_live: NewestBatch | None = live
         self.answer_began_with_live = False
         """Whether the answer began with a batch that had arrived live."""

@@ -204,7 +204,7 @@ class Stream:
             self._start_over(reason)
 
     def compare_rank(self, stated_by_other: int | None) -> None:
-        """Compare the stated rank with what batches of the source with that rank state (None if there is no such source)."""
+        """Compare the stated rank. `stated_by_other` is what the source with that rank states; None without such a source."""
         self._deliverer.compare_rank(stated_by_other)
 
     def share(self) -> None:
@@ -528,8 +528,8 @@ _STEPS: Final = {
     for state, row in TRANSITIONS.items()
 }
 """The transition table with the method of each action; `_apply` passes its context to the method."""
-_PACED_REASON: Final = "many consecutive replay requests have not shown that nothing is missing; the next one has to wait"
-_COMPARING_REASON: Final = "a live batch is compared with what replay says of its number"
+_PACED_REASON: Final = "many consecutive replay requests have brought no complete answer; the next request has to wait"
+_COMPARING_REASON: Final = "a live batch is compared with the replayed batch of its number"
 _REGRESSION_SPAN: Final = 64
 """Maximum number of live messages between two regressions of the numbers that count as two publishers, not two restarts."""
 _MAX_REGRESSIONS: Final = 3
