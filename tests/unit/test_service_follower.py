@@ -177,6 +177,24 @@ def test_a_change_of_one_member_writes_one_row(published_fleet: tuple[Fleet, Rec
     assert max(map(int, server.names)) == 99, "free places are given again"
 
 
+def test_a_new_stream_begins_with_the_mean_load_of_a_few(
+    published_fleet: tuple[Fleet, RecordingServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it were the mean of all streams of a model, the last of a thousand would read a thousand loads."""
+    fleet, _ = published_fleet
+    peers: list[int] = []
+
+    class RecordingLoads:
+        def join(self, _: str, __: int, streams: Sequence[tuple[str, int]]) -> None:
+            peers.append(len(streams))
+
+    monkeypatch.setattr(fleet.loads, "requests", RecordingLoads())
+    for number in range(300):
+        fleet.register(Registration(instance=f"e{number}", endpoint="tcp://engine:1", model="m"))
+    assert (peers[0], peers[62], max(peers), len(peers)) == (1, 63, 64, 300)
+    assert min(peers[64:]) > 30
+
+
 def test_members_come_and_go_in_the_routing_table_at_once(
     published_fleet: tuple[Fleet, RecordingServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

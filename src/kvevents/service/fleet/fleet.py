@@ -43,6 +43,10 @@ REFRESH_SECONDS: Final = 0.25
 """Pause between two refreshes of the members that received events: blocks, orphans, rejected stores."""
 REFRESHES_PER_ROUND: Final = 8
 """Number of refreshes in a round, which together refresh all members once. A refresh delays queries."""
+MAX_REFRESHED: Final = 64
+"""Maximum number of members without events of one refresh. With more than 512 members a round has more refreshes."""
+MAX_PEERS: Final = 64
+"""Maximum number of streams of a scope with whose mean load a new stream begins."""
 LISTING_HINT: Final = "`kvevents sources` or /v1/sources lists the engines"
 DRAINING: Final = "it is drained: a client of /v1/drain has excluded it from selections"
 """Why no selection chooses a stream although it is followed."""
@@ -225,7 +229,8 @@ class Fleet(Listener):
         if resume is None:
             self.index.remove_worker((name, rank))
             self.index.readmit((name, rank))
-        self.loads.requests.join(name, rank, self.scopes.streams_of(registration.scope))
+        peers = self.scopes.streams_of(registration.scope)
+        self.loads.requests.join(name, rank, peers[:: len(peers) // MAX_PEERS + 1])
         member.load = self.loads.follow(registration, self.curve)
         member.silence_of_server = self.loads.watch(registration)
         self.index.set_model(name, registration.scope.name)
@@ -440,9 +445,7 @@ class Fleet(Listener):
         reported, self._reported_members = self._reported_members, set()
         changes = dict(self.follower.subscriber.trust_changes())
         for key, member in list(self.members.items()):
-            why_not_ready = self._why_not_ready(key, member)
-            is_outdated = any(worker.is_outdated(why_not_ready) for worker in (member, *member.carried))
-            if is_outdated or key in changes or key in reported:
+            if key in changes or key in reported or member.is_outdated(self._why_not_ready(key, member)):
                 self._update_trust(member, now, changes.get(key))
 
     def _why_not_ready(self, key: Key, member: Member) -> str:
@@ -480,7 +483,7 @@ class Fleet(Listener):
         if not self._pending_refresh:
             self._end_topics()
             self._pending_refresh = list(self.members)
-        share = math.ceil(len(self.members) / REFRESHES_PER_ROUND)
+        share = min(math.ceil(len(self.members) / REFRESHES_PER_ROUND), MAX_REFRESHED)
         due, self._changed_members = self._changed_members, set()
         due.update(self._pending_refresh[:share])
         due.update([key for key, member in list(self.members.items()) if member.status is None])

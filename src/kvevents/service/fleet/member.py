@@ -121,8 +121,11 @@ class Member(Struct, eq=False):
 
     def is_outdated(self, why_not_ready: str) -> bool:
         """Return whether an update of trust or reach is due although the subscriber has no other report."""
-        is_reach_known = self.silence == self.silence_of_server() and self.why_not_ready == why_not_ready
-        return not is_reach_known or self.trust_inputs[1:] != self._faults
+        if self.silence != self.silence_of_server() or self.why_not_ready != why_not_ready:
+            return True
+        if self.trust_inputs[1:] != self._faults:
+            return True
+        return bool(self.carried) and any(worker.is_outdated(why_not_ready) for worker in self.carried)
 
     @property
     def _faults(self) -> tuple[object, ...]:
