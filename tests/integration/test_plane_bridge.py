@@ -14,7 +14,7 @@ from cli_cases import refuse_connections
 from kvevents.errors import ConfigError, PlaneError
 from kvevents.stream import Gap, RawBatch, Reset, Source
 from kvevents_plane.bridge import Bridge, BridgeSettings, Watch
-from kvevents_plane.bridge_rules import REACHED
+from kvevents_plane.bridge_rules import REACHED_STATES
 from kvevents_plane.engine_reader import MAX_REGISTRATION_BYTES
 from kvevents_plane.partition_state import StreamLeft
 from kvevents_plane.records import FragmentRecord
@@ -301,7 +301,7 @@ def test_an_engine_that_another_bridge_reaches_does_not_leave(plane: PlaneSettin
         with bridge.wait_until_ready() as reaches:
             engine.publish_next(10)
             wait_until_complete(log, engine)
-            log.wait_for("its report", lambda log: {each.trust for each in reports_by_bridge(log).values()} & REACHED)
+            log.wait_for("its report", lambda log: {each.trust for each in reports_by_bridge(log).values()} & REACHED_STATES)
             with run_bridge(plane, unreachable, other.watch, name="does not", dead_seconds=2.0):
                 pages = len(log.pages)
                 log.wait_for("some time", lambda log: len(log.pages) > pages + 40)

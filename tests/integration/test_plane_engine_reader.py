@@ -14,14 +14,14 @@ from bridge_cases import PublishingEngine
 from kvevents.events import BlockRemoved
 from kvevents.stream import Checkpoint, Source, StreamLimits
 from kvevents.testing.fake_transport import FakeEngine, FakeTransport
-from kvevents_plane.engine_reader import MAX_REASON, PAUSE_SECONDS, TRUST_SECONDS, EngineReader, EngineRecord
+from kvevents_plane.engine_reader import MAX_REASON_CHARACTERS, PAUSE_SECONDS, TRUST_SECONDS, EngineReader, EngineRecord
 from kvevents_plane.partition_state import ResumePoint
 from kvevents_plane.records import BatchRecord, GapRecord, IncarnationRecord, TrustRecord
 from plane_cases import SECONDS
 from publisher_cases import hold_publisher
 from service_cases import wait_for
 
-TOO_LONG = "ipc:///" + "z" * 2 * MAX_REASON
+TOO_LONG = "ipc:///" + "z" * 2 * MAX_REASON_CHARACTERS
 """An endpoint to which no socket can connect; the reason has it."""
 
 
@@ -141,7 +141,7 @@ def test_an_invalid_address_is_reported_as_the_reason_of_the_trust() -> None:
         wait_for("the report", lambda: collector.trust == ["CONNECTING"], SECONDS)
         report = collector.delivered[0].record
         assert isinstance(report, TrustRecord)
-        assert (report.key, collector.delivered[0].follow_id, len(report.reason)) == (("odd", 0), 5, MAX_REASON)
+        assert (report.key, collector.delivered[0].follow_id, len(report.reason)) == (("odd", 0), 5, MAX_REASON_CHARACTERS)
         collector.reader.unfollow(("odd", 0))
         collector.reader.follow(engine.source, ResumePoint(None, 0), follow_id=6)
         engine.publish_next(1)

@@ -36,7 +36,7 @@ from typing import Final
 from nats.js import JetStreamContext
 
 from kvevents.errors import ConfigError, PlaneError
-from kvevents_plane.bridge_rules import REACHED, EngineLiveness, UnclaimedEngines
+from kvevents_plane.bridge_rules import REACHED_STATES, EngineLiveness, UnclaimedEngines
 from kvevents_plane.connection import open_client, require_jetstream
 from kvevents_plane.digests import missing_pages, read_digests
 from kvevents_plane.engine_reader import MAX_REGISTRATION_BYTES, MAX_SOURCE_BYTES, EngineReader, EngineRecord, Watch
@@ -267,7 +267,7 @@ class Bridge:
 
     def _is_reached_by_others(self, partition: PartitionWriter, key: StreamKey) -> bool:
         """Return whether another bridge that is alive reaches the engine."""
-        return any(report.trust in REACHED for report in self._reports_of_others(partition, key))
+        return any(report.trust in REACHED_STATES for report in self._reports_of_others(partition, key))
 
     def _reports_of_others(self, partition: PartitionWriter, key: StreamKey) -> list[TrustRecord]:
         """Return the reports of other bridges that are alive about a stream."""

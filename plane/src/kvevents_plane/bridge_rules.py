@@ -143,16 +143,16 @@ def advance_end(end: StreamEnd, record: StreamRecord, verdict: RecordVerdict) ->
 
 # --- engines and other bridges
 
-REACHED: Final = frozenset({"EXACT", "DEGRADED", "REPLAYING"})
+REACHED_STATES: Final = frozenset({"EXACT", "DEGRADED", "REPLAYING"})
 """Trust states of streams whose engine is reachable."""
-MIN_SUSPECT: Final = 2
+MIN_ABSENT_ENGINES: Final = 2
 """Minimum number of absent engines for a suspicion: a single engine can be absent for reasons of its own."""
 
 
 def _suspicion(joined: Collection[StreamKey], absent: Collection[StreamKey], text: str) -> str:
     """Return `text` with the numbers of absent and of all engines (not ranks) if suspiciously many are absent, else ""."""
     engines, missing = len({source for source, _ in joined}), len({source for source, _ in absent})
-    return text.format(missing, engines) if missing >= MIN_SUSPECT and missing * 2 > engines else ""
+    return text.format(missing, engines) if missing >= MIN_ABSENT_ENGINES and missing * 2 > engines else ""
 
 
 class EngineLiveness:
@@ -174,7 +174,7 @@ class EngineLiveness:
     def is_reached(self, key: StreamKey) -> bool:
         """Return whether the stream's engine is reachable."""
         report = self.reports.get(key)
-        return report is not None and report.trust in REACHED
+        return report is not None and report.trust in REACHED_STATES
 
     def dead_streams(self, joined: Collection[StreamKey], now: float) -> list[StreamKey]:
         """Return the streams of `joined` that were unreachable for too long. Call it periodically: each call takes a sample."""

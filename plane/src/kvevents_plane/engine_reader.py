@@ -37,13 +37,13 @@ TRUST_SECONDS: Final = 0.1
 """Seconds between two checks of changed trust while nothing is delivered."""
 PAUSE_SECONDS: Final = 0.02
 """Seconds between two checks for room while the queue is full."""
-MAX_REASON: Final = 500
+MAX_REASON_CHARACTERS: Final = 500
 """Maximum number of characters of a reason in the log; an engine can send a reason of any length."""
 MAX_HISTORY_REQUESTS: Final = 2
 """Maximum number of consecutive requests for a sender's whole history; a third one would end no further degraded reasons."""
-_CLEARED: Final = b"leared"
+_CLEAR_MARKER: Final = b"leared"
 """Part of the name of the clear event in every known dialect."""
-_HEARTBEAT: Final = b"every"
+_HEARTBEAT_MARKER: Final = b"every"
 """A field that every heartbeat has."""
 
 
@@ -203,7 +203,7 @@ class EngineReader(threading.Thread):
             status = self._subscriber.status(*key)
             degraded_reasons = {reason.name: status.last_seq for reason in status.degraded_reasons}
             degraded_reasons |= self._subscriber.checkpoint(*key).degraded_reasons
-            record = TrustRecord(*key, self._bridge, trust.name, trust.reason[:MAX_REASON], degraded_reasons)
+            record = TrustRecord(*key, self._bridge, trust.name, trust.reason[:MAX_REASON_CHARACTERS], degraded_reasons)
             self._records.append(EngineRecord(record, self._followed[key].follow_id))
 
     # --- commands
@@ -219,7 +219,7 @@ class EngineReader(threading.Thread):
         except KVEventsError as error:
             # The bridge still follows all other engines.
             log.error("cannot follow %s: %s", stream_text(key), error)  # noqa: TRY400 - not our error
-            record = TrustRecord(*key, self._bridge, Trust.CONNECTING.name, str(error)[:MAX_REASON], {})
+            record = TrustRecord(*key, self._bridge, Trust.CONNECTING.name, str(error)[:MAX_REASON_CHARACTERS], {})
             self._records.append(EngineRecord(record, follow_id))
 
     def _unfollow(self, key: StreamKey) -> None:
@@ -246,7 +246,7 @@ def inspect_payload(payload: bytes) -> BatchReport | None:
 
     Most batches contain neither. A search of their bytes shows this without decoding: MessagePack stores text unchanged.
     """
-    if _CLEARED not in payload and _HEARTBEAT not in payload:
+    if _CLEAR_MARKER not in payload and _HEARTBEAT_MARKER not in payload:
         return None
     return inspect_events(decode_batch(payload).batch.events)
 
@@ -278,5 +278,5 @@ def _record(delivery: Batch | RawBatch | Reset | Gap, followed: _FollowedStream)
     if isinstance(delivery, Gap):
         return GapRecord(*key, incarnation, delivery.first, delivery.last, delivery.compacted)
     if isinstance(delivery, Reset):
-        return IncarnationRecord(*key, incarnation, delivery.reason[:MAX_REASON])
+        return IncarnationRecord(*key, incarnation, delivery.reason[:MAX_REASON_CHARACTERS])
     raise TypeError(f"the subscriber has decoded a batch: {delivery!r}")

@@ -28,9 +28,9 @@ from kvevents_plane.nats_errors import map_errors
 from kvevents_plane.records import HISTORY_HEADER, NEW_HISTORY, PAGE_HEADER, ReceivedMessage, Tail
 from kvevents_plane.settings import PlaneSettings
 
-LAYOUT: Final = 3
+LAYOUT_VERSION: Final = 3
 """Version of the layout of these objects; releases with another version cannot use the plane."""
-METADATA: Final = "kvevents-"
+METADATA_PREFIX: Final = "kvevents-"
 """Prefix of the keys in a stream's metadata; a key is the prefix and the name of a field of `PartitionMetadata`."""
 DIGEST_SECONDS: Final = 15
 """Seconds after which the digests of a replica expire unless it publishes them again."""
@@ -49,12 +49,12 @@ class PartitionMetadata(msgspec.Struct, frozen=True):
 
     def as_metadata(self) -> dict[str, str]:
         """Return the metadata for a stream's configuration."""
-        return {METADATA + name: str(value) for name, value in msgspec.structs.asdict(self).items()}
+        return {METADATA_PREFIX + name: str(value) for name, value in msgspec.structs.asdict(self).items()}
 
     @classmethod
     def of(cls, info: StreamInfo) -> PartitionMetadata | None:
         """Return the metadata of a stream; None for a stream that is not a partition."""
-        known = {key.removeprefix(METADATA): value for key, value in (info.config.metadata or {}).items()}
+        known = {key.removeprefix(METADATA_PREFIX): value for key, value in (info.config.metadata or {}).items()}
         try:
             return msgspec.convert(known, cls, strict=False)
         except msgspec.ValidationError:
@@ -133,10 +133,10 @@ async def find_plane(js: JetStreamContext, name: str) -> Layout | None:
         raise ConfigError(
             f"stream {info.config.name} was not created by kvevents: delete it, or choose another name for the plane"
         )
-    if metadata.layout != LAYOUT:
+    if metadata.layout != LAYOUT_VERSION:
         raise ConfigError(
-            f"plane {name!r} has layout version {metadata.layout}, but this release supports version {LAYOUT}: use another "
-            "release of kvevents or another plane"
+            f"plane {name!r} has layout version {metadata.layout}, but this release supports version {LAYOUT_VERSION}: use "
+            "another release of kvevents or another plane"
         )
     return Layout(name, metadata.partitions)
 
@@ -190,7 +190,7 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
                 await js.add_stream(
                     name=layout.stream(partition),
                     description=f"Partition {partition} of the kvevents plane {layout.name!r}",
-                    metadata=PartitionMetadata(LAYOUT, layout.partitions, secrets.token_hex(6)).as_metadata(),
+                    metadata=PartitionMetadata(LAYOUT_VERSION, layout.partitions, secrets.token_hex(6)).as_metadata(),
                     subjects=[layout.subject(partition)],
                     retention=api.RetentionPolicy.LIMITS,
                     discard=api.DiscardPolicy.NEW,

@@ -45,8 +45,8 @@ PAGES_PER_TURN: Final = 16
 DEFAULT_LIMITS: Final = ReaderLimits()
 DELAY_SECONDS: Final = 20.0
 """Seconds in which a measured delay decays by two thirds. A constant delay means that the bridge's clock had stopped."""
-_BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
-_CURRENT: Final = frozenset({"EXACT", "DEGRADED"})
+_STATES_BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
+_CURRENT_STATES: Final = frozenset({"EXACT", "DEGRADED"})
 """Reports about streams that a bridge follows to their end."""
 _REASONS: Final[Mapping[DegradedReason, str]] = {
     DegradedReason.LOST: "the log lacks batches",
@@ -449,13 +449,13 @@ class LogSubscriber:
             for bridge, report in stream.trust_reports.items()
             if self._is_alive(partition, bridge)
         ]
-        order = {trust: place for place, trust in enumerate(_BEST_FIRST)}
+        order = {trust: place for place, trust in enumerate(_STATES_BEST_FIRST)}
         return min(reports, key=lambda report: order.get(report.trust, len(order)), default=None)
 
     def _current_report(self, partition: int, bridge: str, report: TrustRecord) -> TrustRecord:
         """Return a bridge's report; REPLAYING if the bridge lags, because its report is only about what it had read."""
         lag = self.states[partition].heartbeats[bridge].record.lag
-        if not lag or report.trust not in _CURRENT:
+        if not lag or report.trust not in _CURRENT_STATES:
             return report
         reason = f"bridge {bridge_name(bridge)} lags by {lag:.0f} s: the engines' events are not in the log yet"
         return msgspec.structs.replace(report, trust="REPLAYING", reason=reason)

@@ -94,9 +94,9 @@ _BY_KIND: Final[tuple[tuple[type[Exception], PlaneFault], ...]] = (
     (OSError, "away"),
 )
 """Faults by exception type. The first match counts, because some types are subclasses of others."""
-_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_NO_ROOM_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a file that cannot grow, such as the file of a snapshot."""
-_DENIED: Final = re.compile(
+_DENIED_PATTERN: Final = re.compile(
     r"^nats: .*(?:authorization|authentication|permissions) (?:violation|expired|timeout|revoked)", re.IGNORECASE
 )
 """Errors that a server reports as text only, and for which nats-py has no exception type."""
@@ -152,9 +152,9 @@ def classify_error(error: Exception) -> PlaneFault | None:
     code = getattr(error, "err_code", None)
     if isinstance(code, int) and code in _BY_CODE:
         return "full" if _is_without_space(error) else _BY_CODE[code]
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
+    if isinstance(error, OSError) and error.errno in _NO_ROOM_ERRNOS:
         return "full"
-    if type(error) is errors.Error and _DENIED.search(str(error)):
+    if type(error) is errors.Error and _DENIED_PATTERN.search(str(error)):
         return "denied"
     return next((fault for kind, fault in _BY_KIND if isinstance(error, kind)), None)
 

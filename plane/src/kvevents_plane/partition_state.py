@@ -54,7 +54,7 @@ from kvevents_plane.records import (
 log = logging.getLogger(__name__)
 
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
-MAX_DEPARTED: Final = 100_000
+MAX_DEPARTED_STREAMS: Final = 100_000
 """Maximum number of streams that have left and are remembered, so that late records of their last incarnation are void."""
 MAX_REPORTS: Final = 64
 """Maximum number of trust reports of one stream; the report of the bridge with the oldest heartbeat is dropped first."""
@@ -262,9 +262,9 @@ class PartitionState:
             return
         self.newest.pop(record.key, None)
         self.streams[record.key] = StreamState(None, known.incarnation)
-        if len(self.streams) > MAX_DEPARTED:
+        if len(self.streams) > MAX_DEPARTED_STREAMS:
             departed = [key for key, stream in self.streams.items() if stream.registration is None]
-            for key in departed[:-MAX_DEPARTED]:
+            for key in departed[:-MAX_DEPARTED_STREAMS]:
                 del self.streams[key]
         yield StreamLeft(record.key, record.reason, known.incarnation)
 

@@ -19,7 +19,7 @@ RECEIVE_QUEUE: Final = 256
 """Default of `BridgeSettings.receive_queue`: about as many batches as a bridge reads from one engine at a time."""
 MAX_SECRET_BYTES: Final = 64 << 10
 """Maximum size of a file of credentials (usually a few thousand bytes) or of a seed (58 bytes)."""
-MAX_INBOX: Final = 64
+MAX_INBOX_CHARACTERS: Final = 64
 """Maximum number of characters of an inbox prefix; NATS appends at least 22 more."""
 
 _TLS_FILES: Final = ("tls_ca", "tls_certificate", "tls_key")
@@ -164,10 +164,10 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"invalid plane name {self.name!r}: expected 1 to 32 letters, digits, '-' and '_'")
         if self.copies not in {1, 3, 5}:
             raise ConfigError(f"copies is {self.copies}; it must be 1, 3 or 5")
-        if len(self.inbox_prefix) > MAX_INBOX or not _SUBJECT.fullmatch(self.inbox_prefix):
+        if len(self.inbox_prefix) > MAX_INBOX_CHARACTERS or not _SUBJECT.fullmatch(self.inbox_prefix):
             raise ConfigError(
                 f"invalid inbox_prefix {self.inbox_prefix!r}: expected the beginning of a subject, at most "
-                f"{MAX_INBOX} letters, digits, '-', '_', and '.' between them"
+                f"{MAX_INBOX_CHARACTERS} letters, digits, '-', '_', and '.' between them"
             )
         self._check_login()
         self._check_tls()

@@ -36,7 +36,7 @@ from kvevents_plane.records import StreamKey, Tail
 
 log = logging.getLogger(__name__)
 
-ENTRY: Final = "snapshot"
+ENTRY_PREFIX: Final = "snapshot"
 """First part of the keys of the entries that list valid snapshots; the second part is the partition."""
 VERSION: Final = 5
 CHUNK_BYTES: Final = 512 << 10
@@ -206,7 +206,7 @@ class Snapshots:
         try:
             with map_errors(f"reading the list of snapshots of partition {partition}"):
                 bucket = await self._js.key_value(self._layout.bucket)
-                entry = await bucket.get(f"{ENTRY}.{partition}")
+                entry = await bucket.get(f"{ENTRY_PREFIX}.{partition}")
         except PlaneError as error:
             if error.fault != "missing":
                 raise
@@ -346,7 +346,7 @@ class Snapshots:
 
     async def _publish_list(self, snapshots: Sequence[SnapshotInfo], revision: int) -> None:
         """Write the list of valid snapshots, if its entry still has `revision`."""
-        key = f"{ENTRY}.{snapshots[0].partition}"
+        key = f"{ENTRY_PREFIX}.{snapshots[0].partition}"
         with map_errors(f"writing the list of snapshots of partition {snapshots[0].partition}"):
             bucket = await self._js.key_value(self._layout.bucket)
             entry = msgspec.json.encode(SnapshotList(VERSION, list(snapshots)))
