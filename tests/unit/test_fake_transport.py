@@ -188,7 +188,7 @@ async def test_other_tasks_run_while_deliveries_are_ready(
     call: str, most: int, decode: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When a gap closes, thousands of batches are ready at once. They are decoded and applied in many turns of the loop."""
-    monkeypatch.setattr(aio, "MAX_TURN", 0.0)
+    monkeypatch.setattr(aio, "MAX_TURN_SECONDS", 0.0)
     transport, sink = FakeTransport(), CountingSink()
     engine = transport.engine("tcp://engine:5557", "tcp://engine:5558")
     source = Source(engine.endpoint, engine.replay_endpoint)
@@ -315,7 +315,7 @@ async def test_a_sink_that_raises_in_a_task_loses_nothing(
     transport: FakeTransport, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deliveries are applied in several slices, of which the second one fails."""
-    monkeypatch.setattr(aio, "MAX_TURN", 60.0)
+    monkeypatch.setattr(aio, "MAX_TURN_SECONDS", 60.0)
     sink = FailingSink(DELIVERIES_PER_SLICE + 1)
     source = Source(ENDPOINT, REPLAY, name="e")
     async with AsyncSubscriber(source, transport=transport, clock=transport.clock, sink=sink) as subscriber:

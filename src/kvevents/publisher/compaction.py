@@ -121,7 +121,7 @@ class Compactor:
 
 # --- the digest of a stream --------------------------------------------------------------------------------------------------
 
-_STREAM: Final = "own"
+_STREAM_NAME: Final = "own"
 _INDEX_LIMITS: Final = {"max_fences": 0, "max_speculated": 0}
 """All other limits are the defaults of `kvevents.index.IndexLimits`, because limits decide which blocks are in the digest."""
 _EMPTY_DIGEST: Final = f"{0:032x}"
@@ -161,13 +161,13 @@ class DigestTracker:
                 report = inspect_events(decode_batch(payload).batch.events) if has_gap else None
                 self._note(seq, _CLEARED if report is not None and report.cleared else _APPLIED)
             return
-        raw = [RawBatch(_STREAM, 0, 0, seq, False, payload) for seq, payload in batches]
+        raw = [RawBatch(_STREAM_NAME, 0, 0, seq, False, payload) for seq, payload in batches]
         count = 0
         while count < len(raw):
             outcomes = self._index._apply_many(raw[count:])  # noqa: SLF001 - the native module's, as in kvevents.index
             if count + len(outcomes) < len(raw):
                 failed_batch = raw[count + len(outcomes)]
-                outcomes.append(self._index.apply_payload(_STREAM, 0, failed_batch.seq, failed_batch.payload))
+                outcomes.append(self._index.apply_payload(_STREAM_NAME, 0, failed_batch.seq, failed_batch.payload))
             for batch, outcome in zip(raw[count:], outcomes, strict=False):
                 self._note(batch.seq, outcome)
             count += len(outcomes)
@@ -186,7 +186,7 @@ class DigestTracker:
         """
         if self._index is None:
             return None
-        digest = self._index._digest(_STREAM, 0)  # noqa: SLF001 - the native module's
+        digest = self._index._digest(_STREAM_NAME, 0)  # noqa: SLF001 - the native module's
         return _EMPTY_DIGEST if digest is None else f"{digest:032x}"
 
     def heartbeat(self, number: int, interval: float, incarnation: int, attestation: int | None = None) -> Heartbeat:

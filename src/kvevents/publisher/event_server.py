@@ -40,7 +40,7 @@ _POLL_BUDGET: Final = 0.02
 _RECEIVE_LIMIT: Final = 2
 """Maximum number of subscriptions of one peer in its pipe (ZMQ_RCVHWM). Each call of libzmq moves them from there into a queue
 without a limit. With more than a few, a peer that sends them endlessly fills memory faster than `poll` empties the queue."""
-_CHANGES: Final = {b"\1": 1, b"\0": -1}
+_SUBSCRIPTION_CHANGES: Final = {b"\1": 1, b"\0": -1}
 
 
 class EventSocket:
@@ -99,7 +99,7 @@ class EventSocket:
         with suppress(zmq.Again):
             while monotonic() < deadline:
                 first = self._socket.recv(zmq.DONTWAIT)[:1]
-                self.subscriptions = max(0, self.subscriptions + _CHANGES.get(first, 0))
+                self.subscriptions = max(0, self.subscriptions + _SUBSCRIPTION_CHANGES.get(first, 0))
 
     def close(self, deadline: float | None) -> float:
         """Close the socket; see `close_socket`."""

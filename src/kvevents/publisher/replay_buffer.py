@@ -51,9 +51,9 @@ from kvevents.wire import decode_batch, encode_batch
 
 logger = logging.getLogger(__name__)
 
-_MAX_REASON: Final = 200
+_MAX_REASON_CHARACTERS: Final = 200
 """Maximum number of characters of an `unavailable_reason`."""
-_DEFAULTS: Final = ReplayBufferSettings()
+_DEFAULT_SETTINGS: Final = ReplayBufferSettings()
 
 _seq_of = itemgetter(0)
 _payload_of = itemgetter(1)
@@ -140,7 +140,7 @@ class ReplayBuffer:
         compactor: Compactor | None = None,
         encode: Encode = encode_batch,
         *,
-        settings: ReplayBufferSettings = _DEFAULTS,
+        settings: ReplayBufferSettings = _DEFAULT_SETTINGS,
     ) -> None:
         self._steps = steps
         self._settings = settings
@@ -245,7 +245,7 @@ class ReplayBuffer:
                 self._compactor = self._snapshot = None
                 self._recently_evicted.clear()
                 self._compaction_failed = True
-                reason = f"failed: {type(error).__name__}: {error}"[:_MAX_REASON]
+                reason = f"failed: {type(error).__name__}: {error}"[:_MAX_REASON_CHARACTERS]
                 self._history_stats = HistoryStats(batches=self._last_evicted[0] + 1, unavailable_reason=reason)
             logger.exception("compaction failed and is switched off; replay begins with the oldest buffered batch from now on")
             if isinstance(error, (KeyboardInterrupt, SystemExit)):

@@ -40,8 +40,8 @@ from kvevents.zeromq.sockets import FLUSH_GRACE, Socket, close_socket
 
 logger = logging.getLogger(__name__)
 
-_MORE: Final = zmq.SNDMORE
-_MORE_NO_WAIT: Final = zmq.SNDMORE | zmq.DONTWAIT
+_SEND_MORE: Final = zmq.SNDMORE
+_SEND_MORE_NO_WAIT: Final = zmq.SNDMORE | zmq.DONTWAIT
 
 _frame_lock = threading.Lock()
 """Held while a tracked frame is created: the first one starts pyzmq's thread, and two at the same time might start two."""
@@ -312,9 +312,9 @@ class ReplayServer:
         if is_large and not self._in_flight.has_room(identity, len(last)):
             self._count["deferred"] += 1
             raise zmq.Again
-        send(identity, _MORE_NO_WAIT)
+        send(identity, _SEND_MORE_NO_WAIT)
         for frame in frames:
-            send(frame, _MORE)
+            send(frame, _SEND_MORE)
         send(self._in_flight.track(identity, last) if is_large else last)
 
     def _abandon_if_slow(self, session: ReplySession, now: float) -> None:

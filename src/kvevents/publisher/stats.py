@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 import zmq
 
-_TERMINATED: Final = {zmq.ETERM, zmq.ENOTSOCK}
+_TERMINATION_ERRNOS: Final = {zmq.ETERM, zmq.ENOTSOCK}
 
 
 class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,4 +156,4 @@ class LossLogger:
 
 def is_context_terminated(error: BaseException) -> bool:
     """Whether the error says that the ZeroMQ context was terminated, or the socket closed with it."""
-    return isinstance(error, zmq.ZMQError) and error.errno in _TERMINATED
+    return isinstance(error, zmq.ZMQError) and error.errno in _TERMINATION_ERRNOS

@@ -52,11 +52,11 @@ JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
 """`new` before `begin`; `disk` if the files have everything sent; `memory` if the disk fails, so that nothing is recorded."""
 
 MIB: Final = 1 << 20
-_RECOVERABLE: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
+_RECOVERABLE_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
 """Errors that can disappear without action. Any other error when the folder is opened needs an operator."""
 _PROBE: Final = f"probe{TEMPORARY}"
-_UNMARKED: Final = "the logs could not be marked as broken: remove the folder before another relay starts with it"
-_DELETED: Final = OSError(errno.ENOENT, "its files were deleted or moved")
+_UNMARKED_ADVICE: Final = "the logs could not be marked as broken: remove the folder before another relay starts with it"
+_DELETED_ERROR: Final = OSError(errno.ENOENT, "its files were deleted or moved")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class Journal:
         except JournalError:
             raise
         except OSError as error:
-            if error.errno not in _RECOVERABLE:
+            if error.errno not in _RECOVERABLE_ERRNOS:
                 raise JournalError(
                     f"cannot open the journal folder {self.path}: {error.strerror}; choose a folder that this process can write"
                 ) from error
@@ -180,7 +180,7 @@ class Journal:
     def _start(self, continued: Sequence[str]) -> None:
         try:
             if self._folder is None:
-                raise self._open_error or _DELETED
+                raise self._open_error or _DELETED_ERROR
             names = self._folder.names()
             self._generation = _newest_generation(names)
             self._log = log = self._new_log(journal_format.OPEN)
@@ -328,7 +328,7 @@ class Journal:
             self._check_at = self._now + self.limits.check_interval
             log = self._log
             if log is None or self._folder is None or os.fstat(log.fd).st_nlink == 0 or self._folder.is_gone():
-                self._stop_recording(_DELETED)
+                self._stop_recording(_DELETED_ERROR)
 
     def close(self) -> bool:
         """Mark the end of the log and release the folder; idempotent. Return whether all batches are on the disk in time."""
@@ -352,7 +352,7 @@ class Journal:
         """Return the state and counters."""
         return JournalStats(
             state=self.state,
-            reason=self._reason if self._is_marked or self.state != "memory" else f"{self._reason}; {_UNMARKED}",
+            reason=self._reason if self._is_marked or self.state != "memory" else f"{self._reason}; {_UNMARKED_ADVICE}",
             bytes=self._snapshot_bytes + self._log_bytes,
             appended=self._appended,
             dropped=self._dropped,

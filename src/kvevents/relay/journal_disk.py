@@ -18,7 +18,7 @@ from kvevents.errors import JournalError
 UNKNOWN_BOOT: Final = bytes(16)
 TEMPORARY: Final = ".tmp"
 """Suffix of an incomplete file."""
-_PRIVATE: Final = 0o600
+_PRIVATE_MODE: Final = 0o600
 """Mode of the files: only the owner can read payloads, because they contain prompts."""
 
 
@@ -37,7 +37,7 @@ class Disk:
     def create(self, name: str, folder: int) -> int:
         """Open an empty file for writing. An existing file of that name is emptied."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, _PRIVATE, dir_fd=folder)
+        return os.open(name, flags, _PRIVATE_MODE, dir_fd=folder)
 
     def open(self, name: str, folder: int) -> int:
         """Open an existing file for writing."""
@@ -109,7 +109,7 @@ class Folder:
             os.close(fd)
 
     def _acquire_lock(self) -> int:
-        fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE, dir_fd=self.fd)
+        fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE_MODE, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(OSError):  # on a full disk; only the message below needs the process id

@@ -25,12 +25,12 @@ from kvevents.wire.dialects import DECLARED, Dialect, detect_dialect, dialect_fo
 
 # --- encoding: the dialect of the stream, and payloads that consumers accept
 
-UNKNOWN: Final = ""
+UNKNOWN_FORM: Final = ""
 SAMPLED_PAYLOADS: Final = 64
 """Number of an upstream's first payloads that are examined. Every second unsigned 64-bit hash shows that it is unsigned."""
 
 _FORMS: Final[dict[str, Dialect | None]] = {
-    UNKNOWN: None,
+    UNKNOWN_FORM: None,
     "map": DECLARED,
     "map signed": dialect_for("sglang"),
     "map batch": dialect_for("vllm", "main@0181ea3173e5"),
@@ -51,7 +51,7 @@ class DialectEncoder:
     def __init__(
         self, dialect: Dialect | None, *, fixed: bool, max_payload: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
     ) -> None:
-        self.form = UNKNOWN
+        self.form = UNKNOWN_FORM
         """The detected form of the stream, a key of `_FORMS`. A checkpoint stores it for the next process."""
         self.max_payload: Final = max_payload
         """Maximum number of bytes of a payload that consumers accept."""
@@ -148,7 +148,7 @@ OWN_UPSTREAM: Final = 65_535
 """The upstream that the journal records for batches that the relay itself creates: heartbeats, clears and empty batches."""
 RETRACTION_OFFSET: Final = 32_768
 """Added to the ordinal of an upstream for batches that the relay itself creates to remove what the upstream stored."""
-_MAX_REASON: Final = 1_000
+_MAX_REASON_CHARACTERS: Final = 1_000
 """Maximum number of characters of a heartbeat's reason."""
 _EMPTY_DIGEST: Final = "0" * 32
 
@@ -268,7 +268,7 @@ class OutputSequencer:
     def send_heartbeat(self, trust: Trust, attestation: int | None = None) -> None:
         """Send a heartbeat with the digest of the blocks that consumers hold, and with their attestation if given."""
         self.heartbeats += 1
-        reason = trust.reason[:_MAX_REASON]
+        reason = trust.reason[:_MAX_REASON_CHARACTERS]
         incarnation = self._event_server.incarnation
         heartbeat = Heartbeat(self.state.digest(), self._heartbeat, trust.name, reason, incarnation, attestation)
         self.send_events([BlockRemoved([], heartbeat=heartbeat)])

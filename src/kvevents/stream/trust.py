@@ -141,7 +141,7 @@ def trust_order(name: str) -> int:
     return _ORDER.get(name, -1)
 
 
-_UNATTESTED: Final = frozenset({DegradedReason.UNATTESTED})
+_REASONS_ENDED_BY_ATTESTATION: Final = frozenset({DegradedReason.UNATTESTED})
 
 MAX_MARKS: Final = 64
 """Maximum number of marks (`_Marks`) that a ledger stores for one reason; older marks become one range."""
@@ -276,7 +276,7 @@ class TrustLedger:
     def match_attestation(self, seq: int) -> None:
         """Record that the state after batch `seq` matches the engine's own cache."""
         self._last_attestation = max(seq, self._last_attestation)
-        self._end_before(_UNATTESTED, seq + 1)
+        self._end_before(_REASONS_ENDED_BY_ATTESTATION, seq + 1)
 
     def mismatch_attestation(self, seq: int) -> bool:
         """Record that the state after batch `seq` differs from the engine's own cache.

@@ -14,7 +14,7 @@ from kvevents.errors import ClosedError, UsageError
 from kvevents.stream import Batch, BatchT, Gap, RawBatch, Reset, Trust
 from kvevents.subscriber.front_end import TRUST_INTERVAL, FrontEnd, Options, Sources
 
-MAX_TURN: Final = 0.005
+MAX_TURN_SECONDS: Final = 0.005
 """Maximum number of seconds of work in the event loop before other tasks run, even if more deliveries are ready."""
 
 
@@ -71,12 +71,12 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         self._check_open()
         await self._end_turn()
         if self._multiplexer.ready or await self._wait_ready(timeout):
-            return self._pop_many(limit, MAX_TURN)
+            return self._pop_many(limit, MAX_TURN_SECONDS)
         return []
 
     async def _end_turn(self) -> None:
         """Let other tasks run if this one has worked for long enough."""
-        if time.perf_counter() - self._resumed_at > MAX_TURN:
+        if time.perf_counter() - self._resumed_at > MAX_TURN_SECONDS:
             await asyncio.sleep(0)
             self._resumed_at = time.perf_counter()
             self._check_open()

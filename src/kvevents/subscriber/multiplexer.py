@@ -50,7 +50,7 @@ DEFAULT_CONCURRENT_REPLAYS: Final = 64
 OnFound: TypeAlias = Callable[[Source], Source | None]
 """Returns the source to follow for a source that was found by its topic; None to ignore the topic."""
 
-MIN_AGE: Final = 0.1
+MIN_UNREAD_SECONDS: Final = 0.1
 """Maximum number of seconds without a read of the connections that certainly lower the trust of no stream."""
 _CAUGHT_UP_STATES: Final = ("EXACT", "DEGRADED")
 _MAX_DESCRIBED: Final = 3
@@ -353,7 +353,7 @@ class Multiplexer:
         """Return source, rank and trust of each stream whose trust or reason has changed since the last call."""
         streams, self._changed_streams = self._changed_streams, {}
         # The trust of an unread stream changes without an input, and changes back when the stream is read.
-        is_aging = unread_seconds > MIN_AGE
+        is_aging = unread_seconds > MIN_UNREAD_SECONDS
         if is_aging or self._was_aging:
             streams = dict.fromkeys(self._entries.values())
         self._was_aging = is_aging

@@ -48,8 +48,8 @@ _HANDSHAKE_SUCCEEDED: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DISCONNECTED: Final = zmq.Event.DISCONNECTED
 _CONNECT_RETRIED: Final = zmq.Event.CONNECT_RETRIED
 _MONITOR_EVENTS: Final = _CONNECTED | _HANDSHAKE_SUCCEEDED | _DISCONNECTED | _CONNECT_RETRIED
-_UNREACHABLE: Final = "nothing listens there, or it cannot be reached"
-_NOT_A_PUBLISHER: Final = "the peer is not an event publisher, has other CURVE keys, or closes each connection at once"
+_UNREACHABLE_FAULT: Final = "nothing listens there, or it cannot be reached"
+_NOT_A_PUBLISHER_FAULT: Final = "the peer is not an event publisher, has other CURVE keys, or closes each connection at once"
 
 _recv = zmq.backend.Socket.recv
 _get = zmq.backend.Socket.get
@@ -418,12 +418,12 @@ class LiveSocket:
             elif change == _HANDSHAKE_SUCCEEDED:
                 self._is_accepted, fault = False, ""
             elif change == _DISCONNECTED:
-                fault = _NOT_A_PUBLISHER if self._is_accepted else fault
+                fault = _NOT_A_PUBLISHER_FAULT if self._is_accepted else fault
                 self._is_accepted, self._expects_retry = False, True
             elif self._expects_retry:
                 self._expects_retry = False
-            elif fault != _NOT_A_PUBLISHER:
-                fault = _UNREACHABLE
+            elif fault != _NOT_A_PUBLISHER_FAULT:
+                fault = _UNREACHABLE_FAULT
         self._set_fault(fault)
 
     def _set_fault(self, fault: str) -> None:

@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 
 ZAP_ENDPOINT: Final = "inproc://zeromq.zap.01"
 
-_ACCEPTED: Final = (b"200", b"OK")
-_REFUSED: Final = (b"300", b"unknown key")
+_ACCEPTED_STATUS: Final = (b"200", b"OK")
+_REFUSED_STATUS: Final = (b"300", b"unknown key")
 
 Context = zmq.Context[Any]
 
@@ -240,7 +240,7 @@ class _ZapHandler:
             is_accepted = not domain or (
                 security is not None and security.is_allowed(credentials[0], address.decode(errors="replace"))
             )
-        return [version, request_id, *(_ACCEPTED if is_accepted else _REFUSED), b"", b""]
+        return [version, request_id, *(_ACCEPTED_STATUS if is_accepted else _REFUSED_STATUS), b"", b""]
 
 
 class _Registry:
