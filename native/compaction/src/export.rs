@@ -251,8 +251,9 @@ impl<'a> Exporter<'a> {
         }
         let mut copies = Vec::new();
         for &announcement in self.ranked.iter().filter(|&number| exported >> number & 1 != 0) {
-            // The last events remove an extra copy again, which makes the consumer uncertain, as the original removal made others. Of
-            // several blocks that share a hash only the oldest can be uncertain, and the removal takes the copy from that block.
+            // The last events remove the extra copy again. Then the consumer is uncertain of the remaining copies, as other consumers
+            // are since the original removal. Of several blocks that share a hash only the oldest can be uncertain, and the removal takes
+            // the copy from that block.
             let is_uncertain = blocks.is_uncertain(run[0], announcement) && doubtful >> announcement & 1 == 0;
             if is_uncertain {
                 let hashes = run.iter().rev().map(|&number| blocks.get(number).hash);

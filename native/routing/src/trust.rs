@@ -18,7 +18,7 @@ pub enum State {
     Replaying,
     /// No batch is missing.
     Exact,
-    /// Something might be missing.
+    /// The known blocks might not be those of the engine.
     Degraded,
     /// The stream has lost its connection.
     Stale,

@@ -22,11 +22,11 @@ const MAX_LISTED: usize = 8;
 pub struct Problem {
     /// A sentence about the error.
     pub detail: String,
-    /// A code for programs.
+    /// Code of the reason, for programs.
     pub reason: &'static str,
-    /// What to do.
+    /// A sentence about what the client can do.
     pub hint: &'static str,
-    /// The status of HTTP.
+    /// The HTTP status.
     pub status: StatusCode,
 }
 

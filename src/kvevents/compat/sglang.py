@@ -118,9 +118,9 @@ class KVEventBatch(EventBatch):
 
 @dataclass(init=False)
 class KVEventsConfig:
-    """The configuration that SGLang 0.5.23 reads from `--kv-events-config`: a pydantic model there, the same interface here.
+    """The configuration that SGLang 0.5.23 reads from `--kv-events-config`, with the interface of SGLang's pydantic model.
 
-    Fields are given by name; unknown ones are ignored, as in SGLang. Raises `ConfigError`, a ValueError, which names the
+    Fields are given by name; unknown fields are ignored, as in SGLang. Raises `ConfigError`, a ValueError, which names the
     invalid fields.
     """
 

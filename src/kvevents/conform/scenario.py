@@ -338,7 +338,7 @@ class CheckLive(_Step, frozen=True, tag="check-live"):
 
 
 class CheckReplay(_Step, frozen=True, tag="check-replay"):
-    """Request all batches from `start` on. A consumer that applies the reply must hold their blocks; it may hold older ones."""
+    """Request all batches from `start` on. Consumers that apply the reply must hold their blocks, and may hold older ones."""
 
     start: int
     within: WaitSeconds
@@ -405,7 +405,7 @@ class Macros:
         return msgspec.msgpack.encode(self.expand(self._forms.batch, {**names, "$events": self.expand(step.events, names)}))
 
     def expand(self, value: Any, names: Mapping[str, Any]) -> Any:
-        """Return a JSON value with all macros, and the placeholders in `names`, replaced by what they mean."""
+        """Return a JSON value in which all macros, and the placeholders in `names`, are replaced by their values."""
         [expanded] = self._expand_all(value, names)
         return expanded
 

@@ -50,14 +50,14 @@ class TargetResponse(NamedTuple):
 
     @property
     def json(self) -> Any:
-        """The body as JSON; None if it is something else."""
+        """The decoded body; None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.MsgspecError, RecursionError):
             return None
 
     def decode(self, kind: type[T]) -> T:
-        """Return the body as a value of a type. Raise `TargetError` if it is something else."""
+        """Return the body, decoded as a value of type `kind`. Raise `TargetError` if the body is not JSON of that type."""
         try:
             return decode_json(self.body, kind)
         except (msgspec.MsgspecError, RecursionError) as error:
@@ -129,15 +129,15 @@ class Target(ABC):
 
     @abstractmethod
     def register(self, registration: EngineRegistration) -> None:
-        """Follow an engine. Raise `RejectedError`."""
+        """Follow an engine. Raise `RejectedError` if the target rejects the registration."""
 
     @abstractmethod
     def differences(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
-        """Ask, and return what differs from the truth."""
+        """Send the queries, and return the answers that differ from the right ones."""
 
     @abstractmethod
     def reports(self) -> dict[str, str | None]:
-        """Return the problem that the target reports, by registered worker; None if it reports none, or nothing at all."""
+        """Return the reported problem of each registered worker; None if the target reports none, or cannot report any."""
 
     def engine_stopped(self, worker: str) -> None:  # noqa: B027  most targets have nothing to end
         """Handle the end of a worker's engine: end everything else that the referee plays for this worker."""

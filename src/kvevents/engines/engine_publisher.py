@@ -99,7 +99,7 @@ class EnginePublisher(ZmqEventPublisher):
         """Pass an exception of a hook to `end_attestation` instead of raising it in the engine."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - as the docstring says
+        except Exception as error:  # noqa: BLE001 - it must not reach the engine
             self.end_attestation(error)
 
     def _attestation(self) -> int | None:

@@ -57,7 +57,7 @@ is normal: the hierarchical cache counts the blocks that it loads before it anno
 def register() -> None:
     """Replace SGLang's publisher `zmq` if the settings ask for it, and add `kvevents`. Called by SGLang as a plugin.
 
-    It may be called repeatedly. It raises only if SGLang would otherwise publish in clear although keys are configured.
+    Can be called repeatedly. Raises an exception only if SGLang would otherwise publish in clear although keys are configured.
     """
     replace_publisher(_ENGINE, "attn_dp_rank", _EVENTS_MODULE, _create_publisher, os.environ, OWN_NAME)
 

@@ -259,7 +259,7 @@ def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(scheduler, *arguments, **options)
         with publisher.ending_attestation():
             is_emptied = connector is not None and vars(connector).pop("kvevents_is_emptied", False)
-            # The connector's waiting events are published now: after stores of the next step they would remove these.
+            # The connector's waiting events are published now. Later they would remove blocks that the next step stores.
             _publish_pending(scheduler, publisher, _take_connector_events(scheduler) if is_emptied else [])
             if is_emptied:
                 publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared({"medium": "CPU"})]))

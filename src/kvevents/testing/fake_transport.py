@@ -153,7 +153,7 @@ class FakeConnection:
 
     @property
     def is_readable(self) -> bool:
-        """Whether `read_into` would feed something."""
+        """Whether arrivals or replies wait for `read_into`; False after `close`."""
         return bool(self._arrivals or self.replies) and not self._is_closed
 
     def add_arrival(self, feed: Callable[[Stream, float], None]) -> None:
