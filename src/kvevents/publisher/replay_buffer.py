@@ -10,8 +10,7 @@ gets a snapshot first. Consumers treat a snapshot like ordinary batches, so its 
   evicted after it was built.
 - If a number was skipped, the snapshot ends just before that number, so every consumer sees a gap after the clear, and none
   considers the state complete. An empty batch follows with the number of the last batch that the snapshot contains. A consumer
-  that already holds the original batch of that number sees two contents under one number and starts over, instead of applying
-  the batch twice.
+  that already holds the original batch of that number sees two contents under one number and starts over.
 
 Sending never waits for compaction. `compact_until_stopped` is the body of a thread that evicts and compacts batches; while it
 runs, `extend` only appends. Without that thread, or if its backlog is too large, `extend` compacts, which bounds memory. The
@@ -368,8 +367,7 @@ class ReplayBuffer:
     def restore(self, last_seq: int, payloads: Sequence[bytes], partial: bool) -> None:
         """Fill an empty buffer with the fields of a `CompactedHistory`; add the batches after it with `extend`.
 
-        Without a history, `last_seq` is -1. No consumer may hold undelivered batches up to `last_seq` from an earlier
-        connection.
+        Without a history, `last_seq` is -1. No consumer may hold batches up to `last_seq` that it has not delivered.
         """
         with self._history_lock:
             if payloads:

@@ -123,8 +123,7 @@ class ReplySession:
         self.waiting_starts: deque[int] = deque()
         """First numbers of waiting requests of the same consumer."""
         self.merged_requests = 0
-        """Number of requests that share the reply of the last waiting request; the reply begins at the lowest of their
-        numbers."""
+        """Number of requests that share the reply of the last waiting one, which begins at the lowest of their numbers."""
         self.restart(batches, now)
 
     def restart(self, batches: Sequence[SequencedPayload], now: float, requests: int = 1) -> None:

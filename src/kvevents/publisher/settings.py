@@ -11,7 +11,7 @@ class PollSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits of polling for batches, in seconds. A polling publisher thread needs no wake-up by `publish`."""
 
     max_interval: Seconds = 0.005
-    """Maximum mean interval between batches with which the thread polls. With longer intervals, polling costs more than a
+    """Maximum mean interval between batches with which the thread polls. With longer ones, polling costs more than a
     wake-up."""
     min_pause: Seconds = 0.00025
     """Minimum pause before the first poll of the queue."""

@@ -229,7 +229,7 @@ class OutputSequencer:
     def forward(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
         """Send `payloads`, which were made from batches of one upstream. Return the outcomes of those not applied as usual.
 
-        A number is skipped before a payload with events that cannot be decoded. A payload that cannot be decoded at all is not
+        A number is skipped before a payload with events that cannot be decoded. A payload that is not decodable at all is not
         sent.
         """
         self.encoder.observe(payloads)

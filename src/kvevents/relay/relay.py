@@ -337,8 +337,7 @@ class Relay(Closeable):
         """Return the trust in the batches that were sent so far, while others wait to be sent.
 
         It includes losses and findings in batches that were received; otherwise a heartbeat would make consumers EXACT too
-        early. Degraded reasons from before a reset end when the reset is received, so until it is forwarded, trust is
-        `_INCOMPLETE`.
+        early. Degraded reasons from before a reset end when it is received, so until it is forwarded, trust is `_INCOMPLETE`.
         """
         return _INCOMPLETE if self._resets_ahead else self._upstreams.trust()
 

@@ -197,16 +197,14 @@ PLACEMENT_FIELDS: Final = frozenset(RemovalPlacement._fields)
 class UpstreamBlocks:
     """Counts the copies of each block that one upstream holds, by placement.
 
-    `fields` are the fields of a placement that the dialect of the stream has. Placements that differ only in other fields count
-    as equal.
+    `fields` are the fields of a placement that the dialect of the stream has. Placements that differ only in others are one.
     """
 
     def __init__(self, fields: frozenset[str] = PLACEMENT_FIELDS) -> None:
         self._fields: Final = fields
         self._placements: dict[RemovalPlacement, Counter[int]] = {}
         self._certain: dict[RemovalPlacement, set[int]] = {}
-        """By placement below the device, the blocks stored since the last clear without a tier, so that they certainly
-        exist."""
+        """By placement below the device, the blocks stored since the last clear without a tier, which certainly exist."""
         self._count = 0
         self._digest = 0
 

@@ -241,8 +241,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     degraded_reasons: dict[str, _LastSeq] = {}
     """Names of the degraded reasons that outlive a process, each with the last batch number that it affects."""
     fingerprints_dropped: bool = False
-    """Whether there were more fingerprints than are stored. If so, IDENTITY stays a degraded reason, whatever replay
-    repeats."""
+    """Whether there were more fingerprints than are stored. If so, IDENTITY stays a degraded reason in any case."""
 
     def __post_init__(self) -> None:
         if self.fingerprints and self.fingerprints[0].seq > self.last_seq:

@@ -133,8 +133,7 @@ class CrossCheck:
 
     One answer comes from one process. So an answer is confirmed if it also repeats a live batch of this connection, and that is
     at least as new as all other batches of the answer. A later answer can also confirm it, if that answer begins with the
-    newest batch of the earlier one. Until then, the newest batch of the answer is *unconfirmed*, and later requests begin with
-    it.
+    newest batch of the earlier one. Until then, its newest batch is *unconfirmed*, and later requests begin with it.
     """
 
     def __init__(self) -> None:
@@ -246,8 +245,7 @@ class Quarantine:
         self._frames: list[Live] = []
         self._bytes = 0
         self._connection_starts = [0]
-        """Index of the first frame of each connection. The first entry is always 0, because delivered batches may come from
-        other connections."""
+        """Index of the first frame of each connection. The first entry is 0: delivered batches may be of other connections."""
 
     def __len__(self) -> int:
         return len(self._frames)

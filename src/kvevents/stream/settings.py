@@ -10,7 +10,7 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits of one stream. When a limit is reached, a counter shows it, and trust drops if batches may be missing."""
 
     max_pending_batches: Positive = 65_536
-    """Maximum number of batches that wait for a missing one; further batches are replayed later. An engine's replay buffer has
+    """Maximum number of batches that wait for a missing one; further batches are replayed later. Engines' replay buffers have
     10,000."""
     max_pending_bytes: Bytes = 64 * 1024 * 1024
     """Maximum size in bytes of the batches that wait for a missing one."""
@@ -41,8 +41,7 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_conflicts: Positive = 3
     """Number of consecutive conflicts between replay and the live stream after which the replay endpoint is distrusted."""
     distrust_cooldown: Seconds = 60.0
-    """Seconds until a distrusted replay endpoint is queried again, because an engine that restarts repeatedly also causes
-    conflicts."""
+    """Seconds until a distrusted replay endpoint is queried again. An engine that restarts repeatedly also causes conflicts."""
     max_replayed_digests: Positive = 256
     """Maximum number of replayed batches whose digests are stored, to compare them with the same batches when they arrive live.
     If an older batch arrives live, it is requested from replay again."""

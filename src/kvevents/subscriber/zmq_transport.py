@@ -228,8 +228,7 @@ class ZmqConnection:
             endpoint = lookup.endpoints[0]
             self._replay = self._transport.open_socket(zmq.DEALER, endpoint, self._security)
             try:
-                # An engine's ROUTER drops messages when 1,000 are queued, so there should be room here for a whole replay
-                # buffer.
+                # An engine's ROUTER drops messages when 1,000 are queued, so a whole replay buffer should have room here.
                 self._replay.set(zmq.RCVHWM, self._transport.options.receive_hwm)
                 connect_or_bind(self._replay, endpoint, bind=False)
                 with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):

@@ -91,8 +91,7 @@ def read_public_keys(path: Path) -> list[str]:
 def write_pair(base: Path, pair: KeyPair, comment: str, *, replace: bool) -> tuple[Path, Path]:
     """Write `BASE.key` and `BASE.key_secret`; return both paths, the public one first.
 
-    `comment` is one line in both files. Raises `ConfigError` if a file exists, unless `replace`, and if a file cannot be
-    written.
+    `comment` is one line in both files. Raises `ConfigError` if a file exists, unless `replace`, or cannot be written.
     """
     public, secret = (base.with_name(base.name + suffix) for suffix in (PUBLIC_SUFFIX, SECRET_SUFFIX))
     for path in (public, secret):
