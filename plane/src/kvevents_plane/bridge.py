@@ -11,11 +11,9 @@ engines can replay everything that a bridge has in memory.
   cases the streams recover by replay. Heartbeats report how long nothing was read, or how long the oldest record has waited, if
   that exceeds `max_lag_seconds`. Replicas trust no stream of a bridge that lags.
 - *Name*: in the log each process has its own id, `NAME#RANDOM`, so two bridges of the same name do not overwrite each other's
-  reports. Each sees the other's heartbeats and reports the conflict. The reports of a process are valid until its heartbeats
-  stop.
+  reports. Each sees the other's heartbeats and reports the conflict. Reports of a process are valid until its heartbeats stop.
 - *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log. A bridge also removes an engine that no
-  bridge has claimed for `unclaimed_seconds` (`bridge_rules`). A bridge withdraws its reports about engines that it no longer
-  follows.
+  bridge has claimed for `unclaimed_seconds` (`bridge_rules`). A bridge withdraws its reports about unfollowed engines.
 - *A deleted partition* is created again, and all its streams are followed from their beginning.
 - *Missing pages*: a bridge that cannot read a part of a partition continues after it, with a page at which all streams start
   over. It also writes this page if a replica reports missing pages and no other replica writes a snapshot that contains them.

@@ -121,8 +121,7 @@ class _ObservedIncarnation:
         """Add the report about batch `seq`. Return whether the index differs from the engine for no known reason.
 
         As in `kvevents.stream`, a clear, a matching digest or a matching attestation ends only the reasons of earlier batches,
-        even if it is reported late. If the digest matches, the index is what the log says; then a mismatched attestation is no
-        fault of the index.
+        even if it is reported late. If the digest matches, the index is right, and a mismatched attestation is no fault of it.
         """
         ledger = self.ledger
         if report.cleared:

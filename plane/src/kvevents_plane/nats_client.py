@@ -8,8 +8,8 @@ Differences from nats-py 2.16 (`nats/aio/client.py`):
 - The client aborts a connection that it has given up. nats-py first waits until the server has read all written data, which
   never happens if the server is stopped, and connects to no other server until then.
 - `close` does not wait for the server, and ends all attempts to reconnect. nats-py cancels the task of these attempts once. If
-  an attempt fails at the same moment, `asyncio.wait_for` of Python 3.11 swallows the cancellation, and the closed client
-  continues to reconnect.
+  an attempt fails at that moment, `asyncio.wait_for` of Python 3.11 swallows the cancellation, and the closed client
+  reconnects.
 - A task that waits to publish can be cancelled; nats-py swallows the cancellation. A task that waits for an answer can be
   cancelled at the moment at which the answer arrives; `asyncio.wait_for` of Python 3.11 swallows the cancellation.
 - A request that the server forbids fails at once. nats-py waits for the timeout.

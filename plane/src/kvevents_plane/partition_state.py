@@ -9,8 +9,7 @@ moment. The log is consistent nevertheless. The server accepts a page only from 
 - A batch whose number is already written is ignored, and so are records of incarnations that have ended.
 - Any other record is *invalid*: no bridge writes it. The state counts it, marks the stream, and does not apply it.
 
-The fragments of a large batch are in order, possibly with other records in between. A fragment at offset 0 begins the batch
-again.
+The fragments of a large batch are in order, possibly with other records in between. One at offset 0 begins the batch again.
 
 Each page carries a digest of the names of all messages that its writer expects before it, and is void if other messages precede
 it. The server compares only sequence numbers, which can match by chance after it has lost acknowledged pages and has used their

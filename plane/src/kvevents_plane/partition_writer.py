@@ -46,8 +46,7 @@ from kvevents_plane.snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 ACK_SECONDS: Final = 2.0
-"""Timeout of a page's acknowledgement. Sending the page again is harmless: the server rejects it if the page has already
-arrived."""
+"""Timeout of a page's acknowledgement. Sending the page again is harmless: the server rejects it if it has already arrived."""
 REQUEST_SECONDS: Final = 5.0
 """Timeout of other requests to the servers."""
 CATCH_UP_SECONDS: Final = 2.0

@@ -137,8 +137,7 @@ class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False
     """Name of the trust state. Empty: the bridge no longer follows the stream, and its earlier reports are void."""
     reason: str
     degraded_reasons: dict[str, _Last]
-    """The last affected batch number by name of `DegradedReason`; the newest number for reasons that checkpoints do not
-    store."""
+    """The last affected batch number by name of `DegradedReason`; the newest number for reasons that checkpoints omit."""
 
 
 class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):
@@ -216,8 +215,7 @@ class ReceivedMessage(NamedTuple):
     history: str | None = None
     """Value of `HISTORY_HEADER`; None for a message that is not a page."""
     stored_at: float = 0.0
-    """When the servers stored the message, in seconds since the epoch by their clock, which can differ from the bridges'
-    clocks."""
+    """When the servers stored the message, in seconds since the epoch by their clock; bridges' clocks can differ."""
 
     @property
     def begins_history(self) -> bool:

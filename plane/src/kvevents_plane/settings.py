@@ -55,8 +55,7 @@ class ConnectionLimits(Settings, frozen=True, kw_only=True, forbid_unknown_field
     """Timers and limits of the connection to the NATS servers."""
 
     connect_seconds: Seconds = 10.0
-    """Timeout of the first connection, for all servers together. A program that cannot connect ends, and its supervisor
-    restarts it."""
+    """Timeout of the first connection to any server. A program that cannot connect ends, and its supervisor restarts it."""
     attempt_seconds: Seconds = 2.0
     """Timeout of each step of an attempt to reconnect; a running server answers within milliseconds."""
     ping_seconds: Seconds = 5.0
@@ -68,8 +67,7 @@ class ConnectionLimits(Settings, frozen=True, kw_only=True, forbid_unknown_field
     max_reconnect_seconds: Seconds = 5.0
     """Longest pause between two rounds over all servers."""
     pending_bytes: Bytes = 8 << 20
-    """Maximum number of bytes that wait for the socket. At the limit, publishing waits, or fails while there is no
-    connection."""
+    """Maximum number of bytes that wait for the socket. At the limit, publishing waits, or fails without a connection."""
     close_seconds: Seconds = 5.0
     """Timeout of sending published messages to the server when a program ends."""
 

@@ -97,8 +97,7 @@ class IndexBuild:
         self._known_snapshots: Final = dict[int, set[str]]()
         """Names of the snapshots that existed when a partition was begun."""
         self._unreadable: dict[int, dict[str, str]] = {}
-        """Why snapshots could not be read that are newer than the one with which a partition was begun, by partition and
-        name."""
+        """Why snapshots newer than the one with which a partition was begun could not be read, by partition and name."""
         self._logged: Final = set[str]()
         self.follower.start()
 
@@ -378,8 +377,7 @@ class Snapshotter:
     The replicas that publish digests take turns: for each partition, rendezvous hashing of their names gives an order that is
     the same on all replicas without any message. The first replica writes the partition's snapshots. Each other replica waits
     one interval longer than the replica before it, which may be alive but unable to write. Two replicas that know different
-    names can both write; then the second one finds that the list of snapshots has changed since it read it, and discards its
-    own snapshot.
+    names can both write; then the second one finds that the list of snapshots has changed, and discards its own snapshot.
 
     If another replica misses pages that this one has, a snapshot is due at once.
     """
