@@ -245,7 +245,7 @@ def test_a_run_of_drops_ends_with_a_count(caplog: pytest.LogCaptureFixture) -> N
             losses.update(count, now)
         assert [record.message for record in caplog.records] == [
             "losses; consumers see a gap; further drops are counted",
-            "losses: over after 8 dropped batches",
+            "losses: ended after 8 dropped batches",
         ]
         losses.update(9, 100 * quiet, "detail")
         assert caplog.records[-1].message == "losses: detail; consumers see a gap; further drops are counted"

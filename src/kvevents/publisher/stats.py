@@ -150,7 +150,7 @@ class LossLogger:
                 )
             self._count, self._changed_at = count, now
         elif self._count_before_run != self._count and now - self._changed_at > self._quiet_time:
-            self._logger.warning("%s: over after %d dropped batches", self._subject, self._count - self._count_before_run)
+            self._logger.warning("%s: ended after %d dropped batches", self._subject, self._count - self._count_before_run)
             self._count_before_run = self._count
 
 

@@ -437,7 +437,7 @@ class ZmqEventPublisher(QueuedPublisher):
             return
         self._history_problem = history.unavailable_reason
         if history.unavailable_reason is None:
-            logger.info("%s: older history can be compacted again", self.endpoint)
+            logger.info("%s: a snapshot of older history is available again", self.endpoint)
         else:
             logger.warning(
                 "%s: no snapshot of older history: %s; late consumers get the replay buffer alone",
