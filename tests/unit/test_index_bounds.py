@@ -390,7 +390,6 @@ def test_listing_many_workers_lets_other_threads_run() -> None:
         lambda compactor: compactor.mark_partial(),
         lambda compactor: compactor.apply(payload_of([chain(1, 2)])),
         lambda compactor: compactor.apply_many([(0, payload_of([chain(1, 2)]))]),
-        lambda compactor: compactor.clear(),
     ],
 )
 def test_no_call_of_a_compactor_holds_the_interpreter_lock_while_it_waits_for_another_call(

@@ -319,7 +319,7 @@ def test_a_replica_reports_the_degraded_reasons_of_an_idle_stream() -> None:
 
 PAGE_BYTES: Final = 2_500
 """Size of a page, which is less than a part of the snapshot."""
-COMPACTED_BATCHES: Final = 18
+COMPACTED_BATCHES: Final = 16
 """Number of batches that the snapshot replaces."""
 CHAIN_BLOCKS: Final = 40
 """Number of blocks of each chain in the snapshot."""

@@ -2,7 +2,8 @@
 
 use std::borrow::Cow;
 
-use kvevents_index::holders::placements::{Placement, tier};
+use kvevents_index::holders::placements::Placement;
+use kvevents_index::rules::location::owned;
 
 use super::event::{Location, Store, Text};
 
@@ -107,7 +108,7 @@ impl Announcements {
             location: store.location.to_static(),
             placement,
             together,
-            kind: store.kind.as_ref().map(|kind| Cow::Owned(kind.to_vec())),
+            kind: owned(&store.kind),
             window: store.window,
             tokenless_size,
         });
@@ -143,9 +144,8 @@ impl Announcements {
     }
 
     /// The announcements that a clear of a tier or of a group removes, as bits.
-    pub fn clearable(&self, medium: Option<&[u8]>, group: Option<i64>) -> u64 {
-        let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
-        self.select(|known| known.placement.is_cleared_by(tier.as_deref(), group))
+    pub fn clearable(&self, tier: Option<&str>, group: Option<i64>) -> u64 {
+        self.select(|known| known.placement.is_cleared_by(tier, group))
     }
 
     /// Whether an announcement is about copies on the device.

@@ -4,13 +4,14 @@
 //! blocks; the second part names the last block of the first part as its parent.
 
 use kvevents_index::apply::EVERY_TIER;
+use kvevents_index::wire::msgpack::{write_array, write_integer, write_text, write_unsigned};
 
-use super::event::{ExportedEvent, Location, Store, array, encode_extra_keys, split_extra_keys};
+use super::event::{ExportedEvent, Location, Store, encode_extra_keys, split_extra_keys};
 
-/// Number of bytes of `[ts, [`, and maximum bytes of a number or of the length of an array.
-const HEAD: usize = 1 + 9 + ARRAY;
-const NUMBER: usize = 9;
-const ARRAY: usize = 5;
+/// Number of bytes of `[ts, [`.
+const HEAD: usize = 1 + 9 + 5;
+/// Maximum number of bytes of a rank.
+const RANK_BYTES: usize = 9;
 /// Number of bytes of a clear without a tier.
 const CLEAR_BYTES: usize = 32;
 
@@ -28,7 +29,7 @@ impl PayloadWriter {
     /// Creates a writer of a rank's payloads. They have at most `limit` bytes, unless a single block takes more.
     pub fn new(limit: usize, ts: f64, rank: Option<i64>) -> Self {
         let mut writer = Self {
-            limit: limit.saturating_sub(CLEAR_BYTES + NUMBER),
+            limit: limit.saturating_sub(CLEAR_BYTES + RANK_BYTES),
             ts,
             rank,
             done: Vec::new(),
@@ -44,8 +45,15 @@ impl PayloadWriter {
     /// Adds an event.
     pub fn add(&mut self, event: &ExportedEvent) {
         match event {
-            ExportedEvent::Stored(store) => self.add_store(store),
-            ExportedEvent::Removed(hashes, location) => self.add_removal(hashes, location),
+            ExportedEvent::Stored(store) => {
+                let writer = StoreWriter::new(store);
+                self.add_blocks(0, store.hashes.len(), &|first, end, out| writer.write(first, end, out));
+            }
+            ExportedEvent::Removed(hashes, location) => {
+                self.add_blocks(0, hashes.len(), &|first, end, out| {
+                    write_removal(&hashes[first..end], location, out)
+                });
+            }
             // `limit` leaves room for this event: it must not begin a payload, which would be taken for the beginning of another history.
             ExportedEvent::Cleared => self.write(|out| write_clear(None, out)),
         }
@@ -63,9 +71,10 @@ impl PayloadWriter {
         let mut full = std::mem::replace(&mut self.out, head(self.ts, self.rank));
         full[HEAD - 4..HEAD].copy_from_slice(&self.events.to_be_bytes());
         if let Some(rank) = self.rank {
-            signed(&mut full, rank);
+            write_integer(rank.into(), &mut full);
         }
         self.events = 0;
+        full.shrink_to_fit(); // an event that did not fit has been written to it
         self.done.push(full);
     }
 
@@ -86,61 +95,22 @@ impl PayloadWriter {
         fits
     }
 
-    /// Returns the end of those blocks from `first` on that fit in an event, which takes `overhead` bytes plus the blocks. At least one
-    /// block fits, in its own payload if necessary.
-    fn end_of_fitting_blocks(
-        &mut self,
-        first: usize,
-        count: usize,
-        overhead: usize,
-        bytes_of: impl Fn(usize) -> usize,
-    ) -> usize {
-        loop {
-            let mut left = self.limit.checked_sub(self.out.len() + overhead);
-            let mut end = first;
-            while end < count
-                && let Some(less) = left.and_then(|left| left.checked_sub(bytes_of(end)))
-            {
-                (left, end) = (Some(less), end + 1);
-            }
-            let fits = end > first || (count == first && left.is_some());
-            if fits || self.events == 0 {
-                return end.max(count.min(first + 1));
-            }
+    /// Writes the blocks `first..end` of an event, divided in halves until each part fits. A block that fits nowhere has its own payload.
+    fn add_blocks(&mut self, first: usize, end: usize, write: &impl Fn(usize, usize, &mut Vec<u8>)) {
+        if self.try_write(|out| write(first, end, out)) {
+            return;
+        }
+        let is_divisible = end - first > 1;
+        // Smaller parts would fill the rest of a payload, but each part takes more bytes.
+        if self.events > 0 && (!is_divisible || self.out.len() > self.limit / 2) {
             self.end_payload();
-        }
-    }
-
-    fn add_store(&mut self, store: &Store<'_>) {
-        let blocks = StoreWriter {
-            store,
-            extra_keys: split_extra_keys(store.extra_keys.as_deref()).unwrap_or_default(),
-            width: store.tokens.len() / store.hashes.len().max(1),
-        };
-        let (mut first, count) = (0, store.hashes.len());
-        if self.try_write(|out| blocks.write(0, count, out)) {
-            return;
-        }
-        let overhead = blocks.overhead();
-        while first == 0 || first < count {
-            let end = self.end_of_fitting_blocks(first, count, overhead, |at| blocks.bytes_of(at));
-            self.write(|out| blocks.write(first, end, out));
-            first = end.max(1);
-        }
-    }
-
-    fn add_removal(&mut self, hashes: &[u64], location: &Location<'_>) {
-        if self.try_write(|out| write_removal(hashes, location, out)) {
-            return;
-        }
-        let mut empty = Vec::new();
-        write_removal(&[], location, &mut empty);
-        let mut first = 0;
-        while first < hashes.len() {
-            let overhead = empty.len() + ARRAY;
-            let end = self.end_of_fitting_blocks(first, hashes.len(), overhead, |at| number_bytes(hashes[at]));
-            self.write(|out| write_removal(&hashes[first..end], location, out));
-            first = end;
+            self.add_blocks(first, end, write);
+        } else if is_divisible {
+            let middle = first.midpoint(end);
+            self.add_blocks(first, middle, write);
+            self.add_blocks(middle, end, write);
+        } else {
+            self.write(|out| write(first, end, out));
         }
     }
 }
@@ -154,6 +124,14 @@ struct StoreWriter<'a> {
 }
 
 impl<'a> StoreWriter<'a> {
+    fn new(store: &'a Store<'a>) -> Self {
+        Self {
+            store,
+            extra_keys: split_extra_keys(store.extra_keys.as_deref()).unwrap_or_default(),
+            width: store.tokens.len() / store.hashes.len().max(1),
+        }
+    }
+
     fn tokens(&self, first: usize, end: usize) -> &'a [u32] {
         &self.store.tokens[first * self.width..end * self.width]
     }
@@ -162,33 +140,8 @@ impl<'a> StoreWriter<'a> {
     /// `end`.
     fn lookahead(&self, at: usize, end: usize) -> &'a [u32] {
         let behind = (at + 1) * self.width;
-        let count = if at + 1 < end.min(self.store.hashes.len()) {
-            self.store.lookahead
-        } else {
-            0
-        };
+        let count = if at + 1 < end { self.store.lookahead } else { 0 };
         self.store.tokens.get(behind..behind + count).unwrap_or_default()
-    }
-
-    /// Maximum number of bytes of an event without blocks.
-    fn overhead(&self) -> usize {
-        let mut out = Vec::new();
-        self.write(0, 0, &mut out);
-        out.len() + 5 * ARRAY + NUMBER + "extra_keys ".len()
-    }
-
-    /// Bytes of one block.
-    fn bytes_of(&self, at: usize) -> usize {
-        let tokens: usize = self.tokens(at, at + 1).iter().map(|&token| number_bytes(token.into())).sum();
-        let pairs = if self.store.pairs { self.width / 2 } else { 0 };
-        let extra_keys = self.extra_keys.get(at).map_or(0, |keys| keys.map_or(1, <[u8]>::len));
-        let key = self.store.keys.as_ref().map_or(0, |keys| number_bytes(keys[at]));
-        let lookahead: usize = self
-            .lookahead(at, at + 2)
-            .iter()
-            .map(|&token| number_bytes(token.into()))
-            .sum();
-        number_bytes(self.store.hashes[at]) + tokens + pairs + key + extra_keys + ARRAY + lookahead
     }
 
     /// Writes an event with the blocks `first..end`.
@@ -204,13 +157,13 @@ impl<'a> StoreWriter<'a> {
         fields.hashes("block_hashes", &store.hashes[first..end]);
         fields.name("parent_block_hash");
         match parent {
-            Some(hash) => number(fields.out, hash),
+            Some(hash) => write_unsigned(hash, fields.out),
             None => fields.out.push(0xC0),
         }
         fields.name("token_ids");
         tokens(fields.out, self.tokens(first, end), store.pairs);
         fields.name("block_size");
-        number(fields.out, store.block_size);
+        write_unsigned(store.block_size, fields.out);
         fields.integer("lora_id", store.namespace.lora_id);
         fields.text("lora_name", store.namespace.lora_name.as_deref());
         // A first block states even that it has no extra keys: below the device, a store without this field leaves them unknown.
@@ -227,7 +180,7 @@ impl<'a> StoreWriter<'a> {
         }
         if store.lookahead > 0 {
             fields.name("lookahead_token_ids");
-            array(fields.out, end - first);
+            write_array(end - first, fields.out);
             (first..end).for_each(|at| tokens(fields.out, self.lookahead(at, end), false));
         }
         fields.close();
@@ -260,8 +213,8 @@ impl<'a> Fields<'a> {
     fn open(out: &'a mut Vec<u8>, tag: &str) -> Self {
         let start = out.len();
         out.extend_from_slice(&[0xDE, 0, 0]);
-        text(out, b"type");
-        text(out, tag.as_bytes());
+        write_text(b"type", out);
+        write_text(tag.as_bytes(), out);
         Self { out, start, count: 1 }
     }
 
@@ -270,27 +223,27 @@ impl<'a> Fields<'a> {
     }
 
     fn name(&mut self, name: &str) {
-        text(self.out, name.as_bytes());
+        write_text(name.as_bytes(), self.out);
         self.count += 1;
     }
 
     fn hashes(&mut self, name: &str, values: &[u64]) {
         self.name(name);
-        array(self.out, values.len());
-        values.iter().for_each(|&value| number(self.out, value));
+        write_array(values.len(), self.out);
+        values.iter().for_each(|&value| write_unsigned(value, self.out));
     }
 
     fn text(&mut self, name: &str, value: Option<&[u8]>) {
         if let Some(value) = value {
             self.name(name);
-            text(self.out, value);
+            write_text(value, self.out);
         }
     }
 
     fn integer(&mut self, name: &str, value: Option<i64>) {
         if let Some(value) = value {
             self.name(name);
-            signed(self.out, value);
+            write_integer(value.into(), self.out);
         }
     }
 
@@ -310,64 +263,15 @@ fn head(ts: f64, rank: Option<i64>) -> Vec<u8> {
     out
 }
 
-fn text(out: &mut Vec<u8>, value: &[u8]) {
-    match value.len() {
-        length @ 0..=31 => out.push(0xA0 | length as u8),
-        length => {
-            out.push(0xDB);
-            out.extend_from_slice(&(length as u32).to_be_bytes());
-        }
-    }
-    out.extend_from_slice(value);
-}
-
-fn signed(out: &mut Vec<u8>, value: i64) {
-    match u64::try_from(value) {
-        Ok(value) => number(out, value),
-        Err(_) => {
-            out.push(0xD3);
-            out.extend_from_slice(&value.to_be_bytes());
-        }
-    }
-}
-
-/// Number of bytes that `number` writes.
-#[inline]
-fn number_bytes(value: u64) -> usize {
-    let above = |limit: u64| usize::from(value > limit);
-    1 + above(0x7F) + above(0xFF) + 2 * above(0xFFFF) + 4 * above(0xFFFF_FFFF)
-}
-
-#[inline]
-fn number(out: &mut Vec<u8>, value: u64) {
-    // Arrays of fixed length: copying a variable number of bytes takes several times as long.
-    match value {
-        0..=0x7F => out.push(value as u8),
-        0x80..=0xFF => out.extend_from_slice(&[0xCC, value as u8]),
-        0x100..=0xFFFF => {
-            let [high, low] = (value as u16).to_be_bytes();
-            out.extend_from_slice(&[0xCD, high, low]);
-        }
-        0x1_0000..=0xFFFF_FFFF => {
-            let [a, b, c, d] = (value as u32).to_be_bytes();
-            out.extend_from_slice(&[0xCE, a, b, c, d]);
-        }
-        _ => {
-            out.push(0xCF);
-            out.extend_from_slice(&value.to_be_bytes());
-        }
-    }
-}
-
 /// Token ids, or under EAGLE pairs of them.
 fn tokens(out: &mut Vec<u8>, values: &[u32], pairs: bool) {
     if !pairs {
-        array(out, values.len());
-        return values.iter().for_each(|&value| number(out, value.into()));
+        write_array(values.len(), out);
+        return values.iter().for_each(|&value| write_unsigned(value.into(), out));
     }
-    array(out, values.len() / 2);
+    write_array(values.len() / 2, out);
     for pair in values.chunks_exact(2) {
         out.push(0x92);
-        pair.iter().for_each(|&value| number(out, value.into()));
+        pair.iter().for_each(|&value| write_unsigned(value.into(), out));
     }
 }

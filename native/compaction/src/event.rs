@@ -6,7 +6,7 @@ use kvevents_index::apply::Read;
 use kvevents_index::groups::engine_hash::MAX_LOOKAHEAD;
 use kvevents_index::rules::location::owned;
 pub use kvevents_index::rules::location::{Location, Text};
-use kvevents_index::wire::msgpack::Reader;
+use kvevents_index::wire::msgpack::{Reader, write_array};
 use kvevents_index::wire::scan::{Event, first_ints};
 
 /// Number of levels of containers in the extra keys of one block.
@@ -163,24 +163,9 @@ pub fn join_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]
 /// Extra keys of blocks as an event states them, nil for a block without any.
 pub fn encode_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]>>) -> Vec<u8> {
     let mut raw = Vec::new();
-    array(&mut raw, blocks.len());
+    write_array(blocks.len(), &mut raw);
     for block in blocks {
         raw.extend_from_slice(block.unwrap_or(&[0xC0]));
     }
     raw
-}
-
-/// Writes the head of an array.
-pub fn array(out: &mut Vec<u8>, length: usize) {
-    match length {
-        0..=15 => out.push(0x90 | length as u8),
-        16..=0xFFFF => {
-            out.push(0xDC);
-            out.extend_from_slice(&(length as u16).to_be_bytes());
-        }
-        _ => {
-            out.push(0xDD);
-            out.extend_from_slice(&(length as u32).to_be_bytes());
-        }
-    }
 }

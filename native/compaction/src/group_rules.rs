@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use kvevents_index::groups::GroupKind;
+use kvevents_index::rules::location::owned;
 
 use super::event::{Store, Text};
 
@@ -97,7 +98,7 @@ impl GroupRule {
     fn new(group: i64, store: &Store<'_>, rule: Rule) -> Self {
         let example = Store {
             location: store.location.to_static(),
-            kind: store.kind.as_ref().map(|kind| Cow::Owned(kind.to_vec())),
+            kind: owned(&store.kind),
             window: store.window,
             block_size: store.block_size,
             pairs: store.pairs,

@@ -10,7 +10,7 @@ const MAX_CAPACITY_PER_ENTRY: usize = 8;
 /// Inserts the number of a block that is not in the table.
 #[inline]
 pub fn insert(table: &mut HashTable<u32>, number: u32, place_of: impl Fn(&u32) -> u64) {
-    reserve(table, 1, &place_of);
+    reserve(table, &place_of);
     table.insert_unique(place_of(&number), number, &place_of);
 }
 
@@ -23,18 +23,18 @@ pub fn remove(table: &mut HashTable<u32>, number: u32, place_of: impl Fn(&u32) -
     }
 }
 
-/// Reserves capacity for `count` more entries.
+/// Reserves capacity for another entry.
 #[inline]
-fn reserve<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64) {
-    if table.capacity() - table.len() < count {
-        renew(table, count, place_of);
+fn reserve<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
+    if table.capacity() == table.len() {
+        renew(table, place_of);
     }
 }
 
 /// Rebuilds a table at its size if it is full only because of marks of removed entries. `hashbrown` would double its size.
 #[cold]
-fn renew<T>(table: &mut HashTable<T>, count: usize, place_of: impl Fn(&T) -> u64) {
-    let (needed, whole) = (table.len() + count, table.num_buckets() / 8 * 7);
+fn renew<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
+    let (needed, whole) = (table.len() + 1, table.num_buckets() / 8 * 7);
     let room = if needed * 4 <= whole * 3 {
         whole
     } else {
@@ -80,7 +80,7 @@ mod tests {
         let mut table: HashTable<u64> = HashTable::new();
         for live in [100_u64, 4_000, 70_000, 9_000, 1] {
             for value in 0..5 * live {
-                reserve(&mut table, 1, place_of);
+                reserve(&mut table, place_of);
                 table.insert_unique(place_of(&value), value, place_of);
                 if let Some(gone) = value.checked_sub(live) {
                     let found = table.find_entry(place_of(&gone), |&other| other == gone);
@@ -112,7 +112,7 @@ mod tests {
         let mut table: HashTable<u64> = HashTable::new();
         let mut bytes = 0;
         for value in 0..300 * LIVE {
-            reserve(&mut table, 1, place_of);
+            reserve(&mut table, place_of);
             table.insert_unique(place_of(&value), value, place_of);
             let Some(gone) = value.checked_sub(LIVE) else {
                 bytes = table.allocation_size();

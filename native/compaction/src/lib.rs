@@ -158,17 +158,12 @@ impl Compactor {
         self.states().any(|(_, state)| !state.evidence.is_whole)
     }
 
-    /// Drops everything.
-    pub fn clear(&mut self) {
-        (self.state, self.rank, self.others) = (State::default(), None, BTreeMap::new());
-    }
-
     /// Drops the state, and ignores all events until the stream is cleared.
-    pub fn invalidate(&mut self, reason: Reason) {
+    fn invalidate(&mut self, reason: Reason) {
         self.states_mut().for_each(|(_, state)| state.invalidate(reason));
     }
 
-    /// Why the state is invalid until the stream is cleared: the exceeded limit, or the argument of `invalidate`.
+    /// Why the state is invalid until the stream is cleared: the exceeded limit, or what could not be read.
     pub fn invalid_reason(&self) -> Option<Reason> {
         self.states().find_map(|(_, state)| state.invalid)
     }

@@ -453,11 +453,13 @@ impl State {
             self.evidence.empty_all();
             return Ok(());
         }
-        if let Some(medium) = medium.filter(|_| group.is_none()) {
-            self.evidence.unknown_levels &= !(1 << level_of(&tier(&String::from_utf8_lossy(medium))));
+        let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
+        let tier = tier.as_deref();
+        if let Some(tier) = tier.filter(|_| group.is_none()) {
+            self.evidence.unknown_levels &= !(1 << level_of(tier));
         }
-        self.unkept.clear(medium, group);
-        let announcements = self.announcements.clearable(medium, group);
+        self.unkept.clear(tier, group);
+        let announcements = self.announcements.clearable(tier, group);
         if announcements == 0 {
             return Ok(());
         }

@@ -514,9 +514,6 @@ fn what_is_missed_is_known_until_everything_is_cleared() {
     assert_eq!((compactor.is_partial(), compactor.invalid_reason()), (true, Some("orphans")));
     compactor.state.clear(None, None).expect("within limits");
     assert_eq!((compactor.is_partial(), compactor.invalid_reason()), (false, None));
-    compactor.mark_partial();
-    compactor.clear();
-    assert!(!compactor.is_partial());
 }
 
 /// A clear without a tier examines the blocks of lower tiers, which stay. If no stores come in between, further clears soon drop these

@@ -1,10 +1,10 @@
 //! Copies of blocks of groups of unknown kinds. No prompt matches them, but an engine's attestation counts them, so a consumer must know
 //! their hashes.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
 
-use kvevents_index::holders::placements::{Placement, tier};
+use kvevents_index::holders::placements::Placement;
+use kvevents_index::rules::location::owned;
 
 use super::event::{Location, Store, Text};
 
@@ -54,7 +54,7 @@ impl Unkept {
             None => {
                 let example = Store {
                     location: location.to_static(),
-                    kind: kind.as_ref().map(|kind| Cow::Owned(kind.to_vec())),
+                    kind: owned(kind),
                     block_size,
                     ..Store::default()
                 };
@@ -86,10 +86,8 @@ impl Unkept {
     }
 
     /// Forgets the copies on a tier or of a group.
-    pub fn clear(&mut self, medium: Option<&[u8]>, group: Option<i64>) {
-        let tier = medium.map(|medium| tier(&String::from_utf8_lossy(medium)));
-        self.groups
-            .retain(|known| !known.placement.is_cleared_by(tier.as_deref(), group));
+    pub fn clear(&mut self, tier: Option<&str>, group: Option<i64>) {
+        self.groups.retain(|known| !known.placement.is_cleared_by(tier, group));
     }
 
     /// Number of hashes that are exported.

@@ -129,10 +129,6 @@ class Compactor:
         """
     def mark_partial(self) -> None:
         """Record that a part of the stream was not received. The known blocks stay; see `partial`."""
-    def invalidate(self, reason: str) -> None:
-        """Drop the state, and ignore events until everything is cleared. `reason` is `batches`, `payloads` or `digests`."""
-    def clear(self) -> None:
-        """Remove all blocks."""
     @property
     def partial(self) -> bool:
         """Whether a part of the stream was not received since everything was last cleared."""
@@ -147,7 +143,7 @@ class Compactor:
         """Approximate number of bytes of heap memory."""
     @property
     def lost(self) -> str | None:
-        """Why the state was dropped: the exceeded limit, or the reason given to `invalidate`. None after a clear."""
+        """Why the state was dropped: the exceeded limit, `payloads` or `digests` (they cannot be read). None after a clear."""
     def _locked(self, call: Callable[[], object]) -> None:
         """Call `call` while the compactor is locked. Only in builds for tests."""
     def _break(self) -> None:

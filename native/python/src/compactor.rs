@@ -96,18 +96,6 @@ impl Compactor {
         self.run(py, SharedState::mark_partial)
     }
 
-    /// Removes everything.
-    fn clear(&self, py: Python<'_>) -> PyResult<()> {
-        self.run(py, SharedState::clear)
-    }
-
-    /// Drops the state, and ignores events until the stream is cleared.
-    fn invalidate(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
-        let known = ["batches", "payloads", "digests"].into_iter().find(|&known| known == reason);
-        let reason = known.ok_or_else(|| PyValueError::new_err("invalid reason: expected batches, payloads or digests"))?;
-        self.run(py, |shared| shared.invalidate(reason))
-    }
-
     #[getter]
     fn partial(&self, py: Python<'_>) -> PyResult<bool> {
         self.run(py, |shared| shared.is_partial())

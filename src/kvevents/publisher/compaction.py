@@ -98,7 +98,7 @@ class Compactor:
     def unavailable_reason(self) -> str | None:
         """The limit that was exceeded, or why the history is unknown; None if it is available.
 
-        `batches`: some were never received. `payloads`: some cannot be decoded. `digests`: block hashes are not numbers.
+        `payloads`: some cannot be decoded. `digests`: block hashes are not numbers.
         """
         reason: str | None = self._native.lost
         return reason

@@ -1,4 +1,4 @@
-//! Reads msgpack, one value at a time. Every method returns None for another type and at the end of the bytes.
+//! Msgpack, one value at a time. Every method of `Reader` returns None for another type and at the end of the bytes.
 
 use std::str;
 
@@ -253,5 +253,85 @@ impl<'a> Reader<'a> {
             _ => return None,
         }
         Some(())
+    }
+}
+
+// --- writing
+
+/// Appends the header of an array.
+pub fn write_array(length: usize, out: &mut Vec<u8>) {
+    match length {
+        0..16 => out.push(0x90 | length as u8),
+        _ => write_header(length, 0xDC, out),
+    }
+}
+
+/// Appends a header with a length of two or four bytes.
+fn write_header(length: usize, head: u8, out: &mut Vec<u8>) {
+    match u16::try_from(length) {
+        Ok(length) => {
+            out.push(head);
+            out.extend(length.to_be_bytes());
+        }
+        Err(_) => {
+            out.push(head + 1);
+            out.extend((length as u32).to_be_bytes());
+        }
+    }
+}
+
+/// Appends a text.
+pub fn write_text(text: &[u8], out: &mut Vec<u8>) {
+    match text.len() {
+        length @ 0..32 => out.push(0xA0 | length as u8),
+        length @ 32..=0xFF => out.extend([0xD9, length as u8]),
+        length => write_header(length, 0xDA, out),
+    }
+    out.extend_from_slice(text);
+}
+
+/// Appends a bin.
+pub fn write_bytes(bytes: &[u8], out: &mut Vec<u8>) {
+    match bytes.len() {
+        length @ 0..=0xFF => out.extend([0xC4, length as u8]),
+        length => write_header(length, 0xC5, out),
+    }
+    out.extend_from_slice(bytes);
+}
+
+/// Appends an integer in its shortest form.
+pub fn write_integer(value: i128, out: &mut Vec<u8>) {
+    let bytes = (value as u64).to_be_bytes();
+    let (head, width) = match value {
+        0.. => return write_unsigned(value as u64, out),
+        -0x20.. => return out.push(value as u8),
+        -0x80.. => (0xD0, 1),
+        -0x8000.. => (0xD1, 2),
+        -0x8000_0000.. => (0xD2, 4),
+        _ => (0xD3, 8),
+    };
+    out.push(head);
+    out.extend_from_slice(&bytes[8 - width..]);
+}
+
+/// Appends an integer in its shortest form.
+#[inline]
+pub fn write_unsigned(value: u64, out: &mut Vec<u8>) {
+    // Arrays of fixed length: copying a variable number of bytes takes several times as long.
+    match value {
+        0..=0x7F => out.push(value as u8),
+        0x80..=0xFF => out.extend_from_slice(&[0xCC, value as u8]),
+        0x100..=0xFFFF => {
+            let [high, low] = (value as u16).to_be_bytes();
+            out.extend_from_slice(&[0xCD, high, low]);
+        }
+        0x1_0000..=0xFFFF_FFFF => {
+            let [a, b, c, d] = (value as u32).to_be_bytes();
+            out.extend_from_slice(&[0xCE, a, b, c, d]);
+        }
+        _ => {
+            out.push(0xCF);
+            out.extend_from_slice(&value.to_be_bytes());
+        }
     }
 }

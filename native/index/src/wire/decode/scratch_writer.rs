@@ -2,11 +2,11 @@
 
 use crate::keys;
 use crate::step_counter;
-use crate::wire::msgpack::Int;
+use crate::wire::msgpack::{Int, write_array, write_bytes, write_integer, write_text};
 use crate::wire::scan::{self, Kind, Run, Scratch, Span};
 
 use super::items::Items;
-use super::value::{Value, write_array, write_bytes, write_integer, write_text};
+use super::value::Value;
 use super::{BlockRemoved, BlockStored, Event, Token};
 
 /// Writes events into a scratch, one after the other. Integers of more than 64 bits keep their lowest 64.
@@ -193,7 +193,7 @@ fn lowest_bits(value: Option<i128>) -> Option<i64> {
 fn write_extra(key: &Value, out: &mut Vec<u8>) {
     step_counter::count(1);
     match key {
-        Value::Text(text) => write_text(text, out),
+        Value::Text(text) => write_text(text.as_bytes(), out),
         Value::Int(number) => write_integer(*number, out),
         Value::Bytes(bytes) => write_bytes(bytes, out),
         Value::List(parts) => match &parts[..] {
