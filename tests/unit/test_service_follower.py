@@ -177,6 +177,22 @@ def test_a_change_of_one_member_writes_one_row(published_fleet: tuple[Fleet, Rec
     assert max(map(int, server.names)) == 99, "free places are given again"
 
 
+def test_members_are_found_by_their_endpoint(published_fleet: tuple[Fleet, RecordingServer]) -> None:
+    """A registration is compared with those of its endpoint alone, or the last of a thousand would be with all others."""
+    fleet, _ = published_fleet
+    for number in range(9):
+        fleet.register(Registration(instance=f"e{number}", endpoint=f"tcp://engine:{number // 2}", model="m"))
+
+    def names_at(endpoint: str) -> list[str]:
+        return [member.registration.instance for member in fleet.members_at(endpoint)]
+
+    assert [names_at(f"tcp://engine:{port}") for port in (1, 4, 5)] == [["e2", "e3"], ["e8"], []]
+    for name in ("e2", "e8"):
+        fleet.unregister((source_name("default", "default", name), 0))
+    assert [names_at(f"tcp://engine:{port}") for port in (1, 4)] == [["e3"], []]
+    assert "tcp://engine:4" not in fleet._endpoints
+
+
 def test_a_new_stream_begins_with_the_mean_load_of_a_few(
     published_fleet: tuple[Fleet, RecordingServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

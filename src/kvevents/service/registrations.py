@@ -131,9 +131,8 @@ class Registrations(Struct, eq=False, kw_only=True):
 
     def _describe_twin(self, new: Registration) -> str:
         """Return a warning if the same engine is registered under another name too; otherwise an empty text."""
-        for other in [member.registration for member in list(self.fleet.members.values())]:
-            is_equal = other.endpoint == new.endpoint and other.topic == new.topic and other.scope == new.scope
-            if is_equal and other.instance != new.instance:
+        for other in [member.registration for member in self.fleet.members_at(new.endpoint)]:
+            if other.topic == new.topic and other.scope == new.scope and other.instance != new.instance:
                 return f"{other.label} has the same endpoint and topic: one engine counts as two, and is chosen twice as often"
         return ""
 

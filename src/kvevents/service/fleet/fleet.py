@@ -89,6 +89,8 @@ class Fleet(Listener):
         """The members, and further ranks that their streams carry."""
         self._engines: dict[str, dict[Key, Member]] = {}
         """The workers by the names of their sources."""
+        self._endpoints: dict[str, dict[Key, Member]] = {}
+        """The members by their endpoints."""
         self.drained: dict[Key, Member] = {}
         """The drained members, including members of discovery that are not followed at present."""
         self.counts: dict[tuple[str, str], int] = {}
@@ -159,6 +161,7 @@ class Fleet(Listener):
             if registration.key in self.drained:
                 member.is_draining, self.drained[registration.key] = True, member
             self.scopes.add(registration.scope, registration.key)
+            self._endpoints.setdefault(registration.endpoint, {})[registration.key] = member
             self._collect_workers(registration.key[0], member)
             self.on_change()
         return member
@@ -166,6 +169,10 @@ class Fleet(Listener):
     def members_of(self, name: str) -> list[Member]:
         """Return the members of a source."""
         return [member for key, member in self._engines.get(name, {}).items() if self.members.get(key) is member]
+
+    def members_at(self, endpoint: str) -> list[Member]:
+        """Return the members whose events come from an endpoint."""
+        return list(self._endpoints.get(endpoint, {}).values())
 
     def follow_topics(self, finder: Source, registration_of: Callable[[str], Registration]) -> Future[None]:
         """Register the engines that connect to the endpoint of `finder`, as `registration_of` returns them for their topics.
@@ -276,6 +283,10 @@ class Fleet(Listener):
         del self.members[member.registration.key]
         self._published_batches.pop(member.registration.key, None)
         self.scopes.drop(member.registration.scope, member.registration.key)
+        members = self._endpoints[member.registration.endpoint]
+        del members[member.registration.key]
+        if not members:
+            del self._endpoints[member.registration.endpoint]
         if member.origin in {HTTP, TOPIC}:  # for other origins discovery might find it again
             self.drained.pop(member.registration.key, None)
         self._collect_workers(member.registration.key[0])
