@@ -74,7 +74,7 @@ impl PayloadWriter {
             write_integer(rank.into(), &mut full);
         }
         self.events = 0;
-        full.shrink_to_fit(); // an event that did not fit has been written to it
+        full.shrink_to(2 * full.len()); // an event that did not fit has been written to it
         self.done.push(full);
     }
 
@@ -83,32 +83,36 @@ impl PayloadWriter {
         self.events += 1;
     }
 
-    /// Writes an event if there is room for all of it.
-    fn try_write(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> bool {
+    /// Writes an event if there is room for all of it. Otherwise returns the number of its bytes.
+    fn try_write(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> Result<(), usize> {
         let start = self.out.len();
         self.write(write);
-        let fits = self.out.len() <= self.limit;
-        if !fits {
-            self.out.truncate(start);
-            self.events -= 1;
+        if self.out.len() <= self.limit {
+            return Ok(());
         }
-        fits
+        let bytes = self.out.len() - start;
+        self.out.truncate(start);
+        self.events -= 1;
+        Err(bytes)
     }
 
-    /// Writes the blocks `first..end` of an event, divided in halves until each part fits. A block that fits nowhere has its own payload.
+    /// Writes the blocks `first..end` of an event, divided until each part fits. A block that fits nowhere has its own payload.
     fn add_blocks(&mut self, first: usize, end: usize, write: &impl Fn(usize, usize, &mut Vec<u8>)) {
-        if self.try_write(|out| write(first, end, out)) {
+        let Err(bytes) = self.try_write(|out| write(first, end, out)) else {
             return;
-        }
-        let is_divisible = end - first > 1;
+        };
+        let count = end - first;
         // Smaller parts would fill the rest of a payload, but each part takes more bytes.
-        if self.events > 0 && (!is_divisible || self.out.len() > self.limit / 2) {
+        if self.events > 0 && (count <= 1 || self.out.len() > self.limit / 2) {
             self.end_payload();
             self.add_blocks(first, end, write);
-        } else if is_divisible {
-            let middle = first.midpoint(end);
-            self.add_blocks(first, middle, write);
-            self.add_blocks(middle, end, write);
+        } else if count > 1 {
+            // One part more than would fit if all blocks were equally large.
+            let parts = bytes / self.limit.max(1) + 2;
+            let step = count.div_ceil(parts);
+            for start in (first..end).step_by(step) {
+                self.add_blocks(start, end.min(start + step), write);
+            }
         } else {
             self.write(|out| write(first, end, out));
         }
