@@ -239,7 +239,7 @@ impl PrefixIndex {
                 if !room.is_cut(&view, scope, model) {
                     continue;
                 }
-                room.walk.begin(alone.is_some());
+                room.walk.begin(room.cuts.len(), alone.is_some());
                 hits.clear();
                 certain.clear();
                 let mut goes_on = false;
@@ -317,7 +317,7 @@ impl PrefixIndex {
                 if size.is_none() && schemes.iter().any(|scheme| scheme.size != schemes[0].size) {
                     return None;
                 }
-                room.walk.begin(alone.is_some());
+                room.walk.begin(schemes.len(), alone.is_some());
                 hits.clear();
                 certain.clear();
                 let streams = model.map_or(&[][..], |model| &model.streams);

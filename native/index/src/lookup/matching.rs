@@ -47,11 +47,13 @@ pub struct PromptLength {
     pub longest: usize,
 }
 
-/// The holders of a block: the number of a set in `Sets`, or the position of a union of several sets in `Walk::together`.
+/// The holders of a block: the number of a set in `Sets`, or the position of a union of several sets in `Walk::together`. After too many
+/// reads, those of all further blocks stay unread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holders {
     Set(u32),
     Together(usize),
+    Unread,
 }
 
 /// Consecutive blocks with the same holders.
@@ -100,8 +102,10 @@ pub struct Walk {
     with_twins: Vec<u64>,
     /// The data that were read for searches, by scheme.
     readings: Vec<Reading>,
-    /// Words of holders that may still be read.
-    reads: Cell<usize>,
+    /// The words of holders that may still be read.
+    reads: Reads,
+    /// The certain parts of the hits of streams with one group whose holders were not read to the end.
+    lower_bounds: Vec<Hit>,
     /// The looks (see `Looks`) that all streams of the lookup share.
     shared_looks: Cell<usize>,
     seen: ReadVersions,
@@ -109,6 +113,28 @@ pub struct Walk {
     now: Vec<u64>,
     blocks: Vec<[u32; LEVELS]>,
     first: Vec<u64>,
+}
+
+/// The number of words of holders that may still be read. Blocks with several records, streams with one group, and searches get one part
+/// each, and the words that remained before.
+#[derive(Debug, Default)]
+struct Reads {
+    left: Cell<usize>,
+    part: usize,
+}
+
+impl Reads {
+    fn add_part(&self) {
+        self.left.set(self.left.get() + self.part);
+    }
+
+    /// Subtracts `words` from the words that may still be read. Returns whether enough words remained.
+    fn take(&self, words: usize) -> bool {
+        step_counter::count(words.div_ceil(WORDS_PER_STEP));
+        let left = self.left.get().checked_sub(words);
+        self.left.set(left.unwrap_or_default());
+        left.is_some()
+    }
 }
 
 /// Chunks that were read, to verify that all reads belong to one moment.
@@ -143,12 +169,16 @@ impl Walk {
         &self.shared_looks
     }
 
-    /// Drops all earlier readings. With `is_alone`, the caller guarantees that no writer runs until the reads are done, so they see one
-    /// state.
-    pub fn begin(&mut self, is_alone: bool) {
+    /// Drops all earlier readings, for lookups in this number of schemes. With `is_alone`, the caller guarantees that no writer runs until
+    /// the reads are done, so they see one state.
+    pub fn begin(&mut self, schemes: usize, is_alone: bool) {
         self.seen.chunks.clear();
         self.readings.clear();
-        self.reads.set(MAX_READS);
+        self.lower_bounds.clear();
+        self.reads = Reads {
+            left: Cell::new(0),
+            part: (MAX_READS / 3) >> schemes.next_power_of_two().ilog2(),
+        };
         self.shared_looks.set(SHARED_LOOKS);
         (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
     }
@@ -186,7 +216,9 @@ impl Walk {
             let Some(&number) = self.found.last() else { return at };
             at += 1;
             self.rows_to(at);
-            self.step_to(view, at);
+            if !self.step_to(view, at) {
+                return self.leave_unread(locals.len());
+            }
             let Some(chunk) = self.seen.chunk(view, number).filter(|_| !self.seen.is_spoilt) else {
                 return at;
             };
@@ -254,7 +286,9 @@ impl Walk {
                 return at;
             }
             self.rows_to(at + 1);
-            self.step_to(view, at + 1);
+            if !self.step_to(view, at + 1) {
+                return self.leave_unread(keys.len());
+            }
         }
         keys.len()
     }
@@ -265,6 +299,7 @@ impl Walk {
         self.rows.clear();
         self.twins.clear();
         self.with_twins.clear();
+        self.reads.add_part();
     }
 
     /// Adds the records in `found`, which are those of the block before `end`, to the rows.
@@ -278,40 +313,49 @@ impl Walk {
         }
     }
 
-    /// Advances by one block, whose records are in `found`.
-    fn step_to(&mut self, view: &View, end: usize) {
+    /// Advances by one block, whose records are in `found`. Returns whether their holders were read.
+    fn step_to(&mut self, view: &View, end: usize) -> bool {
         let set = |seen: &mut ReadVersions, number| seen.chunk(view, number).map_or(EMPTY, |chunk| chunk.set(number));
         let holders = match self.found[..] {
             [number] => Holders::Set(set(&mut self.seen, number)),
             _ => {
-                let (mut words, mut twins): (Vec<Word>, Vec<Word>) = Default::default();
+                let mut words: Vec<Word> = Vec::new();
                 for &number in &self.found {
-                    for word in view.words(set(&mut self.seen, number)) {
-                        match words.iter_mut().find(|known| known.at == word.at) {
-                            Some(known) => {
-                                let bits = known.bits & word.bits;
-                                known.bits |= word.bits;
-                                twins.extend((bits != 0).then_some(Word { at: word.at, bits }));
-                            }
-                            None => words.push(*word),
-                        }
+                    let more = view.words(set(&mut self.seen, number));
+                    if !self.reads.take(WORDS_PER_STEP + WORDS_PER_MERGE * more.len()) {
+                        return false;
                     }
+                    words.extend_from_slice(more);
                 }
-                if !twins.is_empty() {
-                    self.twins.push(end - 1);
-                    self.with_twins.resize(view.visible.len(), 0);
-                    for word in twins {
+                // The words of each record are sorted already.
+                words.sort_by_key(|word| word.at);
+                self.with_twins.resize(view.visible.len(), 0);
+                let mut has_twins = false;
+                words.dedup_by(|next, word| {
+                    let is_same = next.at == word.at;
+                    if is_same {
+                        let twins = word.bits & next.bits;
+                        word.bits |= next.bits;
+                        has_twins |= twins != 0;
                         if let Some(streams) = self.with_twins.get_mut(word.word()) {
-                            *streams |= word.bits;
+                            *streams |= twins;
                         }
                     }
-                }
-                words.sort_unstable_by_key(|word| word.at);
+                    is_same
+                });
+                self.twins.extend(has_twins.then_some(end - 1));
                 self.together.push(words);
                 Holders::Together(self.together.len() - 1)
             }
         };
         self.step(end, holders);
+        true
+    }
+
+    /// Leaves the holders of all further blocks unread. Returns the number of blocks.
+    fn leave_unread(&mut self, blocks: usize) -> usize {
+        self.step(blocks, Holders::Unread);
+        blocks
     }
 
     #[inline]
@@ -327,6 +371,7 @@ impl Walk {
         match holders {
             Holders::Set(set) => view.words(set),
             Holders::Together(at) => &together[at],
+            Holders::Unread => &[],
         }
     }
 
@@ -334,7 +379,7 @@ impl Walk {
     pub fn hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, streams: &[u64], out: &mut Vec<Hit>) {
         let Some(&Step { end, .. }) = self.steps.last() else { return };
         let (words, before) = (streams.len().min(view.visible.len()), out.len());
-        self.match_single_groups(view, &streams[..words], scheme.size, out);
+        let read = self.match_single_groups(view, &streams[..words], scheme.size, out);
         if prompt.longest < prompt.tokens {
             shorten(out, before, tokens_of(scheme.blocks(prompt.longest) as u64, scheme.size));
         }
@@ -347,11 +392,22 @@ impl Walk {
                 0
             }
         };
+        if read < end {
+            let most = tokens_of(read as u64, scheme.size);
+            let is_unread =
+                |hit: &&Hit| hit.tokens[LEVELS - 1] > most && doubtful(hit.stream as usize >> 6) >> (hit.stream & 63) & 1 == 0;
+            let least = |hit: &Hit| Hit {
+                tokens: hit.tokens.map(|tokens| tokens.min(most)),
+                ..*hit
+            };
+            self.lower_bounds.extend(out[before..].iter().filter(is_unread).map(least));
+        }
         let searched = |(at, streams): (usize, &u64)| streams & view.visible[at] & (view.hybrid[at] | doubtful(at));
         let streams: Vec<u64> = streams[..words].iter().enumerate().map(searched).collect();
         if streams.iter().all(|&streams| streams == 0) {
             return;
         }
+        self.reads.add_part();
         let (changes, read) = self.read_changes(view, &streams);
         let mut searches = Vec::new();
         for (at, &streams) in streams.iter().enumerate() {
@@ -383,14 +439,6 @@ impl Walk {
         });
     }
 
-    /// Subtracts `words` from the words that may still be read. Returns whether enough words remained.
-    fn may_read(&self, words: usize) -> bool {
-        step_counter::count(words.div_ceil(WORDS_PER_STEP));
-        let left = self.reads.get().checked_sub(words);
-        self.reads.set(left.unwrap_or_default());
-        left.is_some()
-    }
-
     /// Reads how the holders of each step differ from those of the step before, for these streams. Returns the changes, and the position
     /// after the last block whose holders were read.
     fn read_changes(&self, view: &View, streams: &[u64]) -> (Vec<Change>, usize) {
@@ -398,7 +446,7 @@ impl Walk {
         for step in &self.steps {
             let (words, known) = (Self::words(view, &self.together, step.holders), changes.len());
             let (mut old, mut new) = (before.iter().peekable(), words.iter().peekable());
-            if !self.may_read(1 + before.len() + words.len()) {
+            if step.holders == Holders::Unread || !self.reads.take(1 + before.len() + words.len()) {
                 return (changes, place);
             }
             while let Some(at) = old.peek().into_iter().chain(new.peek()).map(|word| word.at).min() {
@@ -418,7 +466,7 @@ impl Walk {
                 }
             }
             (before, place) = (words, step.end);
-            if !self.may_read(WORDS_PER_CHANGE * (changes.len() - known)) {
+            if !self.reads.take(WORDS_PER_CHANGE * (changes.len() - known)) {
                 break;
             }
         }
@@ -432,7 +480,7 @@ impl Walk {
             end: usize::MAX,
         };
         let outdated = if member.loras.is_empty() { 0 } else { blocks };
-        if !self.may_read(self.rows.len() + self.twins.len() + outdated) {
+        if !self.reads.take(self.rows.len() + self.twins.len() + outdated) {
             doubts.end = 0;
             return doubts;
         }
@@ -440,7 +488,7 @@ impl Walk {
             let Some(words) = self.certain_holders(view, stream, place) else {
                 continue;
             };
-            if doubts.blocks.len() == MAX_UNCERTAIN || self.reads.get() == 0 {
+            if doubts.blocks.len() == MAX_UNCERTAIN || self.reads.left.get() == 0 {
                 doubts.end = place;
                 break;
             }
@@ -456,6 +504,7 @@ impl Walk {
         for reading in &self.readings {
             reading.search(&self.shared_looks, hits, certain);
         }
+        certain.append(&mut self.lower_bounds);
     }
 
     /// Positions below `blocks` of blocks that a stream might not hold.
@@ -490,7 +539,7 @@ impl Walk {
             let lora = replaced_lora(view, member, number);
             let is_outdated = lora.is_some_and(|lora| member.loras.is_outdated(lora, number));
             let words = view.words(chunk.set(number));
-            self.may_read(words.len());
+            self.reads.take(words.len());
             for word in words {
                 if word.word() != at || word.bits & bit == 0 {
                     continue;
@@ -517,12 +566,14 @@ impl Walk {
         (!possible.iter().all(is_certain)).then_some(certain)
     }
 
-    /// Appends the matches of streams that have one group, whose blocks are all needed.
-    fn match_single_groups(&mut self, view: &View, streams: &[u64], size: u32, out: &mut Vec<Hit>) {
+    /// Appends the matches of streams that have one group, whose blocks are all needed. Returns the position after the last block whose
+    /// holders were read; streams that hold all blocks before it might hold all others.
+    fn match_single_groups(&mut self, view: &View, streams: &[u64], size: u32, out: &mut Vec<Hit>) -> usize {
         let (words, levels) = (streams.len(), view.placements.depth());
         let Self {
             steps,
             together,
+            reads,
             alive,
             now,
             blocks,
@@ -548,7 +599,18 @@ impl Walk {
             rows.clear();
             rows.resize(words * levels, 0);
         }
-        fill(alive, steps[0].holders);
+        let may_read = |step: &Step| {
+            let read = Self::words(view, together, step.holders).len();
+            step.holders != Holders::Unread && reads.take(words * levels + read)
+        };
+        reads.add_part();
+        let end = steps[steps.len() - 1].end;
+        let mut read = if may_read(&steps[0]) { end } else { 0 };
+        if read > 0 {
+            fill(alive, steps[0].holders);
+        } else {
+            alive.fill(u64::MAX);
+        }
         for level in 0..levels {
             let row = &mut alive[level * words..][..words];
             for (at, bits) in row.iter_mut().enumerate() {
@@ -560,12 +622,13 @@ impl Walk {
         out.reserve(count as usize);
         if steps.len() == 1 && levels == 1 {
             let tokens = [tokens_of(steps[0].end as u64, size); LEVELS];
-            return for_each(alive, |stream| {
+            for_each(alive, |stream| {
                 out.push(Hit {
                     stream: stream as u32,
                     tokens,
                 });
             });
+            return read;
         }
         first.clear();
         first.extend_from_slice(&alive[top..]);
@@ -573,6 +636,10 @@ impl Walk {
         for_each(first, |stream| blocks[stream] = [0; LEVELS]);
         let mut start = steps[0].end;
         for step in &steps[1..] {
+            if read == 0 || !may_read(step) {
+                (read, start) = (read.min(start), end);
+                break;
+            }
             let mut any = 0;
             let mut meet = |level: usize, word: usize, alive: &mut u64, now: u64| {
                 let mut dropped = *alive & !now;
@@ -620,15 +687,18 @@ impl Walk {
             let stream = stream as u32;
             out.push(Hit { stream, tokens });
         });
+        read
     }
 }
 
-/// Maximum number of words of holders that one lookup reads for its searches, while writers wait: about two milliseconds.
-const MAX_READS: usize = 1 << 20;
+/// Maximum number of words of holders that one lookup reads while writers wait: about three milliseconds.
+const MAX_READS: usize = 3 << 19;
 /// Number of words that are read in the time of one step.
 const WORDS_PER_STEP: usize = 8;
 /// Number of words that take as much memory as one change.
 const WORDS_PER_CHANGE: usize = 4;
+/// Number of words that are read in the time of merging one word of several records.
+const WORDS_PER_MERGE: usize = 4;
 
 /// The group and the level of a placement.
 #[derive(Clone, Copy, Debug)]

@@ -137,7 +137,7 @@ fn run_lookup_beside(
         });
         let mut walk = Walk::default();
         let view = view.read();
-        walk.begin(false);
+        walk.begin(1, false);
         walk.find(&view, prompt, Some(context), None);
         if walk.is_sound(&view) {
             let mut hits = Vec::new();
