@@ -586,7 +586,7 @@ fn groups_of_many_ranks_that_disagree() {
     let found = index.match_prompt(&(0..TOKENS).collect::<Vec<_>>(), &Scope::default());
     let Steps { taken, longest, .. } = step_counter::taken();
     let most = SHARED_LOOKS + 8 * (RANKS * TOKENS) as usize;
-    assert!(taken <= most, "{taken} steps of {most}");
+    assert!((SHARED_LOOKS..=most).contains(&taken), "{taken} steps of {most}");
     assert!(longest <= STEPS_PER_HOLD / 8, "others wait for {longest} steps");
     let good = found.hits.iter().find(|hit| found.worker(hit).source == "good").unwrap();
     assert!(good.tokens == [TOKENS; 4] && found.is_certain(good));
@@ -609,12 +609,7 @@ fn many_placements_of_many_ranks() {
     let Steps { taken, longest, .. } = step_counter::taken();
     assert!(longest <= STEPS_PER_HOLD, "others wait for {longest} steps");
     assert!(taken <= 8 << 20, "{taken} steps");
-    assert!(
-        found
-            .hits
-            .iter()
-            .all(|hit| hit.tokens[0] == TOKENS || found.certain(hit) == hit.tokens)
-    );
+    assert!(found.hits.iter().all(|hit| hit.tokens[0] == TOKENS && !found.is_certain(hit)));
 }
 
 /// Many ranks of engines with one group, each with as many media of its own as it may name, which hold every other block of a prompt; also
