@@ -313,6 +313,7 @@ def test_a_healthy_service_and_its_fleet_have_no_warnings() -> None:
         served.wait("engine-0/0", lambda source: source["lag_seconds"] is not None)
         for _ in range(2):
             served.ask("POST", "/v1/match", {"model": "m", "tokens": list(range(48))})
+        wait_until(lambda: served.ask("GET", "/readyz")["exact"] == 2)
         ended = run("doctor", "--service", served.url)
         report = json.loads(run("doctor", "--service", served.url, "--output=json").out)
     assert ended.code == 0, ended.out

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +26,8 @@ from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0
 """Time for clients to read the last responses after the control plane stopped."""
+REFRESH_PAUSE: Final = 20
+"""Least pause between two refreshes of the responses to probes for changes of the fleet, as a multiple of the time of one."""
 DURATION_BOUNDS: Final = (0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.0256, 0.1, 0.5, 2.0)
 """Bounds of the histogram of response times, in seconds from a request's headers to its response."""
 MATCH_RATIO_BOUNDS: Final = (0.0, 0.01, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -97,6 +100,8 @@ class DataPlane:
         self._places: dict[Member, int] = {}
         """The place of each worker in the routing table, so that only changed workers are written."""
         self._free_places: list[int] = []
+        self._next_refresh = 0.0
+        """Time from which a change of the table also refreshes the responses to probes; until then the timer does."""
 
     def start(
         self, listening: socket.socket, handle: Callable[[_native.Request | int], None], settings: Mapping[str, Any]
@@ -132,6 +137,8 @@ class DataPlane:
                 return
             self._published_version = version
             native.change_table(fleet.index, _encode(self._take_change(fleet)))
+        if time.monotonic() >= self._next_refresh:
+            self.refresh()
 
     def _take_change(self, fleet: Fleet) -> Mapping[str, Any]:
         """Return the change of the table, as `native/server/src/fleet.rs` reads it, and record it as written."""
@@ -163,10 +170,13 @@ class DataPlane:
         native = self._native  # `close` may set it to None in another thread at any moment
         if native is None:
             return
+        begin = time.monotonic()
         health, ready = self._health(), self._readiness()
         native.replace_probes(
             (503 if health.status == "failed" else 200, _encode(health)), (200 if ready.ready else 503, _encode(ready))
         )
+        end = time.monotonic()
+        self._next_refresh = end + REFRESH_PAUSE * (end - begin)
 
     def reload_tls(self) -> None:
         """Read the TLS files again, for new connections. Raises `ValueError` if they cannot be used."""
