@@ -88,6 +88,7 @@ def test_a_relay_gives_late_consumers_the_history_of_an_engine_without_the_plugi
 
                 wait_for(what, turn)
 
+            turn_until("the subscription", lambda: publisher.stats().subscribers == 1)
             for number in range(1, 3 * BUFFER):
                 turn_until("the newest batch", lambda count=number: relay.status().forwarded_batches == count)  # type: ignore[misc]
                 publisher.publish(EventBatch(float(number), [block(number + 1)]))

@@ -29,7 +29,7 @@ class FakeSnapshots:
         self.failures = dict(failures)
         self.reads: list[str] = []
 
-    async def matching(self, partition: int, _: PartitionInfo) -> list[SnapshotInfo]:
+    async def list_matching(self, partition: int, _: PartitionInfo) -> list[SnapshotInfo]:
         return [SnapshotInfo(name, partition, 0.0, "test", 7, "made", 0, 0) for name in ("newest", "before")]
 
     async def list_valid(self, _: int) -> list[SnapshotInfo]:
