@@ -140,9 +140,13 @@ impl Sets {
     #[inline]
     pub fn holds(&self, set: u32, placement: u16, stream: u32) -> bool {
         let at = u32::from(placement) << 16 | stream >> 6;
-        self.words(set)
-            .iter()
-            .any(|word| word.at == at && word.bits >> (stream & 63) & 1 == 1)
+        let words = self.words(set);
+        let place = if words.len() <= INLINE_WORDS {
+            words.iter().position(|word| word.at == at)
+        } else {
+            words.binary_search_by_key(&at, |word| word.at).ok()
+        };
+        place.is_some_and(|place| words[place].bits >> (stream & 63) & 1 == 1)
     }
 
     /// Placements on which `stream` holds the blocks of the set.

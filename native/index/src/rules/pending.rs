@@ -59,6 +59,8 @@ impl<C: Weight> Waiting<C> {
 /// Approximate bytes of one entry in each of the maps below.
 const MAP_BYTES: usize = 64;
 
+/// Number of placements of one hash that are searched in the time of one step.
+const COPIES_PER_STEP: usize = 8;
 const NONE: u32 = u32::MAX;
 
 /// The first and the last entry of a list.
@@ -314,7 +316,7 @@ impl<C: Weight> Queue<C> {
         let row = self.by_awaited.entry(awaited).or_insert(Row::EMPTY);
         append(&mut self.entries, row, at, Kind::Awaited);
         let copies = self.by_hash.entry(hash).or_default();
-        step_counter::count(copies.len());
+        step_counter::count(copies.len().div_ceil(COPIES_PER_STEP));
         let found = copies
             .iter()
             .position(|copies| copies.placement == placement)
@@ -349,7 +351,7 @@ impl<C: Weight> Queue<C> {
             }
         }
         if let Some(copies) = self.by_hash.get_mut(&hash) {
-            step_counter::count(copies.len());
+            step_counter::count(copies.len().div_ceil(COPIES_PER_STEP));
             if let Some(found) = copies.iter_mut().find(|copies| copies.placement == placement) {
                 unlink(&mut self.entries, found.row(is_orphan), at, Kind::Copies);
             }
@@ -400,7 +402,7 @@ impl<C: Weight> Queue<C> {
         let Some(copies) = self.by_hash.get(&hash) else {
             return false;
         };
-        step_counter::count(copies.len());
+        step_counter::count(copies.len().div_ceil(COPIES_PER_STEP));
         let here = || copies.iter().filter(|copies| is_meant(copies.placement));
         let number = |at: &u32| self.entries[*at as usize].as_ref().map(|entry| entry.number);
         let oldest = |rows: Vec<Row>| {
