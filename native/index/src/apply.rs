@@ -19,7 +19,7 @@ use crate::stream::{RemovalTarget, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::{Event, Kind, Scratch, Span, extra_keys};
 
-/// The medium of a clear after which all tiers are certainly empty. Only senders of kvevents name it.
+/// The medium of a clear after which all tiers are certainly empty. Only senders of kvevents name this medium.
 pub const EVERY_TIER: &[u8] = b"*";
 
 /// The events of a payload.
@@ -47,7 +47,7 @@ impl Read<'_> {
         }
     }
 
-    /// The extra keys of an event; None if no block has any.
+    /// The extra keys of an event; None if no block has an extra key.
     fn extra_keys(&self, event: &Event) -> Option<&[u8]> {
         self.bytes(event.extra_keys.filter(|_| event.has_extra_keys))
     }
@@ -82,7 +82,7 @@ impl Work {
 }
 
 impl Stream {
-    /// Applies one event. Returns whether it cleared the whole stream.
+    /// Applies one event. Returns whether the event cleared the whole stream.
     pub fn apply_event(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -101,7 +101,7 @@ impl Stream {
         false
     }
 
-    /// Notes which copies a store or a removal has changed.
+    /// Records which copies a store or a removal has changed.
     fn note_changed_copies(&mut self, read: &Read<'_>, event: &Event) {
         let group = event.group.unwrap_or(0);
         let level = read.location(event).placement().level() as u8;

@@ -114,7 +114,7 @@ pub enum Attention {
     /// All of them.
     #[default]
     Full,
-    /// Blocks that cover the last tokens; the number is the window's size.
+    /// Blocks that cover the last tokens; the number is the window's size in tokens.
     SlidingWindow(u32),
     /// The last block only: it holds the state after its last token (Mamba).
     State,
@@ -141,7 +141,7 @@ impl Attention {
 /// A KV cache group of a hybrid model.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Group {
-    /// Number of the group.
+    /// The number that identifies the group in events.
     pub number: u32,
     /// The blocks of a prefix that the group needs.
     pub attention: Attention,
@@ -156,7 +156,7 @@ pub struct Store<'a> {
     pub parent: Option<u64>,
     /// The tokens of all blocks.
     pub tokens: &'a [u32],
-    /// Tokens of each block.
+    /// Number of tokens of each block.
     pub block_size: u32,
     /// Where the blocks are.
     pub tier: Tier,
@@ -164,7 +164,7 @@ pub struct Store<'a> {
     pub group: Option<Group>,
     /// The LoRA for which the blocks were computed.
     pub lora: Option<&'a str>,
-    /// The salt of the cache.
+    /// The cache salt for which the blocks were computed.
     pub salt: Option<&'a str>,
 }
 
@@ -175,7 +175,7 @@ pub struct Remove<'a> {
     pub hashes: &'a [u64],
     /// Where the blocks were.
     pub tier: Tier,
-    /// The number of their group; None if the model has one group.
+    /// The number that identifies the blocks' group; None if the model has one group.
     pub group: Option<u32>,
 }
 
@@ -202,9 +202,9 @@ pub enum Applied {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
-    /// A limit is too low; the text names it.
+    /// A limit is too low; the text names the limit.
     Limit(String),
-    /// The numbers of tokens, hashes and the block size do not agree; the text has them.
+    /// The number of tokens is not the number of hashes times the block size; the text states these numbers.
     Shape(String),
     /// The index has reached the maximum number of streams.
     Full,
@@ -235,7 +235,7 @@ impl std::error::Error for Error {
 }
 
 impl Scope {
-    /// The workers of a model, as `Index::set_model` names it, without LoRA and salt.
+    /// Selects the workers of a model that `Index::set_model` has named, for a prompt without LoRA and salt.
     pub fn of_model(model: impl Into<String>) -> Self {
         Self {
             model: Some(model.into()),
@@ -262,16 +262,16 @@ impl Scope {
     }
 }
 
-/// Tokens of the longest prefix that a worker holds. Each tier includes the blocks of faster tiers.
+/// Numbers of tokens of the longest prefix that a worker holds. Each tier includes the blocks of faster tiers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tokens {
-    /// Tokens on the device only.
+    /// Number of tokens on the device only.
     pub gpu: u32,
-    /// Tokens on the device or the host.
+    /// Number of tokens on the device or the host.
     pub cpu: u32,
-    /// Tokens on the device, the host, disks or remote stores.
+    /// Number of tokens on the device, the host, disks or remote stores.
     pub disk: u32,
-    /// Tokens on any medium, including media with unknown names.
+    /// Number of tokens on any medium, including media with unknown names.
     pub any: u32,
 }
 
@@ -287,15 +287,15 @@ impl From<[u32; LEVELS]> for Tokens {
 pub struct Hit<'a> {
     /// The worker.
     pub worker: &'a Worker,
-    /// Tokens that it holds, according to its events.
+    /// Number of tokens that the worker holds, according to its events.
     pub tokens: Tokens,
-    /// Tokens that it certainly holds: fewer if some blocks might be gone.
+    /// Number of tokens that the worker certainly holds: fewer if some blocks might be gone.
     pub certain: Tokens,
 }
 
-/// An index of which worker holds how long a prefix of a prompt.
+/// An index that finds how long a prefix of a prompt each worker holds.
 ///
-/// Any number of threads can search while others apply batches. Batches of one worker are applied in order: one thread at a time.
+/// Any number of threads can search while others apply batches. The caller must apply the batches of one worker in order, one at a time.
 #[derive(Debug)]
 pub struct Index {
     inner: prefix_index::PrefixIndex,
@@ -318,7 +318,7 @@ impl Index {
 
     /// Applies a batch: msgpack, in any form that an engine sends. The caller orders the batches of a stream.
     ///
-    /// # Errors [`Error::Full`] or [`Error::Damaged`]. Content of a peer is never an error: the report lists the rejected parts.
+    /// # Errors [`Error::Full`] or [`Error::Damaged`]. Invalid input from a peer is never an error: the report lists the rejected parts.
     pub fn batch(&self, worker: &Worker, at: Position, payload: &[u8]) -> Result<Applied, Error> {
         let applied = self
             .inner
@@ -335,7 +335,7 @@ impl Index {
         outcome(found, None)
     }
 
-    /// Removes all blocks of a worker, since its publisher begins an incarnation.
+    /// Begins an incarnation of a worker's publisher, and removes all blocks of the worker.
     ///
     /// # Errors
     /// As for [`Index::batch`].
@@ -398,7 +398,7 @@ impl Index {
     // --- lookups
 
     /// Returns the workers that hold a prefix of a prompt. Engines compute the last token of a prompt in any case: leave that token out to
-    /// count the tokens that they save.
+    /// count the tokens that engines save.
     pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
         Matches(self.inner.match_prompt(tokens, scope))
     }
@@ -410,12 +410,13 @@ impl Index {
         self.inner.label(source, model);
     }
 
-    /// Removes a worker. Batches of its incarnation that arrive later are ignored. Returns the number of blocks that the worker held.
+    /// Removes a worker. Batches of the worker's incarnation that arrive later are ignored. Returns the number of blocks that the worker
+    /// held.
     pub fn remove_worker(&self, worker: &Worker) -> usize {
         self.inner.remove(&worker.source, Some(worker.rank))
     }
 
-    /// From now on accepts events of any incarnation of a removed worker.
+    /// Lets the index accept events of any incarnation of a removed worker again.
     pub fn admit(&self, worker: &Worker) {
         self.inner.admit(&worker.source, worker.rank);
     }
@@ -435,7 +436,7 @@ impl Index {
     /// Writes a snapshot of all workers.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// The errors of writing to `out`.
     pub fn save<W: Write>(&self, out: W) -> io::Result<W> {
         self.inner.save(out, None)
     }
@@ -448,7 +449,7 @@ impl Index {
         snapshot::restore(&self.inner, from).map_err(Error::Snapshot)
     }
 
-    /// Whether a panic has left the index half changed. Its answers can be wrong until a snapshot is restored.
+    /// Whether a panic has left the index half changed. The index's answers can be wrong until a snapshot is restored.
     pub fn is_damaged(&self) -> bool {
         self.inner.is_damaged()
     }

@@ -8,20 +8,20 @@ use std::sync::Arc;
 
 use crate::groups::engine_hash::EngineHash;
 
-/// The blocks of a prefix that a group needs. vLLM 0.33.0: the finders of `v1/core/single_type_kv_cache_manager.py`.
+/// The blocks of a prefix that a group needs, as in vLLM 0.33.0 (the finders of `v1/core/single_type_kv_cache_manager.py`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupKind {
     /// All blocks; the number distinguishes full attention, MLA, and full attention with a sink.
     Full(u8),
-    /// The blocks that cover the last tokens of the prefix: one token less than the window has.
+    /// The blocks that cover the last tokens of the prefix. The value is the size of the window, which has one token more.
     Window(u32),
     /// The last block only: it holds the state after its last token (Mamba).
     State,
-    /// Unknown; its blocks give no credit. vLLM's chunked local attention is one: its events do not have the length of a chunk.
+    /// Any other kind; its blocks do not count. An example is vLLM's chunked local attention, whose events lack the chunk length.
     Unknown,
 }
 
-/// Numbers of the kinds of full attention.
+/// Number of the kinds of full attention.
 pub const FULL_KINDS: u8 = 3;
 
 impl GroupKind {
@@ -49,22 +49,22 @@ impl GroupKind {
 /// One KV cache group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Group {
-    /// Number of the group in events.
+    /// The number that identifies the group in events.
     pub number: i64,
     /// The blocks of a prefix that the group needs.
     pub kind: GroupKind,
-    /// Tokens of a block; 0 if its kind is unknown.
+    /// Number of tokens of a block; 0 if the kind of the group is unknown.
     pub size: u32,
 }
 
 /// How prompts are looked up for an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// By bitmaps of many engines at once: the engine has one group, which needs every block of a prefix.
+    /// Prompts are looked up in bitmaps of many engines at once: the engine has one group, which needs every block of a prefix.
     Bitmaps,
-    /// By records: the blocks of every group end where blocks of full attention end, so the records of these suffice.
+    /// Prompts are looked up in records: blocks of all groups end where blocks of full attention end, so these blocks' records suffice.
     Records,
-    /// By the engine's own hashes of the prompt (`crate::groups::cache`).
+    /// Prompts are looked up by the hashes that the engine itself computes for prompts (`crate::groups::cache`).
     Hashes,
 }
 
@@ -72,7 +72,7 @@ pub enum Method {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
     groups: Vec<Group>,
-    /// The scheme by which the engine hashes prompts; None until it is known.
+    /// The scheme by which the engine hashes prompts; None until the scheme is known.
     pub hashing: Option<EngineHash>,
     /// Whether the engine's hashes also cover tokens after their blocks.
     pub has_lookahead: bool,
@@ -84,7 +84,7 @@ pub struct Groups {
     /// items.
     pub has_unknown_inputs: bool,
     /// Groups of the draft model (EAGLE, MTP), in which the engine computes the last block of a hit again; an empty list means all groups.
-    /// None without a draft model.
+    /// None if the engine has no draft model.
     pub drafts: Option<Arc<[i64]>>,
 }
 
@@ -124,18 +124,18 @@ impl Groups {
         };
     }
 
-    /// Whether the engine computes the last block of a hit again in this group. It does not if hashes cover the tokens after a block.
+    /// Whether the engine computes the last block of a hit again in this group; false if hashes cover the tokens after their blocks.
     pub fn is_draft(&self, number: i64) -> bool {
         let drafts = self.drafts.as_deref().filter(|_| !self.has_lookahead);
         drafts.is_some_and(|drafts| drafts.is_empty() || drafts.contains(&number))
     }
 
-    /// Groups that lookups search.
+    /// The groups that lookups search: those of a known kind.
     pub fn known(&self) -> impl Iterator<Item = &Group> {
         self.groups.iter().filter(|group| group.kind != GroupKind::Unknown)
     }
 
-    /// Tokens of a block of full attention; None if there are no such groups, or their sizes differ.
+    /// Number of tokens of a block of full attention; None if no group has full attention, or if block sizes of such groups differ.
     pub fn full_size(&self) -> Option<u32> {
         match self.full_sizes()[..] {
             [size] => Some(size),
@@ -155,7 +155,7 @@ impl Groups {
         sizes
     }
 
-    /// Tokens from one hash to the next. Without a known scheme it is the size of a block of full attention.
+    /// Number of tokens from one hash to the next. If the scheme is not known, this is the size of a block of full attention.
     pub fn unit(&self) -> u32 {
         let sizes = || self.known().map(|group| group.size).min();
         let known = self.hashing.as_ref().map(|hashing| hashing.unit);
@@ -210,7 +210,7 @@ impl Groups {
             (Some(group), None) if group.kind.is_full() && self.drafts.is_none() => return Method::Bitmaps,
             _ => {}
         }
-        // Only with states can a hit end at every hash unit.
+        // A hit can end at every hash unit only if the engine has groups with states.
         let is_multiple = |size: u32| self.known().all(|group| group.size.is_multiple_of(size));
         match self.full_size() {
             Some(size) if is_multiple(size) && !(self.has_states() && self.unit() < size) && !self.looks_ahead() => {
@@ -225,7 +225,8 @@ impl Groups {
         self.hashing.is_none() && (self.has_states() || self.method() == Method::Hashes)
     }
 
-    /// Why answers for the engine's prompts are estimates; None if they are not. `sizes` are the block sizes of stores with tokens.
+    /// Why answers for the engine's prompts are estimates; None if the answers are exact. `sizes` are the block sizes of stores with
+    /// tokens.
     pub fn estimate(&self, sizes: usize) -> Option<&'static str> {
         if self.has_plain_full() {
             (sizes > 1).then_some("several-block-sizes")

@@ -23,7 +23,7 @@ pub const PLACEHOLDER: u32 = u32::MAX;
 pub struct Scheme {
     /// Tokens per block.
     pub size: u32,
-    /// A block also covers the first token of the next one (SGLang under EAGLE).
+    /// Whether a block's hash also covers the first token of the next block (SGLang under EAGLE).
     pub eagle: bool,
 }
 
@@ -81,7 +81,7 @@ pub fn item_at(id: u64, offset: i64) -> u64 {
     xxh3_64(&bytes)
 }
 
-/// An extra key of unknown meaning, for example the digest of prompt embeddings.
+/// The hash of an extra key of unknown meaning, for example of the digest of prompt embeddings.
 pub fn untagged(key: &[u8]) -> u64 {
     xxh3_64_with_seed(key, UNTAGGED_SEED)
 }
@@ -127,7 +127,7 @@ pub fn chained(parent: u64, local: u64) -> u64 {
     xxh3_64_with_seed(&bytes, SEED)
 }
 
-/// Turns local hashes into keys, in place; `parent` is the key of the block before them.
+/// Turns local hashes into keys, in place; `parent` is the key of the block before the first one.
 pub fn chain(parent: Option<u64>, hashes: &mut [u64]) {
     let mut before = parent;
     for hash in hashes {
@@ -217,7 +217,7 @@ pub fn with_placeholders(tokens: &[u32], items: &Items) -> Vec<u32> {
     replaced
 }
 
-/// Computes local hashes of blocks without extra keys. It is a separate function, since the loop needs all registers.
+/// Computes local hashes of blocks without extra keys. This is a separate function, since the loop needs all registers.
 #[inline(never)]
 pub fn plain(tokens: &[u32], size: usize, seed: u64, out: &mut Vec<u64>) {
     out.extend(tokens.chunks_exact(size).map(|block| local(block, seed)));

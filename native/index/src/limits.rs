@@ -1,7 +1,7 @@
 //! The bounds of an index.
 
-/// Maximum number of blocks of one stream with one hash: engines that hash pages without their prefix have hundreds. Histories of
-/// publishers keep the same number, so that a consumer that starts late holds the same blocks as a consumer that received everything.
+/// Maximum number of blocks of one stream with one hash: engines that hash pages without their prefix have hundreds of them. Histories of
+/// publishers have the same limit, so that a consumer that starts late holds the same blocks as a consumer that received everything.
 pub const BLOCKS_PER_HASH: usize = 1_024;
 
 /// Maximum number of ranks of one stream: the stream of a relay has the ranks of one node. Histories of publishers have the same limit.
@@ -10,7 +10,7 @@ pub const RANKS: usize = 64;
 /// Bounds of an index; input that is dropped at a bound is counted.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Maximum number of bytes of the index; new blocks are refused while it takes more.
+    /// Maximum number of bytes of the index; new blocks are refused while the index takes more.
     pub memory: Option<usize>,
     /// Maximum number of blocks of one stream that wait for their parent or their tokens.
     pub orphans: usize,
@@ -20,12 +20,12 @@ pub struct Limits {
     pub places: usize,
     /// Maximum number of KV cache groups of one incarnation of a stream: a hybrid model has a handful.
     pub groups: usize,
-    /// Maximum number of schemes by which one incarnation of a stream may divide prompts. Each needs another search; an engine has one.
+    /// Maximum number of schemes by which one incarnation of a stream may divide prompts. Each scheme costs a search; an engine has one.
     pub block_sizes: usize,
-    /// Maximum number of records with one key that lookups find, if streams hold more such blocks under different hashes; a few records of
-    /// each stream are always found.
+    /// Maximum number of records that lookups find for one key, if streams hold blocks with this key under many different hashes. A few
+    /// records of each stream are always found.
     pub records_per_key: usize,
-    /// Maximum number of blocks of one stream with one hash: engines that hash pages without their prefix have some.
+    /// Maximum number of blocks of one stream with one hash: engines that hash pages without their prefix can have hundreds of such blocks.
     pub blocks_per_hash: usize,
     /// Maximum number of ranks that the payloads of one stream may state.
     pub ranks: usize,

@@ -1,7 +1,7 @@
-//! The index: it applies deliveries of streams and answers lookups. Each module of this one has some of its methods.
+//! The index: it applies deliveries of streams and answers lookups. Each submodule has some of the methods of `PrefixIndex`.
 //!
-//! Locks are taken in this order: `replacing`, the registry, one stream, the overlay, the shared lock, the view. A thread that holds a
-//! stream locks a second one only by `try_lock`.
+//! A thread takes its locks in this order: first `replacing`, then the registry, one stream, the overlay, the shared lock, and last the
+//! view. A thread that has locked a stream locks a second one only by `try_lock`.
 
 mod deliveries;
 mod ranks;
@@ -35,7 +35,7 @@ pub struct PrefixIndex {
     pub shared_lock: YieldingRwLock<SharedState>,
     /// The part that lookups read.
     pub(crate) view: Reader<View>,
-    /// Locked for writing while the shared part is replaced, and for reading while a stream that the registry does not have is changed.
+    /// This lock is held for writing while the shared part is replaced, and for reading while a stream outside the registry is changed.
     pub(crate) replacing: RwLock<()>,
     pub(crate) registry: RwLock<Registry>,
     schema: Schema,
@@ -74,7 +74,7 @@ impl PrefixIndex {
         &self.limits
     }
 
-    /// Whether a panic has left the index half changed. Its answers can be wrong until a snapshot is restored.
+    /// Whether a panic has left the index half changed. The index's answers can be wrong until a snapshot is restored.
     pub fn is_damaged(&self) -> bool {
         self.shared_lock.is_poisoned()
     }

@@ -1,4 +1,4 @@
-//! Rules for the meaning of events. An index and a compacted stream share them, although they store blocks in different ways.
+//! Rules for the meaning of events. An index and a compacted stream share the rules, although they store blocks in different ways.
 
 pub mod clear_budget;
 pub mod collisions;

@@ -91,14 +91,14 @@ impl<'a> TokenStore<'a> {
 pub struct StoredKeys {
     /// Keys of the blocks before the first one that has no key.
     pub keys: Vec<u64>,
-    /// Part of the seed that the event's own salt contributes; 0 for a root without one, None if the parent's salt applies.
+    /// Part of the seed that the event's own salt contributes; 0 for a root without a salt, None if the parent's salt applies.
     pub salt: Option<u64>,
     /// Why this block and the blocks after it have no keys.
     pub unkeyed: Option<&'static str>,
 }
 
-/// Returns the keys of the blocks of a payload that is one stored event. `parent` has the key of the block before them, and the part of the
-/// seed that its salt contributes. Returns None for any other payload.
+/// Returns the keys of the blocks of a payload that is one stored event. `parent` has the key of the block before the first one, and the
+/// part of the seed that this key's salt contributes. Returns None for any other payload.
 pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredKeys> {
     static SCHEMA: LazyLock<Option<Schema>> = LazyLock::new(|| Some(Schema::new(Limits::default()).ok()?.unlimited()));
     let (mut scratch, mut work, schema) = (Scratch::default(), Work::default(), SCHEMA.as_ref()?);
@@ -120,7 +120,7 @@ pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredK
     })
 }
 
-/// Leaves the keys in `work`.
+/// Computes the keys of the blocks of a store, and leaves them in `work`.
 fn keys_after(
     read: &Read<'_>,
     event: &Event,
@@ -171,7 +171,7 @@ pub(super) fn hash_all(store: &TokenStore<'_>, first: usize, parent: Option<u64>
     }
 }
 
-/// Extra keys of one block; `extras` are in the order of their blocks.
+/// Returns the extra keys of the block with the index `at`; `extras` is sorted by the index of the block.
 pub fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64> + '_ {
     let start = extras.partition_point(|(block, _)| *block < at);
     extras[start..]
@@ -180,7 +180,7 @@ pub fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64
         .map(|(_, extra)| *extra)
 }
 
-/// Reads extra keys into `extras`, as pairs of block and hash. Returns the salt, which is a plain text key of a root.
+/// Reads extra keys into `extras`, as pairs of block index and hash. Returns the salt, a plain text that a prompt's first block has.
 pub fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, is_root: bool, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
     extras.clear();
     let raw = raw?;

@@ -5,7 +5,7 @@ use crate::memory::table::{CacheLevel, Stage, TableHash};
 use crate::store::shared_state::{Block, SharedState};
 use crate::stream::Stream;
 
-/// Number of blocks between one prefetch step and the next: placing this many takes longer than a memory access.
+/// Number of blocks between one prefetch step and the next: placing that many blocks takes longer than a memory access.
 const BLOCKS_PER_STEP: usize = 8;
 /// Number of prefetched blocks that are remembered, a power of two.
 const RING: usize = 4 * BLOCKS_PER_STEP;
@@ -13,7 +13,7 @@ const RING: usize = 4 * BLOCKS_PER_STEP;
 /// The key and the hash of a block, both mixed with the index's secret, by which tables find the block.
 type MixedPair = (TableHash, TableHash);
 
-/// Prefetched blocks, by their number modulo `RING`; kept from one run to the next to avoid allocations.
+/// Prefetched blocks, by their index modulo `RING`. The ring is kept from one run to the next to avoid allocations.
 #[derive(Debug)]
 pub(super) struct Ring(Box<[MixedPair; RING]>);
 

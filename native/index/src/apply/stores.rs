@@ -23,7 +23,7 @@ const UNKNOWN_KIND: &str = "unknown-kind";
 pub const HOST_OF_SGLANG: &[u8] = b"CPU_PINNED";
 /// Number of blocks of an event that are prefetched before the event is hashed.
 const PREFETCHED_BLOCKS: usize = 4;
-/// Maximum number of blocks of an event that is hashed while the lock is held: for so few, a second locking would take longer.
+/// Maximum number of blocks of an event that is hashed while the lock is held: locking again would take longer than hashing so few blocks.
 const MAX_BLOCKS_UNDER_LOCK: usize = 8;
 /// Maximum number of tokens per block of an event that is hashed while the lock is held.
 const MAX_TOKENS_UNDER_LOCK: usize = 1_024;
@@ -33,7 +33,7 @@ const MAX_TOKENS_UNDER_LOCK: usize = 1_024;
 pub(super) struct Chain<'a> {
     pub(super) hashes: &'a [u64],
     pub(super) keys: &'a [u64],
-    /// None for blocks that were stored by their keys, since such blocks have no parents.
+    /// Local hashes of the blocks; None for blocks that were stored by their keys, since such blocks have no parents.
     pub(super) locals: Option<&'a [u64]>,
     pub(super) context: u32,
     pub(super) placement: u16,
@@ -55,7 +55,7 @@ struct OpenRow {
     stretch: Row,
     used: u32,
     set: u32,
-    /// Position of the first block in its chain.
+    /// Position of the first block in the chain.
     first: usize,
 }
 
@@ -245,7 +245,7 @@ impl Stream {
         Ok(())
     }
 
-    /// The newest block with a hash, if the prompt of the block was divided into blocks by this scheme.
+    /// The newest block with this hash; None if the block's prompt was divided into blocks by another scheme.
     fn known_block(&self, shared: &SharedState, hash: u64, scheme: Scheme) -> Option<u32> {
         let number = self.newest(shared, hash)?;
         let context = shared.contexts.get(shared.records.context(number));
@@ -312,8 +312,8 @@ impl Stream {
         self.evidence.is_whole &= dropped == 0;
     }
 
-    /// Places the blocks of an event from `first` on after `parent`. Each block is the parent of the next. Returns the record of the last
-    /// block; None if the memory limit refuses that block.
+    /// Places the blocks of an event after `parent`, beginning with the block `first`. Each block is the parent of the next. Returns the
+    /// record of the last block; None if that block is refused because of the memory limit.
     fn place_after(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -361,7 +361,7 @@ impl Stream {
         }
     }
 
-    /// Places blocks after a record. Returns the record of the last block; None if the memory limit refuses that block.
+    /// Places blocks after a record. Returns the record of the last block; None if that block is refused because of the memory limit.
     fn place_all(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -413,8 +413,8 @@ impl Stream {
         parent: &mut Option<u32>,
     ) -> Stop {
         let (chain, mut open) = (blocks.chain, OpenRow::default());
-        // Whether the preceding block is new. If no block is linked to the preceding one, any record of the next block that `place` would
-        // find is a head.
+        // Whether the preceding block is new. If no block is linked to the preceding block, `place` can find the next block only as a
+        // head.
         let mut is_new = false;
         for at in start..end {
             let block = blocks.next(self, shared, at);
@@ -513,8 +513,8 @@ impl Stream {
         }
     }
 
-    /// Adds copies of the leading blocks that the stream holds already. At the first other block, this and all later blocks are refused,
-    /// since the memory limit is reached.
+    /// Adds copies of the leading blocks that the stream holds already. The first block that the stream does not hold and all later blocks
+    /// are refused, since the memory limit is reached.
     fn refuse_new(&mut self, writer: &mut Writer<'_, SharedState>, chain: &Chain<'_>, first: usize, mut parent: Option<u32>) {
         for at in first..chain.hashes.len() {
             let block = chain.block(writer, at);
@@ -529,7 +529,7 @@ impl Stream {
         }
     }
 
-    /// Places the pending blocks whose parent is this block, then the pending blocks whose parents these are, and so on.
+    /// Places the pending blocks that wait for this block, then the pending blocks that wait for the placed ones, and so on.
     fn place_orphans(&mut self, writer: &mut Writer<'_, SharedState>, hash: u64, number: u32) {
         let mut queue = VecDeque::from([(hash, number)]);
         while let Some((hash, above)) = queue.pop_front() {

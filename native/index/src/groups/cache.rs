@@ -1,4 +1,4 @@
-//! The blocks of an engine by its own hashes, for lookups of prompts that records of blocks cannot answer
+//! The blocks of an engine by the engine's own hashes. Lookups use these blocks if records of blocks give no answer
 //! (`crate::groups::Method::Hashes`).
 
 use std::cell::{Cell, RefCell};
@@ -15,7 +15,7 @@ use crate::memory::hasher::Secret;
 use crate::step_counter;
 
 /// Levels on which a block is held. The lower half has a bit for each level on which the block is held, the upper half a bit for each level
-/// on which it certainly is.
+/// on which the block is certainly held.
 type Held = u8;
 
 const _: () = assert!(2 * LEVELS <= Held::BITS as usize);
@@ -23,13 +23,13 @@ const _: () = assert!(2 * LEVELS <= Held::BITS as usize);
 /// The blocks that the groups of an engine hold.
 #[derive(Debug, Default)]
 pub struct GroupCache {
-    /// Blocks by group number. A group never changes its position, so that a search can let a writer in.
+    /// Blocks by group number. A group never changes its position, so that a writer can run during a search.
     groups: Vec<(i64, HashMap<u64, Held, Secret>)>,
     /// Number of changes.
     changes: u64,
-    /// Blocks that might be gone.
+    /// Number of blocks that might be gone.
     uncertain: usize,
-    /// Salts by the part of a seed that each contributes.
+    /// Salts by the part of a seed that each salt contributes.
     salts: HashMap<u64, String, Secret>,
     /// Whether prompts have salts that `salts` does not contain.
     misses_salts: bool,
@@ -46,7 +46,7 @@ pub struct GroupLookup {
 
 /// Maximum number of salts that are stored for a stream.
 pub const MAX_SALTS: usize = 1 << 16;
-/// Number of blocks that a search examines before it lets a writer in.
+/// Number of blocks that a search examines before it lets a waiting writer run.
 const LOOKS_PER_HOLD: usize = 1 << 12;
 /// Approximate bytes of an entry of a map.
 const ENTRY_BYTES: usize = 18;
@@ -122,17 +122,17 @@ impl GroupCache {
         self.misses_salts
     }
 
-    /// The salt that contributes this part of a seed, if the engine has announced a block with it.
+    /// The salt that contributes this part of a seed, if the engine has announced a block with that salt.
     pub fn salt(&self, part: u64) -> Option<&str> {
         self.salts.get(&part).map(String::as_str)
     }
 
-    /// The salts, for a snapshot.
+    /// The salts, as a snapshot stores them.
     pub fn salts(&self) -> impl ExactSizeIterator<Item = (u64, &str)> + '_ {
         self.salts.iter().map(|(&part, salt)| (part, salt.as_str()))
     }
 
-    /// Adds salts that were learned before.
+    /// Adds salts that a snapshot contains.
     pub fn resume(&mut self, salts: impl IntoIterator<Item = (u64, String)>) {
         self.salts.extend(salts);
     }
@@ -144,7 +144,7 @@ impl GroupCache {
     }
 
     /// Returns how many tokens of a prompt the engine finds, at most `longest`; `hashes` cover the whole prompt. A long search lets writers
-    /// in; if a writer has changed the cache, no token is certain.
+    /// run; if a writer has changed the cache, no token is certain.
     pub fn find(cache: &RwLock<Self>, groups: &Groups, hashes: &[u64], longest: usize, shared_looks: &Cell<usize>) -> Found {
         let (unit, looks) = (groups.unit() as usize, Looks::new(hashes.len(), shared_looks));
         step_counter::begin_hold();
@@ -187,7 +187,7 @@ impl GroupCache {
     }
 }
 
-/// Returns the tokens by level, and whether all searches ended. A level has at least as many tokens as the level before it.
+/// Returns the number of tokens by level, and whether all searches ended. A level has at least as many tokens as the level before it.
 pub fn by_level(find: impl Fn(usize) -> CachedPrefix) -> ([u32; LEVELS], bool) {
     let mut is_exact = true;
     let mut find = |level| {

@@ -9,16 +9,16 @@
 
 use xxhash_rust::xxh3::xxh3_128;
 
-/// The seed of vLLM's sha256 hashes when `PYTHONHASHSEED` is not set, and the value of that variable that deployments set most often.
+/// The seeds that are tried: vLLM's seed if `PYTHONHASHSEED` is not set, and the most frequent value of `PYTHONHASHSEED`.
 const SEEDS: [&str; 2] = ["vllm-none-hash", "0"];
-/// Maximum number of tokens after a block that a hash may cover. In vLLM, its multi-token predictor determines the number.
+/// Maximum number of tokens after a block that a hash may cover. In vLLM, the multi-token predictor determines this number.
 pub const MAX_LOOKAHEAD: usize = 64;
 /// Maximum number of hash units of one block: 256 tokens in units of 4.
 const MAX_UNITS: u32 = 64;
 /// Maximum number of tokens of a sample: one frame of pickle protocol 5 holds that many.
 const MAX_SAMPLE: usize = 4_096;
 
-/// A function of vLLM's `prefix_caching_hash_algo`.
+/// A hash function that vLLM's setting `prefix_caching_hash_algo` can select.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Algorithm {
     is_sha: bool,
@@ -59,7 +59,7 @@ fn sha256(_: &[u8]) -> [u8; 32] {
     unreachable!("algorithms before the first available one are not used")
 }
 
-/// A digest: 32 bytes of SHA-256, or 16 of XXH3-128.
+/// A digest: 32 bytes of SHA-256, or 16 bytes of XXH3-128.
 #[derive(Clone, Copy, Debug)]
 struct Digest {
     bytes: [u8; 32],
@@ -185,7 +185,7 @@ impl Encoder {
         }
     }
 
-    /// Writes a tuple with this number of values, which `items` writes.
+    /// Writes a tuple of `length` values; `items` writes the values.
     fn tuple(&mut self, length: usize, items: impl FnOnce(&mut Self)) {
         if self.is_cbor {
             self.cbor_head(0x80, length as u64);
@@ -224,9 +224,9 @@ impl Encoder {
 pub struct EngineHash {
     algorithm: usize,
     seed: usize,
-    /// Tokens from one hash to the next.
+    /// Number of tokens per hash: a prompt has one hash for every `unit` tokens.
     pub unit: u32,
-    /// Tokens after a block that its hash also covers.
+    /// Number of tokens after a block that the block's hash also covers.
     pub lookahead: u32,
 }
 

@@ -13,11 +13,11 @@ use crate::step_counter;
 pub struct CachedPrefix {
     /// Length of the prefix in tokens.
     pub tokens: usize,
-    /// Whether the search ended. If not, `tokens` is an upper bound.
+    /// Whether the search ended. If the search did not end, `tokens` is an upper bound.
     pub is_exact: bool,
 }
 
-/// The blocks that groups hold of a prompt.
+/// The blocks of a prompt that groups hold.
 pub trait Blocks {
     /// Whether a group, by its index in `Groups::known`, holds the block that ends at a position.
     fn is_held(&self, group: usize, position: usize) -> bool;
@@ -46,15 +46,15 @@ pub fn find(groups: &Groups, end: usize, longest: usize, looks: &Looks<'_>, bloc
 }
 
 /// Number of blocks that the searches for one stream may examine for each position at which a block can end. A block is counted once for
-/// each group that is asked for it: engines need a few of these looks for each group, but a peer could cause thousands.
+/// each group in which it is examined. Engines need a few examinations per group, but a peer could cause thousands.
 const LOOKS_PER_POSITION: usize = 4;
 /// Maximum number of blocks that the searches for one stream may examine from its own budget: one engine can have 64 streams.
 const MAX_OWN_LOOKS: usize = 1 << 15;
 /// Number of further blocks that one lookup may examine, in all of its streams together: a peer can have many streams.
 pub const SHARED_LOOKS: usize = 1 << 17;
 
-/// The budget of looks of the searches for one stream. A look is the examination of one block for one group. Without a remaining look a
-/// search ends.
+/// The number of looks that the searches for one stream may use. A look is the examination of one block for one group. A search ends when
+/// no look remains.
 #[derive(Debug)]
 pub struct Looks<'a> {
     own: Cell<usize>,
@@ -62,8 +62,8 @@ pub struct Looks<'a> {
 }
 
 impl<'a> Looks<'a> {
-    /// Creates the budget of a stream whose blocks end at this number of positions. `shared` is the budget that all streams of a lookup
-    /// share.
+    /// Creates the budget of a stream whose blocks have this many distinct end positions. `shared` is the budget that all streams of a
+    /// lookup share.
     pub fn new(positions: usize, shared: &'a Cell<usize>) -> Self {
         Self {
             own: Cell::new(MAX_OWN_LOOKS.min(LOOKS_PER_POSITION * (positions + 1))),
@@ -89,7 +89,7 @@ impl<'a> Looks<'a> {
 struct Spec {
     kind: GroupKind,
     size: usize,
-    /// Positions of its groups in `Groups::known`.
+    /// Positions of the spec's groups in `Groups::known`.
     groups: Vec<usize>,
     /// Whether the last block of a hit is dropped, since the draft model needs this block to be computed again.
     drops: bool,
@@ -102,7 +102,7 @@ struct Search<'a, F> {
     looks: &'a Looks<'a>,
     end: usize,
     unit: usize,
-    /// Hits are multiples of this many tokens.
+    /// The number of tokens of a hit is a multiple of this number.
     alignment: usize,
     /// Whether a hit can end inside of a block.
     can_end_inside_blocks: bool,
@@ -144,7 +144,7 @@ impl<'a, F: Blocks> Search<'a, F> {
         }
     }
 
-    /// The longest prefix that all groups can serve: each of them shortens the candidate until none does.
+    /// The longest prefix that all groups can serve: the groups shorten a candidate until no group shortens it further.
     fn run(&self, longest: usize) -> usize {
         if self.is_single {
             return self.find(&self.specs[0], longest, self.specs[0].drops);
@@ -182,7 +182,7 @@ impl<'a, F: Blocks> Search<'a, F> {
         }
     }
 
-    /// Number of tokens after a candidate that a group of the draft model matches and then drops. A draft model has no states.
+    /// Number of tokens after a candidate that a draft model's group matches and then drops; 0 for kinds that draft models do not have.
     fn margin(&self, spec: &Spec) -> usize {
         match spec.kind {
             GroupKind::State | GroupKind::Unknown => 0,

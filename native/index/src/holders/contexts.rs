@@ -10,7 +10,7 @@ pub const MAX_CONTEXTS: u32 = 1 << 30;
 /// Scheme and namespace of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Context {
-    /// The rule by which its tokens were divided into blocks.
+    /// The rule by which the prompt's tokens were divided into blocks.
     pub scheme: Scheme,
     /// Part of the seed that the LoRA contributes; 0 for none.
     pub lora: u64,
@@ -18,7 +18,7 @@ pub struct Context {
     pub salt: u64,
 }
 
-/// Value of `lora` for blocks that were stored by their keys; the keys contain their namespace.
+/// Value of `lora` for blocks that were stored by their keys, since the keys include the LoRA and the salt.
 const KEYED: u64 = u64::MAX;
 
 impl Context {
@@ -43,7 +43,7 @@ impl Context {
     }
 }
 
-/// The place of a context in a table.
+/// The hash by which tables find a context.
 #[inline]
 fn place_of(secret: Secret, context: &Context) -> u64 {
     let Context { scheme, lora, salt } = *context;
@@ -58,7 +58,7 @@ struct Entry {
     users: u32,
 }
 
-/// Contexts as lookups find them.
+/// The contexts that were published to lookups.
 #[derive(Debug)]
 pub struct Known {
     contexts: Vec<Option<Context>>,
@@ -92,7 +92,8 @@ impl Known {
         self.lookup.find(place_of(self.secret, context), same).copied()
     }
 
-    /// The number of the context of blocks that were stored by their keys. Such blocks can belong to any namespace.
+    /// The number of the context of blocks that were stored by their keys. Blocks that were stored by their keys can belong to any
+    /// namespace.
     #[inline]
     pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
         if self.keyed == 0 || scheme.eagle {
@@ -125,7 +126,7 @@ pub struct Contexts {
     free: Vec<u32>,
     lookup: ShardedTable<u32>,
     secret: Secret,
-    /// Numbers whose context lookups do not know yet.
+    /// Numbers of contexts that are not published to lookups yet.
     changed: Vec<u32>,
     /// The last context that was retained; the next batch usually has the same context.
     last: u32,
@@ -157,7 +158,7 @@ impl Contexts {
         self.lookup.find(place_of(self.secret, context), same).copied()
     }
 
-    /// Returns the number of a context and counts one more use; None if there are too many.
+    /// Returns the number of a context and counts one more use; None if there are too many contexts.
     pub fn retain(&mut self, context: Context) -> Option<u32> {
         if let Some(last) = self.entries.get_mut(self.last as usize)
             && last.context == context

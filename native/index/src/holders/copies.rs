@@ -1,11 +1,11 @@
 //! The number of physical copies of a block on a placement, as far as the stream states it.
 //!
-//! From 0.26 on, vLLM announces resident blocks again if a client asks for it (`kv_cache_report_mode`). On the wire this looks like the
-//! store of a second physical copy. So after a second store, only two bounds of the number of copies are known. The number is certain again
-//! when the bounds are equal, or when an attestation of the engine's cache agrees.
+//! From 0.26 on, vLLM announces resident blocks again if a client asks for it (`kv_cache_report_mode`). On the wire a repetition looks like
+//! the store of a second physical copy. So after a second store, only two bounds of the number of copies are known. The number is certain
+//! again when the bounds are equal, or when an attestation of the engine's cache agrees.
 //!
-//! A clear that names no tier might remove blocks on lower tiers or not. So the lower bound of these blocks is 0 until they are stored
-//! again.
+//! A clear that names no tier might remove blocks on lower tiers or keep them. So the lower bound of blocks on lower tiers is 0 until
+//! they are stored again.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
@@ -37,7 +37,7 @@ impl Copies {
         }
     }
 
-    /// Bounds after one removal; `most` can be 0 then.
+    /// Bounds after one removal; `most` is 0 if no copy is left.
     fn removed(self) -> Self {
         Self {
             least: self.least.saturating_sub(1),
@@ -50,7 +50,7 @@ impl Copies {
         self.least == self.most
     }
 
-    /// Whether there may be no copy left.
+    /// Whether it is possible that no copy is left.
     pub fn is_uncertain(self) -> bool {
         self.least == 0
     }
@@ -59,11 +59,11 @@ impl Copies {
 /// The effect of a change of copies on lookups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// Nothing.
+    /// Lookups are not affected.
     Same,
     /// The block might be gone from now on.
     BecameUncertain,
-    /// The block is certainly there again.
+    /// The block is certainly held again.
     BecameCertain,
 }
 
@@ -81,7 +81,7 @@ impl Change {
 #[derive(Debug, Default)]
 pub struct CopyTable {
     entries: HashMap<(u32, u16), Copies>,
-    /// Records with different bounds, by placement.
+    /// Records of blocks whose lower and upper bounds differ, by placement.
     inexact: HashMap<u16, HashSet<u32>>,
     uncertain: usize,
 }
@@ -93,13 +93,13 @@ impl CopyTable {
         self.entries.is_empty()
     }
 
-    /// Whether a block is listed.
+    /// Whether the table has an entry for a block on a placement.
     #[inline]
     pub fn contains(&self, number: u32, placement: u16) -> bool {
         self.entries.contains_key(&(number, placement))
     }
 
-    /// Copies of a block that is held.
+    /// Bounds of the number of copies of a block that is held.
     pub fn get(&self, number: u32, placement: u16) -> Copies {
         self.entries.get(&(number, placement)).copied().unwrap_or(Copies::ONE)
     }
@@ -125,7 +125,7 @@ impl CopyTable {
         self.changed(number, placement, before.unwrap_or(Copies::ONE), copies)
     }
 
-    /// Removes a block that is no longer held. Returns its former copies.
+    /// Removes a block that is no longer held. Returns the block's former copies.
     pub fn remove(&mut self, number: u32, placement: u16) -> (Copies, Change) {
         let before = self.entries.remove(&(number, placement)).unwrap_or(Copies::ONE);
         self.shrink();
@@ -149,7 +149,7 @@ impl CopyTable {
         (after.most > 0).then(|| self.set(number, placement, after))
     }
 
-    /// Whether a placement has blocks with different bounds.
+    /// Whether a placement has blocks whose lower and upper bounds differ.
     pub fn are_inexact(&self, placement: u16) -> bool {
         self.inexact.contains_key(&placement)
     }
@@ -168,7 +168,7 @@ impl CopyTable {
         certified.collect()
     }
 
-    /// Number of entries, and capacity, of each of its tables.
+    /// Number of entries, and capacity, of each hash table.
     #[inline]
     pub fn rooms(&self) -> impl Iterator<Item = (usize, usize)> {
         let inexact = self.inexact.values().map(|numbers| (numbers.len(), numbers.capacity()));
@@ -236,7 +236,7 @@ mod tests {
     enum Step {
         /// A store of another physical copy.
         Copy,
-        /// A store of another physical copy, when each store is a copy.
+        /// A store of another physical copy, when every store is known to mean a copy.
         StatedCopy,
         /// A repeated store of a resident block, without another copy.
         Report,

@@ -9,7 +9,7 @@ use crate::memory::sharded_table::ShardedTable;
 /// Holders with one placement: the members of one group of 64 streams, as bits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Word {
-    /// `placement << 16 | stream / 64`.
+    /// The placement and the group of streams: `placement << 16 | stream / 64`.
     pub at: u32,
     /// One bit per stream.
     pub bits: u64,
@@ -103,7 +103,7 @@ pub struct Sets {
     changed: Vec<u32>,
 }
 
-/// The hash of a set. It depends on a secret, since clients that register streams choose the order of the streams' numbers.
+/// The hash of a set. The hash depends on a secret, since clients that register streams choose the order of the streams' numbers.
 fn hash_of(secret: Secret, words: &[Word]) -> u64 {
     words.iter().fold(words.len() as u64, |hash, word| {
         secret.place(secret.place(hash ^ u64::from(word.at)) ^ word.bits)
@@ -111,7 +111,7 @@ fn hash_of(secret: Secret, words: &[Word]) -> u64 {
 }
 
 impl Sets {
-    /// Creates the collection with the empty set only.
+    /// Creates a collection that contains only the empty set.
     pub fn new(secret: Secret) -> Self {
         let empty = Entry {
             words: Box::default(),
@@ -155,7 +155,7 @@ impl Sets {
         self.words(set).iter().filter(is_holder).map(|word| word.placement() as u16)
     }
 
-    /// All streams that hold the blocks of the set on some placement, each once.
+    /// All streams that hold the blocks of the set on some placement, without duplicates.
     pub fn streams(&self, set: u32) -> Vec<u32> {
         let mut found = Vec::new();
         for word in self.words(set) {
@@ -243,14 +243,14 @@ impl Sets {
         self.uncount(from, count);
     }
 
-    /// Returns the set of one holder, and counts `count` more blocks that have it; `last` as for `move_block`.
+    /// Returns the set of one holder, and counts `count` more blocks that have it; `last` is used as in `move_block`.
     pub fn single(&mut self, placement: u16, stream: u32, count: u32, last: &mut Move) -> u32 {
         let set = self.move_block(EMPTY, placement, stream, last);
         self.entries[set as usize].refs += count - 1;
         set
     }
 
-    /// Takes `count` blocks from a set that were counted in advance.
+    /// Subtracts `count` blocks, which were counted in advance, from the number of blocks of a set.
     pub fn uncount(&mut self, set: u32, count: u32) {
         if count > 0 {
             self.entries[set as usize].refs -= count - 1;
@@ -273,7 +273,7 @@ impl Sets {
         target
     }
 
-    /// The set that differs from `set` in this holder: without it if `set` has it, else with it.
+    /// The set that results if this holder is removed from `set`, or added if `set` does not contain it.
     fn set_with_toggled(&mut self, set: u32, placement: u16, stream: u32) -> u32 {
         let (at, bit) = (u32::from(placement) << 16 | stream >> 6, 1 << (stream & 63));
         let mut words = std::mem::take(&mut self.scratch);

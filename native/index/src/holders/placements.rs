@@ -2,10 +2,10 @@
 
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Tiers that are known, the fastest first; `kvevents.events.TIERS` is the same.
+/// Tiers that are known, the fastest first; `kvevents.events.TIERS` lists the same tiers.
 pub const TIERS: [&str; 3] = ["gpu", "cpu", "disk"];
 
-/// Words in engines' names of the media of each tier.
+/// For each tier, words that occur in the names that engines give to its media.
 const MEDIA: [&[&str]; TIERS.len()] = [
     &["GPU", "HBM", "DEVICE"],
     &["CPU", "HOST", "PINNED", "TIER1"],
@@ -34,18 +34,18 @@ pub const LEVELS: usize = TIERS.len() + 1;
 /// A place for which copies of blocks are counted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
-    /// `gpu`, `cpu`, `disk`, or an unknown medium in upper case.
+    /// The tier: `gpu`, `cpu`, `disk`, or an unknown medium in upper case.
     pub tier: String,
-    /// The text as the engine announces it.
+    /// The locality, as the engine announces it.
     pub locality: Option<String>,
-    /// The text as the engine announces it.
+    /// The ownership, as the engine announces it.
     pub ownership: Option<String>,
     /// KV cache group.
     pub group: i64,
 }
 
 impl Placement {
-    /// 0 for the device, 1 for the host, 2 for disks and remote stores, 3 for unknown media.
+    /// The level: 0 for the device, 1 for the host, 2 for disks and remote stores, 3 for unknown media.
     pub fn level(&self) -> usize {
         let level = level_of(&self.tier);
         if self.locality.as_deref() == Some("REMOTE") {
@@ -55,7 +55,7 @@ impl Placement {
         }
     }
 
-    /// Whether a clear removes the copies on this placement. It can name a tier, a group, or both; a clear of everything names neither.
+    /// Whether a clear removes the copies on this placement. A clear can name a tier, a group or both; a clear of everything names neither.
     pub fn is_cleared_by(&self, tier: Option<&str>, group: Option<i64>) -> bool {
         tier.is_none_or(|tier| tier == self.tier) && group.is_none_or(|group| group == self.group)
     }
@@ -81,7 +81,7 @@ pub struct AttestedGroup {
 }
 
 impl AttestedGroup {
-    /// Creates the value for the copies of a group on the device, or for its copies elsewhere.
+    /// Creates the value for the copies of a group on the device, or for the group's copies elsewhere.
     pub fn new(group: i64, is_on_device: bool) -> Self {
         Self {
             salt: (group as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15),
@@ -112,8 +112,8 @@ pub fn level_of(tier: &str) -> usize {
     TIERS.iter().position(|known| *known == tier).unwrap_or(TIERS.len())
 }
 
-/// The tier of a medium. Words of the medium's name determine it, as in `CPU_PINNED` or `shared-storage`: if they name several tiers, the
-/// slowest one counts. An empty name means the device. Ignores case.
+/// The tier of a medium. Words of the medium's name determine the tier, as in `CPU_PINNED` or `shared-storage`: if they name several tiers,
+/// the slowest one counts. An empty name means the device. Ignores case.
 pub fn tier(medium: &str) -> String {
     let upper = medium.to_uppercase();
     let is_word = |media: &[&str]| {
@@ -129,7 +129,7 @@ pub fn tier(medium: &str) -> String {
     known.map_or(upper, |level| TIERS[level].into())
 }
 
-/// Maximum number of placements of one index. Engines have a handful, but a peer chooses names and groups.
+/// Maximum number of placements of one index. Engines have a handful, but a peer could send any names and groups.
 pub const MAX_PLACEMENTS: usize = 4096;
 
 #[derive(Debug)]
@@ -177,7 +177,7 @@ impl Placements {
         used.map(|(number, entry)| (number as u16, &entry.placement))
     }
 
-    /// Returns the number of a placement and counts one more stream; None if there are too many.
+    /// Returns the number of a placement and counts one more stream; None if there are too many placements.
     pub fn retain(&mut self, placement: Placement) -> Option<u16> {
         let known = |entry: &Entry| entry.users > 0 && entry.placement == placement;
         if let Some(at) = self.entries.iter().position(known) {

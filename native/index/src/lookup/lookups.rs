@@ -1,5 +1,5 @@
-//! Lookups: how much of a prompt each worker holds according to its events, or is expected to hold by decisions of the overlay, which no
-//! event has confirmed.
+//! Lookups: how much of a prompt each worker holds according to its events, or is expected to hold because of routing decisions in the
+//! overlay that no event has confirmed.
 
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
@@ -30,9 +30,9 @@ const FIRST_TOKENS: usize = 1_024;
 const GROWTH: usize = 8;
 /// Maximum number of blocks of a prompt that a worker is expected to hold, in each scheme: a million tokens in blocks of 16.
 const MAX_EXPECTED: usize = 1 << 16;
-/// Number of blocks of decisions that end in one call: about 30 ms.
+/// Approximate maximum number of blocks of the decisions that one call ends, which takes about 30 ms.
 const ENDED_PER_CALL: usize = 1 << 16;
-/// Number of tries of a lookup that writers may disturb; after them the lookup waits until no writer runs.
+/// Number of tries of a lookup that writers may disturb; after these tries the lookup waits until no writer runs.
 const TRIES: usize = 4;
 
 /// The scope in which a prompt is looked up.
@@ -94,7 +94,8 @@ impl Matches {
         name.expect("a match has the names of its streams")
     }
 
-    /// Number of tokens that the worker of a hit certainly holds, by level. It is less than the hit's number if some blocks might be gone.
+    /// Number of tokens that the worker of a hit certainly holds, by level. The number is less than the hit's number if some blocks might
+    /// be gone.
     pub fn certain(&self, hit: &Hit) -> [u32; LEVELS] {
         let found = self.uncertain.binary_search_by_key(&hit.stream, |certain| certain.stream);
         found.map_or(hit.tokens, |at| self.uncertain[at].tokens)
@@ -123,13 +124,13 @@ impl Matches {
 /// Statistics of the overlay.
 #[derive(Clone, Copy, Debug)]
 pub struct Speculated {
-    /// Blocks of all decisions.
+    /// Number of blocks of all decisions.
     pub blocks: usize,
-    /// Decisions whose prompt was held when they ended.
+    /// Number of decisions whose prompt the worker held when the decision ended.
     pub confirmed: u64,
-    /// Decisions that expired without a confirmation.
+    /// Number of decisions that expired without a confirmation.
     pub expired: u64,
-    /// Decisions that ended early, without a confirmation, because the limit was reached.
+    /// Number of decisions that ended early, without a confirmation, because the limit was reached.
     pub displaced: u64,
 }
 
@@ -137,9 +138,9 @@ pub struct Speculated {
 #[derive(Debug)]
 struct Cut {
     scheme: Scheme,
-    /// Number of the prompt's variant.
+    /// Index of the prompt's variant.
     variant: usize,
-    /// The number of the prompt's context at the last lookup, and that of the context of blocks that were stored by their keys.
+    /// The numbers, at the last lookup, of the prompt's context and of the context of blocks that were stored by their keys.
     context: Option<u32>,
     keyed: Option<u32>,
     locals: Vec<u64>,
@@ -171,7 +172,7 @@ thread_local! {
 const HASHES_KEPT: usize = 1 << 16;
 
 impl Room {
-    /// Whether each variant of the prompt is divided already by all schemes of its scope. If not, prepares these divisions.
+    /// Whether each variant of the prompt is divided already by all schemes of its scope. If a division is missing, prepares it.
     fn is_cut(&mut self, view: &View, scope: &Scope, model: Option<&Model>) -> bool {
         self.schemes.clear();
         for &(scheme, _) in model.map_or(&[][..], |model| &model.schemes) {
@@ -209,9 +210,9 @@ impl Room {
 impl PrefixIndex {
     /// The workers that hold a prefix of a prompt.
     ///
-    /// Hashes are computed without the lock. At first only few are computed, since often not even the first blocks are known. The answer
-    /// describes one moment: the last try reads every block of every scheme, and its result is valid if no writer has changed any of these
-    /// blocks during the try.
+    /// Hashes are computed without the lock. At first only few hashes are computed, since often not even the first blocks are known. The
+    /// answer describes one moment: the last try reads every block of every scheme, and its result is valid if no writer has changed any of
+    /// these blocks during the try.
     pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
         self.match_prefix(tokens, tokens.len(), scope)
     }
@@ -370,7 +371,7 @@ impl PrefixIndex {
     }
 
     /// Returns the overlay, without decisions that have ended by `now`. One call ends decisions of at most about `ENDED_PER_CALL + added`
-    /// blocks; any further ones count until the next calls.
+    /// blocks; further decisions that have ended remain in the overlay until the next calls.
     fn overlay_at(&self, now: f64, added: usize) -> MutexGuard<'_, Overlay> {
         let (mut overlay, mut ended) = (self.overlay.lock(), 0);
         while ended < ENDED_PER_CALL + added && overlay.is_due(now) {
@@ -394,7 +395,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Ends the decisions for a worker that these stored blocks confirm. The lock is released after every few decisions.
+    /// Ends those decisions for a worker that these stored blocks confirm. The lock is released after every few decisions.
     pub(crate) fn confirm_decisions(&self, source: &str, rank: i64, stored: &[u64]) {
         let (mut overlay, mut done) = (self.overlay.lock(), 0);
         while done < stored.len() {
@@ -537,7 +538,7 @@ impl HashedPrompts<'_> {
     }
 
     /// Replaces the hits of streams whose blocks must be looked up by the engine's own hashes. If these hashes cannot be computed for the
-    /// prompt, the hit is an upper bound, of which nothing is certain. Returns the streams without even an upper bound.
+    /// prompt, the hit is an upper bound, and no token is certain. Returns the streams for which no upper bound is known.
     fn find(
         mut self,
         streams: &[(u32, Arc<GroupLookup>)],
@@ -580,7 +581,7 @@ impl HashedPrompts<'_> {
         unknown
     }
 
-    /// Returns what one stream holds; None if that is not known.
+    /// Returns how many tokens one stream holds; None if the number is not known.
     fn find_one(&mut self, lookup: &GroupLookup, cache: &RwLock<GroupCache>, shared_looks: &Cell<usize>) -> Option<Found> {
         let (has_full, is_plain) = (lookup.groups.has_full(), self.scope.lora == 0 && self.scope.items.is_empty());
         let salt = match self.scope.salt {
@@ -598,7 +599,7 @@ impl HashedPrompts<'_> {
                     shared_looks,
                 ))
             }
-            // The engine has announced no prompt with this salt, or none with a LoRA or an item. An engine without full attention need
+            // The engine has announced no prompt with this salt, or no prompt with a LoRA or an item. An engine without full attention need
             // not announce the first blocks of a prompt.
             (Some(_), None) if has_full && !cache.read().misses_salts() => Some(Found::default()),
             _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),

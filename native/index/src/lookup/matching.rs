@@ -29,7 +29,7 @@ pub struct Hit {
 }
 
 impl Hit {
-    /// Returns the certain part of a hit of which no token is certain.
+    /// Returns a hit with no tokens: the certain part of this hit if none of its tokens is certain.
     pub fn without_certainty(&self) -> Self {
         Self {
             tokens: [0; LEVELS],
@@ -38,17 +38,17 @@ impl Hit {
     }
 }
 
-/// Tokens of a prompt.
+/// Numbers of tokens of a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct PromptLength {
-    /// All.
+    /// Number of tokens of the whole prompt.
     pub tokens: usize,
-    /// Tokens of the longest possible answer: engines compute the last token of a prompt in any case.
+    /// Number of tokens of the longest possible answer: engines compute the last token of a prompt in any case.
     pub longest: usize,
 }
 
 /// The holders of a block: the number of a set in `Sets`, or the position of a union of several sets in `Walk::together`. After too many
-/// reads, those of all further blocks stay unread.
+/// reads, the holders of all further blocks stay unread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holders {
     Set(u32),
@@ -67,7 +67,7 @@ struct Step {
 /// Adjacent records that were read for consecutive blocks.
 #[derive(Clone, Copy, Debug)]
 struct BlockRow {
-    /// The place of the first block.
+    /// The position of the first block.
     start: usize,
     /// Position after the last block.
     end: usize,
@@ -97,14 +97,14 @@ pub struct Walk {
     keys: Vec<u64>,
     /// Records of one block.
     found: Vec<u32>,
-    /// Positions at which a stream holds several blocks on one placement, under different hashes. `with_twins` has these streams as bits.
+    /// Positions at which a stream holds several blocks on one placement, under different hashes. `with_twins` has such streams as bits.
     twins: Vec<usize>,
     with_twins: Vec<u64>,
     /// The data that were read for searches, by scheme.
     readings: Vec<Reading>,
-    /// The words of holders that may still be read.
+    /// The number of words of holder sets that may still be read.
     reads: Reads,
-    /// The certain parts of the hits of streams with one group whose holders were not read to the end.
+    /// The certain parts of the hits of streams with one group, if the holders of their last blocks were not read.
     lower_bounds: Vec<Hit>,
     /// The looks (see `Looks`) that all streams of the lookup share.
     shared_looks: Cell<usize>,
@@ -115,8 +115,8 @@ pub struct Walk {
     first: Vec<u64>,
 }
 
-/// The number of words of holders that may still be read. Blocks with several records, streams with one group, and searches get one part
-/// each, and the words that remained before.
+/// The number of words of holder sets that may still be read. Blocks with several records, streams with one group, and searches get one
+/// part each, in this order, and each of the three also gets the words that remained before.
 #[derive(Debug, Default)]
 struct Reads {
     left: Cell<usize>,
@@ -169,8 +169,8 @@ impl Walk {
         &self.shared_looks
     }
 
-    /// Drops all earlier readings, for lookups in this number of schemes. With `is_alone`, the caller guarantees that no writer runs until
-    /// the reads are done, so they see one state.
+    /// Drops all earlier readings, before lookups in `schemes` schemes. If `is_alone`, the caller guarantees that no writer runs until the
+    /// reads are done, so that all reads see one state.
     pub fn begin(&mut self, schemes: usize, is_alone: bool) {
         self.seen.chunks.clear();
         self.readings.clear();
@@ -183,14 +183,14 @@ impl Walk {
         (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
     }
 
-    /// Whether all reads since `begin` belong to one moment. If not, their results are invalid.
+    /// Whether all reads since `begin` belong to one moment. If not, the results of the reads are invalid.
     pub fn is_sound(&self, view: &View) -> bool {
         let is_still = |&(at, version): &(usize, u32)| view.chunks[at].as_ref().is_some_and(|chunk| chunk.is_still(version));
         !self.seen.is_spoilt && self.seen.chunks.iter().all(is_still)
     }
 
-    /// Reads the records of a chain in a context, and the records that were stored by their keys in the context `keyed`, by the local
-    /// hashes of its blocks. Returns the number of records before the first missing one.
+    /// Reads the records of a chain by the local hashes of its blocks: the records in a context, and the records in the context `keyed`,
+    /// which were stored by their keys. Returns the number of records before the first missing one.
     pub fn find(&mut self, view: &View, locals: &[u64], context: Option<u32>, keyed: Option<u32>) -> usize {
         match context {
             Some(context) if keyed.is_none() && view.strangers == 0 => self.read(view, locals, context),
@@ -313,7 +313,7 @@ impl Walk {
         }
     }
 
-    /// Advances by one block, whose records are in `found`. Returns whether their holders were read.
+    /// Advances by one block, whose records are in `found`. Returns whether the holders of the block were read.
     fn step_to(&mut self, view: &View, end: usize) -> bool {
         let set = |seen: &mut ReadVersions, number| seen.chunk(view, number).map_or(EMPTY, |chunk| chunk.set(number));
         let holders = match self.found[..] {
@@ -375,7 +375,7 @@ impl Walk {
         }
     }
 
-    /// Appends the matches of the last lookup, for the streams of a model with one group, and reads what `search` needs for the others.
+    /// Appends the matches of the last lookup for those `streams` that have one group, and reads what `search` needs for other streams.
     pub fn hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, streams: &[u64], out: &mut Vec<Hit>) {
         let Some(&Step { end, .. }) = self.steps.last() else { return };
         let (words, before) = (streams.len().min(view.visible.len()), out.len());
@@ -498,7 +498,7 @@ impl Walk {
         doubts
     }
 
-    /// Searches the data that were read; it does not need the view. Appends the hits of streams with several groups. Also appends the
+    /// Searches the data that were read, and does not use the view. Appends the hits of streams with several groups. Also appends the
     /// certain part of each hit if the stream has blocks that might be gone, or that might not belong to the prompt.
     pub fn search(&mut self, hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) {
         for reading in &self.readings {
@@ -567,7 +567,7 @@ impl Walk {
     }
 
     /// Appends the matches of streams that have one group, whose blocks are all needed. Returns the position after the last block whose
-    /// holders were read; streams that hold all blocks before it might hold all others.
+    /// holders were read; streams that hold all blocks before this position might hold all later blocks.
     fn match_single_groups(&mut self, view: &View, streams: &[u64], size: u32, out: &mut Vec<Hit>) -> usize {
         let (words, levels) = (streams.len(), view.placements.depth());
         let Self {
@@ -691,13 +691,13 @@ impl Walk {
     }
 }
 
-/// Maximum number of words of holders that one lookup reads while writers wait: about three milliseconds.
+/// Maximum number of words of holder sets that one lookup reads while writers wait: about three milliseconds.
 const MAX_READS: usize = 3 << 19;
-/// Number of words that are read in the time of one step.
+/// Number of words that take as long to read as one step.
 const WORDS_PER_STEP: usize = 8;
 /// Number of words that take as much memory as one change.
 const WORDS_PER_CHANGE: usize = 4;
-/// Number of words that are read in the time of merging one word of several records.
+/// Number of words that take as long to read as one word of several records takes to merge.
 const WORDS_PER_MERGE: usize = 4;
 
 /// The group and the level of a placement.
@@ -739,7 +739,7 @@ struct Search {
     at: usize,
     streams: u64,
     lookup: Option<Arc<GroupLookup>>,
-    /// Set for a search that does not count copies that might be gone, or that might be copies of another block.
+    /// The copies that might be gone, or might be copies of another block, if the search must not count them; else None.
     doubts: Option<Doubts>,
 }
 
@@ -826,8 +826,8 @@ impl Reading {
         }
     }
 
-    /// Number of tokens that a stream holds. If the stream is looked up by hashes, it is an estimate from the blocks of its groups with
-    /// full attention.
+    /// Number of tokens that a stream holds. If the stream is looked up by hashes, the number is an estimate from the blocks of its groups
+    /// with full attention.
     fn search_groups(&self, groups: Option<&Groups>, steps: &GroupSteps, looks: &Looks<'_>) -> SearchedLevels {
         let (size, longest) = (self.scheme.size as usize, self.prompt.longest);
         // No group holds a block after the last step.
@@ -866,7 +866,7 @@ impl Reading {
     }
 
     /// Replaces `found` by the steps of the streams of a search, with the lowest level on which each group holds the blocks of a step.
-    /// Without `groups`, all placements belong to one group. Blocks whose holders were not read count as held.
+    /// If `groups` is None, all placements belong to one group. Blocks whose holders were not read count as held.
     fn read_groups(&self, search: &Search, groups: Option<&Groups>, found: &mut GroupSteps) {
         let numbers: Vec<i64> = groups.map_or(vec![0], |groups| groups.known().map(|group| group.number).collect());
         let group_of = |of: GroupLevel| match groups {
@@ -903,10 +903,10 @@ impl Reading {
     }
 }
 
-/// Maximum number of searches of one lookup that are kept for other streams which hold the same.
+/// Maximum number of searches of one lookup whose results are kept for other streams that hold the same blocks.
 const MAX_SEARCHED: usize = 8;
 
-/// Tokens by level, and whether the searches ended.
+/// Number of tokens by level, and whether the searches ended.
 type SearchedLevels = ([u32; LEVELS], bool);
 
 /// Consecutive blocks, and the levels on which the groups of one stream hold them.
@@ -915,7 +915,7 @@ struct GroupSteps {
     groups: usize,
     /// Position after the last block of each step.
     ends: Vec<usize>,
-    /// By step and group, the lowest level; above all levels if the group does not hold the blocks.
+    /// The lowest level on which a group holds the blocks of a step, by step and group; `u8::MAX` if the group does not hold them.
     lowest: Vec<u8>,
 }
 
@@ -968,7 +968,7 @@ impl GroupSteps {
 /// The prefix that one stream holds, on each level and the levels before it.
 struct OnLevel<'a> {
     steps: &'a GroupSteps,
-    /// Tokens of a block.
+    /// Number of tokens of a block.
     size: usize,
     level: usize,
     /// The step that was found last: searches mostly go from one step to the next.
@@ -976,7 +976,7 @@ struct OnLevel<'a> {
 }
 
 impl OnLevel<'_> {
-    /// The step of the block at a place.
+    /// The step of the block at a position.
     fn step(&self, place: usize) -> usize {
         let (ends, last) = (&self.steps.ends, self.last.get());
         let is_in = |at: &usize| ends.get(*at).is_some_and(|&end| place < end) && (*at == 0 || ends[at - 1] <= place);
@@ -1007,7 +1007,7 @@ impl Blocks for OnLevel<'_> {
     }
 }
 
-/// The LoRA of a block, if the stream has replaced it.
+/// The LoRA of a block, if the stream has replaced that LoRA; else None.
 fn replaced_lora(view: &View, member: &Member, number: u32) -> Option<u64> {
     if member.loras.is_empty() {
         return None;

@@ -1,4 +1,4 @@
-//! The keyed hash of all tables. Its values are uniform and depend on a secret, so that no peer can put many entries into one bucket.
+//! The keyed hash of all tables. The hash values are uniform and depend on a secret, so that no peer can put many entries into one bucket.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 

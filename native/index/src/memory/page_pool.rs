@@ -4,8 +4,8 @@
 //! processor's TLB, which costs as much as the access itself; all pieces in one huge page share a TLB entry. The pool also returns whole
 //! regions to the system, which a general allocator can rarely do.
 //!
-//! A region is one huge page. It is cut into spans, and each span into pieces of one size. Pieces of all sizes share the regions, so that
-//! at most one region is partly used while an index grows, and huge pages can be requested early.
+//! A region is one huge page. A region is cut into spans, and each span into pieces of one size. Pieces of all sizes share the regions, so
+//! that at most one region is partly used while an index grows, and huge pages can be requested early.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::cell::Cell;
@@ -19,18 +19,18 @@ use std::sync::{Mutex, MutexGuard, Once};
 
 /// Number of bytes of a region: one huge page of x86-64 and of most other processors.
 const REGION: usize = 2 << 20;
-/// Number of bytes of a span. It holds the records of one chunk, 12 segments of a table, or 8 wide segments.
+/// Number of bytes of a span. A span holds the records of one chunk, 12 segments of a table, or 8 wide segments.
 const SPAN: usize = 24 << 10;
-/// Number of spans of a region. The region's header follows them.
+/// Number of spans of a region. The region's header follows the spans.
 const SPANS: usize = REGION / SPAN;
 /// Maximum number of pieces of a span.
 const MAX_PIECES: usize = 16;
 /// Number of empty regions that are kept, so that an index at a limit does not allocate and free regions repeatedly.
 const SPARE_REGIONS: usize = 1;
-/// Number of regions from which on huge pages are requested. The unused part of a huge page occupies memory: with so many regions, at most
-/// an eighth of the whole.
+/// Number of regions at which the pool begins to request huge pages. The unused part of a huge page occupies memory; with this many
+/// regions, it is at most an eighth of the memory.
 const MIN_HUGE_REGIONS: usize = 8;
-/// Number of free spans below which `prepare` asks the system for more: an event of 1,000 blocks takes two.
+/// Number of free spans below which `prepare` asks the system for more: an event of 1,000 blocks takes two spans.
 const MIN_FREE_SPANS: usize = 3;
 
 /// The header at the end of each region.
@@ -39,9 +39,9 @@ struct Header {
     free: [u64; SPANS.div_ceil(64)],
     used: usize,
     is_listed: bool,
-    /// By span, a bit for each free piece.
+    /// For each span, a bit for each of its free pieces.
     pieces: [u16; SPANS],
-    /// By span, its place in the list of spans with free pieces of the same size.
+    /// For each span, its position in the list of spans with free pieces of the same size.
     places: [u32; SPANS],
 }
 
@@ -84,7 +84,7 @@ struct Pool {
     free: usize,
 }
 
-// SAFETY: a pool owns its regions, and they are memory like any other.
+// SAFETY: a pool owns its regions, and any thread can use their memory.
 unsafe impl Send for Pool {}
 
 /// This is a lock of the standard library, since its locks share no state that a forked child could find locked.
@@ -202,7 +202,7 @@ impl Pool {
         span
     }
 
-    /// Removes a span from the list of spans with free pieces; the last one takes its place.
+    /// Removes a span from the list of spans with free pieces; the last span of the list takes its position.
     fn unlist(&mut self, cut: usize, place: usize) {
         self.cut[cut].swap_remove(place);
         if let Some(moved) = self.cut[cut].get(place) {
@@ -333,7 +333,7 @@ pub struct Piece<T, const COUNT: usize> {
     owned: PhantomData<T>,
 }
 
-// SAFETY: it owns its values, as a box does.
+// SAFETY: a piece owns its values, as a box does.
 unsafe impl<T: Send, const COUNT: usize> Send for Piece<T, COUNT> {}
 // SAFETY: as above.
 unsafe impl<T: Sync, const COUNT: usize> Sync for Piece<T, COUNT> {}
@@ -352,13 +352,13 @@ impl<T, const COUNT: usize> Piece<T, COUNT> {
         let at: NonNull<T> = pool().take(Self::CUT).cast();
         let piece = Self { at, owned: PhantomData };
         for index in 0..COUNT {
-            // SAFETY: the piece has room for that many, and is aligned for what 64 bytes align.
+            // SAFETY: the piece has room for `COUNT` values, and is aligned to 64 bytes, which suffices for `T`.
             unsafe { at.add(index).write(make()) };
         }
         piece
     }
 
-    /// A piece with `value` everywhere.
+    /// Creates a piece in which every value is `value`.
     pub fn filled(value: T) -> Self
     where
         T: Copy,
@@ -366,7 +366,7 @@ impl<T, const COUNT: usize> Piece<T, COUNT> {
         Self::made(|| value)
     }
 
-    /// The piece as a pointer that owns it, until it is given to `from_raw`.
+    /// Turns the piece into a pointer, which owns the piece until the pointer is given to `from_raw`.
     pub fn into_raw(self) -> NonNull<T> {
         ManuallyDrop::new(self).at
     }
@@ -374,7 +374,7 @@ impl<T, const COUNT: usize> Piece<T, COUNT> {
     /// Turns a pointer into a piece again.
     ///
     /// # Safety
-    /// The pointer is from `into_raw` of the same kind of piece, and owns it.
+    /// The pointer is from `into_raw` of the same kind of piece, and owns that piece.
     pub unsafe fn from_raw(at: NonNull<T>) -> Self {
         Self { at, owned: PhantomData }
     }
@@ -393,7 +393,7 @@ impl<T, const COUNT: usize> std::ops::Deref for Piece<T, COUNT> {
 impl<T, const COUNT: usize> std::ops::DerefMut for Piece<T, COUNT> {
     #[inline]
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above, and no other reference to them exists.
+        // SAFETY: as in `deref`, and no other reference to the values exists.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), COUNT) }
     }
 }

@@ -1,4 +1,4 @@
-//! Prefetches memory. These hints change only the time of later accesses.
+//! Prefetches memory. Prefetch hints change only the time of later accesses.
 
 /// Prefetches the cache line of an address.
 #[inline]
@@ -13,7 +13,7 @@ pub fn line<T: ?Sized>(at: *const T) {
     let _ = at;
 }
 
-/// Number of bytes that `beginning` prefetches. After them the hardware prefetcher continues.
+/// Number of bytes that `beginning` prefetches. After these bytes the hardware prefetcher continues.
 const BEGINNING: usize = 512;
 /// Number of bytes of a cache line.
 const LINE: usize = 64;

@@ -1,13 +1,13 @@
 //! A compact multiset of record numbers, found by hashes that are not stored.
 //!
-//! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones. It counts the entries that
-//! have passed it, so that a search for a missing entry ends early. Buckets are in segments of `SEGMENT`, found by a directory over the
+//! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts the entries that
+//! have passed it, so that a search for a missing entry ends early. Segments of `SEGMENT` buckets are found by a directory over the
 //! first bits of the hash (extendible hashing); a full segment splits in two. If all segments were equally full, all would split at once
 //! and leave the table half empty. So hashes are skewed first, which makes segments at one end of the directory fill up to twice as fast as
 //! those at the other end: at any size of the table, some segments have just been split and others are about to be split, so the table
-//! always takes about 10.5 bytes an entry. A dense table also has segments of an intermediate size, and takes about 8.5. Tags are the bits
-//! of the hash after those by which the segment was found. So four of five splits need no hashes from the records, each of which would cost
-//! a cache miss. No operation moves more than a segment, except that the directory is doubled at times.
+//! always takes about 10.5 bytes an entry. A dense table also has segments of an intermediate size, and takes about 8.5 bytes an entry.
+//! Tags are the bits of the hash after those by which the segment was found. So four of five splits need no hashes from the records, each
+//! of which would cost a cache miss. No operation moves more than a segment, except that the directory is doubled at times.
 
 mod segment;
 
@@ -60,7 +60,7 @@ impl From<u64> for TableHash {
 /// passed in registers: an option with four numbers would be passed through memory, and stall the processor.
 #[derive(Clone, Copy, Debug)]
 pub struct TablePosition {
-    /// Number of the segment, and of the bucket in it.
+    /// Index of the segment, and of the bucket in the segment.
     place: u64,
     /// `Table::moves` at that moment, and the tag.
     seen: u64,
@@ -100,7 +100,7 @@ impl TablePosition {
         self.seen as u16
     }
 
-    /// Whether no entry has moved since, given the table's current count of moves.
+    /// Whether no entry has moved since the position was found; `moves` is the table's current count of moves.
     #[inline]
     fn holds(self, moves: u32) -> bool {
         self.seen >> 16 == u64::from(moves)
@@ -140,7 +140,7 @@ const MIDDLE_SEGMENTS: usize = 1 << 10;
 
 /// See the module.
 pub struct Table {
-    /// Numbers in `segments`, by the first `depth` bits.
+    /// Indices in `segments`, by the first `depth` bits of a hash.
     directory: Vec<u32>,
     segments: Vec<Segment>,
     depth: u32,
@@ -177,7 +177,7 @@ impl Table {
         }
     }
 
-    /// Creates an empty dense table; it takes about 8.5 bytes an entry instead of 10.5, and moves each entry once more.
+    /// Creates an empty dense table; it takes about 8.5 bytes an entry instead of 10.5, but moves each entry one more time.
     pub fn dense() -> Self {
         Self {
             dense: true,
@@ -220,7 +220,7 @@ impl Table {
     /// The position in the directory of the entry for a hash.
     #[inline]
     fn entry(&self, skewed: u64) -> usize {
-        // Two shifts, since a shift by 64 does nothing.
+        // There are two shifts, since one shift by 64 bits would not be valid.
         (skewed >> 1 >> (63 - self.depth)) as usize
     }
 
@@ -332,14 +332,14 @@ impl Table {
         }
     }
 
-    /// Removes an entry; false if it is not there.
+    /// Removes an entry. Returns false if the table does not contain the entry.
     #[inline]
     pub fn remove(&mut self, mixed: impl Into<TableHash>, record: u32, hashes: &impl Hashes) -> bool {
         let mixed = mixed.into();
         self.remove_at(self.position_of(mixed), mixed, record, hashes)
     }
 
-    /// Removes an entry at the position of its hash; false if it is not there.
+    /// Removes an entry at the position of its hash. Returns false if the table does not contain the entry.
     #[inline]
     pub fn remove_at(&mut self, position: TablePosition, mixed: TableHash, record: u32, hashes: &impl Hashes) -> bool {
         if position.is_none() {
@@ -360,7 +360,7 @@ impl Table {
         true
     }
 
-    /// Iterates over all entries, in no order.
+    /// Iterates over all entries, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.segments.iter().flat_map(Segment::records)
     }
@@ -441,7 +441,7 @@ impl Table {
         true
     }
 
-    /// The first entry, and the number of entries, of the directory that share the first `depth` bits of a hash.
+    /// The position of the first directory entry, and the number of directory entries, that share the first `depth` bits of a hash.
     fn span(&self, skewed: u64, depth: u32) -> (usize, usize) {
         let span = 1 << (self.depth - depth);
         (self.entry(skewed) & !(span - 1), span)
@@ -491,7 +491,7 @@ impl Table {
         let last = self.segments.len() - 1;
         self.segments.swap_remove(number);
         if number != last {
-            // A segment has at least one entry, except if none was ever added; then the directory is searched.
+            // A segment has at least one entry, unless no entry was ever added; in that case the directory is searched.
             let moved = &self.segments[number];
             let depth = moved.depth();
             match moved.records().next() {

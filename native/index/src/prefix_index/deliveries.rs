@@ -32,14 +32,14 @@ pub struct BatchReport {
     pub rejected: Vec<Rejected>,
     /// The last heartbeat: its digest covers everything up to the end of the batch.
     pub heartbeat: Option<Heartbeat>,
-    /// Whether the stream had the heartbeat's digest when the batch was applied. None without a heartbeat, or if the batch was not applied,
-    /// or if blocks that were refused at the memory limit can explain the difference.
+    /// Whether the stream had the heartbeat's digest when the batch was applied. None if the batch has no heartbeat or was not
+    /// applied, or if blocks that were refused at the memory limit can explain the difference.
     pub agrees: Option<bool>,
-    /// Whether the stream held the same blocks as the engine's cache, by the heartbeat's attestation; None in the cases of `agrees`, or
-    /// without an attestation.
+    /// Whether the stream held the same blocks as the engine's cache, by the heartbeat's attestation; None for the same reasons
+    /// as `agrees`, or if the heartbeat has no attestation.
     pub attested: Option<bool>,
-    /// The new estimate, if this batch has changed it: why answers about the stream are estimates now, or `Some(None)` if they are exact
-    /// again.
+    /// The reason why answers about the stream are estimates now, if this batch has changed the reason; `Some(None)` if the answers are
+    /// exact again; None if nothing has changed.
     pub estimate: Option<Option<Estimate>>,
 }
 
@@ -86,7 +86,7 @@ impl PrefixIndex {
         })
     }
 
-    /// Applies the events of a payload, which can exceed the limits of peers. Returns None if an event cannot be read. `loses_events` says
+    /// Applies the events of a payload, which can exceed the limits for peers. Returns None if an event cannot be read. `loses_events` says
     /// whether the original batch had further events that were rejected.
     pub fn events(
         &self,
@@ -196,7 +196,7 @@ impl PrefixIndex {
             };
             let stream: Arc<Mutex<Stream>> = match found {
                 Some((stream, false)) => stream,
-                // So far another stream carried this rank. This delivery shows that the rank now has its own delivered stream.
+                // Until now another stream carried this rank. This delivery shows that the rank now has its own delivered stream.
                 Some(_) => {
                     self.remove_ranks(source, |other| other.rank == rank && other.carrier.is_some());
                     continue;
@@ -227,7 +227,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Calls `apply` with a stream and the shared part. Then ends the decisions for the stream's worker that the stored blocks confirm.
+    /// Calls `apply` with a stream and the shared part, and then ends those decisions for the stream's worker that stored blocks confirm.
     pub(super) fn apply_to(
         &self,
         stream: &mut Stream,
@@ -263,7 +263,7 @@ impl PrefixIndex {
 }
 
 impl Buffers {
-    /// Applies the events for which `is_meant` returns true. `bytes` are those of `ReadPayload`.
+    /// Applies the events for which `is_meant` returns true. `bytes` is the field of `ReadPayload`.
     pub(super) fn apply(
         &mut self,
         bytes: &[u8],

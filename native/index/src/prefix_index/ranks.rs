@@ -1,6 +1,6 @@
 //! Delivered streams whose payloads state several ranks, such as the stream of a relay. The index has a separate stream for each rank. The
-//! delivered stream is called the carrier of these ranks. Until its payloads state a second rank, the index knows their blocks by the rank
-//! of the carrier; then it knows each stream by its own rank.
+//! delivered stream is called the carrier of these ranks. Until the carrier's payloads state a second rank, the index lists all of their
+//! blocks under the rank of the carrier; from then on it lists blocks under the rank to which they belong.
 //!
 //! A batch that states a rank concerns this rank only; a batch that states no rank concerns all ranks.
 
@@ -39,7 +39,7 @@ impl PrefixIndex {
         ranks.filter(|&rank| rank != worker.rank).collect()
     }
 
-    /// The rank of the stream in which the batches of a worker arrive; None if it is the worker's own rank.
+    /// The rank of the stream in which the batches of a worker arrive; None if the batches arrive in the worker's own stream.
     pub(crate) fn carrier(&self, worker: &Worker) -> Option<i64> {
         self.registry.read().find_rank(&worker.source, worker.rank)?.carrier
     }
@@ -58,9 +58,9 @@ impl PrefixIndex {
         (!streams.is_empty()).then(|| streams.iter().fold(0, sum))
     }
 
-    /// Compares a stream with the digest and the attestation of a heartbeat: `BatchReport::agrees` and `BatchReport::attested`, which are
-    /// also None if the stream is unknown, or if the heartbeat lacks the value. A digest covers all ranks; an attestation covers the rank
-    /// that its batch has `stated`.
+    /// Compares a stream with the digest and the attestation of a heartbeat. Returns `BatchReport::agrees` and `BatchReport::attested`;
+    /// each is also None if the stream is unknown, or if the heartbeat lacks the value. A digest covers all ranks; an attestation covers
+    /// the rank that its batch has `stated`.
     pub fn compare(
         &self,
         source: &str,
@@ -93,7 +93,7 @@ impl PrefixIndex {
         (agrees, attestation.zip(attested).and_then(attest))
     }
 
-    /// Removes the other ranks that a stream carries, since their incarnation has ended.
+    /// Removes the other ranks that a stream carries, because their incarnation has ended.
     pub(super) fn end_carried(&self, source: &str, rank: i64) {
         self.remove_ranks(source, |other| other.carrier == Some(rank));
     }

@@ -22,7 +22,7 @@ use crate::sync::yielding_lock::{Writer, YieldingRwLock};
 pub(crate) struct Rank {
     pub(crate) rank: i64,
     pub(crate) stream: Arc<Mutex<Stream>>,
-    /// The rank of the stream in which the batches of this rank arrive; None if they arrive in its own stream. See `ranks`.
+    /// The rank of the stream in which the batches of this rank arrive; None if the batches arrive in the rank's own stream. See `ranks`.
     pub(crate) carrier: Option<i64>,
     number: u32,
     /// Incarnation of the rank.
@@ -49,7 +49,7 @@ impl Rank {
     }
 }
 
-/// A stream from a snapshot. It has a number in a shared part. Lookups do not see its blocks until all of them are in that part.
+/// A stream from a snapshot, which has a number in a shared part. Lookups see blocks of the stream only after all are in that part.
 #[derive(Clone, Debug)]
 pub struct ImportedStream {
     /// Engine and rank of the stream.
@@ -58,7 +58,7 @@ pub struct ImportedStream {
     pub number: u32,
     /// The stream.
     pub stream: Arc<Mutex<Stream>>,
-    /// The rank of the stream in which its batches arrive; None if they arrive in this stream.
+    /// The rank of the stream in which the batches arrive; None if the batches arrive in this stream.
     pub carrier: Option<i64>,
 }
 
@@ -149,7 +149,7 @@ impl Registry {
         self.find_rank(source, rank).map(|found| &found.stream)
     }
 
-    /// Adds a stream of a snapshot. Its worker must not be registered yet.
+    /// Adds a stream of a snapshot. The stream's worker must not be registered yet.
     pub(crate) fn enter(&mut self, imported: &ImportedStream) {
         let Worker { source, rank } = &*imported.worker;
         let rank = Rank::new(*rank, imported.stream.clone(), imported.carrier);
@@ -221,7 +221,7 @@ impl PrefixIndex {
         });
     }
 
-    /// Notes for all ranks of a source that the engine lists another path for a LoRA: see `Stream::replace_listed_lora`.
+    /// Records for all ranks of a source that the engine lists another path for a LoRA: see `Stream::replace_listed_lora`.
     pub fn replace_lora(&self, source: &str, lora: u64) {
         self.change_ranks(source, |stream, shared| stream.replace_listed_lora(shared, lora));
     }
@@ -259,7 +259,7 @@ impl PrefixIndex {
     }
 
     /// Removes a worker with the other ranks that its stream carries, or all ranks of a source if `rank` is None. Also removes the
-    /// decisions for them. Later deliveries of the removed incarnations are ignored. Returns the number of removed blocks.
+    /// decisions for the removed workers. Later deliveries of the removed incarnations are ignored. Returns the number of removed blocks.
     pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
         let blocks = self.remove_ranks(source, |other| rank.is_none_or(|rank| other.arrives_in(rank)));
         self.forget_decisions(source, rank);
@@ -285,8 +285,8 @@ impl PrefixIndex {
             self.fence(&mut registry, worker_of(rank), incarnation);
         }
         drop(registry);
-        // A stream may be busy for long, for example while a snapshot is written: this thread must hold no lock that others need while it
-        // waits for the stream.
+        // A stream may be busy for long, for example while a snapshot is written: this thread must hold no lock that other threads need
+        // while it waits for the stream.
         let mut writer = self.shared_lock.write();
         removed.iter().for_each(|rank| writer.show(rank.number, false));
         drop(writer);
@@ -326,7 +326,7 @@ impl PrefixIndex {
         }
     }
 
-    /// From now on accepts deliveries of any incarnation of a removed worker.
+    /// Lets the index accept deliveries of any incarnation of a removed worker again.
     pub fn admit(&self, source: &str, rank: i64) {
         let source = source.into();
         self.registry.write().admit(&Worker { source, rank });

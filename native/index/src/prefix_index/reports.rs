@@ -27,7 +27,7 @@ pub struct Info {
     pub blocks: usize,
     /// Incarnation of the worker.
     pub incarnation: i64,
-    /// Number of the worker's last batch.
+    /// Sequence number of the worker's last batch.
     pub last: i64,
     /// Number of blocks that wait for their parent or their tokens.
     pub orphans: usize,
@@ -35,15 +35,16 @@ pub struct Info {
     pub copies: usize,
     /// Number of blocks that might be gone; a block counts once for each placement.
     pub uncertain: usize,
-    /// Whether the worker held the same blocks as the engine at the last attestation of this incarnation; None before the first.
+    /// Whether the worker held the same blocks as the engine at the last attestation of this incarnation; None before the first
+    /// attestation.
     pub attested: Option<bool>,
-    /// Tokens per block, as its present incarnation has announced them.
+    /// Numbers of tokens per block that the worker's present incarnation has announced.
     pub sizes: Vec<u32>,
-    /// Why answers about the worker are estimates; None if they are exact.
+    /// Why answers about the worker are estimates; None if the answers are exact.
     pub estimate: Option<Estimate>,
-    /// The other ranks whose batches arrive in its stream.
+    /// The other ranks whose batches arrive in the worker's stream.
     pub carried_ranks: Vec<i64>,
-    /// Blocks by tier; a block counts on each tier that holds it.
+    /// Number of blocks by tier; a block counts on each tier that holds it.
     pub tiers: BTreeMap<String, usize>,
     /// Counters of errors.
     pub counters: Counters,
@@ -56,9 +57,9 @@ pub struct HeldBlock {
     pub key: u64,
     /// The engine's hash.
     pub hash: u64,
-    /// Number of the block's placement.
+    /// The number that identifies the block's placement.
     pub placement: u16,
-    /// Number of the block's copies.
+    /// Bounds of the number of the block's copies.
     pub copies: Copies,
 }
 
@@ -73,7 +74,7 @@ impl PrefixIndex {
         self.streams().into_iter().filter_map(info).collect()
     }
 
-    /// Returns one worker as an operator sees it; None if it is unknown.
+    /// Returns one worker as an operator sees it; None if the worker is unknown.
     pub fn info(&self, source: &str, rank: i64) -> Option<Info> {
         let stream = self.stream(source, rank)?;
         let model = self.registry.read().labels.get(source).cloned();

@@ -44,7 +44,7 @@ fn array(numbers: impl ExactSizeIterator<Item = u64>) -> Vec<u8> {
     out
 }
 
-/// Blocks of two tokens that are a chain from the root on.
+/// A store of a chain of blocks of two tokens, which begins at the root.
 fn store(hashes: &[u64], tokens: &[u32]) -> Vec<u8> {
     let fields: [(&str, &[u8]); 5] = [
         ("block_hashes", &array(hashes.iter().copied())),

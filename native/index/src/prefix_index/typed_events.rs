@@ -11,7 +11,7 @@ pub(crate) struct TypedEvent<'a> {
     pub(crate) fields: Event,
     hashes: &'a [u64],
     tokens: &'a [u32],
-    /// The texts to which spans of the event refer. They begin after one unused byte, since no span begins at 0.
+    /// The texts to which spans of the event refer. The texts begin after one unused byte, since no span begins at 0.
     texts: Vec<u8>,
 }
 

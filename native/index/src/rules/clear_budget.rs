@@ -1,6 +1,6 @@
 //! A bound on the work that partial clears of a stream cause.
 
-/// Number of blocks that partial clears may examine in addition to those that stored blocks allow.
+/// Number of blocks that partial clears may examine in addition to `PER_STORED_BLOCK` for each stored block.
 const EXTRA_BLOCKS: usize = 1 << 20;
 /// Number of blocks that partial clears may examine for each stored block: engines clear far less often than they store.
 const PER_STORED_BLOCK: usize = 16;

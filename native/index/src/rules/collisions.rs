@@ -5,8 +5,8 @@ use std::collections::HashMap;
 use crate::step_counter;
 
 /// Number of examinations of blocks that share a hash, for each byte that a stream sends. An engine whose hashes do not cover prefixes
-/// sends about fifty bytes for each stored or removed page. For these, all blocks of a hash may be examined, up to the limit of blocks per
-/// hash.
+/// sends about fifty bytes for each stored or removed page. That many bytes allow examinations of all blocks of a hash, up to the limit of
+/// blocks per hash.
 const EXAMINATIONS_PER_BYTE: usize = 16;
 /// Maximum number of unused examinations that are kept for later payloads.
 const MAX_SAVED_EXAMINATIONS: usize = 1 << 20;
@@ -18,13 +18,13 @@ const MIN_EXAMINED: usize = 8;
 /// A peer chooses hashes, so a payload may cause only as many examinations of such blocks as its length allows.
 #[derive(Debug)]
 pub struct Collisions {
-    /// Records by hash, the newest last; at least two for each.
+    /// The records of each hash, the newest last. Each hash has at least two records.
     lists: HashMap<u64, Vec<u32>>,
     /// Number of records in all lists.
     blocks: usize,
-    /// Remaining examinations.
+    /// Number of remaining examinations.
     examinations: usize,
-    /// Remaining examinations for the publication of copies that a batch has changed.
+    /// Number of remaining examinations for the publication of copies that a batch has changed.
     published: usize,
     /// Whether a removal was skipped because no examinations remained.
     has_skipped: bool,
@@ -58,12 +58,12 @@ impl Collisions {
         self.lists.get(&hash).map(Vec::as_slice)
     }
 
-    /// All hashes with their blocks, in no order.
+    /// All hashes with their blocks, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = (u64, &[u32])> {
         self.lists.iter().map(|(hash, list)| (*hash, list.as_slice()))
     }
 
-    /// Adds the block `number` to a hash that has at least the block `known`.
+    /// Adds the block `number` to a hash. `known` is a block that already has this hash.
     pub fn add(&mut self, hash: u64, known: u32, number: u32) {
         let room = (self.lists.len(), self.lists.capacity());
         let list = self.lists.entry(hash).or_insert_with(|| vec![known]);
@@ -125,7 +125,7 @@ impl Collisions {
         }
     }
 
-    /// Subtracts examinations for the publication of changed copies. Returns whether enough of them remained.
+    /// Subtracts examinations for the publication of changed copies. Returns whether enough examinations remained.
     pub fn may_publish(&mut self, examinations: usize) -> bool {
         let left = self.published.checked_sub(examinations);
         self.published = left.unwrap_or_default();
@@ -138,7 +138,7 @@ impl Collisions {
         self.examinations = self.examinations.saturating_sub(examinations);
     }
 
-    /// Whether all blocks of a hash may be examined. False only if no examinations remain and the hash has more than `MIN_EXAMINED` blocks.
+    /// Whether all blocks of a hash may be examined. False if no examinations remain and the hash has more than `MIN_EXAMINED` blocks.
     #[inline]
     pub fn may_examine(&self, hash: u64) -> bool {
         self.examinations > 0 || self.lists.get(&hash).is_none_or(|list| list.len() <= MIN_EXAMINED)
@@ -175,7 +175,7 @@ impl Collisions {
         self.lists.capacity() * (size_of::<(u64, Vec<u32>)>() + 1) + self.blocks * 8
     }
 
-    /// Whether the number of blocks is correct, for tests.
+    /// Whether `blocks` is the number of records in all lists, for tests.
     pub fn is_counted(&self) -> bool {
         self.lists.values().map(Vec::len).sum::<usize>() == self.blocks
     }

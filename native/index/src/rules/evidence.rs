@@ -5,7 +5,7 @@ use crate::holders::placements::LEVELS;
 /// What a stream has shown about the completeness of its blocks since its start, or since it was last cleared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Evidence {
-    /// Whether nothing is known to be missing: no batch was lost or unreadable, and no block was refused or dropped here.
+    /// Whether nothing is known to be missing: no batch was lost or unreadable, and no block was refused or dropped by the index.
     pub is_whole: bool,
     /// Number of stores that could not be used.
     pub set_aside: u64,
@@ -15,20 +15,20 @@ pub struct Evidence {
     pub has_extra_keys: bool,
     /// Whether blocks on the device had a LoRA adapter.
     pub has_loras: bool,
-    /// Whether a first block of unknown hash on another tier had no extra keys.
+    /// Whether a first block below the device had no extra keys, and had a hash that the stream did not hold.
     pub has_unkeyed_root: bool,
-    /// Whether a first block of unknown hash on another tier had neither extra keys nor a LoRA adapter.
+    /// Whether a first block below the device had neither extra keys nor a LoRA adapter, and had a hash that the stream did not hold.
     pub has_bare_root: bool,
     /// Levels below the device, as bits, on which the engine might hold blocks that were stored before a clear and that the stream does not
     /// list.
     pub unknown_levels: u8,
     /// Whether a clear without a tier empties host memory too.
     pub has_host_clears: bool,
-    /// Number of further first blocks whose hash will be compared with a hash of their tokens only.
+    /// Number of further first blocks whose hash will be compared with a hash of only the block's tokens.
     pub pages_left: u8,
 }
 
-/// Number of first blocks whose hash is compared with a hash of their tokens only.
+/// Number of first blocks whose hash is compared with a hash of only the block's tokens.
 const COMPARED_ROOTS: u8 = 8;
 /// Bit mask with a bit for each level.
 const ALL_LEVELS: u8 = (1 << LEVELS) - 1;
@@ -46,18 +46,18 @@ impl Evidence {
         ]
     }
 
-    /// Notes a first block on another tier without extra keys; with `is_bare` it has no LoRA adapter either.
+    /// Records a first block on a tier below the device that has no extra keys and, if `is_bare`, no LoRA adapter either.
     pub fn note_unkeyed_root(&mut self, is_bare: bool) {
         self.has_unkeyed_root = true;
         self.has_bare_root |= is_bare;
     }
 
-    /// Whether first blocks on other tiers lack extra keys or LoRAs that blocks of this stream on the device have.
+    /// Whether first blocks on tiers below the device lack extra keys or LoRAs that blocks of this stream on the device have.
     pub fn lacks_keys(&self) -> bool {
         (self.has_extra_keys && self.has_unkeyed_root) || (self.needs_loras() && self.has_bare_root)
     }
 
-    /// Whether first blocks on other tiers may lack the LoRA adapter that they have. SGLang announces the adapter on all tiers.
+    /// Whether events might omit the LoRA adapter of first blocks on tiers below the device. SGLang announces the adapter on all tiers.
     pub fn needs_loras(&self) -> bool {
         self.has_loras && !self.has_host_clears
     }
@@ -93,7 +93,7 @@ impl Evidence {
         (self.has_unkeyed_root, self.has_bare_root) = (false, false);
     }
 
-    /// Starts over after a clear that names no tier. `dropped` are the levels of which some or all blocks are no longer listed. With
+    /// Starts over after a clear that names no tier. `dropped` are the levels of which some or all blocks are no longer listed. If
     /// `keeps_lower`, blocks on lower tiers remain.
     pub fn begin(&mut self, dropped: u8, keeps_lower: bool) {
         let is_complete = self.is_whole && self.set_aside == 0;

@@ -1,8 +1,8 @@
-//! Copies that a batch has announced although their engine might not have made them.
+//! Copies that a batch has announced although the engine might not have made them.
 //!
-//! vLLM reports the hit of a request for each group. For a group with a sliding window it also reports the blocks before the window, which
-//! the group does not hold. A request that is computed again is reported in the same way. So a copy in a group with a window might not
-//! exist if the batch that made it resident has also repeated the store of the same block with full attention.
+//! vLLM reports the hit of a request for each group. For a group with a sliding window vLLM also reports the blocks before the window,
+//! which the group does not hold. A request that is computed again is reported in the same way. So a copy in a group with a window might
+//! not exist if the batch that announced the copy has also repeated the store of the same block with full attention.
 
 /// Number of entries whose memory is kept for the next batch.
 const ENTRIES_KEPT: usize = 64;
@@ -12,7 +12,7 @@ const ENTRIES_KEPT: usize = 64;
 pub struct HitReports<B, P> {
     /// Blocks without tokens that were not certainly resident before the batch.
     pub fresh: Vec<(B, P)>,
-    /// Blocks with tokens that were stored before and that the batch has stored again. They are listed for hybrid models only.
+    /// Blocks with tokens that were stored before and that the batch has stored again. Such blocks are listed for hybrid models only.
     pub repeated: Vec<B>,
 }
 
@@ -40,7 +40,7 @@ impl<B: Copy + Default + Ord, P: Copy + Default> HitReports<B, P> {
 mod tests {
     use super::*;
 
-    /// A copy is uncertain only if one batch has both made it resident and repeated its block.
+    /// A copy is uncertain only if one batch has both announced the copy and repeated the store of its block.
     #[test]
     fn a_batch_is_compared_with_itself() {
         let mut reports = HitReports::default();

@@ -1,10 +1,10 @@
-//! The location of copies of blocks, in the words of events.
+//! The location of copies of blocks, as events state it.
 
 use std::borrow::Cow;
 
 use crate::holders::placements::{Placement, tier};
 
-/// A text as it is on the wire.
+/// A text of an event, as the wire has it; None if the event has no such text.
 pub type Text<'a> = Option<Cow<'a, [u8]>>;
 
 /// Copies a text.
@@ -33,7 +33,7 @@ impl Location<'_> {
         }
     }
 
-    /// The placement of its copies. A location without a group is in group 0.
+    /// The placement of copies at this location. A location without a group is in group 0.
     pub fn placement(&self) -> Placement {
         let text = |bytes: &Text<'_>| bytes.as_ref().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
         Placement {

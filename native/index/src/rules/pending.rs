@@ -20,11 +20,11 @@ pub struct Content {
     pub scheme: Scheme,
     /// Part of the seed that the block's LoRA contributes.
     pub lora: u64,
-    /// Part of the seed that the block's own salt contributes; None if it has its parent's salt.
+    /// Part of the seed that the block's own salt contributes; None if the block has its parent's salt.
     pub salt: Option<u64>,
 }
 
-/// The contents of an entry besides its hashes.
+/// The data that an entry has in addition to its hashes.
 pub trait Weight {
     /// Heap bytes of the value.
     fn bytes(&self) -> usize;
@@ -41,7 +41,7 @@ impl Weight for Content {
 pub struct Waiting<C = Content> {
     /// Hash of the block.
     pub hash: u64,
-    /// Number of the placement of the block.
+    /// The number that identifies the block's placement.
     pub placement: u16,
     /// The hash for which the block waits.
     pub awaited: u64,
@@ -85,7 +85,7 @@ struct Links {
     next: u32,
 }
 
-/// Lists that an entry is in.
+/// The three lists that contain each entry.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Order,
@@ -235,7 +235,7 @@ impl<C: Weight> Queue<C> {
         found.is_some_and(|copies| copies.iter().any(|copies| copies.placement == placement))
     }
 
-    /// Whether the last entry with the same hash and placement waits for the same hash.
+    /// Whether the last entry with the hash and the placement of `other` waits for the same hash as `other`.
     pub fn is_last(&self, other: &Waiting<C>) -> bool {
         let copies = self.by_hash.get(&other.hash).into_iter().flatten();
         let last = copies
@@ -268,12 +268,12 @@ impl<C: Weight> Queue<C> {
             .map_or(0, |count| count.entries - count.orphans)
     }
 
-    /// Adds an entry. If there are more than `limit` entries, the oldest are dropped. Returns the number of dropped entries.
+    /// Adds an entry. If there are more than `limit` entries, the oldest entries are dropped. Returns the number of dropped entries.
     pub fn push(&mut self, waiting: Waiting<C>, limit: usize) -> u64 {
         self.push_within(waiting, limit, usize::MAX)
     }
 
-    /// Adds an entry as `push` does, with a bound `bytes` for the bytes of all entries.
+    /// Adds an entry as `push` does, with the limit `bytes` for the total size of all entries.
     pub fn push_within(&mut self, waiting: Waiting<C>, limit: usize, bytes: usize) -> u64 {
         let (size, mut dropped) = (waiting.bytes(), 0);
         if limit == 0 || size > bytes {
@@ -392,7 +392,7 @@ impl<C: Weight> Queue<C> {
         std::iter::from_fn(|| self.take_one_awaiting(hash)).collect()
     }
 
-    /// Removes one copy of `hash` on `placement`: an orphan, or else a hash without tokens. Returns whether there was such a copy.
+    /// Removes one copy of `hash` on `placement`: an orphan if possible, else a hash without tokens. Returns whether a copy was removed.
     pub fn remove(&mut self, hash: u64, placement: u16) -> bool {
         self.remove_where(hash, |other| other == placement)
     }

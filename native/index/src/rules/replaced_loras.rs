@@ -1,15 +1,15 @@
 //! LoRAs whose weights were replaced under the same name.
 //!
 //! vLLM hashes the name and the path of a LoRA, and events have the name alone. When a name is loaded from another path, the blocks of the
-//! former weights stay in the cache. Here they have the same keys as blocks of the new weights, but no request finds them in the engine.
-//! The engine announces nothing if the name returns to a former path. So only blocks that were stored since the last change of the path
-//! certainly match.
+//! former weights stay in the cache. The index gives such blocks the keys of blocks of the new weights, but no request finds them in the
+//! engine. The engine announces nothing if the name returns to a former path. So only blocks that were stored since the last change of the
+//! path certainly match.
 
 use std::collections::{HashMap, HashSet};
 
 /// Maximum number of replaced LoRAs of one stream: an engine has some dozens of adapters.
 pub const MAX_LORAS: usize = 4_096;
-/// Approximate bytes of a LoRA, and of a record.
+/// Approximate bytes of the entry of a LoRA, and of a record.
 const LORA_BYTES: usize = 96;
 const RECORD_BYTES: usize = 8;
 
@@ -36,7 +36,7 @@ pub struct StoredBlock {
     pub lora: u64,
     /// Record of the block.
     pub record: u32,
-    /// Record of its parent.
+    /// Record of the block's parent.
     pub parent: Option<u32>,
     /// Whether the stream held the block before.
     pub is_known: bool,
@@ -47,15 +47,15 @@ pub struct StoredBlock {
 }
 
 impl ReplacedLoras {
-    /// Notes whether a stored block belongs to the weights that are loaded now. A block on the device shows that these weights have
-    /// replaced others if
+    /// Records whether a stored block belongs to the weights that are loaded now. A block on the device shows that these weights have
+    /// replaced other weights if
     ///
-    /// - the stream holds, under another hash on the same placement, the same block of the weights that were loaded so far, or
-    /// - it follows an outdated block, or is an outdated first block that is announced again: either the name has returned to a former
-    ///   path, or a request that began with the former weights continues. Events do not say which.
+    /// - the stream holds, under another hash on the same placement, the same block of the weights that were loaded before, or
+    /// - the block follows an outdated block, or is an outdated first block that is announced again: either the name has returned to a
+    ///   former path, or a request that began with the former weights continues. Events do not distinguish the two cases.
     ///
-    /// Copies on other tiers are no sign, since they can be made long after their blocks were computed. Returns false and notes nothing if
-    /// too many LoRAs were replaced.
+    /// Copies on other tiers prove nothing, since they can be made long after their blocks were computed. Returns false and records nothing
+    /// if too many LoRAs were replaced.
     pub fn note(&mut self, stored: &StoredBlock) -> bool {
         let StoredBlock { lora, record, .. } = *stored;
         let is_late = match stored.parent {
@@ -75,7 +75,7 @@ impl ReplacedLoras {
         true
     }
 
-    /// Whether it can be recorded that a LoRA was replaced.
+    /// Whether this LoRA is recorded as replaced, or can be within the limit `MAX_LORAS`.
     pub fn has_room(&self, lora: u64) -> bool {
         self.contains(lora) || self.len() < MAX_LORAS
     }
@@ -91,7 +91,7 @@ impl ReplacedLoras {
         self.current.len()
     }
 
-    /// The replaced LoRAs' parts of the seed, in no order.
+    /// The replaced LoRAs' parts of the seed, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = u64> + '_ {
         self.current.keys().copied()
     }
@@ -109,7 +109,7 @@ impl ReplacedLoras {
             .is_some_and(|current| !current.records.contains(&record))
     }
 
-    /// Records that blocks have shown that a LoRA was replaced: all its blocks so far are outdated.
+    /// Records that blocks have shown that a LoRA was replaced, so that all present blocks of the LoRA are outdated.
     pub fn replace(&mut self, lora: u64) {
         self.begin(lora, true);
     }

@@ -5,9 +5,9 @@ use std::io::{self, Read, Write};
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 const MAGIC: [u8; 8] = *b"KVEINDEX";
-/// The version that is written, and the only one that is read.
+/// The version of the format that is written, and the only version that can be read.
 pub const VERSION: u32 = 7;
-/// Number of bytes of a frame.
+/// Maximum number of payload bytes of a frame.
 const FRAME: usize = 1 << 20;
 const HEADER: usize = 12;
 
@@ -48,7 +48,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Returns the failure for unusable bytes; `what` says why they are unusable.
+/// Returns the failure for unusable bytes; `what` says why the bytes are unusable.
 pub fn bad(what: impl Into<String>) -> Failure {
     Failure::Bad(what.into())
 }
@@ -147,7 +147,7 @@ fn header(length: usize, sum: u64) -> [u8; HEADER] {
     header
 }
 
-/// Reads the output of `FrameWriter`. It returns bytes of a frame only after it has verified the frame's checksum.
+/// Reads the output of `FrameWriter`. The reader returns bytes of a frame only after it has verified the frame's checksum.
 pub struct FrameReader<R> {
     from: R,
     frame: Vec<u8>,
@@ -207,7 +207,7 @@ impl<R: Read> FrameReader<R> {
         Ok(length > 0)
     }
 
-    /// The byte that begins the next item; None at the end.
+    /// The byte that begins the next item; None at the end of the snapshot.
     pub fn next(&mut self) -> Result<Option<u8>, Failure> {
         if self.at == self.frame.len() && !self.advance()? {
             return Ok(None);
@@ -249,7 +249,7 @@ impl<R: Read> FrameReader<R> {
         Err(bad("a count has too many bytes"))
     }
 
-    /// A count below `bound`.
+    /// Reads a count below `bound`.
     pub fn below(&mut self, bound: u64, what: &str) -> Result<u64, Failure> {
         let value = self.count()?;
         if value < bound {
@@ -259,7 +259,7 @@ impl<R: Read> FrameReader<R> {
         }
     }
 
-    /// Reads `length` bytes. Memory is allocated as they arrive, since a damaged file can declare any length.
+    /// Reads `length` bytes. Memory is allocated as the bytes arrive, since a damaged file can declare any length.
     pub fn bytes(&mut self, length: u64) -> Result<Vec<u8>, Failure> {
         let mut found = Vec::new();
         while (found.len() as u64) < length {

@@ -9,11 +9,11 @@ use super::{Hashes, skewed};
 
 /// Number of entries of a bucket.
 const WAYS: usize = 10;
-/// Number of buckets of a full-size segment; only a table with one segment has a smaller one.
+/// Number of buckets of a full-size segment; only a table with one segment has a smaller segment.
 pub const SEGMENT: usize = 32;
 /// Number of buckets of a segment of a dense table before it is split.
 pub const WIDE: usize = 48;
-/// Average number of entries per bucket from which on a segment is split or grows.
+/// Average number of entries per bucket at which a segment is split or grows.
 const MAX_LOAD: usize = 9;
 /// Average number of entries per bucket below which two segments are merged, or one segment shrinks.
 const MIN_LOAD: usize = 6;
@@ -21,7 +21,7 @@ const MIN_LOAD: usize = 6;
 const SPLITS_BY_TAG: u8 = 4;
 /// Number of bits of a hash that identify a bucket in its segment: the bits of a tag that splits have not used.
 const HOME_BITS: u32 = 16 - SPLITS_BY_TAG as u32 - 1;
-/// Mask of these bits in a tag, after the bits that splits have used were shifted out.
+/// Mask of these `HOME_BITS` bits in a tag, after the bits that splits have used were shifted out.
 const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
 
 /// A bucket of one cache line.
@@ -30,7 +30,7 @@ const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
 pub struct Bucket {
     tags: [u16; WAYS],
     used: u16,
-    /// Number of entries whose search passes over this full bucket to a later one. Once the number has reached its maximum, it stays there.
+    /// Number of entries whose search passes over this full bucket to a later one. At its maximum the number stays constant.
     sent_on: u16,
     records: [u32; WAYS],
 }
@@ -65,7 +65,7 @@ impl Bucket {
         mask & ((1 << self.used) - 1)
     }
 
-    /// Removes an entry; false if it is not here.
+    /// Removes an entry. Returns false if the bucket does not contain the entry.
     #[inline]
     fn take(&mut self, tag: u16, record: u32) -> bool {
         let mut matches = self.matches(tag);
@@ -97,14 +97,14 @@ impl Bucket {
     }
 }
 
-/// The buckets of a segment: a piece of the page pool, or separate memory for other sizes. They are behind a pointer, since an enum would
+/// The buckets of a segment: a piece of the page pool, or separate memory for other sizes. This is a pointer, since an enum would
 /// need a branch at each access.
 struct Buckets {
     at: NonNull<Bucket>,
     count: u32,
 }
 
-// SAFETY: it owns its buckets, as a box does.
+// SAFETY: the value owns its buckets, as a box does.
 unsafe impl Send for Buckets {}
 // SAFETY: as above.
 unsafe impl Sync for Buckets {}
@@ -156,7 +156,7 @@ impl Deref for Buckets {
 impl DerefMut for Buckets {
     #[inline]
     fn deref_mut(&mut self) -> &mut [Bucket] {
-        // SAFETY: as above, and no other reference to them exists.
+        // SAFETY: as in `deref`, and no other reference to the buckets exists.
         unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.count as usize) }
     }
 }
@@ -220,13 +220,13 @@ impl Segment {
         (skewed << self.base >> 48) as u16
     }
 
-    /// The home bucket of a hash. It depends only on bits that are in the tag both before and after tags are computed again.
+    /// The home bucket of a hash. The home bucket depends only on bits that are in the tag both before and after tags are computed again.
     #[inline]
     pub fn home(&self, skewed: u64) -> usize {
         (((skewed << self.depth) >> (64 - HOME_BITS)) as usize * self.buckets.len()) >> HOME_BITS
     }
 
-    /// The bucket at a home.
+    /// The bucket with the index `home`.
     #[inline]
     pub fn bucket(&self, home: usize) -> *const Bucket {
         ptr::from_ref(&self.buckets[home])
@@ -261,7 +261,7 @@ impl Segment {
         }
     }
 
-    /// Removes an entry with this tag, searching from the home bucket on. Returns false if there is no such entry.
+    /// Removes an entry with this tag, searching from the home bucket on. Returns false if the segment has no such entry.
     #[inline]
     pub fn take(&mut self, home: usize, tag: u16, record: u32) -> bool {
         let bucket = &mut self.buckets[home];
@@ -310,8 +310,8 @@ impl Segment {
         self.buckets.iter().map(ones).sum()
     }
 
-    /// Copies all entries into one new segment, or into two by the first bit after the shared ones. `used` has the numbers of entries that
-    /// each of them gets. Tags do not change.
+    /// Copies all entries into one new segment, or into two by the first bit after the shared ones. `used` has the number of entries that
+    /// each new segment gets. Tags do not change.
     pub fn pour<const N: usize>(&self, into: &mut [Self; N], used: [usize; N]) {
         let bit = 15 - (self.depth - self.base);
         let passed = into[0].depth - self.base;
