@@ -16,54 +16,54 @@ from msgspec import Struct
 
 
 class WireLimits(Struct, frozen=True):
-    """Limits on one payload. A part that exceeds one is rejected with a reason; nothing is raised.
+    """Limits on one payload. A part that exceeds a limit is rejected with a reason; nothing is raised.
 
     Counts are read from the declared lengths, before anything is allocated.
     """
 
     max_payload_bytes: int = 32 * 1024 * 1024
-    """Maximum size of a payload. A step that stores one prompt of a million tokens is about 5 MiB. Decoded, a payload of token
-    ids only takes about 13 times its size in memory."""
+    """Maximum size of a payload. A batch that stores one prompt of a million tokens has about 5 MiB. When decoded, a payload
+    that consists of token ids takes about 13 times its size in memory."""
     max_events: int = 1_000_000
-    """Maximum number of events in one batch. A full reset that removes block by block is in the hundred thousands."""
+    """Maximum number of events in one batch. A reset by single removals can have 100,000 events."""
     max_hashes: int = 1_000_000
     """Maximum number of block hashes in one event: 16 million tokens at the smallest common block size."""
     max_fields: int = 256
-    """Maximum number of fields of an event, or of elements of a batch. Engines send up to 16. An unknown field takes 100 times
-    its size."""
+    """Maximum number of fields of an event, or of elements of a batch. Engines send up to 16. A decoded unknown field takes
+    100 times its size in memory."""
     max_free_form_bytes: int = 4 * 1024 * 1024
-    """Maximum bytes of a batch in `extra_keys` and unknown fields, whose form is free. While being read, empty lists take 140
-    times their size. Extra keys of a million tokens with a LoRA are about 2 MiB."""
+    """Maximum number of bytes in `extra_keys` and unknown fields of a batch, whose form is free. While empty lists are decoded,
+    they take 140 times their size. Extra keys for a million tokens with a LoRA have about 2 MiB."""
     max_nesting: int = 8
-    """Maximum depth of containers in an event, itself included. Engines reach 4 (`extra_keys` with multimodal pairs)."""
+    """Maximum depth of containers in an event, which counts as one level. Engines reach 4 (with multimodal `extra_keys`)."""
     max_rejected: int = 1_000
-    """Maximum number of rejected events in a batch. With more of them the whole batch is rejected."""
+    """Maximum number of rejected events in a batch. If more events are rejected, the whole batch is rejected."""
 
 
 DEFAULT_WIRE_LIMITS: Final = WireLimits()
 
 _BASE_STEPS: Final = 4_000
 _BYTES_PER_STEP: Final = 12
-"""A payload may take `_BASE_STEPS`, and one step more for each 12 bytes. A step takes about a microsecond, so a payload of 1 MB
-takes at most 90 ms. Payloads of engines take a tenth of that."""
+"""Decoding may take `_BASE_STEPS`, and one more step for each 12 bytes. A step takes about a microsecond, so a payload of 1 MB
+takes at most 90 ms. Payloads of engines take a tenth of this time."""
 
 MAX_FAST_BYTES: Final = 1024 * 1024
-"""Larger payloads skip the fast decoder. That is one native call, which allocates without checking lengths: 1 MiB of empty
-lists becomes 70 MiB. The tolerant decoder checks every length."""
+"""Maximum size of a payload for the fast decoder, which is one native call and allocates without checking lengths: 1 MiB of
+empty lists becomes 70 MiB. Larger payloads go to the tolerant decoder, which checks every length."""
 MAX_FAST_LIST_BYTES: Final = 256 * 1024
-"""Larger payloads with lists of lists skip the fast decoder, which takes 70 ms for 256 KiB of them."""
+"""Maximum size of a payload with lists of lists for the fast decoder, which takes 70 ms for 256 KiB of such lists."""
 MAX_NONRECURSIVE_BYTES: Final = 1024 * 1024
-"""Maximum size of a container that is split in Python if it is nested too deeply for msgspec, at up to 0.2 us per byte."""
+"""Maximum size of a container that is split in Python, at up to 0.2 us per byte, if it is nested too deeply for msgspec."""
 
 MAX_SEQ: Final = 1 << 48
-"""Sequence numbers from this on are malformed. At 1,000 batches a second it takes 8,900 years to reach it. Without the limit,
-one corrupt frame (2**63) would make every later number of the stream count as old."""
+"""Sequence numbers of at least this value are malformed. A stream of 1,000 batches a second reaches this value in 8,900 years.
+Without the limit, one corrupt frame (2**63) would make every later number of the stream count as old."""
 
 
 MAX_RAW_BYTES: Final = 256
 """Maximum number of bytes of the rejected input that a record holds, for diagnosis."""
 _MAX_DETAIL: Final = 256
-"""Maximum number of characters of a detail. A peer may choose parts of it."""
+"""Maximum number of characters of a detail. A peer may choose parts of a detail."""
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class Rejected(msgspec.Struct, frozen=True):
     raw: bytes = b""
     """The first bytes of the rejected input."""
     count: int = 1
-    """Number of rejections that this entry represents."""
+    """Number of rejections that this record represents."""
 
     @property
     def loses_events(self) -> bool:
@@ -87,7 +87,7 @@ class Rejected(msgspec.Struct, frozen=True):
 
 
 class DecodeRejectedError(Exception):
-    """Raised inside `kvevents.wire` for input that is rejected; `decode_batch` returns it as `Rejected`."""
+    """The exception for rejected input inside `kvevents.wire`; `decode_batch` returns such input as `Rejected`."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -99,7 +99,7 @@ class DecodeRejectedError(Exception):
 
 
 class BatchRejectedError(DecodeRejectedError):
-    """Raised inside `kvevents.wire` if the whole batch is rejected because of its events."""
+    """The exception inside `kvevents.wire` for a batch that is rejected as a whole because of its events."""
 
 
 class DecodeBudget:
@@ -111,13 +111,13 @@ class DecodeBudget:
         self._steps_left = _BASE_STEPS + payload_bytes // _BYTES_PER_STEP
 
     def take_steps(self, count: int) -> None:
-        """Count steps. Raise `BatchRejectedError` above the limit."""
+        """Count steps. Raise `BatchRejectedError` if the batch then exceeds its limit of steps."""
         self._steps_left -= count
         if self._steps_left < 0:
             raise BatchRejectedError("too-complex", "the batch takes more steps to read than its size allows")
 
     def take_bytes(self, name: str, size: int) -> None:
-        """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` above the limit."""
+        """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` if the batch has fewer bytes left."""
         if size > self._bytes_left:
             raise DecodeRejectedError(
                 "oversized", f"{name} has {size} bytes; the limit max_free_form_bytes of a batch is {self._max_bytes}"
@@ -126,8 +126,8 @@ class DecodeBudget:
 
 
 MSGPACK_ERRORS: Final = (ValueError, RecursionError, OverflowError)
-"""Everything that msgspec raises for the bytes of a peer. Its own errors are a `ValueError`, as are those for text that is not
-UTF-8 and for times after the year 9999."""
+"""Everything that msgspec raises for the bytes of a peer. msgspec's own errors derive from `ValueError`, as do the errors for
+text that is not UTF-8 and for times after the year 9999."""
 NIL: Final = msgspec.Raw(b"\xc0")
 _NIL_BYTE: Final = 0xC0
 _LENGTH_BYTES: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
@@ -166,7 +166,7 @@ def is_bin(head: int) -> bool:
 
 
 def scalar(raw: msgspec.Raw, subject: str) -> bool | int | float | str | None:
-    """Decode a value that is neither a container nor a bin. Raise `DecodeRejectedError`, which names it `subject`."""
+    """Decode a value that is neither a container nor a bin. Raise `DecodeRejectedError`, which calls the value `subject`."""
     try:
         value: bool | int | float | str | None = _decode_scalar(raw)
     except MSGPACK_ERRORS as error:
@@ -175,7 +175,7 @@ def scalar(raw: msgspec.Raw, subject: str) -> bool | int | float | str | None:
 
 
 def rejection_of(error: Exception, subject: str) -> DecodeRejectedError:
-    """Convert an error that msgspec raised while it read `subject`."""
+    """Convert an error that msgspec raised when it read `subject`."""
     if isinstance(error, RecursionError):
         return DecodeRejectedError("too-deep", f"{subject} is nested deeper than the limit max_nesting")
     is_malformed = isinstance(error, msgspec.DecodeError | UnicodeDecodeError) and not isinstance(
@@ -199,7 +199,7 @@ def declared_length(raw: memoryview) -> int:
 
 
 def array_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int, too_many: str) -> list[msgspec.Raw]:
-    """Return the raw elements of an array. Raise `DecodeRejectedError`, with the reason `too_many` above `limit` elements."""
+    """Return the raw elements of an array. Raise `DecodeRejectedError`; above `limit` elements its reason is `too_many`."""
     view = memoryview(raw)
     _check_length(view, subject, limit, too_many)
     try:
@@ -213,7 +213,7 @@ def array_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int,
 
 
 def map_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int) -> dict[str, msgspec.Raw]:
-    """Return the raw values of a map by name; of equal names, the last. Raise `DecodeRejectedError`."""
+    """Return the raw values of a map by name; if a name occurs twice, its last value. Raise `DecodeRejectedError`."""
     view = memoryview(raw)
     _check_length(view, subject, limit, "too-many-fields")
     try:
@@ -263,7 +263,7 @@ def to_python(raw: msgspec.Raw, subject: str, depth: int, take_steps: Callable[[
         raise rejection_of(error, subject) from error
 
 
-# --- without recursion -----------------------------------------------------------------------------------------------------
+# --- splitting without recursion -------------------------------------------------------------------------------------------
 
 
 def _layout_by_first_byte() -> list[tuple[int, int, int]]:
@@ -306,7 +306,7 @@ def skip_value(data: bytes, position: int) -> int:
 
 
 def _split_nonrecursive(view: memoryview, subject: str) -> list[msgspec.Raw]:
-    """Return the elements of an array, or the keys and values of a map, at any depth of nesting."""
+    """Return the elements of an array, or the keys and values of a map, however deeply nested they are."""
     data = bytes(view)
     count = declared_length(view) * (2 if is_map(data[0]) else 1)
     position, parts = 1 + length_bytes(data[0]), []

@@ -1,7 +1,7 @@
 """Decodes payloads into events, by their shape and without configuration.
 
 Theory of operation: a payload of a known release decodes in one native call into the types of `kvevents.events`
-(`decode_fast`). That call fails for unknown fields, unknown event types and damaged payloads. Then the tolerant
+(`decode_fast`). The native call fails for unknown fields, unknown event types and damaged payloads. Then the tolerant
 decoder (`kvevents.wire.tolerant`) reads the envelope first, leaves the events as raw slices, and reads each event by itself, so
 that an invalid event does not affect the others. Input of a peer never raises; what cannot be read is returned as `Rejected`.
 """
@@ -45,9 +45,9 @@ from kvevents.wire.tolerant import (
 )
 
 _HEAD_BYTES: Final = 512
-"""Number of bytes in which a clear is searched: without unknown fields it takes less than 100 bytes in every dialect."""
+"""Number of bytes to search for a clear: a clear without unknown fields takes less than 100 bytes in every dialect."""
 _TAIL_BYTES: Final = 512
-"""Number of bytes in which a digest is searched: the heartbeat, last in a part of a snapshot, takes less than 200 bytes."""
+"""Number of bytes to search for a digest: the heartbeat at the end of a part of a snapshot takes less than 200 bytes."""
 _TAG: Final = b"AllBlocksCleared"
 _EVENTS: Final = b"\xa6events"
 _DIGEST: Final = re.compile(rb"\xd9\x20[0-9a-f]{32}")
@@ -69,13 +69,13 @@ def begins_with_clear(payload: bytes) -> bool:
     if end > len(head):
         return False
     event = head[first:end]
-    # Decode a batch of this event alone: the decoder knows how each dialect writes a clear.
+    # Decode a batch that has only this event: the decoder knows how each dialect writes a clear.
     batch_events = decode_batch(b"\x92\xcb" + bytes(8) + b"\x91" + event).batch.events
     return len(batch_events) == 1 and type(batch_events[0]) is AllBlocksCleared and batch_events[0].unknown_fields is None
 
 
 def ends_with_digest(payload: bytes) -> bool:
-    """Return whether the payload may end with the digest of a heartbeat, as each part of a snapshot of several batches does."""
+    """Return whether the payload might end with a heartbeat's digest, as each part of a snapshot in several batches does."""
     return _DIGEST.search(payload, max(0, len(payload) - _TAIL_BYTES)) is not None
 
 
@@ -95,7 +95,7 @@ _decode_map_envelope: Final = msgspec.msgpack.Decoder(_MapEnvelope).decode
 
 
 def rank_of(payload: bytes) -> int | None:
-    """Return the data-parallel rank that a batch states, without decoding its events; None if it states none."""
+    """Return the data-parallel rank that a batch states, without decoding its events; None if the batch states no rank."""
     try:
         if payload and is_array(payload[0]):
             return _decode_array_envelope(payload).data_parallel_rank
@@ -106,9 +106,9 @@ def rank_of(payload: bytes) -> int | None:
 
 
 def _events_at(head: bytes) -> int | None:
-    """Return where the events of a batch begin; None if it is neither an array nor a map.
+    """Return the position at which the events of a batch begin; None if the batch is neither an array nor a map.
 
-    Raise `IndexError` if they begin after the end of `head`.
+    Raise `IndexError` if the events begin after the end of `head`.
     """
     if is_array(head[0]):
         return skip_value(head, 1 + length_bytes(head[0]))
@@ -130,7 +130,7 @@ class Decoded(msgspec.Struct, gc=False, eq=False):
     """Result of `decode_batch`: `batch`, `dialect`, `rejected`."""
 
     batch: KVEventBatch
-    """The readable part of the payload. It has no events, and `ts` is 0, if the payload is not a batch at all."""
+    """The readable part of the payload. The batch has no events, and `ts` is 0, if the payload is not a batch at all."""
     _payload: bytes
     rejected: tuple[Rejected, ...] = ()
     _dialect: Dialect | None = None
@@ -138,7 +138,7 @@ class Decoded(msgspec.Struct, gc=False, eq=False):
 
     @property
     def dialect(self) -> Dialect | None:
-        """The oldest release that could have sent this payload; None if no known release could. Detected at first use."""
+        """The oldest release that could have sent this payload, or None. The release is detected at first use."""
         if not self._is_detected:
             self._dialect = detect_dialect(self._payload)
             self._is_detected = True
@@ -149,7 +149,7 @@ class Decoded(msgspec.Struct, gc=False, eq=False):
 
 
 def decode_batch(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> Decoded:
-    """Decode one batch of any engine. It never raises for the input of a peer.
+    """Decode one batch of any engine. The function never raises for input from a peer.
 
     Hashes are unsigned: an integer hash is taken modulo 2**64, and a byte hash is its last 8 bytes, big-endian, as vLLM itself
     shortens it. `ts` is in seconds, from 0 to 1e11. If the timestamp is invalid, `ts` is 0 and the events are still read.
@@ -165,7 +165,7 @@ def decode_batch(payload: bytes, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> De
     return Decoded(batch, payload, rejected)
 
 
-# --- one native call -------------------------------------------------------------------------------------------------------
+# --- decoding in one native call -------------------------------------------------------------------------------------------
 
 
 class _ArrayEvent(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -258,7 +258,7 @@ _KNOWN_FIELDS: Final = {kind: {"type", *kind.__struct_fields__} for kind in _KIN
 
 
 def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEvent | None:
-    """Return an event of a known kind, which as a map may have unknown fields; None if the tolerant decoder must read it."""
+    """Return an event of a known kind, with the unknown fields of a map; None if the tolerant decoder must read the event."""
     unknown: dict[str, msgspec.Raw] = {}
     try:
         if is_array(first_byte(raw)):
@@ -297,7 +297,7 @@ def _from_array(event: _AnyArray) -> KVEvent:
 def _normalize(event: Any, limits: WireLimits) -> bool:
     """Make hashes unsigned in place. Return False if the tolerant decoder must read the event."""
     kind = type(event)
-    # Fields that only a decoder sets do not exist on the wire. If a peer sends them, the tolerant decoder handles them.
+    # Fields that only a decoder sets do not exist on the wire. If a peer sends such fields, the tolerant decoder handles them.
     if event.unknown_fields is not None:
         return False
     if kind is AllBlocksCleared:
@@ -311,14 +311,14 @@ def _normalize(event: Any, limits: WireLimits) -> bool:
                 event.block_hashes, event.block_digests = shorten_digests(hashes), hashes
             elif min(hashes) < 0:
                 event.block_hashes = [value & _MASK for value in hashes]
-        except (TypeError, DecodeRejectedError):  # integers and bytes, or short digests
+        except (TypeError, DecodeRejectedError):  # bytes and integers are mixed, or a digest is too short
             return False
     return kind is BlockRemoved or _normalize_store(event, limits)
 
 
 def _normalize_store(event: BlockStored, limits: WireLimits) -> bool:
     keys = event.block_keys
-    parent: Any = event.parent_block_hash  # bytes if a peer sends bytes
+    parent: Any = event.parent_block_hash  # a peer may send bytes
     if event.parent_block_digest is not None or (keys and min(keys) < 0):
         return False
     if type(parent) is bytes:

@@ -44,13 +44,13 @@ class Dialect(Struct, frozen=True, eq=False):
     """Whether a batch carries the data-parallel rank."""
     event_form: Form = "array"
     optional_fields: frozenset[str] = frozenset()
-    """Fields that map events leave out when nil."""
+    """Fields that map events leave out when the fields are nil."""
     has_signed_hashes: bool = False
     """Whether 64-bit hashes are sent as signed integers."""
     has_replay_topic: bool = False
     """Whether replay replies repeat the topic."""
     is_lossless: bool = False
-    """Whether an event is sent as `kvevents.events` declares it if it has a field that the release lacks."""
+    """Whether an event with a field that the release lacks is sent in the layout of `kvevents.events`."""
 
     @property
     def name(self) -> str:
@@ -71,7 +71,7 @@ _TABLE: Final = [_V0_9_0]
 
 
 def _next(row: Dialect, since: str, *stored: str, removed: str | None = None, **changes: Any) -> Dialect:
-    """Add the row of a later release, in which stores have the fields `stored` too, and removals `removed`. Return the row.
+    """Add and return the row of a later release, which adds the fields `stored` to stores and the field `removed` to removals.
 
     Added fields are left out of map events when they are nil.
     """
@@ -90,7 +90,7 @@ _V0_17: Final = _next(_V0_14, "0.17.0", "extra_keys")
 _V0_20: Final = _next(_V0_17, "0.20.0", "group_idx", removed="group_idx")
 _V0_22: Final = _next(_V0_20, "0.22.0", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 _OPTIONAL: Final = frozenset({"extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window"})
-# One unreleased commit between 0.23 and 0.24 sent the batch itself as a map; nightly images carry it.
+# One unreleased commit between 0.23 and 0.24 sent the batch itself as a map, and nightly images contain this commit.
 _V_MAP_BATCH: Final = _next(_V0_22, "main@0181ea3173e5", batch_form="map", event_form="map", optional_fields=_OPTIONAL)
 _V0_24: Final = _next(_V_MAP_BATCH, "0.24.0", batch_form="array")
 _V0_26: Final = _next(_V0_24, "0.26.0", "locality", removed="locality", has_replay_topic=True)
@@ -111,23 +111,23 @@ NEWEST_VLLM: Final = _V0_33
 DECLARED: Final = replace(
     _V0_33, stored_fields=(*_V0_33.stored_fields, "cache_salt"), optional_fields=_V0_33.optional_fields | {"cache_salt"}
 )
-"""All fields of `kvevents.events` that engines have, as maps."""
+"""The dialect that sends events as maps, with all fields of `kvevents.events` that any engine has."""
 DEFAULT_DIALECT: Final = replace(_V0_22, is_lossless=True)
 """The dialect of a publisher if no release is named: the last array form of vLLM, and replies without a topic. The decision
-record 0025 lists the programs that read it."""
+record 0025 lists the programs that read this form."""
 DEFAULT_SGLANG_DIALECT: Final = replace(_S0_5_9, is_lossless=True)
 """The dialect of `kvevents.compat.sglang` if no release is named: the last array form of SGLang."""
 ARRAY_STORED: Final = _V0_22.stored_fields
-"""The longest array form of BlockStored. Every shorter form, including SGLang's, is a prefix of it."""
+"""The longest array form of BlockStored. Every shorter form, including SGLang's, is a prefix of the longest form."""
 ARRAY_REMOVED: Final = (*_V0_22.removed_fields, "heartbeat")
 """The longest array form of BlockRemoved, followed by the field that only kvevents sends."""
 ARRAY_CLEARED: Final = ("medium", "group_idx")
-"""The fields with the scope of a limited clear. Only kvevents sends them in array events."""
+"""The fields with the scope of a limited clear. Only kvevents sends these fields in array events."""
 
-# No release yet; https://github.com/vllm-project/vllm/pull/50732.
+# No release sends this kind yet: https://github.com/vllm-project/vllm/pull/50732.
 NEUTRAL_KINDS: Final = frozenset({"BlockInactive"})
-"""Kinds of events that do not change which blocks are resident. Decoders skip them, and the stream stays trusted. An event of
-another unknown kind might change blocks, so it is rejected, and the stream becomes DEGRADED."""
+"""Kinds of events that do not change which blocks are resident. Decoders skip such events, and the stream stays trusted. An
+event of any other unknown kind might change blocks, so it is rejected, and the stream becomes DEGRADED."""
 
 # A single letter after a hyphen begins the suffix of an image, as in `v0.5.20-b200`, and does not mark a pre-release.
 # The pattern has no possessive quantifier: after one, Python 3.11.2 (Debian 12) ends a group at the wrong place.
@@ -186,7 +186,7 @@ def dialect_for(engine: str, release: str = "latest") -> Dialect:
 
 
 def resolve_dialect(value: Dialect | str | None) -> Dialect | None:
-    """Return the dialect of a name such as `vllm-0.24` or `sglang-latest`. A `Dialect` and None ("as declared") stay the same.
+    """Return the dialect of a name such as `vllm-0.24` or `sglang-latest`. Return a `Dialect` or None unchanged.
 
     Raises `UnknownDialectError` for an unknown engine or release.
     """
@@ -216,13 +216,13 @@ class _EventShape(NamedTuple):
     has_high_hash: bool
     """Whether a hash is 2**63 or above."""
     has_wide_header: bool = False
-    """Whether a map of fewer than 16 pairs has the header of a larger one. msgspec chooses the header by the number of fields
-    that the struct declares. BlockStored of vLLM 0.33 is the first with 16 fields, so it is recognised regardless of omitted
-    fields."""
+    """Whether a map of fewer than 16 pairs has the header of a larger map. msgspec chooses the header by the number of fields
+    that the struct declares. BlockStored of vLLM 0.33 is the first layout with 16 fields, so it is recognised regardless of
+    omitted fields."""
 
 
 def detect_dialect(payload: bytes) -> Dialect | None:
-    """Return the first row of the table of dialects that matches all of `payload`; None if no row does."""
+    """Return the first row of the table of dialects that matches all of `payload`; None if no row matches."""
     limits = DEFAULT_WIRE_LIMITS
     try:
         if payload and is_map(payload[0]):
@@ -279,7 +279,7 @@ def _hash_signs(raws: list[msgspec.Raw]) -> tuple[bool, bool]:
 def _matches(row: Dialect, event: _EventShape) -> bool:
     """Return whether `row` could have sent this event, by its form, its fields and the sign of its hashes."""
     if event.tag in NEUTRAL_KINDS:
-        return row.event_form == event.form  # the first release that sends them is unknown
+        return row.event_form == event.form  # no release is known to send these kinds
     names = {"BlockStored": row.stored_fields, "BlockRemoved": row.removed_fields, "AllBlocksCleared": ()}.get(event.tag)
     if (
         names is None

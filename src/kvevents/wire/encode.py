@@ -15,7 +15,7 @@ from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, ARRAY_STORED, D
 
 
 def _to_builtin(value: Any) -> Any:
-    """Return the list or number in an `array`, a value of NumPy or another sequence, which msgspec alone does not encode."""
+    """Return a list or a number for a value that msgspec does not encode: an `array`, a NumPy value or another sequence."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Sequence):
@@ -29,7 +29,7 @@ _MODULUS: Final = 1 << 64
 _TAGS: Final = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 
 _OWN_FIELDS: Final = ("heartbeat", "block_keys")
-"""Fields that no engine has and that kvevents sends in every dialect with events as maps."""
+"""Fields of kvevents that no engine has; kvevents sends them in every dialect with events as maps."""
 
 _ENCODING_ERRORS: Final = (TypeError, ValueError, OverflowError, AttributeError, RecursionError)
 
@@ -41,9 +41,9 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
     """Return the payload that a publisher of `dialect` sends for `batch`.
 
     With a dialect, KV cache events (those of kvevents and of `kvevents.compat`) are encoded as that release encodes them,
-    without the fields that it does not have. Users' own event types are encoded as they are declared.
-    Without a dialect they are arrays, which almost all subscribers read (`DEFAULT_DIALECT`). Then an event with a field for
-    which the array has no place is sent as a map, as by the newest vLLM, so nothing is left out.
+    without the fields that the release lacks. Users' own event types are encoded as they are declared.
+    Without a dialect, KV cache events are encoded as arrays, which almost all subscribers read (`DEFAULT_DIALECT`). Only an
+    event with a field for which the array has no place is sent as a map, as by the newest vLLM, so nothing is left out.
 
     Raise `EncodeError` if a value in the batch cannot be encoded.
     """
@@ -51,11 +51,11 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
 
 
 def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
-    """Return a function that encodes as `encode_batch` does."""
+    """Return a function that encodes batches in one dialect, as `encode_batch` does."""
     layout = dialect or DEFAULT_DIALECT
     # All engines declare their batches in this form today.
     is_common = layout.batch_form == "array" and layout.has_rank
-    # Stores and removals of a block must have the same hash. Hashes are kept since most stores are sent as they are.
+    # A block's stores and removals must have the same hash, and most stores are sent unchanged: so no hash is converted.
     keeps_hashes = layout.is_lossless and not layout.has_signed_hashes
     converters: dict[Any, _Converter] = {}
 
@@ -73,7 +73,7 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
                 wire_batch = _rare_batch(batch, events, layout)
             elif batch.__class__ is KVEventBatch:
                 wire_batch = (batch.ts, events, batch.data_parallel_rank)
-            elif events != batch.events:  # a converted event never equals its original; others are identical
+            elif events != batch.events:  # a converted event never equals its original
                 wire_batch = (batch.ts, events, batch_rank(batch))
             return _ENCODER.encode(wire_batch)
         except _ENCODING_ERRORS as error:
@@ -83,7 +83,7 @@ def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
 
 
 def _rare_batch(batch: Any, events: list[Any], dialect: Dialect) -> Any:
-    """Return a batch without a rank, or as a map."""
+    """Return a batch in a form that few dialects have: an array without the rank, or a map."""
     if dialect.batch_form == "array":
         return [batch.ts, events]
     rank = batch_rank(batch)
@@ -98,8 +98,8 @@ def batch_rank(batch: EventBatch) -> int | None:
 
 @cache
 def _converter(kind: Any, dialect: Dialect, keeps_hashes: bool) -> _Converter:
-    """Return the function that converts events of type `kind` to the layout of `dialect`; with `keeps_hashes`, hashes stay."""
-    # An event of kvevents or of `kvevents.compat`; users' own kinds of events may derive from these.
+    """Return a function that converts events of type `kind` to the layout of `dialect`; `keeps_hashes` exempts hashes."""
+    # Whether the type is of kvevents or `kvevents.compat`; users' own types may derive from these types.
     is_event = isinstance(kind, type) and issubclass(kind, KVCacheEvent)
     tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
     if not is_event or tag not in _TAGS:
@@ -130,7 +130,7 @@ def _as_declared(value: Any) -> Any:
 
 
 def _stored_converter(convert: _Converter) -> _Converter:
-    """Return a function that converts stores as `convert` does, but stores of engines (almost all stores) ten times as fast."""
+    """Return a function that converts stores as `convert` does, and takes a tenth of the time for most stores of engines."""
 
     def convert_stored(event: BlockStored) -> Any:
         if (
@@ -170,7 +170,7 @@ def _value(event: Any, name: str, convert_hash: _Converter) -> Any:
         digest = getattr(event, "parent_block_digest", None)
         return convert_hash(value) if digest is None else digest
     if name == "token_ids" and isinstance(value, (bytes, bytearray, memoryview)):
-        return memoryview(value).tolist()  # msgspec encodes it as bytes
+        return memoryview(value).tolist()  # msgspec would encode this type as bytes
     return value
 
 
@@ -180,7 +180,7 @@ def _wire_hash(is_signed: bool, value: Any) -> Any:
 
 
 def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
-    """Add the fields of kvevents and, to map events, the unknown fields, for which array events have no place."""
+    """Add the fields that only kvevents has. To map events also add the unknown fields, for which arrays have no place."""
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.event_form == "array":
         if isinstance(event, AllBlocksCleared) and (scope := scope_of(event)):
@@ -195,7 +195,7 @@ def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) 
 
 
 def _extend_array(wire_event: msgspec.Struct, extra: dict[str, Any], dialect: Dialect) -> list[Any]:
-    """Return an array event in its longest form, with a heartbeat at the end. Raise `ValueError` for other extra fields."""
+    """Return an array event in its longest form, with a heartbeat at the end. Raise `ValueError` for any other extra field."""
     heartbeat = extra.pop("heartbeat", None)
     if extra:
         raise ValueError(f"the dialect {dialect} has no field for {' and '.join(extra)}; choose a dialect with events as maps")

@@ -1,7 +1,7 @@
 """ZeroMQ frames of live batches, replay requests and replay replies.
 
-Builders and parsers come in pairs. Parsers accept any input and never raise; they return invalid frames as `Malformed`.
-Rules and releases: vLLM `distributed/kv_events.py` (0.9.0 to 0.33.0), SGLang `disaggregation/kv_events.py` (0.4.6 to 0.5.23).
+Each builder has a parser. Parsers accept any input and never raise; they return invalid frames as `Malformed`. The rules are
+from vLLM (`distributed/kv_events.py`, 0.9.0 to 0.33.0) and SGLang (`disaggregation/kv_events.py`, 0.4.6 to 0.5.23).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReplayEnd(NamedTuple):
 
 
 class ReplayRequest(NamedTuple):
-    """A request for every batch in the replay buffer from `start` on. `identity` is the ROUTER's name of the consumer."""
+    """A request for every batch in the replay buffer from `start` on. `identity` is the ROUTER's name for the consumer."""
 
     identity: bytes
     start: int
@@ -81,7 +81,7 @@ def parse_live(frames: Sequence[bytes]) -> Live | Malformed:
 
 
 def replay_request_frames(start: int) -> list[bytes]:
-    """Return the frames with which a DEALER requests replay from `start` on. The empty frame replaces the delimiter of REQ."""
+    """Return the frames with which a DEALER requests replay from `start` on. The empty frame is the delimiter of a REQ."""
     return [b"", encode_seq(start)]
 
 
@@ -97,7 +97,7 @@ def parse_replay_request(frames: Sequence[bytes]) -> ReplayRequest | Malformed:
 def replay_batch_frames(topic: bytes | None, seq: int, payload: bytes) -> list[bytes]:
     """Return the frames of one replayed batch, without the identity.
 
-    With a `topic` of None they have the form of releases before vLLM 0.26 and SGLang 0.5.22.
+    With a `topic` of None, the frames have the form of releases before vLLM 0.26 and SGLang 0.5.22.
     """
     if topic is None:
         return [b"", encode_seq(seq), payload]
@@ -112,9 +112,9 @@ def replay_end_frames(with_topic: bool) -> list[bytes]:
 def parse_replay_reply(frames: Sequence[bytes]) -> ReplayReply:
     """Parse frames that a DEALER received, in any of the three forms.
 
-    These are `["", topic, seq, payload]`, `["", seq, payload]`, and the end marker `["", ""]` of the first version. An empty
-    payload ends a reply, as in the engines' example subscriber, unless its sequence number is valid: then it is a batch that
-    was sent empty, and more batches may follow.
+    The forms are `["", topic, seq, payload]`, `["", seq, payload]`, and the end marker `["", ""]` of the first version. An
+    empty payload ends a reply, as in the engines' example subscriber, unless its sequence number is valid: such a payload is a
+    batch that was sent empty, and more batches may follow.
     """
     if not frames or frames[0] != b"" or not 2 <= len(frames) <= 4:
         return Malformed("not a replay reply")

@@ -38,7 +38,7 @@ from kvevents.wire.checked_msgpack import (
 from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_KINDS
 
 MAX_SECONDS: Final = 1e11
-"""A timestamp above this is in milliseconds (Mooncake RFC #1527). In seconds it would be the year 5138."""
+"""A timestamp above this number is in milliseconds (Mooncake RFC #1527). In seconds this number means the year 5138."""
 
 _MAX_DIGITS: Final = 20
 """Maximum number of digits of a token id. Converting a long string of digits takes quadratic time, or raises."""
@@ -133,7 +133,7 @@ def _envelope(payload: bytes, limits: WireLimits) -> tuple[msgspec.Raw, list[msg
 
 
 def _timestamp(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw], None]) -> float:
-    """Return seconds since the epoch. If they cannot be read, reject them and return 0.0, so that the events are kept."""
+    """Return seconds since the epoch. Reject a timestamp that cannot be read and return 0.0, so that the events are kept."""
     value: object = None
     with suppress(DecodeRejectedError):
         value = scalar(raw, "the timestamp")
@@ -160,7 +160,7 @@ def _rank(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw],
 
 
 def _event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEvent | None:
-    """Return the event; None if its kind is neutral."""
+    """Return the event; None if the kind of the event is neutral."""
     is_wrapped = is_bin(first_byte(raw))
     if is_wrapped:  # llm-d's storage connector wraps events
         try:
@@ -206,7 +206,7 @@ def _tag(raw: msgspec.Raw) -> str:
 
 
 def _rename_mooncake_fields(kind: str, fields: dict[str, msgspec.Raw]) -> dict[str, msgspec.Raw]:
-    """Return the fields of a Mooncake event (RFC #1527) by our names, without those that are nil.
+    """Return the fields of a Mooncake event (RFC #1527) that are not nil, by the names of kvevents.
 
     Mooncake's own names take precedence over the duplicates that its compatibility mode adds
     (https://github.com/kvcache-ai/Mooncake/pull/2214). Tokens, parent and block size are nil if the store does not know them.
@@ -389,7 +389,7 @@ class FieldReader:
     def unknown_fields(self) -> dict[str, Any] | None:
         """Return the fields that no other method has read, within the limits of free form."""
         for name in INTERNAL_FIELDS:
-            # The fast decoder ignores these fields if they are nil, so this one does too.
+            # The fast decoder ignores these fields if they are nil, so this decoder ignores them too.
             self._optional(name)
         return unknown_values(self._fields, self._limits, self._budget) or None
 
@@ -424,7 +424,7 @@ def unknown_values(fields: dict[str, msgspec.Raw], limits: WireLimits, budget: D
 def shorten_digests(digests: list[Any]) -> list[int]:
     """Return the last 8 bytes of digests as integers.
 
-    Raise TypeError unless all are bytes, and `DecodeRejectedError` for a short one.
+    Raise TypeError unless all digests are bytes, and `DecodeRejectedError` if one is shorter than `MIN_DIGEST_BYTES`.
     """
     content, size = b"".join(digests), len(digests[0])
     shortest, max_size = min(map(len, digests)), max(map(len, digests))
@@ -447,7 +447,7 @@ def _unsigned_hash(name: str, value: int | bytes) -> int:
 
 
 def read_tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
-    """Return tokens, of which some are not integers, as token ids."""
+    """Return the token ids for tokens of which some are not integers."""
     if {*map(type, values)} == {str}:
         budget.take_steps(len(values) // 8)
         digits = "".join(values)
@@ -460,7 +460,7 @@ def read_tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
 
 
 def _token(value: float | str | tuple[int, int] | None) -> TokenId:
-    """Return a token id. Any other value becomes -1, which no prompt has: its block and those after it match no prompt."""
+    """Return a token id. Any other value becomes -1, which no prompt has, so its block and later blocks match no prompt."""
     if not isinstance(value, str):
         return value if type(value) is int or isinstance(value, tuple) else -1
     if _IS_DIGEST(value):
