@@ -13,7 +13,7 @@ from typing import Final
 from msgspec import Struct
 
 INITIAL_DELAY: Final = 0.5
-"""Seconds of the first delay after a failure: a restarting peer is found soon."""
+"""First delay after a failure, in seconds; it is short, so that a restarting peer is found soon."""
 MAX_DELAY: Final = 30.0
 """Longest delay in seconds: a peer that has come back is found within this time."""
 INTERVAL_JITTER: Final = 0.1
@@ -30,7 +30,7 @@ async def sleep(seconds: float) -> None:
 
 
 class Clock(Struct, frozen=True):
-    """Time and chance: `sleep`, `now` in monotonic seconds, and `random` numbers from 0 to below 1."""
+    """Source of time and randomness. `now` returns monotonic seconds; `random` returns a number from 0 to below 1."""
 
     sleep: Callable[[float], Awaitable[None]] = sleep
     now: Callable[[], float] = time.monotonic
@@ -41,7 +41,7 @@ SYSTEM_CLOCK: Final = Clock()
 
 
 def jittered(seconds: float, random: Callable[[], float], share: float = INTERVAL_JITTER) -> float:
-    """Return `seconds` shortened by a random fraction of at most `share`. It is never longer, so that deadlines hold."""
+    """Return `seconds` shortened by a random fraction of at most `share`, but never lengthened, so that deadlines hold."""
     return seconds * (1 - share * random())
 
 

@@ -39,31 +39,31 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     publisher: str | None = None
     """Name in `EventPublisherFactory`; the default is `zmq` if events are enabled, else `null`."""
     endpoint: str = "tcp://*:5557"
-    """Where live batches are published. With port 0 the OS chooses the port; the rank is added to other ports."""
+    """The endpoint of live batches. With port 0 the OS chooses the port; to any other port the rank is added."""
     replay_endpoint: str | None = None
-    """Where replay requests are served; None for no replay."""
+    """The endpoint of replay requests; None disables replay."""
     buffer_steps: int = 10_000
     """Number of batches that are kept for replay."""
     hwm: int = 100_000
-    """Maximum number of batches that wait for one slow subscriber; further ones are dropped for it; 0 for no limit."""
+    """Maximum number of batches that wait for one slow subscriber, which loses further batches; 0 for no limit."""
     max_queue_size: int = 100_000
-    """Maximum number of batches that wait for the publisher thread. Further ones are dropped, and subscribers see a gap; 0 for
-    no limit."""
+    """Maximum number of batches that wait for the publisher thread. Further batches are dropped, and subscribers see a gap;
+    0 for no limit."""
     topic: str = ""
     bind: bool | None = None
-    """Bind or connect the event socket; None decides by the endpoint, as the engines do."""
+    """Whether to bind the event socket or else connect it; None lets the endpoint decide, as the engines do."""
     dialect: str | None = None
     """Engine and release whose consumers read the events, such as `sglang-0.5.17` or `vllm-latest`; None sends arrays, which
     almost all consumers read."""
     replay_topic: bool | None = None
-    """Whether replay replies repeat the topic (vLLM from 0.26, SGLang from 0.5.22); None decides by the dialect."""
+    """Whether replay replies repeat the topic (vLLM from 0.26, SGLang from 0.5.22); None lets the dialect decide."""
     compact: bool | None = None
     """Whether history older than the replay buffer is compacted into a snapshot instead of dropped; None means yes if the
     native module is installed."""
     curve: Curve | None = None
     heartbeat: float | None = None
-    """Seconds between batches with a digest of the resident blocks, by which consumers verify their state; None for none. Needs
-    the native module."""
+    """Seconds between batches with a digest of the resident blocks, by which consumers verify their state; None for none. The
+    digest needs the native module."""
 
     def __post_init__(self) -> None:
         check_heartbeat(self.heartbeat)
@@ -85,7 +85,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         SGLang has no `enable_kv_cache_events`: a publisher other than `null` enables it. SGLang's `format` describes the hashes
         that the engine computes; it is checked but not stored.
 
-        Raises `ConfigError` for any other input; the message of an unknown key lists the known keys.
+        Raises `ConfigError` for any other input; the message about an unknown key lists the known keys.
         """
         values = parse_object(text, "the KV events configuration")
         shape = values.pop("format", "default")

@@ -13,14 +13,14 @@ MAX_PORT: Final = 65535
 _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 HTTP_SCHEMES: Final = ("http", "https")
 GRPC: Final = "grpc://"
-"""Begins the endpoint of a worker of SMG (Shepherd Model Gateway), whose events come as a gRPC stream."""
+"""Prefix of the endpoint of an SMG (Shepherd Model Gateway) worker, which sends its events as a gRPC stream."""
 _ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - to recognise it in settings
 _LOOPBACK: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """The address at which each wildcard host is reachable from this host."""
 
 
 def split_tcp(endpoint: str) -> tuple[str, int] | None:
-    """Return host and port of a `tcp://` endpoint; None for another transport or without a valid port.
+    """Return host and port of a `tcp://` endpoint; None if the transport is not TCP or the port is not valid.
 
     The port `*`, which means "any" to ZeroMQ, becomes 0. A host with colons must be an IPv6 address.
     """
@@ -47,17 +47,17 @@ def tcp_of(endpoint: str) -> str:
 
 
 def split_url(url: str, schemes: Collection[str]) -> SplitResult | None:
-    """Return the parts of a URL with one of these schemes; None if it has no host, an invalid port, or a login."""
+    """Return the parts of a URL with one of these schemes; None if the URL has no host, an invalid port, or a login."""
     try:
         parts = urlsplit(url)
         is_server = parts.scheme in schemes and parts.hostname and parts.port != 0 and parts.username is None
-    except ValueError:  # an invalid port, or brackets that do not close
+    except ValueError:  # the port is invalid, or a bracket is not closed
         return None
     return parts if is_server else None
 
 
 def complete_replay(endpoint: str, replay: str) -> str:
-    """Return a replay endpoint. A port alone is at the host of `endpoint`."""
+    """Return a replay endpoint. If `replay` is only a port, the host is that of `endpoint`."""
     return f"{endpoint.rpartition(':')[0]}:{replay}" if replay.isdecimal() else replay
 
 
@@ -76,7 +76,7 @@ def validate_endpoint(endpoint: str, name: str = "endpoint") -> None:
 
 
 def validate_source(endpoint: str, name: str = "endpoint") -> None:
-    """Raise `ConfigError` as `validate_endpoint` does, and accept `grpc://HOST:PORT`."""
+    """Raise `ConfigError` if `endpoint` is neither `grpc://HOST:PORT` nor accepted by `validate_endpoint`."""
     if not endpoint.startswith(GRPC):
         validate_endpoint(endpoint, name)
         return
@@ -89,7 +89,7 @@ def validate_remote(endpoint: str, name: str = "endpoint") -> None:
     """Raise `ConfigError` for an endpoint with the host `*`, to which nothing can connect."""
     if (split_tcp(endpoint) or ("",))[0] == "*":
         raise ConfigError(
-            f"invalid {name} {endpoint!r} to connect to: `*` is where an engine listens; name its host, such as "
+            f"invalid {name} {endpoint!r}: nothing can connect to the host `*`; write the engine's host, such as "
             f"{connectable(endpoint)}, or bind (bind=True, --bind) if the engine connects"
         )
 
@@ -123,7 +123,7 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
         return endpoint
     if port + data_parallel_rank > MAX_PORT:
         raise ConfigError(
-            f"rank {data_parallel_rank} of {endpoint} would need port {port + data_parallel_rank}; the highest is {MAX_PORT}"
+            f"rank {data_parallel_rank} of {endpoint} would need port {port + data_parallel_rank}; choose a lower port"
         )
     return f"tcp://{host}:{port + data_parallel_rank}"
 
@@ -131,7 +131,7 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
 def should_bind(endpoint: str) -> bool:
     """Whether the engines bind to this endpoint rather than connect (SGLang 0.5.23, vLLM 0.33).
 
-    Engines bind to wildcards, `ipc://` and `inproc://`. Port 0 binds too, since nothing can connect to it.
+    Engines bind to wildcards, `ipc://` and `inproc://`. Engines also bind to port 0, since nothing can connect to it.
     """
     target = split_tcp(endpoint)
     if endpoint.startswith(("ipc://", "inproc://")) or (target is not None and target[1] == 0):
@@ -154,9 +154,9 @@ def connectable(endpoint: str) -> str:
 
 
 def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_rank: int) -> str | None:
-    """Return a message if one port of this rank is the other port of this or a lower rank on the same host, else None.
+    """Return a message if this rank needs a port that this or a lower rank on the same host uses for the other endpoint.
 
-    Both endpoints are the configured ones, before the rank is added, and both are bound.
+    Return None if no ports collide. Both endpoints are as configured, before the rank is added, and both are bound.
     """
     events, replay = split_tcp(endpoint), split_tcp(replay_endpoint or "")
     if events is None or replay is None or 0 in {events[1], replay[1]}:
@@ -177,7 +177,7 @@ def port_collision(endpoint: str, replay_endpoint: str | None, data_parallel_ran
 
 
 def with_bound_port(endpoint: str | None, bound_endpoint: str | None) -> str | None:
-    """Return `endpoint`; port 0 of a TCP endpoint is replaced by the port of `bound_endpoint`."""
+    """Return `endpoint`; if it is a TCP endpoint with port 0, it gets the port of `bound_endpoint`."""
     target, bound_target = split_tcp(endpoint or ""), split_tcp(bound_endpoint or "")
     if target is None or bound_target is None or target[1] != 0:
         return endpoint

@@ -35,7 +35,7 @@ class KVEventsError(Exception):
 
 
 class DamagedIndexError(KVEventsError, RuntimeError):
-    """A bug of kvevents left an index half changed; it answers no query until a snapshot is restored."""
+    """A bug of kvevents left an index half changed; the index answers no query until a snapshot is restored."""
 
 
 class UsageError(KVEventsError):
@@ -43,7 +43,7 @@ class UsageError(KVEventsError):
 
 
 class ConfigError(UsageError, ValueError):
-    """A setting is invalid; the message names it and the expected value."""
+    """A setting is invalid; the message names the setting and the expected value."""
 
 
 class UnknownDialectError(UsageError, ValueError):
@@ -63,11 +63,11 @@ class ClosedError(UsageError, RuntimeError):
 
 
 class ForkedError(UsageError, RuntimeError):
-    """An index or a subscriber was used in a forked child of the process that created it; create another one there."""
+    """An index or a subscriber was used in a forked child of its process; create a new one in the child."""
 
 
 class MissingDependencyError(UsageError, ImportError):
-    """An optional dependency is not installed. The message names the extra of `kvevents` that installs it, if any."""
+    """An optional dependency is not installed. The message names the extra of `kvevents` that installs it, if one does."""
 
     def __init__(self, text: str, extra: str = "") -> None:
         super().__init__(f"{text}: {install_hint(extra)}" if extra else text)
@@ -75,12 +75,12 @@ class MissingDependencyError(UsageError, ImportError):
 
 
 def install_hint(extra: str) -> str:
-    """Return what to do about a missing extra. It names no command: a registry may have foreign packages of these names."""
+    """Return advice on a missing extra, without an install command: a registry may have foreign packages of these names."""
     return f"install kvevents[{extra}], see Install in the documentation"
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of an exception, without the error number and file name of an OSError, or else its type."""
+    """Return an exception's message, or its type if the message is empty; omit error number and file name of an OSError."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
 
 
@@ -115,7 +115,7 @@ class JournalError(ExternalError, OSError):
 class PlaneError(ExternalError, OSError):
     """The plane's NATS servers cannot be used; the message says what happened, where, and what to do.
 
-    `fault` is the kind of failure in one word; `kvevents_plane.nats_errors` lists them.
+    `fault` is the kind of failure in one word; `kvevents_plane.nats_errors` lists the words.
     """
 
     def __init__(self, message: str, *, fault: str = "other") -> None:
@@ -124,7 +124,7 @@ class PlaneError(ExternalError, OSError):
 
 
 class TrustTimeoutError(ExternalError, TimeoutError):
-    """`wait_for` has reached its time limit. `deliveries` are the deliveries that it received while it waited."""
+    """`wait_for` has reached its time limit. `deliveries` are the deliveries that `wait_for` received before its time limit."""
 
     def __init__(self, message: str, deliveries: Sequence[Any] = ()) -> None:
         super().__init__(message)

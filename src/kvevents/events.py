@@ -4,14 +4,14 @@ One set of types holds the union of what vLLM 0.33 (`vllm/distributed/kv_events.
 (`sglang/srt/disaggregation/kv_events.py`) announce. Encoded without a dialect, these structs give the bytes of
 vLLM 0.33; every other release is a row in `kvevents.wire.dialects`.
 
-The digest of an attestation (`Heartbeat.attestation`) is a sum with one term for each copy of a block, so it can be kept up to
-date with what enters and leaves the cache.
+The digest of an attestation (`Heartbeat.attestation`) is a sum with one term for each copy of a block, so it can be updated
+when a block enters or leaves the cache.
 
 `KVEventAggregator` and `KVConnectorKVEvents` have the interface and behaviour of vLLM 0.33: each tensor-parallel worker reports
 what its connector stored, and a block counts as stored when every worker has it.
 """
 
-# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
+# This module has no `from __future__ import annotations`, for the reason that `kvevents.client.schemas` states.
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -46,7 +46,7 @@ __all__ = [
 MEDIUM_GPU: Final = "GPU"
 """Device memory (vLLM, SGLang)."""
 MEDIUM_ALL: Final = "*"
-"""The medium of a clear of all tiers (`AllBlocksCleared({"medium": "*"})`), which senders of kvevents send."""
+"""The medium in a clear of all tiers (`AllBlocksCleared({"medium": "*"})`). Only senders of kvevents send this medium."""
 MEDIUM_CPU: Final = "CPU"
 """Host memory (vLLM from 0.27)."""
 MEDIUM_STORAGE: Final = "STORAGE"
@@ -59,17 +59,17 @@ MEDIUM_EXTERNAL: Final = "EXTERNAL"
 """A shared or remote pool (SGLang from 0.5.11)."""
 
 TIERS: Final = ("gpu", "cpu", "disk")
-"""Known tiers, the fastest first. The index defines them too, with the media of each (`placements.rs`)."""
+"""Known tiers, the fastest first. The index also defines the tiers, with the media of each tier (`placements.rs`)."""
 
 if TYPE_CHECKING:
     TokenId: TypeAlias = int | tuple[int, int] | str
-    """A token id; -1 for any other value. Under EAGLE the pair `(token, next token)` (SGLang); for the first token of a
-    multimodal item its digest, 64 hexadecimal digits (TensorRT-LLM)."""
+    """A token id; under EAGLE the pair `(token, next token)` (SGLang); for the first token of a multimodal item the digest of
+    the item, 64 hexadecimal digits (TensorRT-LLM). Decoders replace any other value by -1."""
     BlockHash: TypeAlias = int
     ExtraKey: TypeAlias = Any
     UnknownFields: TypeAlias = dict[str, Any]
 else:
-    # The values that the fast decoder may build from a peer's input: no nested maps, and no nesting of any depth.
+    # The values that the fast decoder may build from a peer's input: no nested maps, and no nesting of unlimited depth.
     # `kvevents.wire.tolerant` decodes other values of these fields, within limits. Encoding does not use annotations.
     TokenId = int | tuple[int, int]
     # `kvevents.wire.decode` replaces byte hashes by integers.
@@ -100,7 +100,7 @@ def _hashable(value: Any) -> Any:
     value = value if isinstance(value, Hashable) else tuple(value)
     try:
         hash(value)
-    except TypeError:  # lists inside extra keys
+    except TypeError:  # extra keys may contain lists
         return tuple(map(_hashable, value))
     return value
 
@@ -124,7 +124,7 @@ MAX_HEARTBEAT: Final = 86_400
 
 
 class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The state of a sender and the digest of its resident blocks. Only kvevents sends it, no engine does.
+    """The state of a sender and the digest of its resident blocks. Only kvevents sends heartbeats, no engine does.
 
     A heartbeat is a field of a `BlockRemoved` without blocks, which other consumers ignore.
     """
@@ -132,14 +132,14 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")] | None
     """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat. None if the sender cannot compute it."""
     interval: Annotated[float, msgspec.Meta(gt=0, le=MAX_HEARTBEAT)] = msgspec.field(name="every")
-    """Maximum number of seconds until the next heartbeat; on the wire `every`."""
+    """Maximum number of seconds until the next heartbeat; the name on the wire is `every`."""
     trust: Annotated[str, msgspec.Meta(max_length=32)] = "EXACT"
     """How far the sender trusts its own stream: the name of a `Trust` state."""
     reason: Annotated[str, msgspec.Meta(max_length=1_000)] = ""
     incarnation: Annotated[int, msgspec.Meta(ge=0)] = 0
     """A number that differs in each incarnation of the sender."""
     attestation: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Digest of the engine's own prefix cache on the GPU tier, 64 bits, after all batches with smaller numbers: the sum modulo
+    """Digest of the engine's own prefix cache on the GPU tier, 64 bits, after the batch before the heartbeat's: the sum modulo
     2**64, over every cached copy of a block, of `hash XOR (group * 0x9E3779B97F4A7C15 mod 2**64)`. `hash` is the low 64 bits of
     an integer, or the last 8 bytes of a byte hash, big-endian; a block without a group is in group 0. None if the sender does
     not know the engine's cache. A sender with attestations announces each copy of a block exactly once, so it announces neither
@@ -149,23 +149,23 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 class BlockStored(KVCacheEvent):
     """Blocks became resident on a medium, in the order of the prefix they belong to.
 
-    `token_ids` are the tokens of all blocks. Their number may differ from `len(block_hashes) * block_size`: masked groups
-    announce fewer hashes than blocks, and offload events have no tokens.
+    `token_ids` are the tokens of all blocks. The number of tokens may differ from `len(block_hashes) * block_size`: masked
+    groups announce fewer hashes than blocks, and offload events have no tokens.
     """
 
     block_hashes: list[BlockHash]
-    """An opaque hash for each block, unsigned 64 bits. It has a meaning only within its stream."""
+    """An opaque hash for each block, unsigned 64 bits. A hash has a meaning only within its stream."""
     parent_block_hash: BlockHash | None
     """Hash of the block before the first one; None for the root. 0 is a legal hash."""
     token_ids: Sequence[TokenId]
     block_size: int
-    """Tokens per block; 0 if an engine announces a move between tiers."""
+    """Number of tokens per block; 0 if the event announces a move between tiers."""
     lora_id: int | None = msgspec.field(default_factory=_always_sent)
     """Deprecated by vLLM; use `lora_name`."""
     medium: str | None = msgspec.field(default_factory=_always_sent)
     lora_name: str | None = msgspec.field(default_factory=_always_sent)
     extra_keys: list[tuple[ExtraKey, ...] | None] | None = None
-    """vLLM, per block: LoRA name, `(multimodal id, offset)` pairs, cache salt (block 0 only), prompt-embedding digests."""
+    """In vLLM, a block's LoRA name, `(multimodal id, offset)` pairs, cache salt (block 0 only), prompt-embedding digests."""
     group_idx: int | None = None
     """KV cache group of a hybrid model; the same hash occurs in several groups."""
     kv_cache_spec_kind: str | None = None
@@ -179,12 +179,12 @@ class BlockStored(KVCacheEvent):
     lookahead_token_ids: list[list[int]] | None = None
     """For each block, the tokens after it that its hash also covers (vLLM 0.33)."""
     cache_salt: str | None = None
-    """SGLang from 0.5.20; vLLM sends its salt in `extra_keys`."""
+    """Cache salt of the prompt. SGLang sends the salt in this field from 0.5.20; vLLM sends it in `extra_keys`."""
     block_keys: list[int] | None = None
     """One key per block if a relay of kvevents has removed the tokens: the key that `kvevents.index` computes from tokens and
-    namespace, or a number without a meaning."""
+    namespace, or an arbitrary number."""
     block_digests: list[bytes] | None = None
-    """Full digests if a peer sent byte hashes; `block_hashes` then has their last 8 bytes, big-endian."""
+    """Full digests if a peer sent byte hashes; `block_hashes` has the last 8 bytes of each digest, big-endian."""
     parent_block_digest: bytes | None = None
     unknown_fields: UnknownFields | None = None
     """Fields that this version of kvevents does not know, by name, or by position (`"12"`) in array events."""
@@ -261,7 +261,7 @@ class KVEventAggregator:
         self._num_workers = num_workers
 
     def add_events(self, events: list[KVCacheEvent]) -> None:
-        """Count the events of one worker. Raises TypeError unless they are a list."""
+        """Count the events of one worker. Raises TypeError unless `events` is a list."""
         if not isinstance(events, list):
             raise TypeError("events must be a list of KVCacheEvent.")
         self._event_counter.update(events)
@@ -279,7 +279,7 @@ class KVEventAggregator:
         self._event_counter.clear()
 
     def increment_workers(self, count: int = 1) -> None:
-        """Expect `count` more workers. Raises ValueError if it is not positive."""
+        """Expect `count` more workers. Raises ValueError if `count` is not positive."""
         if count <= 0:
             raise ValueError("count must be positive.")
         self._num_workers += count
@@ -297,7 +297,7 @@ class KVEventAggregator:
 
 
 class KVConnectorKVEvents(ABC):
-    """Collects the events of a vLLM KV connector. Connectors implement it, usually with a `KVEventAggregator`.
+    """Collects the events of a vLLM KV connector. Connectors implement this class, usually with a `KVEventAggregator`.
 
     The two methods about workers were added after the others, so they are optional: by default they raise NotImplementedError.
     """

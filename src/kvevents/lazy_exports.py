@@ -19,7 +19,7 @@ def lazy_exports(package: str, table: Mapping[str, str]) -> Callable[[str], obje
         if name not in origin:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value: object = getattr(import_module(origin[name]), name)
-        setattr(sys.modules[package], name, value)  # so this function is not called again for this name
+        setattr(sys.modules[package], name, value)  # Python then never calls this function for this name again
         return value
 
     return get

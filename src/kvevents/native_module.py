@@ -36,7 +36,7 @@ def warn_without_native(logger: logging.Logger, subject: str, features: Sequence
 
 
 def _problem() -> str | None:
-    """Return which package is needed and why it cannot be used; None if it can be used."""
+    """Return which package is needed and why it cannot be used; None if the package can be used."""
     try:
         native = importlib.import_module("kvevents_native._native")
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The version of the package, and the address of its documentation as its metadata has it."""
+"""The version of the package, and the address of its documentation, which the package metadata states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VERSION: Final = "0.1.0"
 
 @functools.cache
 def documentation() -> str | None:
-    """Return the address of the documentation in the metadata of the package; None if it was not built for a release."""
+    """Return the address of the documentation in the package's metadata; None if the metadata has no address."""
     import importlib.metadata  # noqa: PLC0415 - it imports the parser of mail messages, and much else
 
     try:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Samples: TypeAlias = "float | Iterable[tuple[dict[str, str], float | None]] | None"
-"""One value, or values with their labels. None is an unknown value, which is left out."""
+"""One value, or values with their labels. A value of None is unknown, and is not exported."""
 Table: TypeAlias = Mapping[str, tuple[str, Callable[[T], Samples]]]
-"""By name, the help text of a metric and the function that reads its samples from a status. A counter's name ends with
-`_total`."""
+"""Maps a metric's name to its help text and to the function that reads its samples from a status. A counter's name ends
+with `_total`."""
 
 
 def families(prefix: str, table: Table[T], status: T) -> Iterable[Metric]:
-    """Yield the metric families of a table; `prefix` begins their names."""
+    """Yield the metric families of a table; each name begins with `prefix`."""
     for name, (text, read_value) in table.items():
         yield family(prefix + name, text, read_value(status))
 
@@ -53,7 +53,7 @@ def one_of(label: str, names: Iterable[str], current: str) -> Samples:
 
 
 def require(subject: str = "metrics need") -> None:
-    """Raise `MissingDependencyError` if prometheus_client is not installed; `subject` begins its message."""
+    """Raise `MissingDependencyError` if prometheus_client is not installed; the message begins with `subject`."""
     if find_spec("prometheus_client") is None:
         raise MissingDependencyError(f"{subject} prometheus_client", "service")
 
@@ -61,7 +61,7 @@ def require(subject: str = "metrics need") -> None:
 def registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
     """Return a registry of the metrics of a program and of its process. Raises `MissingDependencyError`.
 
-    `collect` returns all metric families. Each scrape calls it in a separate thread.
+    `collect` returns all metric families. Each scrape calls `collect` in a separate thread.
     """
     require()
     from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
@@ -78,7 +78,7 @@ class _Collector:
 
 
 class Probes(NamedTuple):
-    """Functions for the probes of Kubernetes. Each function returns why a probe fails; an empty text if it succeeds."""
+    """Functions for the probes of Kubernetes. Each function returns why its probe fails, or "" if the probe succeeds."""
 
     live: Callable[[], str]
     """Returns why the process must be restarted, for `/livez`."""

@@ -1,9 +1,9 @@
 """Settings as structs: the units and ranges of fields, and the conversion of TOML tables to a struct.
 
 A settings struct is the only definition of its settings: names, types, units, defaults and help texts (the docstrings below the
-fields). `kvevents.cli.settings_parser` derives options and environment variables from it.
+fields). `kvevents.cli.settings_parser` derives options and environment variables from the struct.
 
-`build_decoder_now` is for every struct that is decoded, settings or not: it makes that safe in several threads.
+`build_decoder_now` decorates every struct that is decoded, not only settings: it makes decoding safe in several threads.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def convert(data: Any, kind: type[T], origin: str) -> T:
 
 
 def with_path(fault: SettingFault, kind: type[Struct]) -> str:
-    """Return the sentence with the path of the table. If the sentence begins with a field, the path is joined to its name."""
+    """Return the sentence with the path of the table. If the sentence begins with a field, the path is joined to the field."""
     if not fault.place:
         return fault.sentence
     table = _table_at(fault.place, kind)
@@ -188,7 +188,7 @@ def suggestion(word: str, known_words: Iterable[str]) -> str:
 
 
 def _table_at(place: str, kind: type[Struct]) -> type[Struct] | None:
-    """Return the type of the table at a path such as `sources[0].curve`; None if that is not a table."""
+    """Return the type of the table at a path such as `sources[0].curve`; None if there is no table at the path."""
     table = kind
     for name in filter(None, re.sub(r"\[[^]]*\]", "", place).split(".")):
         field = next((item for item in msgspec.structs.fields(table) if item.name == name), None)

@@ -282,7 +282,7 @@ def test_addresses_that_cannot_be_connected_to_fail(endpoint: str) -> None:
 def test_the_endpoint_of_an_engine_that_listens_is_no_address_to_connect_to(command: str) -> None:
     ended = run(command, "tcp://*:5557")
     assert (ended.code, ended.out) == (2, "")
-    assert "`*` is where an engine listens; name its host, such as tcp://127.0.0.1:5557" in ended.err
+    assert "nothing can connect to the host `*`; write the engine's host, such as tcp://127.0.0.1:5557" in ended.err
 
 
 def test_an_interrupt_ends_doctor_without_a_traceback() -> None:

@@ -307,9 +307,9 @@ def test_curve_accepts_only_clients_with_the_server_key(context: Context) -> Non
     [
         (
             ("tcp://*:5557", None),
-            "invalid endpoint 'tcp://*:5557' to connect to: `*` is where an engine listens; name its host",
+            "invalid endpoint 'tcp://*:5557': nothing can connect to the host `*`; write the engine's host",
         ),
-        (("tcp://h:1", "tcp://*:5558"), "invalid replay_endpoint 'tcp://*:5558' to connect to"),
+        (("tcp://h:1", "tcp://*:5558"), "invalid replay_endpoint 'tcp://*:5558': nothing can connect to the host `*`"),
     ],
 )
 def test_a_source_refuses_endpoints_that_cannot_be_right(endpoints: tuple[str, str | None], expected: str) -> None:
