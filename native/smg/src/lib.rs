@@ -2,10 +2,10 @@
 //!
 //! Theory of operation. A worker of SMG has a servicer in front of its engine, which relays the engine's events as the gRPC stream
 //! `SubscribeKvEvents` (`smg-grpc-proto` 0.4.28, `common.proto`). The stream does not identify the engine's process. The two servicers
-//! begin it differently: the servicer in Rust with the whole history or with a snapshot, the servicer in Python with the next batch. So
-//! each call requests all batches from the first one on, and numbers the batches that arrive from 0: consecutively while nothing is
-//! missing, and with one number skipped for each loss. Such a stream is like that of a ZeroMQ publisher, and `kvevents.stream` decides how
-//! far it is trusted. Each call is another incarnation.
+//! begin the stream differently: the servicer in Rust begins with the whole history or with a snapshot, the servicer in Python with the
+//! next batch. So each call requests all batches, beginning with the first. It numbers the arriving batches from 0: consecutively if
+//! nothing is missing, and with one number skipped for each loss. The numbered stream is like the stream of a ZeroMQ publisher, and
+//! `kvevents.stream` decides how far it is trusted. Each call is another incarnation.
 #![deny(missing_docs)]
 
 mod messages;

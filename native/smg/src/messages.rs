@@ -1,10 +1,10 @@
-//! The messages of `SubscribeKvEvents`, with the fields that are used here. The numbers of fields are those of `smg-grpc-proto` 0.4.28.
+//! The messages of `SubscribeKvEvents`, with the fields that are used here. The field numbers are those in `smg-grpc-proto` 0.4.28.
 
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Request {
     #[prost(uint64, tag = "1")]
     pub start_sequence_number: u64,
-    /// Without this, an idle worker sends nothing, so a subscriber could not see that it has accepted the call.
+    /// If this field is not set, an idle worker sends nothing, so the subscriber cannot see that the worker has accepted the call.
     #[prost(bool, tag = "2")]
     pub load_records_before_first_batch: bool,
 }
@@ -30,14 +30,14 @@ pub struct Batch {
 pub struct Snapshot {
     #[prost(uint32, tag = "1")]
     pub index: u32,
-    /// Number of batches before the servicer's record begins, which the servicer has not received.
+    /// Number of batches that the engine sent before the servicer's record begins; the servicer has not received them.
     #[prost(uint64, tag = "4")]
     pub unknown_before: u64,
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Load {
-    /// Whether the batch has no events, and repeats the number of another batch.
+    /// True if the batch has no events and repeats the sequence number of another batch.
     #[prost(bool, tag = "9")]
     pub load_only: bool,
 }
@@ -94,7 +94,7 @@ pub struct Block {
     pub block_size: i32,
     #[prost(int64, optional, tag = "4")]
     pub lora_id: Option<i64>,
-    /// The number of the tier minus one; only servicers that name no tier send it.
+    /// The number of the tier, minus one; only a servicer that does not name tiers sends this field.
     #[prost(int32, optional, tag = "5")]
     pub cache_level: Option<i32>,
     #[prost(message, repeated, tag = "6")]

@@ -1,4 +1,4 @@
-//! The numbers of the batches of one call.
+//! The sequence numbers of the batches of one call.
 
 use std::collections::HashMap;
 
@@ -8,17 +8,16 @@ use crate::messages::Batch;
 #[derive(Default)]
 pub struct Numbers {
     next: u64,
-    /// The newest number of each rank, as the servicer counts.
+    /// The servicer's newest sequence number, by rank.
     newest: HashMap<Option<i32>, u64>,
 }
 
 impl Numbers {
-    /// Returns the number of a batch. If batches before it are missing, one number is skipped. Returns None for a batch that has arrived
-    /// before.
+    /// Returns the sequence number of a batch. If earlier batches are missing, skips one number. Returns None for a repeated batch.
     pub fn number(&mut self, batch: &Batch) -> Option<u64> {
         let newest = self.newest.insert(batch.dp_rank, batch.sequence_number);
         let is_complete = match (&batch.snapshot, newest) {
-            // A snapshot represents all batches before it, even if it begins in the middle of a call.
+            // A snapshot represents all earlier batches, even if the snapshot begins in the middle of a call.
             (Some(snapshot), _) if snapshot.index == 0 => snapshot.unknown_before == 0,
             (_, None) => batch.sequence_number == 0,
             (_, Some(newest)) if batch.sequence_number <= newest => {

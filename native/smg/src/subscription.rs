@@ -19,39 +19,39 @@ use crate::messages;
 use crate::numbers::Numbers;
 use crate::payload;
 
-/// The methods for the call, in one service for each engine.
+/// The paths of the method to call; each engine has a separate service.
 const METHODS: [&str; 4] = [
     "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
     "/sglang.grpc.scheduler.SglangScheduler/SubscribeKvEvents",
     "/tokenspeed.grpc.scheduler.TokenSpeedScheduler/SubscribeKvEvents",
     "/trtllm.TrtllmService/SubscribeKvEvents",
 ];
-/// Maximum number of batches that wait for the application. At this number nothing is read, and the flow control of HTTP/2 stops the
-/// servicer.
+/// Maximum number of batches that wait for the application. At this limit the subscription stops reading, and the flow control of HTTP/2
+/// stops the servicer.
 const MAX_WAITING_BATCHES: usize = 1_024;
-/// Maximum number of bytes of the payloads of these batches. A payload that is larger waits until no other payload is queued.
+/// Maximum number of payload bytes that wait for the application. A larger payload waits until no other payload is queued.
 const MAX_WAITING_BYTES: u32 = 64 << 20;
 /// Longest message: SMG's own limit.
 const MAX_MESSAGE_BYTES: usize = 64 << 20;
 const CONNECT_TIME: Duration = Duration::from_secs(5);
-/// Time after which a quiet connection is checked, and time to wait for the answer, so that a worker that is frozen or cut off is noticed.
+/// Time after which a quiet connection is checked, and timeout for the answer to the check, to notice a worker that is frozen or cut off.
 const CHECK_AFTER: Duration = Duration::from_secs(2);
 const CHECK_TIME: Duration = Duration::from_secs(3);
 const MIN_PAUSE: Duration = Duration::from_millis(100);
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
-/// Something that has arrived from the worker; arrivals are in the order in which they came.
+/// A message or a change of the call, in the order of arrival.
 #[derive(Debug, PartialEq)]
 pub enum Arrival {
-    /// A call has begun: the numbers of batches begin at 0 again.
+    /// A call has begun: the sequence numbers of batches begin at 0 again.
     Connected,
-    /// A batch: its number in this call, and its payload as vLLM encodes it.
+    /// A batch: its sequence number in this call, and its payload as vLLM would encode it.
     Batch(u64, Vec<u8>),
     /// The call has ended, or could not begin; the text says why.
     Disconnected(String),
 }
 
-/// A subscription to the events of one worker. It ends when the value is dropped.
+/// A subscription to the events of one worker. The subscription ends when this value is dropped.
 pub struct Subscription {
     arrivals: Mutex<mpsc::Receiver<Waiting>>,
     endpoint: Endpoint,
@@ -88,7 +88,7 @@ fn runtime() -> Result<&'static Runtime, String> {
 }
 
 impl Subscription {
-    /// Begins to call the worker at `host:port`. `waker` becomes readable at its other end when something arrives.
+    /// Starts the task that calls the worker at `host:port`. When an item arrives, the other end of `waker` becomes readable.
     pub fn open(address: &str, waker: UnixStream) -> Result<Self, String> {
         let endpoint = Endpoint::from_shared(format!("http://{address}")).map_err(|error| error.to_string())?;
         let endpoint = endpoint
@@ -113,10 +113,10 @@ impl Subscription {
         })
     }
 
-    /// Takes up to `limit` arrivals from the queue. The caller must read all bytes from the other end of the waker before.
+    /// Takes up to `limit` arrivals from the queue. The caller must first read all bytes from the other end of the waker.
     pub fn take(&self, limit: usize) -> Vec<Arrival> {
         let mut arrivals = self.arrivals.lock();
-        // This is reset before the queue is read, so that arrivals after that wake the application again.
+        // The flag is reset before the queue is read, so that an arrival after the reset wakes the application again.
         self.outlet.waker.is_awake.store(false, Ordering::SeqCst);
         let mut taken = Vec::new();
         while taken.len() < limit {
@@ -129,7 +129,7 @@ impl Subscription {
         taken
     }
 
-    /// Ends the call and begins another one, in which the worker sends everything again.
+    /// Ends the call and begins a new call, in which the worker sends everything again.
     pub fn restart(&self) {
         let mut task = self.task.lock();
         task.abort();
@@ -154,14 +154,14 @@ impl Drop for Subscription {
 impl Waker {
     fn wake(&self) {
         if !self.is_awake.swap(true, Ordering::SeqCst) {
-            // A full buffer is readable too, and an error means that the other end is closed.
+            // A full buffer is readable as well, and an error means that the other end is closed.
             let _ = (&self.socket).write(&[0]);
         }
     }
 }
 
 impl Outlet {
-    /// Queues an arrival as soon as there is room. If there is no receiver, the arrival is dropped: the task is about to end.
+    /// Queues an arrival as soon as there is room. If the receiver has been dropped, the arrival is dropped too: the task is about to end.
     async fn put(&self, arrival: Arrival) {
         let bytes = match &arrival {
             Arrival::Batch(_, payload) => u32::try_from(payload.len()).unwrap_or(u32::MAX),
@@ -173,7 +173,7 @@ impl Outlet {
     }
 }
 
-/// Calls the worker again and again until the task is aborted.
+/// Calls the worker repeatedly until the task is aborted.
 async fn follow(endpoint: Endpoint, outlet: Outlet) {
     let mut pause = MIN_PAUSE;
     loop {
