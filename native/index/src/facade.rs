@@ -318,7 +318,8 @@ impl Index {
 
     /// Applies a batch: msgpack, in any form that an engine sends. The caller orders the batches of a stream.
     ///
-    /// # Errors [`Error::Full`] or [`Error::Damaged`]. Invalid input from a peer is never an error: the report lists the rejected parts.
+    /// # Errors
+    /// [`Error::Full`] or [`Error::Damaged`]. Invalid input from a peer is never an error: the report lists the rejected parts.
     pub fn batch(&self, worker: &Worker, at: Position, payload: &[u8]) -> Result<Applied, Error> {
         let applied = self
             .inner

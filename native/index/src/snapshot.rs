@@ -72,7 +72,7 @@ const NO_RANK: u8 = 0;
 const ONE_RANK: u8 = 1;
 const SEVERAL_RANKS: u8 = 2;
 
-/// Kinds of groups. Smaller numbers are the kinds of full attention.
+/// Kinds of groups. A smaller number is a kind of group with full attention.
 const UNKNOWN_GROUP: u8 = 253;
 const WINDOW_GROUP: u8 = 254;
 const STATE_GROUP: u8 = 255;

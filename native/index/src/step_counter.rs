@@ -11,9 +11,9 @@ thread_local! {
 pub(crate) struct Steps {
     /// All steps.
     pub taken: usize,
-    /// Steps since this thread last yielded the shared lock, or could have yielded it.
+    /// Number of steps that this thread has taken after it last yielded, or could have yielded, the shared lock.
     held: usize,
-    /// Largest value of `held`.
+    /// Largest value that `held` has had.
     pub longest: usize,
 }
 
@@ -27,8 +27,8 @@ pub(crate) fn count(_steps: usize) {
     });
 }
 
-/// If a new entry has made a table grow, counts the moved entries as steps. The arguments are the table's number of entries and its
-/// capacity before, and its number of entries now.
+/// If a new entry has made a table grow, counts the moved entries as steps. The arguments are the table's length and capacity before the
+/// entry was added, and its length afterwards.
 #[inline(always)]
 pub(crate) fn count_growth((_before, _capacity): (usize, usize), _now: usize) {
     #[cfg(test)]
@@ -61,7 +61,7 @@ fn change(change: impl FnOnce(&mut Steps)) {
     COUNTED.set(counted);
 }
 
-/// Steps that this thread has taken since the last call.
+/// Returns the number of steps that this thread has taken since the last call.
 #[cfg(test)]
 pub(crate) fn taken() -> Steps {
     COUNTED.take()

@@ -1,4 +1,4 @@
-//! One stream: its incarnation, its blocks by the engine's hashes, and its announcements about these blocks.
+//! One stream: the incarnation, the blocks by the engine's hashes, and what the stream has announced about these blocks.
 
 mod counters;
 mod estimate;
@@ -76,23 +76,23 @@ impl NamedPlacement {
 #[derive(Clone, Copy, Debug)]
 struct UsedScheme {
     scheme: Scheme,
-    /// Whether the stream has announced such blocks on the device.
+    /// Whether the stream has announced blocks on the device under this scheme.
     is_on_device: bool,
 }
 
-/// The blocks that one stream holds, and the evidence of its events about its engine. A thread that changes a stream holds the stream's
-/// lock. To change blocks, it also holds the lock of the shared part.
+/// The blocks that one stream holds, and the evidence that the stream's events give about the engine. A thread that changes a stream holds
+/// the stream's lock. To change blocks, the thread also holds the lock of the shared part.
 #[derive(Debug)]
 pub struct Stream {
-    /// Number of the stream in the shared part.
+    /// ID of the stream in the shared part.
     pub number: u32,
     /// Incarnation of the publisher.
     pub incarnation: i64,
     /// The incarnation, for threads that do not hold the stream's lock.
     pub published_incarnation: Arc<AtomicI64>,
-    /// Number of the last batch; -1 before the first.
+    /// Sequence number of the last batch; -1 before the first batch.
     pub last: i64,
-    /// The ranks that its payloads state.
+    /// The ranks that the stream's payloads state.
     pub stated_ranks: StatedRanks,
     /// Number of blocks; a block on several placements counts once.
     pub blocks: usize,
@@ -100,7 +100,7 @@ pub struct Stream {
     pub tally: Tally,
     /// For each group whose blocks are not kept, the sum of its copies' contributions to the attestation.
     unkept: Vec<(i64, u64)>,
-    /// Whether the stream held the same blocks as the engine at the last attestation of this incarnation; None before the first.
+    /// Whether the stream held the engine's blocks at the last attestation of this incarnation; None before the first attestation.
     pub attested: Option<bool>,
     /// The groups of the engine.
     pub groups: Groups,
@@ -108,8 +108,8 @@ pub struct Stream {
     pub group_cache: Option<Arc<RwLock<GroupCache>>>,
     /// Copies that the current batch has changed, by hash, group and level; empty without `group_cache`.
     pub changed_copies: Vec<(u64, i64, u8)>,
-    /// Number of times that `group_cache` may still be dropped. It is limited since the cache must be filled from all blocks when lookups
-    /// need it again.
+    /// Number of times that `group_cache` may still be dropped. The number is limited because the cache must be filled from all blocks when
+    /// lookups need it again.
     cache_drops_left: u8,
     /// Whether `groups` has changed since it was published to lookups.
     pub has_new_groups: bool,
@@ -123,7 +123,7 @@ pub struct Stream {
     pub misses_salts: bool,
     /// Entries that cannot be placed yet.
     pub waiting: Queue,
-    /// Keys of the blocks that the current batch has stored; kept while decisions expect blocks of this stream.
+    /// Keys of the blocks that the current batch has stored; None unless decisions expect blocks of this stream.
     pub stored: Option<Vec<u64>>,
     /// Counters of errors.
     pub counters: Counters,
@@ -131,21 +131,21 @@ pub struct Stream {
     pub evidence: Evidence,
     /// The estimate that was reported last.
     reported: Option<Estimate>,
-    /// Whether the stream was removed from the index; a caller that still has it must look it up again.
+    /// Whether the stream was removed from the index; a caller that still has this stream must look up the stream again.
     pub is_removed: bool,
-    /// Placements by their names in events.
+    /// The placements that the stream has used, by their names in events.
     pub places: Vec<(Location<'static>, u16)>,
-    /// Bytes of this stream in the total of the shared part.
+    /// Number of this stream's bytes that are included in the total of the shared part.
     pub counted: usize,
     table: Table,
     foreign: HashTable<Foreign>,
     collisions: Collisions,
     copies: CopyTable,
-    /// Bytes of the notes about replaced LoRAs, which are in the view; 0 if no LoRA was replaced.
+    /// Number of bytes of the notes about replaced LoRAs; the notes are in the view. 0 if no LoRA was replaced.
     lora_bytes: usize,
-    /// Whether the sender attests the engine's cache. If so, every store is a new copy.
+    /// Whether the sender attests the engine's cache; every store of such a sender is a new copy.
     has_attested: bool,
-    /// Copies of the current batch that might not exist.
+    /// Copies that the current batch has announced and that might not exist.
     hit_reports: HitReports<u32, u16>,
     named: Vec<NamedPlacement>,
     /// Schemes by which this incarnation has divided prompts.
@@ -214,11 +214,11 @@ impl Stream {
         self.counters.evicted != self.evicted_when_whole
     }
 
-    /// Compares the blocks on the device with an attestation of the engine. Returns None if they differ and blocks that were refused at the
-    /// memory limit can explain the difference.
+    /// Compares the blocks on the device with an attestation of the engine. Returns None if the two differ and blocks that were refused at
+    /// the memory limit can explain the difference.
     ///
-    /// A sender that attests announces each copy exactly once. This is certain for its stores from now on, and after an equal attestation
-    /// also for all earlier stores.
+    /// A sender that attests announces each copy exactly once. So the number of copies is certain for all later stores and, after an equal
+    /// attestation, also for all earlier stores.
     pub fn attest(&mut self, writer: &mut Writer<'_, SharedState>, attestation: u64, is_limited: bool) -> Option<bool> {
         let is_equal = self.attestation() == attestation;
         self.has_attested = true;
@@ -316,7 +316,7 @@ impl Stream {
         self.copies.uncertain()
     }
 
-    /// Placements that the stream has named, and the blocks held on each.
+    /// Placements that the stream has named, and the number of blocks held on each.
     pub fn held(&self) -> impl Iterator<Item = (u16, usize)> + '_ {
         self.named.iter().map(|named| (named.placement, named.held))
     }
@@ -366,7 +366,7 @@ impl Stream {
         true
     }
 
-    /// Returns the number of a placement that the stream names from now on; None if there are too many.
+    /// Returns the ID of a placement, which then counts as named by the stream; None if there are too many placements.
     pub fn use_placement(&mut self, shared: &mut SharedState, placement: Placement) -> Option<u16> {
         let (marks, level) = (CopyMarks::new(&placement), placement.level() as u8);
         let number = shared.view.change().placements.retain(placement)?;
@@ -387,7 +387,7 @@ impl Stream {
         Some(number)
     }
 
-    /// Begins another incarnation of the publisher; removes everything that belongs to the previous one.
+    /// Begins another incarnation of the publisher, and removes everything that belongs to the previous incarnation.
     pub fn begin_incarnation(&mut self, writer: &mut Writer<'_, SharedState>, incarnation: i64) {
         self.remove_all(writer);
         self.leave_placements(writer);
@@ -416,7 +416,7 @@ impl Stream {
         self.counted = 0;
     }
 
-    /// Releases the placements that the stream has named. It must not hold blocks on them any more.
+    /// Releases the placements that the stream has named. The stream must not hold blocks on these placements any more.
     pub fn leave_placements(&mut self, shared: &mut SharedState) {
         self.places.clear();
         for named in self.named.drain(..) {
@@ -445,7 +445,7 @@ impl Stream {
             .map(|entry| entry.number)
     }
 
-    /// The record of the block with this hash. If several blocks have the hash, the one that was stored last.
+    /// Returns the record of the block with this hash; if several blocks have the hash, of the block that was stored last.
     #[inline]
     pub fn newest(&self, shared: &SharedState, hash: u64) -> Option<u32> {
         if let Some(list) = self.collisions.get(hash) {
@@ -515,8 +515,8 @@ impl Stream {
         found.expect("a stream names a placement before it has blocks there")
     }
 
-    /// Forgets the copies of a block on a placement that does not hold the block any more. The block's slot must be changed before, so that
-    /// no lookup finds the block held and certain.
+    /// Forgets the copies of a block on a placement that does not hold the block any more. The caller must change the block's slot first,
+    /// so that no lookup finds that the block is held and certain.
     fn forget_copies(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> Copies {
         let (copies, change) = self.copies.remove(number, placement);
         self.note(shared, number, placement, change);
@@ -528,22 +528,22 @@ impl Stream {
         self.copies.get(number, placement)
     }
 
-    /// The hashes that several blocks share, with these blocks, the oldest first. `numbers` does not keep this order.
+    /// The hashes that several blocks share, each with its blocks, the oldest first. `numbers` does not keep this order.
     pub fn ordered(&self) -> impl Iterator<Item = (u64, &[u32])> {
         self.collisions.iter()
     }
 
-    /// The records of all blocks, in no order.
+    /// The records of all blocks, in any order.
     pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
         self.table.iter().chain(self.foreign.iter().map(|entry| entry.number))
     }
 
-    /// Records whose hash is also the block's hash in this stream, in no order.
+    /// Records whose hash is also the block's hash in this stream, in any order.
     pub fn own_numbers(&self) -> impl Iterator<Item = u32> + '_ {
         self.table.iter()
     }
 
-    /// Records whose hash differs from the block's hash in this stream, with the stream's hash, in no order.
+    /// Records whose hash differs from the block's hash in this stream, each with the stream's hash, in any order.
     pub fn foreign(&self) -> impl ExactSizeIterator<Item = (u32, u64)> + '_ {
         self.foreign.iter().map(|entry| (entry.number, entry.hash))
     }
@@ -570,7 +570,7 @@ impl Stream {
     }
 }
 
-/// Whether a record belongs to a block. `parent` is the record of the parent of the block, if that is known.
+/// Whether a record belongs to a block. `parent` is the record of the block's parent, if the parent is known.
 #[inline]
 fn is_block(shared: &SharedState, number: u32, block: &Block, parent: Option<u32>) -> bool {
     let records = &shared.records;

@@ -47,7 +47,7 @@ impl PrefixIndex {
         super::save(self, out, workers)
     }
 
-    /// Replaces everything except the overlay by restored streams and their shared part.
+    /// Replaces everything in the index, except the overlay, with restored streams and their shared part.
     pub fn replace(&self, shared_lock: YieldingRwLock<SharedState>, part: Part) {
         let mut fresh = Registry::new(Secret::new());
         part.streams.iter().for_each(|imported| fresh.enter(imported));
@@ -82,7 +82,7 @@ impl PrefixIndex {
         fresh.drafts = std::mem::replace(&mut registry.drafts, hashbrown::HashMap::with_hasher(Secret::new()));
         let mut shared = self.shared_lock.write();
         std::mem::swap(&mut *shared, &mut *old);
-        // Lookups have a handle of the view of `shared`, so only the contents of the two views are swapped, not their owners.
+        // Lookups hold a handle to the view of `shared`, so the contents of the two views are swapped, and their owners are not.
         std::mem::swap(&mut shared.view, &mut old.view);
         std::mem::swap(&mut *shared.view.change(), &mut *old.view.change());
         self.shared_lock.heal();
@@ -98,7 +98,7 @@ impl PrefixIndex {
 
     /// Adds the contents of a snapshot; changes nothing if it fails. Returns the added workers that no other stream carries.
     pub fn absorb(&self, from: impl Read) -> Result<Vec<Arc<Worker>>, Failure> {
-        // The shared part must not be replaced now: the old one would be dropped with these streams.
+        // The shared part must not be replaced during this call: the added streams would be dropped with the old shared part.
         let _whole = self.replacing.read_recursive();
         let mut part = Part::default();
         // While `strangers` is above 0, lookups expect that heads can have the same keys as linked blocks.

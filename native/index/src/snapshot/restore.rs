@@ -1,8 +1,8 @@
-//! Reads a snapshot. `restore` reads it into a new shared part, which replaces that of the index when it is complete. `absorb` reads it
-//! into the shared part of an index.
+//! Reads a snapshot. `restore` reads the snapshot into a new shared part. When that part is complete, it replaces the shared part of the
+//! index. `absorb` reads the snapshot into the existing shared part of an index.
 //!
-//! Other threads can read and write an index that absorbs a snapshot. The shared part is locked for some blocks at a time, and never while
-//! bytes are read: bytes can come from Python, and another thread can hold the GIL while it waits for the shared part.
+//! Other threads can read and write an index that absorbs a snapshot. The shared part is locked for a limited number of blocks at a time,
+//! and never while bytes are read: bytes can come from Python, and another thread can hold the GIL while it waits for the shared part.
 
 use std::collections::{HashMap, HashSet};
 use std::io::Read;
@@ -50,7 +50,7 @@ pub fn restore(index: &PrefixIndex, from: impl Read) -> Result<(), Failure> {
 }
 
 /// Adds the streams of a snapshot to the shared part of an index, where lookups do not see them yet. If it fails, `part` has the streams
-/// that were added so far; the last of them can be incomplete.
+/// that were added before the failure; the last of these can be incomplete.
 pub fn absorb(index: &PrefixIndex, from: impl Read, part: &mut Part) -> Result<(), Failure> {
     Restoring::new(from, &index.shared_lock, Some(index), *index.limits(), part)?.all()
 }
@@ -63,13 +63,13 @@ struct Restoring<'a, R> {
     from: FrameReader<R>,
     /// The destination of the blocks.
     shared_lock: &'a YieldingRwLock<SharedState>,
-    /// The index that has this shared part; None if no index has it yet.
+    /// The index that has this shared part; None if no index has the shared part yet.
     index: Option<&'a PrefixIndex>,
     limits: Limits,
     part: &'a mut Part,
-    /// Placements by their number in the file. Each has its number in the shared part as soon as the present stream has a block on it.
+    /// Placements by their ID in the file, with their ID in the shared part; None until the present stream has a block on the placement.
     placements: Vec<(Placement, Option<u16>)>,
-    /// Contexts by their number in the present stream's part of the file. Each has a temporary use, which `release_contexts` ends.
+    /// Contexts by their ID in the present stream's part of the file. `release_contexts` ends the temporary use of each context.
     contexts: Vec<u32>,
     state: RunState,
 }
@@ -112,7 +112,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(())
     }
 
-    /// Discards ranks whose carrier is missing, since it was removed after these ranks were written.
+    /// Discards each rank whose carrier is missing: the carrier was removed after the rank had been written.
     fn discard_orphaned_ranks(&mut self) {
         let workers: HashSet<Worker> = self.part.streams.iter().map(|imported| (*imported.worker).clone()).collect();
         let (complete, orphaned): (Vec<_>, Vec<_>) = self.part.streams.drain(..).partition(|imported| {
@@ -146,7 +146,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(())
     }
 
-    /// Reads the number of a placement in the file. Returns the placement's number in the shared part.
+    /// Reads the ID of a placement in the file. Returns the placement's ID in the shared part.
     fn placement_named(&mut self, stream: &mut Stream) -> Result<u16, Failure> {
         let at = self.from.below(self.placements.len() as u64, "placement")?;
         let (placement, number) = &mut self.placements[at as usize];
@@ -237,7 +237,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         ))
     }
 
-    /// The groups of a stream's engine, and how it hashes prompts. Returns its salts.
+    /// Reads the groups of a stream's engine, and how the engine hashes prompts. Returns its salts.
     fn groups(&mut self, stream: &mut Stream) -> Result<Vec<(u64, String)>, Failure> {
         stream.misses_salts = self.from.byte()? != 0;
         for _ in 0..self.from.below(self.limits.groups as u64 + 1, "number of groups")? {
@@ -328,7 +328,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         }
     }
 
-    /// Reads the number of a context in the file. Returns the context's number in the shared part.
+    /// Reads the ID of a context in the file. Returns the context's ID in the shared part.
     fn context_named(&mut self) -> Result<u32, Failure> {
         let at = self.from.below(self.contexts.len() as u64, "context")?;
         Ok(self.contexts[at as usize])
@@ -480,7 +480,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         })
     }
 
-    /// Restores a fence. If it excludes a stream of the snapshot, the stream was removed after it was written, so it is discarded.
+    /// Restores a fence. Discards a stream of the snapshot that the fence excludes: the stream was removed after it had been written.
     fn fence(&mut self) -> Result<(), Failure> {
         let (worker, incarnation) = (self.worker()?, self.from.signed()?);
         let streams = &mut self.part.streams;
@@ -494,9 +494,9 @@ impl<'a, R: Read> Restoring<'a, R> {
     }
 }
 
-/// Merges heads with linked blocks of the same key. Such pairs exist if a stream of the snapshot lacks a part of a chain. Streams of the
-/// snapshot that hold the head get the linked block in its place. If other streams hold the head too, it stays, and the linked block
-/// becomes a head as well. Deliveries that are applied at the same time create no such pairs, since they search for heads first.
+/// Merges heads with linked blocks of the same key. A pair of such blocks exists if a stream of the snapshot lacks a part of a chain. If a
+/// stream of the snapshot holds the head, the linked block replaces the head in that stream. If other streams hold the head too, the head
+/// stays, and the linked block becomes a head as well. Concurrent deliveries create no such pairs, because they search for heads first.
 fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
     // No other thread can hold the locks of these streams yet.
     let mut streams: HashMap<u32, MutexGuard<'_, Stream>> = part
@@ -536,12 +536,12 @@ fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
 #[derive(Default)]
 struct RunState {
     placements: Vec<(u16, Copies)>,
-    /// For each block its hash, its word, and whether it is linked to its predecessor.
+    /// The hash and the word of each block, and whether the block is linked to its predecessor.
     read: Vec<(u64, u64, bool)>,
     blocks: Vec<(Block, bool)>,
     /// The key of the preceding block, if there is one.
     before: Option<u64>,
-    /// Number of the record of the preceding block.
+    /// ID of the record of the preceding block.
     parent: Option<u32>,
     /// Whether the blocks might have been computed with former weights of a LoRA.
     is_outdated: bool,
@@ -552,7 +552,7 @@ struct RunState {
     digest: u128,
 }
 
-/// Blocks of one hash, the oldest first.
+/// The blocks that have the same hash, the oldest first.
 #[derive(Default)]
 struct Several {
     hash: u64,

@@ -29,7 +29,7 @@ fn worker(source: &str) -> Worker {
     }
 }
 
-/// Makes a worker hold `count` keys from `first` on, on a placement and in a context that no other worker has.
+/// Adds `count` blocks to a worker. Their keys begin with `first`; no other worker has their placement or their context.
 fn hold(index: &PrefixIndex, source: &str, first: u64, count: u64) {
     index.reset(source, 0, 1);
     let stream = index.stream(source, 0).unwrap();
@@ -84,7 +84,7 @@ fn counts(index: &PrefixIndex) -> (usize, usize, usize, usize) {
     (shared.records.len(), shared.view.heads.len(), shared.contexts.len(), members)
 }
 
-/// Reads `size` bytes at a time, and calls `before` each time.
+/// A reader that returns at most `size` bytes per call, and calls `before` first.
 struct Watched<'a, F> {
     bytes: &'a [u8],
     size: usize,
@@ -112,7 +112,7 @@ fn a_stream_is_seen_when_all_of_it_is_there_and_nothing_is_locked_while_bytes_ar
         assert_eq!(held(&into, 1, 100_000), [("c".into(), 10)]);
         assert_eq!(held(&into, 1 << 32, 100), []);
         assert!(into.stream("a", 0).is_none() && into.stream("b", 0).is_none());
-        // Calls functions that take every lock that a delivery takes.
+        // Calls functions that together take every lock that a delivery takes.
         hold(&into, "d", 1 << 40, left as u64 % 7);
         into.remove("d", None);
         into.admit("d", 0);

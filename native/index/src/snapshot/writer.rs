@@ -1,7 +1,8 @@
 //! Writes a snapshot while other threads read and write the index.
 //!
-//! A stream is locked while its part is written, so that its blocks match the number of its last batch; deliveries to other streams
-//! continue. The shared part is locked for a few thousand blocks at a time, and never while bytes are written to the output.
+//! A stream is locked while its part is written, so that the blocks in the file match the sequence number of the stream's last batch;
+//! deliveries to other streams continue. The shared part is locked for a few thousand blocks at a time, and never while bytes are written
+//! to the output.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
@@ -25,16 +26,16 @@ use super::{
     STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
-/// Number of bytes that are added to the buffer under one lock of the shared part: about 4,000 blocks.
+/// Number of bytes (about 4,000 blocks) that are added to the buffer while the shared part is locked once.
 const HOLD_BYTES: usize = 1 << 16;
-/// Number of records in a window if the stream has more foreign hashes than that; or a 32nd of all records if that is more. Only the
-/// foreign hashes of one window are sorted at a time.
+/// Number of foreign hashes of a stream above which the records are divided into windows, and minimum number of records in a window. Only
+/// the foreign hashes of one window are sorted at a time.
 const MIN_WINDOW: usize = 1 << 16;
 /// Number of list elements that are written between two checks for a complete frame.
 const ELEMENTS_PER_CHECK: usize = 1 << 14;
 
-/// Writes everything except the overlay and the counters. If `workers` are given, writes only those of them that the index knows, with the
-/// other ranks that their streams carry.
+/// Writes everything except the overlay and the counters. If `workers` are given, writes only the streams of those workers that the index
+/// knows, including other ranks that these streams carry.
 pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
     let is_carried_by_one = |worker: &Worker, workers: &HashSet<Worker>| {
         let carrier = |rank| Worker { rank, ..worker.clone() };
@@ -70,7 +71,7 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
         }
         saving.stream(&worker, carrier, &locked)?;
     }
-    // The fences are written after the streams, so a worker that was removed in between has a fence in the file.
+    // The fences are written after the streams, so a worker that was removed after its stream was written has a fence in the file.
     for (worker, incarnation) in index.fences().into_iter().filter(|(worker, _)| is_meant(worker)) {
         saving.out.byte(FENCE);
         saving.worker(&worker);
@@ -92,11 +93,11 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
 struct Saving<'a, W> {
     index: &'a PrefixIndex,
     out: FrameWriter<W>,
-    /// The placements that the file has so far, in the order of their numbers.
+    /// The placements that are in the file already, in the order of their IDs.
     written: Vec<Placement>,
-    /// Placements of the present stream: the number in the file by the number in the index.
+    /// The ID in the file of each placement of the present stream, by the placement's ID in the index.
     placements: HashMap<u16, u64>,
-    /// Contexts of the present stream: the number in the file by the number in the index.
+    /// The ID in the file of each context of the present stream, by the context's ID in the index.
     contexts: HashMap<u32, u64>,
     run: Run,
     /// The block of the stream that was written last.
@@ -171,7 +172,7 @@ impl<W: Write> Saving<'_, W> {
         self.out.drain()
     }
 
-    /// The groups of a stream's engine, and how it hashes prompts.
+    /// Writes the groups of a stream's engine, and how the engine hashes prompts.
     fn groups(&mut self, stream: &Stream) {
         let (groups, cache) = (&stream.groups, stream.group_cache.as_ref().map(|cache| cache.read()));
         self.out.byte(stream.misses_salts.into());
@@ -281,7 +282,7 @@ impl<W: Write> Saving<'_, W> {
                 let own = foreign.next_if(|(other, _)| *other == number).map(|(_, hash)| hash);
                 self.block(&shared, stream, number, own);
             }
-            // The numbers of sets can have changed when the lock is taken again, so a run must end here.
+            // The IDs of sets can change before the lock is taken again, so the run must end here.
             self.end_run();
             step_counter::end_hold();
             drop(shared);
@@ -362,7 +363,7 @@ impl<W: Write> Saving<'_, W> {
         (self.run.blocks, self.run.kind) = (0, None);
     }
 
-    /// Returns the number of a context in the file, and writes the context first if the file does not have it yet.
+    /// Returns the ID of a context in the file. If the context is not in the file yet, writes the context first.
     fn context(&mut self, shared: &SharedState, context: u32) -> u64 {
         if let Some(&number) = self.contexts.get(&context) {
             return number;
@@ -381,7 +382,7 @@ impl<W: Write> Saving<'_, W> {
         number
     }
 
-    // --- the rest of a stream
+    // --- data of a stream besides its blocks
 
     fn several(&mut self, stream: &Stream) -> io::Result<()> {
         for (hash, numbers) in stream.ordered() {

@@ -17,7 +17,7 @@ pub struct Worker {
     pub rank: i64,
 }
 
-/// Workers by the number of their streams.
+/// Workers, indexed by the ID of their streams.
 pub type Names = Vec<Option<Arc<Worker>>>;
 
 /// A stream as lookups see it.
@@ -31,18 +31,18 @@ pub struct Member {
     pub lookup: Option<Arc<GroupLookup>>,
     /// The schemes by which the stream's present incarnation divides prompts into blocks.
     pub schemes: Vec<Scheme>,
-    /// Number of the stream's blocks after its last batch.
+    /// How many blocks the stream had after its last batch.
     pub blocks: AtomicUsize,
     /// Pairs of record and placement: blocks that the stream holds on the placement and that might be gone (`crate::holders::copies`).
     pub uncertain: BTreeSet<(u32, u16)>,
-    /// LoRAs some of whose blocks might have been computed with other weights than those that are loaded now.
+    /// Replaced LoRAs: some blocks of each might have been computed with weights that are not loaded any more.
     pub loras: ReplacedLoras,
 }
 
 /// The streams of a model.
 #[derive(Debug, Default)]
 pub struct Model {
-    /// One bit per stream, by its number.
+    /// A bitmap with one bit for each stream, at the position of the stream's ID.
     pub streams: Vec<u64>,
     /// The schemes by which these streams divide prompts into blocks, each with the number of streams that use it.
     pub schemes: Vec<(Scheme, u32)>,

@@ -1,8 +1,8 @@
-//! Routing decisions that no event has confirmed yet. They are short-lived, and separate from the blocks of streams.
+//! Routing decisions that no event has confirmed yet. Decisions are short-lived, and are stored separately from the blocks of streams.
 //!
-//! A decision ends when its worker announces the last block of the prompt, when its time is over, or when it is the oldest one and the
+//! A decision ends when its worker announces the last block of the prompt, when its time is over, or when it is the oldest decision and the
 //! limit is exceeded. The cost of a decision does not depend on the number of other decisions. For each block the decisions that expect it
-//! are counted, so that the end of one decision does not affect others with the same prefix.
+//! are counted, so that the end of one decision does not affect other decisions with the same prefix.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -32,26 +32,26 @@ impl Decision {
 /// Blocks that workers will probably hold soon.
 #[derive(Debug)]
 pub struct Overlay {
-    /// Decisions by number, in the order in which they were added.
+    /// Decisions by ID, in the order in which they were added.
     decisions: BTreeMap<u64, Decision>,
-    /// Numbers of decisions by the time at which they end.
+    /// The end time and the ID of each decision.
     ends: BTreeSet<(i64, u64)>,
-    /// Numbers of decisions by the keys of the last blocks of their prompts.
+    /// IDs of decisions, by the key of the last block of the decision's prompt.
     by_end: HashMap<u64, BTreeSet<u64>>,
     /// Number of decisions that expect a block, by worker and key.
     expected: HashMap<Worker, HashMap<u64, u32>>,
     next: u64,
     size: usize,
     limit: usize,
-    /// Decisions whose prompt was stored, or was held when they ended.
+    /// Number of decisions whose prompt was stored, or was held when the decision ended.
     pub confirmed: u64,
-    /// Decisions that expired without a confirmation.
+    /// Number of decisions that expired without a confirmation.
     pub expired: u64,
-    /// Decisions that ended early, without a confirmation, because the limit was reached.
+    /// Number of decisions that ended early, without a confirmation, because the limit was exceeded.
     pub displaced: u64,
 }
 
-/// Number of blocks of decisions that end in one call, after which other threads can lock the overlay: about 2 ms.
+/// Maximum number of blocks of decisions that one call ends, in about 2 ms, before other threads can lock the overlay.
 const ENDED_PER_HOLD: usize = 1 << 12;
 
 /// Converts a time to an integer of the same order, since `f64` has no total order.
@@ -61,7 +61,7 @@ fn order(moment: f64) -> i64 {
 }
 
 impl Overlay {
-    /// Creates an overlay of at most `limit` blocks. If decisions expect more blocks, the oldest decisions end.
+    /// Creates an overlay whose decisions have at most `limit` blocks. If decisions expect more blocks, the oldest decisions end.
     pub fn new(limit: usize) -> Self {
         Self {
             decisions: BTreeMap::new(),
@@ -77,12 +77,12 @@ impl Overlay {
         }
     }
 
-    /// Whether there are no decisions.
+    /// Whether the overlay has no decisions.
     pub fn is_empty(&self) -> bool {
         self.decisions.is_empty()
     }
 
-    /// Blocks of all decisions.
+    /// Number of blocks of all decisions.
     pub fn len(&self) -> usize {
         self.size
     }
@@ -93,7 +93,7 @@ impl Overlay {
     }
 
     /// Adds a decision: a prompt goes to a worker, which is expected to hold the prompt's blocks until the time `until`. `prompts` has the
-    /// keys of the prompt in each of several schemes. Without keys nothing is added.
+    /// keys of the prompt in each of several schemes. A decision without keys is not added.
     pub fn add(&mut self, worker: Worker, mut prompts: Vec<Vec<u64>>, until: f64) {
         let end = order(until);
         prompts.retain(|keys| !keys.is_empty());
@@ -123,8 +123,8 @@ impl Overlay {
             .any(|worker| worker.rank == rank && worker.source == source)
     }
 
-    /// Ends some of the decisions for a worker whose last block has one of these keys: from now on the worker's events show which of these
-    /// blocks it holds. Returns how many of the keys are done. The caller calls it again with the other keys until none remains.
+    /// For one worker, ends some of the decisions whose prompt ends with a block that has one of these keys: the worker's events now show
+    /// which blocks it holds. Returns how many of the keys were processed. The caller repeats the call until no key remains.
     pub fn confirm(&mut self, source: &str, rank: i64, stored: &[u64]) -> usize {
         let mut work = 0;
         for (done, key) in stored.iter().enumerate() {
@@ -155,8 +155,8 @@ impl Overlay {
         (end <= order(now)).then_some(number)
     }
 
-    /// While `is_due` returns true, ends some of the decisions whose time is over, and then of the oldest decisions, if there are too many
-    /// blocks. `held` returns whether a worker holds the last block of a prompt. Returns the number of blocks of the ended decisions.
+    /// While `is_due` returns true, ends decisions: first those whose time is over, then, if there are too many blocks, the oldest ones.
+    /// `held` returns whether a worker holds the last block of a prompt. Returns the number of blocks of the ended decisions.
     pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, &[u64]) -> bool) -> usize {
         let mut ended = 0;
         while ended < ENDED_PER_HOLD && self.is_due(now) {
@@ -176,13 +176,13 @@ impl Overlay {
         ended
     }
 
-    /// The range of the numbers of all decisions so far.
+    /// The range of the IDs of all decisions that were ever added.
     pub fn numbers(&self) -> Range<u64> {
         0..self.next
     }
 
-    /// Forgets some of the decisions in this range of numbers for a worker, or for all ranks of a source; they count as neither confirmed
-    /// nor expired. Removes the examined numbers from the range. The caller calls it again until the range is empty.
+    /// Removes some of the decisions in this range of IDs that are for a worker, or for any rank of a source; they count as neither
+    /// confirmed nor expired. Removes the examined IDs from the range. The caller repeats the call until the range is empty.
     pub fn forget(&mut self, source: &str, rank: Option<i64>, numbers: &mut Range<u64>) {
         let mut work = 0;
         while work < ENDED_PER_HOLD {
@@ -229,7 +229,7 @@ impl Overlay {
     /// Number of leading keys that a worker was expected to hold when `expire` was last called.
     pub fn depth(&self, worker: &Worker, keys: &[u64]) -> usize {
         let Some(expected) = self.expected.get(worker) else { return 0 };
-        // A decision expects all blocks of a prompt from the first one on. So if a block is expected, the blocks before it are expected
+        // A decision expects all blocks of a prompt from the first block on. So if a block is expected, the blocks before it are expected
         // too.
         keys.partition_point(|key| {
             step_counter::count(1);

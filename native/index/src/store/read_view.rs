@@ -1,9 +1,8 @@
 //! The state that lookups read while a writer runs.
 //!
-//! Lookups do not take the lock of writers (`yielding_lock`). They hold another lock, which a writer takes only while it changes a table or
-//! a list that lookups search. That is rare and short: most stores and removals change only slots, and lookups can read slots while a
-//! writer runs (`crate::store::records`). While a writer has unpublished changes to a chunk, lookups see that it is being changed, and
-//! retry.
+//! Lookups do not take the lock of writers (`yielding_lock`). Lookups hold another lock, which a writer takes only while it changes a table
+//! or a list that lookups search. Such changes are rare and short: most stores and removals change only slots, and lookups can read slots
+//! while a writer runs (`crate::store::records`). While a writer has unpublished changes to a chunk, lookups see this, and retry.
 
 use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
@@ -23,33 +22,33 @@ use crate::sync::atomics::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 /// The state that lookups read.
 #[derive(Debug)]
 pub struct View {
-    /// Heads of runs by their keys.
+    /// Heads of runs, by their keys.
     pub heads: Table,
-    /// Records of blocks that were stored by their keys, by key. Such blocks are in no run.
+    /// Records of blocks that were announced by keys instead of tokens, by key. These blocks are in no run.
     pub keyed: Table,
     /// Number of snapshots that are being absorbed; while it is above 0, heads can have the keys of linked blocks.
     pub strangers: usize,
     /// The placements where copies can be.
     pub placements: Placements,
-    /// Streams by number.
+    /// Streams, indexed by ID.
     pub members: Vec<Option<Member>>,
-    /// Their workers.
+    /// The workers of the streams.
     pub names: Arc<Names>,
-    /// Streams whose blocks count: all except streams that are being cleared.
+    /// A bitmap of the streams whose blocks count in lookups: all streams except those that are being cleared.
     pub visible: Vec<u64>,
-    /// Streams by their model.
+    /// The streams of each model.
     pub models: HashMap<Option<String>, Model, Secret>,
-    /// Streams matched by rules of groups.
+    /// A bitmap of the streams that are matched by rules of groups.
     pub hybrid: Vec<u64>,
-    /// Streams with uncertain copies: blocks that might be gone.
+    /// A bitmap of the streams that have uncertain copies, which might be gone.
     pub uncertain: Vec<u64>,
     /// Whether any stream has uncertain copies.
     pub has_uncertain_copies: bool,
     /// Chunks of records that are in use, as of the last time that a writer published them.
     pub chunks: Vec<Option<Arc<Memory>>>,
-    /// Holders by the number of their set, as they were published last.
+    /// Sets of holders, indexed by the ID of the set, as of the last time that a writer published them.
     pub sets: Vec<Holders>,
-    /// Contexts of blocks, as they were published last.
+    /// Contexts of blocks, as of the last time that a writer published them.
     pub contexts: Known,
     /// Secret of the tables' hash function.
     pub secret: Secret,
@@ -77,7 +76,7 @@ impl View {
         }
     }
 
-    /// A key, mixed with the secret of this index, by which the tables place it.
+    /// Returns a key mixed with the secret of this index. The tables place the key by this value.
     #[inline]
     pub fn mixed(&self, key: u64) -> TableHash {
         TableHash::from(self.secret.place(key))
@@ -105,10 +104,11 @@ struct Inner<T> {
     value: UnsafeCell<T>,
 }
 
-// SAFETY: as for an `RwLock<T>`: several threads can have `&T`, one thread at a time can have `&mut T`, and any thread can drop the value.
+// SAFETY: the conditions are those of an `RwLock<T>`: several threads can have `&T`, one thread at a time can have `&mut T`, and any thread
+// can drop the value.
 unsafe impl<T: Send + Sync> Sync for Inner<T> {}
 
-/// A value with one owner. The owner reads the value without a lock, and changes it under a lock; readers read it under that lock.
+/// A value with one owner. The owner reads the value without a lock, and changes the value under a lock; readers use the same lock.
 pub struct Owner<T>(Arc<Inner<T>>);
 
 /// A handle that reads the value of an owner.
@@ -143,7 +143,7 @@ impl<T> Deref for Owner<T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: only `Change` has a `&mut` to the value, and while it exists it borrows the one owner exclusively.
+        // SAFETY: only `Change` has a `&mut` to the value; a `Change` borrows the owner exclusively while the `Change` exists.
         unsafe { &*self.0.value.get() }
     }
 }
@@ -171,7 +171,7 @@ impl<T> std::fmt::Debug for Reader<T> {
     }
 }
 
-/// A guard for reading.
+/// A guard for reading the value.
 pub struct Reading<'a, T> {
     _locked: RwLockReadGuard<'a, ()>,
     value: &'a UnsafeCell<T>,
@@ -187,7 +187,7 @@ impl<T> Deref for Reading<'_, T> {
     }
 }
 
-/// A guard for changing.
+/// A guard for changing the value.
 pub struct Change<'a, T> {
     _locked: RwLockWriteGuard<'a, ()>,
     value: &'a UnsafeCell<T>,
@@ -198,7 +198,7 @@ impl<T> Deref for Change<'_, T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: as for `deref_mut`, and `self` is borrowed.
+        // SAFETY: the reasons given in `deref_mut` apply, and `self` is borrowed.
         unsafe { &*self.value.get() }
     }
 }
@@ -206,7 +206,7 @@ impl<T> Deref for Change<'_, T> {
 impl<T> DerefMut for Change<'_, T> {
     #[inline]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: the lock is held for writing, so no other thread reads, and the one owner, which reads without it, is borrowed
+        // SAFETY: the lock is held for writing, so no other thread reads the value; the owner, which reads without the lock, is borrowed
         // exclusively.
         unsafe { &mut *self.value.get() }
     }

@@ -1,18 +1,18 @@
-//! Records of single blocks, by the number of their slot.
+//! Records of single blocks, by the ID of their slot.
 //!
-//! Blocks of a chain are adjacent: a *run* is a row of slots of one chunk, each *linked* to the one before it. A lookup of a
-//! prompt compares the hashes of its blocks with those of a run, one after the other, in the order of memory; only the first block of a
-//! run, its *head*, is found in a table by its rolling key: in the table of heads (`crate::store::shared_state`).
+//! Blocks of a chain are adjacent: a *run* is a row of slots of one chunk, each *linked* to the slot before it. A lookup of a prompt
+//! compares the hashes of the prompt's blocks with the hashes of a run, in the order of memory. Only the first block of a run, the *head*,
+//! is found by its rolling key, in the table of heads (`crate::store::shared_state`).
 //!
 //! A slot stores the local hash of a linked block, or the rolling key of a head. The key of a linked block is computed from the key of the
-//! head, or from the nearest earlier key of those that are stored for every eighth slot.
+//! head, or from the nearest earlier stored key; the key of every eighth slot is stored.
 //!
-//! Invariant: if slot n + 1 is linked, it is the only record with its key in its context, and slot n holds the parent, as the only record
-//! with the parent's key in that context.
+//! Invariant: if slot n + 1 is linked, no other record has its key and context; slot n holds the parent, and no other record has the
+//! parent's key in this context.
 //!
 //! Lookups read slots while a writer runs. Everything in a slot is an atomic number. Each chunk has a version, which is odd from the first
-//! change of the chunk until `Records::publish`. If a reader finds an even version before it reads a chunk, and the same version
-//! afterwards, it has read the state of one moment. The writer never waits for readers.
+//! change of the chunk until `Records::publish`. If a reader finds an even version before reading a chunk, and the same version afterwards,
+//! the reader has read the state of one moment. The writer never waits for readers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,14 +26,14 @@ use crate::sync::atomics::{AtomicU32, AtomicU64, fence};
 
 /// Flag: the block is found through the slot before it, and not by its key.
 const LINKED: u32 = 1 << 31;
-/// Flag: other records with its key and context exist.
+/// Flag: other records with the block's key and context exist.
 const TWIN: u32 = 1 << 30;
 const _: () = assert!(MAX_CONTEXTS <= TWIN, "a flag would be part of the number of a context");
 
-/// The number that a free slot has in place of the number of a set.
+/// The value that a free slot stores in place of the ID of a set.
 const FREE: u32 = u32::MAX;
-/// Number of bits of a slot's position in its chunk. It is as small as possible for the model checker, which keeps a history of each atomic
-/// number.
+/// Number of bits of a slot's position in its chunk. This number is as small as possible for the model checker, which keeps a history of
+/// each atomic number.
 const BITS: u32 = if cfg!(all(loom, test)) { 6 } else { 10 };
 /// Number of slots of a chunk.
 pub const CHUNK: usize = 1 << BITS;
@@ -48,7 +48,7 @@ struct Slots {
     words: [AtomicU64; CHUNK],
     /// The engine's hash. A stream with another hash for the same block stores that hash itself.
     hashes: [AtomicU64; CHUNK],
-    /// The number of its set of holders in `Sets`, in the lower half; the number of its context, and flags, in the upper one.
+    /// The lower half is the ID of the block's set of holders in `Sets`; the upper half is the ID of the block's context, and flags.
     states: [AtomicU64; CHUNK],
 }
 
@@ -82,7 +82,7 @@ impl Slots {
 
 /// Memory of a chunk in which some slot is in use, as lookups read it.
 pub struct Memory {
-    /// Odd while a writer changes something.
+    /// This number is odd while a writer changes the chunk.
     version: AtomicU32,
     slots: Piece<Slots, 1>,
     /// Rolling keys of linked blocks in slots that are multiples of `GROUP`.
@@ -111,7 +111,7 @@ impl Memory {
         Some(self.version.load(Ordering::Acquire)).filter(|version| version & 1 == 0)
     }
 
-    /// Whether the chunk still has this version: then all reads since `version` returned it belong to one moment.
+    /// Whether the chunk still has this version: if so, all reads after the call of `version` belong to one moment.
     #[inline]
     pub fn is_still(&self, version: u32) -> bool {
         fence(Ordering::Acquire);
@@ -146,7 +146,7 @@ impl Memory {
         set_in(self.slots[0].states[(number & MASK) as usize].load(Ordering::Relaxed))
     }
 
-    /// The number of the block's context.
+    /// The ID of the block's context.
     #[inline]
     pub fn context(&self, number: u32) -> u32 {
         self.flags(number) & !(TWIN | LINKED)
@@ -176,7 +176,7 @@ impl Memory {
         last
     }
 
-    /// Visits the keys of a block and of earlier blocks of its run in its group of eight slots, the earliest first.
+    /// Visits the keys of a block, and of the earlier blocks in the same run and in the same group of eight slots, the earliest first.
     #[inline]
     fn keys_up_to(&self, number: u32, mut visit: impl FnMut(usize, u64)) {
         let (slots, end) = (&self.slots[0], (number & MASK) as usize);
@@ -204,9 +204,9 @@ struct Chunk {
     /// A bit for each free slot.
     free: [u64; CHUNK / 64],
     used: u32,
-    /// Words of `free` before this one are zero.
+    /// Index of a word of `free`: all words before it are zero.
     hint: u32,
-    /// Whether a search has failed to find a long stretch since slots were last released.
+    /// Whether a search for a long stretch has failed after slots were last released.
     is_scattered: bool,
     /// Whether the chunk is in `Records::partial`.
     is_listed: bool,
@@ -229,7 +229,7 @@ impl Chunk {
         self.free[at / 64] >> (at % 64) & 1 == 1
     }
 
-    /// Number of consecutive free slots from a slot on, at most `max_length`.
+    /// Number of consecutive free slots that begin with the given slot, at most `max_length`.
     fn stretch(&self, at: usize, max_length: usize) -> usize {
         let (end, mut length) = (CHUNK.min(at + max_length), 0);
         while at + length < end {
@@ -309,14 +309,14 @@ impl Chunk {
 /// Adjacent slots of one chunk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Row {
-    /// The number of the first slot.
+    /// The ID of the first slot.
     pub first: u32,
     /// Number of slots.
     pub length: u32,
 }
 
 impl Row {
-    /// A row of one slot.
+    /// A row that has one slot.
     pub fn single(number: u32) -> Self {
         Self {
             first: number,
@@ -367,7 +367,7 @@ pub struct Run<'a> {
 
 impl Run<'_> {
     /// Counts the leading slots that are linked blocks of a context, have these local hashes, and have the same set. Removes these slots
-    /// from the run. Returns their number and their set.
+    /// from the run. Returns the number of these slots, and their set.
     #[inline]
     pub fn take(&mut self, locals: &[u64], context: u32) -> (usize, u32) {
         let length = locals.len().min(self.words.len()).min(self.states.len());
@@ -378,8 +378,8 @@ impl Run<'_> {
         if flags_in(first) != context | LINKED {
             return (0, EMPTY);
         }
-        // Compilers do not vectorise atomic loads. A loop with two untaken branches per block is quicker than one that sums the comparisons
-        // of eight blocks.
+        // Compilers do not vectorise atomic loads. A loop with two untaken branches per block is faster than a loop that sums the
+        // comparisons of eight blocks.
         let same =
             |at: &usize| words[*at].load(Ordering::Relaxed) == locals[*at] && states[*at].load(Ordering::Relaxed) == first;
         let count = (0..length).take_while(same).count();
@@ -394,7 +394,7 @@ impl Records {
         self.used
     }
 
-    /// Whether there are no records.
+    /// Whether no record is in use.
     pub fn is_empty(&self) -> bool {
         self.used == 0
     }
@@ -428,7 +428,7 @@ impl Records {
         self.memory(number).map(|memory| &memory.slots[0])
     }
 
-    /// Returns the memory of a slot in use for writing.
+    /// Returns, so that the caller can change a slot that is in use, the memory of the slot's chunk.
     #[inline]
     fn memory_to_change(&mut self, number: u32) -> &Memory {
         let at = number >> BITS;
@@ -442,7 +442,7 @@ impl Records {
         memory
     }
 
-    /// Whether the record with this number is in use.
+    /// Whether the record with this ID is in use.
     #[inline]
     pub fn is_used(&self, number: u32) -> bool {
         self.set(number) != FREE
@@ -468,7 +468,7 @@ impl Records {
         set_in(self.state(number))
     }
 
-    /// Changes the set of its holders.
+    /// Changes the set of the block's holders.
     #[inline]
     pub fn put_set(&mut self, number: u32, set: u32) {
         let flags = self.flags(number);
@@ -491,19 +491,19 @@ impl Records {
         flags_in(self.state(number))
     }
 
-    /// The number of the block's context.
+    /// The ID of the block's context.
     #[inline]
     pub fn context(&self, number: u32) -> u32 {
         self.flags(number) & !(TWIN | LINKED)
     }
 
-    /// Whether there are other records with its key and context.
+    /// Whether other records have the block's key and context.
     #[inline]
     pub fn has_twins(&self, number: u32) -> bool {
         self.flags(number) & TWIN != 0
     }
 
-    /// Records that other records with this key exist.
+    /// Sets the flag which says that other records have the block's key and context.
     pub fn mark_twin(&mut self, number: u32) {
         self.put_state(number, self.state(number) | state(0, TWIN));
     }
@@ -532,7 +532,7 @@ impl Records {
         self.memory(number).map_or(0, |memory| memory.key(number))
     }
 
-    /// Visits the keys of a block and of earlier blocks of its run in its group of eight slots, the earliest first.
+    /// Visits the keys of a block, and of the earlier blocks in the same run and in the same group of eight slots, the earliest first.
     #[inline]
     pub fn keys_up_to(&self, number: u32, visit: impl FnMut(usize, u64)) {
         if let Some(memory) = self.memory(number) {
@@ -548,7 +548,7 @@ impl Records {
         key
     }
 
-    /// Numbers in use, in their order.
+    /// The IDs of all records in use, in ascending order.
     pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
         (0..self.bound()).filter(|&number| self.is_used(number))
     }
@@ -586,7 +586,7 @@ impl Records {
                 let chunk = self.room()?;
                 let found = &mut self.chunks[chunk];
                 let at = match (count, after) {
-                    // The run may grow by a few blocks at a time, alternating with other runs, so it gets a whole group if there is one.
+                    // The run might grow by a few blocks at a time, in turn with other runs, so it gets a free group if possible.
                     (..GROUP, Some(_)) => found.find_group(),
                     (count, _) => found.find(count.min(GROUP)),
                 };
@@ -613,7 +613,7 @@ impl Records {
         })
     }
 
-    /// Writes a head into a slot that was taken.
+    /// Writes a head into a slot that was allocated.
     #[inline]
     pub fn put_head(&mut self, number: u32, key: u64, hash: u64, context: u32, set: u32) {
         let (slots, at) = (&self.memory_to_change(number).slots[0], (number & MASK) as usize);
@@ -622,7 +622,7 @@ impl Records {
         slots.states[at].store(state(set, context), Ordering::Relaxed);
     }
 
-    /// Writes a linked block into a slot that was taken.
+    /// Writes a linked block into a slot that was allocated.
     #[inline]
     pub fn put_linked(&mut self, number: u32, local: u64, key: u64, hash: u64, context: u32, set: u32) {
         let at = (number & MASK) as usize;
@@ -646,7 +646,7 @@ impl Records {
         self.switch_chunk()
     }
 
-    /// Makes another chunk with room the current one.
+    /// Makes another chunk that has room the current chunk.
     #[cold]
     fn switch_chunk(&mut self) -> Option<usize> {
         while let Some(at) = self.partial.pop() {
@@ -674,7 +674,7 @@ impl Records {
         self.give(first, length);
     }
 
-    /// Releases slots that were taken and not written.
+    /// Releases slots that were allocated and not written.
     pub fn give(&mut self, first: u32, length: u32) {
         if length == 0 {
             return;
@@ -741,7 +741,7 @@ impl Records {
     }
 }
 
-/// The number of the chunk of a record.
+/// The ID of the chunk of a record.
 #[inline]
 pub fn chunk_of(number: u32) -> usize {
     (number >> BITS) as usize

@@ -56,9 +56,9 @@ pub struct Block {
     pub key: u64,
     /// Local hash of the block; not used if it is `keyed`.
     pub local: u64,
-    /// Number of the block's context.
+    /// ID of the block's context.
     pub context: u32,
-    /// Whether the block was stored by its key.
+    /// Whether the block was announced by its key instead of tokens.
     pub keyed: bool,
     /// Key of the block, mixed for the tables of records.
     pub mixed_key: TableHash,
@@ -69,15 +69,15 @@ pub struct Block {
 /// The record by which a stream holds a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Holding {
-    /// Number of the record.
+    /// ID of the record.
     pub number: u32,
-    /// Whether no stream held it before.
+    /// Whether no stream held the block before.
     pub is_new: bool,
     /// Whether the stream holds another block with the same key, under another hash.
     pub has_twin: bool,
 }
 
-/// The shared part of an index, for one writer at a time. Lookups read its `view` and slots of records while a writer changes it.
+/// The shared part of an index, for one writer at a time. Lookups read the `view` and the slots of records while the writer runs.
 #[derive(Debug)]
 pub struct SharedState {
     /// The part that lookups search.
@@ -88,12 +88,12 @@ pub struct SharedState {
     pub sets: Sets,
     /// Block sizes and namespaces of blocks.
     pub contexts: Contexts,
-    /// Records that lookups do not find, since too many records share their key and context. They are listed by key and context, once for
-    /// each holder.
+    /// Records that lookups do not find, since too many records share their key and context. Each record is listed by key and context, once
+    /// for each holder.
     unlisted: HashMap<(u64, u32), BTreeSet<(u32, u32)>>,
     /// Number of entries in `unlisted`.
     unlisted_holders: usize,
-    /// Heap bytes of all streams; it is updated only if there is a memory limit.
+    /// Number of heap bytes of all streams; this number is updated only if there is a memory limit.
     pub streams_bytes: usize,
     /// Secret of the tables' hash function.
     pub secret: Secret,
@@ -163,7 +163,7 @@ impl SharedState {
         self.table(block.keyed).find(block.mixed_key, same).is_some()
     }
 
-    /// Whether the record with this number is a head with this key and context.
+    /// Whether the record with this ID is a head with this key and context.
     pub fn is_head(&self, number: u32, key: u64, context: u32) -> bool {
         let records = &self.records;
         records.is_used(number)
@@ -232,9 +232,9 @@ impl SharedState {
         })
     }
 
-    /// Hides from lookups one of the records that have the key and the context of a block. It must be a record that no holder has stored
-    /// with the present weights of its LoRA. Each holder of it must also hold two other such records that lookups find. So lookups find
-    /// only a few such records of each stream, however many it holds.
+    /// Hides from lookups one of the records that have the key and the context of a block. The hidden record must be one that no holder has
+    /// stored with the present weights of its LoRA. Each holder of this record must also hold two other records with the same key and
+    /// context that lookups find. So lookups find only a few such records of each stream, however many the stream holds.
     #[cold]
     fn unlist_twin(&mut self, block: &Block) {
         let listed = self.twins_of(block.keyed, block.key, block.context);
@@ -353,7 +353,7 @@ impl SharedState {
         self.records.context(parent) == context && !self.records.has_twins(parent)
     }
 
-    /// Writes a new head into a slot that was taken.
+    /// Writes a new head into a slot that was allocated.
     #[inline]
     pub fn put_head(&mut self, number: u32, block: &Block, set: u32) {
         self.records.put_head(number, block.key, block.hash, block.context, set);
@@ -367,7 +367,7 @@ impl SharedState {
         self.insert(false, self.mixed(key), number);
     }
 
-    /// If a block is linked to this one, makes it a head.
+    /// If another block is linked to this block, makes the other block a head.
     #[inline]
     pub fn list_next(&mut self, number: u32) {
         if let Some(next) = self.records.linked_next(number) {
@@ -398,7 +398,7 @@ impl SharedState {
         });
     }
 
-    /// Adds a holder to a block, or removes it if the block has it.
+    /// Adds a holder to a block, or removes the holder if the block already has it.
     #[inline]
     pub fn toggle(&mut self, number: u32, placement: u16, stream: u32, last: &mut Move) {
         let set = self.sets.move_block(self.records.set(number), placement, stream, last);
@@ -441,7 +441,7 @@ impl SharedState {
         self.contexts.release_uses(same.0, same.1);
     }
 
-    /// Removes a head, or a block that was stored by its key, from its table.
+    /// Removes a head from the table of heads, or a block that was announced by its key from the table of such blocks.
     fn unlist(&mut self, number: u32, context: u32) {
         let mixed = self.mixed(self.records.word(number));
         let hashes = ByKey(&self.records, self.secret);
@@ -454,12 +454,12 @@ impl SharedState {
         table.remove(mixed, number, &hashes);
     }
 
-    /// Returns all records of the last of these keys, which are a chain from the first block of a prompt on.
+    /// Returns all records that have the last of these keys. The keys are those of a chain that begins with the first block of a prompt.
     pub fn ends_of(&self, keys: &[u64]) -> Vec<u32> {
         let mut found = Vec::new();
         let Some(&end) = keys.last() else { return found };
         self.for_each_twin(true, end, |number| found.push(number));
-        // The heads with the last key for which there are any: the records of later keys are linked blocks after one of these heads.
+        // The heads with the last key that any head has. The records of later keys are linked blocks after one of these heads.
         let mut heads = Vec::new();
         for (at, &key) in keys.iter().enumerate().rev() {
             self.for_each_twin(false, key, |number| heads.push((at, number)));
@@ -479,7 +479,7 @@ impl SharedState {
 
     // --- streams
 
-    /// The number that the next stream gets; None if there are too many streams.
+    /// The ID of the next stream that is added; None if there are too many streams.
     pub fn vacancy(&self) -> Option<u32> {
         let free = self
             .view
@@ -490,7 +490,7 @@ impl SharedState {
         (free < MAX_STREAMS).then_some(free as u32)
     }
 
-    /// Adds a stream under the number that `vacancy` returned.
+    /// Adds a stream under the ID that `vacancy` returned.
     pub fn join(&mut self, number: u32, member: Member) {
         self.view.change().join(number, member);
     }
@@ -500,7 +500,7 @@ impl SharedState {
         self.view.change().rename(number, worker);
     }
 
-    /// Assigns streams to the models that `model_of` returns for their sources. Where it returns None, nothing changes.
+    /// Assigns streams to the models that `model_of` returns for their sources. If it returns None, the source's streams keep their models.
     pub fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
         self.view.change().relabel(model_of);
     }
@@ -559,13 +559,13 @@ impl SharedState {
         bytes
     }
 
-    /// Releases the number of a stream, which must not hold blocks any more.
+    /// Releases the ID of a stream, which must not hold blocks any more.
     pub fn leave(&mut self, stream: u32) {
         self.view.change().leave(stream);
     }
 }
 
-/// Number of changed sets and contexts from which on a writer publishes them. Lookups wait for that some tens of microseconds.
+/// Number of changed sets and contexts at which a writer publishes the changes. Lookups wait some tens of microseconds for the publication.
 const CHANGES_AT_ONCE: usize = 1_024;
 
 impl Publish for SharedState {
@@ -747,10 +747,10 @@ impl Model {
 /// Minimum number of records with one key and context that lookups find for each holder: two suffice to show that several blocks differ
 /// only in their hashes.
 const MIN_LISTED: usize = 2;
-/// Approximate bytes of an entry in `unlisted`, including the key.
+/// Approximate number of bytes of an entry in `unlisted`, including the key.
 const UNLISTED_BYTES: usize = 96;
 
-/// Approximate bytes of a member.
+/// Approximate number of bytes of a `Member`.
 const MEMBER_BYTES: usize = size_of::<Member>() + 64;
 
 /// Sets one bit of a bitmap.

@@ -1,23 +1,23 @@
-//! Counters of input of a stream that was refused or had no effect.
+//! Counters of a stream's input that was refused or had no effect.
 
 use std::collections::HashMap;
 
-/// Counters of unusable input of a stream.
+/// Counters of the input that a stream could not use.
 #[derive(Clone, Debug, Default)]
 pub struct Counters {
-    /// Rejected stores, by kind of group and reason.
+    /// Number of rejected stores, by kind of group and reason.
     pub rejected: HashMap<(String, &'static str), u64>,
-    /// Removals of hashes that the stream does not hold.
+    /// Number of removed hashes that the stream did not hold.
     pub unknown: u64,
-    /// Blocks dropped from the waiting queue.
+    /// Number of blocks that were dropped from the waiting queue.
     pub dropped: u64,
-    /// Blocks that were refused at the memory limit.
+    /// Number of blocks that were refused at the memory limit.
     pub evicted: u64,
-    /// Deliveries that were applied before.
+    /// Number of deliveries that were ignored because they had already been applied.
     pub duplicates: u64,
-    /// Deliveries of an incarnation that has ended.
+    /// Number of deliveries that were ignored because their incarnation had ended.
     pub void: u64,
-    /// Gaps.
+    /// Number of gaps.
     pub gaps: u64,
 }
 

@@ -13,15 +13,16 @@ pub enum Estimate {
     /// The hash of a page does not cover the pages before it. Releases of SGLang that hash in this way announce blocks inside a prompt as
     /// first blocks.
     PageHashes,
-    /// Blocks on tiers below the device were announced without the extra keys (salts, LoRAs, media) that blocks on the device have, or the
-    /// cache was cleared, which might not have emptied these tiers, when not all of their blocks were known.
+    /// The blocks on tiers below the device are not known exactly. Either they were announced without the extra keys (salts, LoRAs, media)
+    /// that blocks on the device have; or the cache was cleared when not all of these blocks were known, and the clear might not have
+    /// emptied these tiers.
     InexactTiers,
     /// The index cannot search the groups of the engine as the engine does; the value says why.
     Groups(&'static str),
 }
 
 impl Estimate {
-    /// The name of the reason for programs.
+    /// The code of the reason, which programs read.
     pub fn code(self) -> &'static str {
         match self {
             Self::SetAside(_) => "set-aside",
@@ -52,13 +53,13 @@ impl Estimate {
 }
 
 impl Stream {
-    /// Counts a store, or a part of one, that cannot be used.
+    /// Counts a store, or a part of a store, that cannot be used.
     pub fn set_aside(&mut self, reason: &'static str) {
         self.counters.reject("none", reason);
         self.evidence.set_aside += 1;
     }
 
-    /// Why answers about this stream are estimates; None if they are not.
+    /// Returns the reason why answers about this stream are estimates; None if the answers are exact.
     pub fn estimate(&self) -> Option<Estimate> {
         let Evidence {
             set_aside,
@@ -106,7 +107,7 @@ impl Stream {
     }
 
     /// Whether pending blocks show that something was never announced. False if batches or blocks are known to be missing. Also false for
-    /// several groups: if their block sizes differ, vLLM also hashes parts of blocks. It never announces these parts, but names them as
+    /// several groups: if their block sizes differ, vLLM also hashes parts of blocks. vLLM never announces these parts, but names them as
     /// parents.
     fn are_pending_certain(&self) -> bool {
         !self.waiting.is_empty() && self.evidence.is_whole && self.groups.all().len() <= 1

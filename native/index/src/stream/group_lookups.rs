@@ -13,7 +13,7 @@ use crate::store::shared_state::SharedState;
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
 impl Stream {
-    /// Makes lookups use the groups that are known now.
+    /// Makes lookups use the present state of `groups`.
     pub fn use_groups(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.has_new_groups = false;
         if self.groups.needs_hashing()
@@ -57,7 +57,7 @@ impl Stream {
         self.publish_changed_copies(writer);
     }
 
-    /// The records of all blocks. Each has the block's hash in this stream if it differs from the record's hash.
+    /// The records of all blocks, each with the block's hash in this stream if that hash differs from the record's.
     pub(super) fn all_blocks(&self, writer: &mut Writer<'_, SharedState>) -> Vec<(u32, Option<u64>)> {
         writer.unlocked(|| {
             let own = self.own_numbers().map(|number| (number, None));
@@ -132,7 +132,8 @@ impl Stream {
         if many { writer.unlocked(sort) } else { sort() }
     }
 
-    /// Removes every block if the hashes whose copies a batch has changed have more blocks than the length of the batch allows to examine.
+    /// Counts the blocks of each hash whose copies a batch has changed. Removes every block of the stream if there are more of them than a
+    /// batch of this length may examine.
     fn limit_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
         if self.collisions.is_empty() || self.group_cache.is_none() {
             return;
@@ -181,8 +182,8 @@ impl Stream {
         }
     }
 
-    /// Fills `held` with two flags for each entry of `changed`, which all have the same hash: whether the group holds a copy of the hash on
-    /// the level, including a copy that waits, and whether it certainly does.
+    /// Fills `held` with two flags for each entry of `changed`; all entries have the same hash. The first flag is whether the group holds a
+    /// copy of the hash on the level, including a pending copy; the second is whether such a copy certainly exists.
     fn find_held(&self, shared: &SharedState, changed: &[(u64, i64, u8)], held: &mut Vec<(bool, bool)>) {
         let (hash, placements) = (changed[0].0, &shared.view.placements);
         held.clear();

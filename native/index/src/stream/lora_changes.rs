@@ -1,4 +1,4 @@
-//! Detects that the name of a LoRA means other weights than before.
+//! Detects that the weights which the name of a LoRA refers to have changed.
 
 use super::Stream;
 use super::placing::Placed;
@@ -82,25 +82,25 @@ impl Stream {
         }
     }
 
-    /// The replaced LoRAs, in no order.
+    /// The replaced LoRAs, in any order.
     pub fn replaced_loras(&self, shared: &SharedState) -> Vec<u64> {
         shared.loras(self.number).into_iter().flat_map(ReplacedLoras::iter).collect()
     }
 
-    /// Notes that the engine lists another path for a LoRA. Does nothing if blocks have shown this change since the last call, or if too
-    /// many LoRAs were replaced.
+    /// Notes that the path which the engine lists for a LoRA has changed. Does nothing if blocks have shown this change since the last
+    /// call, or if too many LoRAs were replaced.
     pub fn replace_listed_lora(&mut self, shared: &mut SharedState, lora: u64) {
         if self.blocks > 0 && shared.loras(self.number).is_some_and(|loras| loras.has_room(lora)) {
             self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace_listed(lora));
         }
     }
 
-    /// Restores from a snapshot that a LoRA was replaced.
+    /// Restores, from a snapshot, the mark that a LoRA was replaced.
     pub fn put_replaced_lora(&mut self, shared: &mut SharedState, lora: u64) {
         self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace(lora));
     }
 
-    /// Restores from a snapshot that a block was stored after its LoRA was replaced. Does nothing if the block has no replaced LoRA.
+    /// Restores, from a snapshot, the mark that a block was stored after its LoRA was replaced. Does nothing without a replaced LoRA.
     pub fn put_current(&mut self, shared: &mut SharedState, number: u32) {
         if let Some(lora) = lora_of(shared, number) {
             self.lora_bytes = shared.change_loras(self.number, |loras| loras.store(lora, number));
@@ -115,7 +115,7 @@ impl Stream {
     }
 }
 
-/// The LoRA's part of the seed of a block; None without a LoRA.
+/// The LoRA's part of the seed of a block; None if the block has no LoRA.
 fn lora_of(shared: &SharedState, number: u32) -> Option<u64> {
     let context: &Context = shared.contexts.get(shared.records.context(number));
     (context.lora != 0 && !context.is_keyed()).then_some(context.lora)

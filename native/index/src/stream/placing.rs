@@ -7,7 +7,7 @@ use crate::step_counter;
 use crate::store::shared_state::{Block, ByHash, Holding, SharedState};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
-/// Number of examinations that count for computing the key of a block whose parent is unknown.
+/// Number of block examinations that take as long as computing the key of a block whose parent is unknown.
 const EXAMINATIONS_PER_KEY: usize = 8;
 
 /// The outcome of placing a block.
@@ -100,8 +100,8 @@ impl Stream {
         self.groups.copied_levels >> self.named(placement).level & 1 != 0
     }
 
-    /// Applies a store of a block that the stream holds. On a placement that has the block already, the store might mean a further copy if
-    /// copies are counted there.
+    /// Applies a store of a block that the stream holds. If the placement already has the block and copies on the placement are counted,
+    /// the store might mean a further copy.
     #[inline]
     pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         if shared.sets.holds(shared.records.set(number), placement, self.number) {
@@ -126,7 +126,7 @@ impl Stream {
         }
     }
 
-    /// Adds a copy for a store without tokens, as groups with sliding windows have them. See `mark_fresh_uncertain`.
+    /// Adds a copy for a store without tokens; groups with sliding windows send such stores. See `mark_fresh_uncertain`.
     pub fn copy_without_tokens(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         let is_held = shared.sets.holds(shared.records.set(number), placement, self.number);
         if !self.has_attested && (!is_held || self.copies.get(number, placement).is_uncertain()) {
@@ -146,7 +146,7 @@ impl Stream {
             self.hit_reports.take_uncertain()
         };
         for (number, placement) in uncertain {
-            // The slot of the block might be free again, or hold another block.
+            // The slot of the block might be free now, or hold another block.
             if writer.records.is_used(number) && writer.sets.holds(writer.records.set(number), placement, self.number) {
                 let Copies { most, .. } = self.copies.get(number, placement);
                 let change = self.copies.set(number, placement, Copies { least: 0, most });

@@ -50,8 +50,8 @@ impl Stream {
         self.apply_removals(shared, placement, &mut pending);
     }
 
-    /// Handles the usual case: the hash has one block, which has one copy on the placement. Changes that consecutive blocks share, and
-    /// records to remove, are collected in `pending`. In all other cases it returns false and does not change the block.
+    /// Removes a copy in the usual case: the hash has one block, which has one copy on the placement. Changes that consecutive blocks
+    /// share, and records to remove, are collected in `pending`. In all other cases, returns false and does not change the block.
     #[inline]
     fn remove_single(
         &mut self,
@@ -71,7 +71,7 @@ impl Stream {
             return false;
         }
         let position = self.table.position_again(position, mixed);
-        // It is rare that the entry belongs to another block with the same tag, or to a block that this event has removed already.
+        // In rare cases the entry belongs to another block with the same tag, or to a block that this event has already removed.
         let is_meant = |number: u32| shared.records.hash(number) == hash && shared.records.is_used(number);
         let Some(number) = number.filter(|&number| is_meant(number)) else {
             return false;
@@ -157,7 +157,7 @@ impl Stream {
         true
     }
 
-    /// Removes one of several copies; returns false and changes nothing if there is only one.
+    /// Removes one of several copies of a block; returns false and changes nothing if the block has only one copy.
     #[inline]
     fn remove_copy(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> bool {
         let Some(change) = self.copies.take(number, placement) else {
@@ -299,7 +299,7 @@ impl Stream {
         true
     }
 
-    /// Removes every block; lookups find none of them from the beginning of the removal on. The rules of groups stay.
+    /// Removes every block; lookups find no block after the removal has begun. The rules of groups stay.
     pub fn remove_all(&mut self, writer: &mut Writer<'_, SharedState>) {
         let number = self.number;
         self.unkept.clear();
@@ -368,8 +368,7 @@ fn in_removal_order(numbers: impl Iterator<Item = u32>, count: usize, bound: u32
     found
 }
 
-/// If the index has more than this many times as many records as the stream, the stream's records are sorted in a list instead of marked in
-/// a bitmap.
+/// Ratio of the index's records to a stream's records above which the latter are sorted in a list instead of marked in a bitmap.
 const SORT_RATIO: usize = 64;
 
 /// A hash to remove.
@@ -383,9 +382,9 @@ pub struct RemovalTarget {
     number: Option<u32>,
 }
 
-/// The consecutive removals of one event that change the same set to the same set, and that are not counted yet.
+/// Consecutive removals of one event that are not counted yet. All of them move a block from one set to the same other set.
 struct PendingRemovals {
-    /// The sets of each of these blocks, before and after its removal.
+    /// The set of each removed block, before and after the removal.
     from: u32,
     to: u32,
     /// Whether the stream is in no holder of the set after the removal.
@@ -421,10 +420,10 @@ impl PendingRemovals {
 /// Number of adjacent slots for which a `KeyCache` has keys.
 const CACHED_SLOTS: usize = 8;
 
-/// Keys that were computed for one block and that can be used for the blocks before it, as long as no slot gets another block.
+/// Keys that were computed for one block and the blocks before it; they are valid until a slot changes.
 #[derive(Clone, Copy, Debug, Default)]
 struct KeyCache {
-    /// Number of the group of slots, plus one; 0 while the cache is empty.
+    /// Index of the group of slots, plus one; 0 while the cache is empty.
     group: u32,
     known: u8,
     keys: [u64; CACHED_SLOTS],

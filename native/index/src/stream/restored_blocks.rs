@@ -54,8 +54,8 @@ impl Stream {
         })
     }
 
-    /// Puts the blocks of one hash, given by key and context, in this order. With `has_refused`, blocks that the stream does not have are
-    /// skipped. Returns whether these are the blocks of the hash.
+    /// Puts the blocks of one hash in the given order; each block is given by key and context. If `has_refused`, blocks that the stream
+    /// does not have are skipped. Returns whether the given blocks are all blocks of the hash.
     pub fn reorder(
         &mut self,
         shared_lock: &YieldingRwLock<SharedState>,

@@ -7,16 +7,15 @@ use crate::memory::hasher::Secret;
 use crate::store::shared_state::SharedState;
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
-/// Number of entries from which on a table is not resized while other threads wait.
+/// Minimum number of entries of a table that is not resized while other threads wait.
 pub(super) const LARGE_TABLE: usize = 1 << 14;
-/// Bytes by which the index's tables can grow while some blocks are placed.
+/// Maximum number of bytes by which the index's tables grow while a thread places blocks under one lock.
 const TABLE_GROWTH: usize = 16 << 10;
-/// Denominator of the part of the memory limit that is reserved for streams that hold fewer blocks than the average.
+/// One part in this many of the memory limit is reserved for streams that hold fewer blocks than the average.
 const RESERVE: usize = 16;
 
 impl Stream {
-    /// Whether a large table might have to grow for this many additional blocks, or must shrink. Both take long, since the whole table is
-    /// moved.
+    /// Whether a large table might have to grow for this many additional blocks, or must shrink. Resizing takes long: all entries move.
     #[inline]
     pub fn must_resize(&self, blocks: usize) -> bool {
         let is_tight = |length: usize, capacity: usize| length >= LARGE_TABLE && capacity - length < blocks;

@@ -3,12 +3,13 @@
 /// The ranks that the payloads of a stream have stated since its incarnation began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum StatedRanks {
-    /// No rank so far.
+    /// The payloads have stated no rank.
     #[default]
     None,
-    /// One rank, which can differ from the rank by which the stream is known: an engine of one rank is often followed as rank 0.
+    /// The payloads have stated one rank, which can differ from the rank under which the stream is known: an engine of one rank is often
+    /// followed as rank 0.
     One(i64),
-    /// Several ranks, each of which has a separate stream in the index.
+    /// The payloads have stated several ranks, each of which has a separate stream in the index.
     Several,
 }
 

@@ -1,5 +1,5 @@
-//! Sums over the copies that a stream holds. They do not depend on the order of events, so two parties that hold the same copies have the
-//! same sums.
+//! Sums over the copies that a stream holds. The sums do not depend on the order of events, so two parties that hold the same copies have
+//! the same sums.
 
 use std::ops::{AddAssign, SubAssign};
 

@@ -1,8 +1,8 @@
 //! Protection of forked children: a child has the memory of its parent, but not the parent's other threads, which may have been in the
 //! middle of a change.
 //!
-//! Data that another thread was changing stays half changed in the child, and locks that it held stay locked. So the thread that forks
-//! locks the memory pool, which the child continues to use. Everything else belongs to the parent only: see `ProcessOwned`.
+//! In the child, data that another thread was changing stays half changed, and locks that such a thread held stay locked. So the thread
+//! that forks locks the memory pool, which the child continues to use. Everything else belongs to the parent only: see `ProcessOwned`.
 
 use std::mem::ManuallyDrop;
 use std::sync::Once;
@@ -58,7 +58,7 @@ impl<T> ProcessOwned<T> {
 impl<T> Drop for ProcessOwned<T> {
     fn drop(&mut self) {
         if generation() == self.generation {
-            // SAFETY: the value is dropped nowhere else, and not used afterwards.
+            // SAFETY: the value is dropped only here, and is not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.value) };
         }
     }

@@ -1,4 +1,4 @@
-//! A read-write lock whose writer yields: after a little work it lets waiting readers and writers in.
+//! A read-write lock whose writer yields: after a small amount of work it releases the lock to waiting readers and writers.
 
 use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};
@@ -7,21 +7,21 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::step_counter;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// Number of blocks that a writer places or removes before it checks whether other threads wait: about two microseconds.
+/// Number of blocks that a writer places or removes, in about two microseconds, before it checks whether other threads wait.
 pub const WORK_PER_HOLD: usize = 32;
 /// Number of spins before a thread sleeps. To sleep and wake costs much more time than a writer's turn.
 const SPINS: usize = 2_000;
 
 /// A value with a part that its writer publishes for other threads.
 pub trait Publish {
-    /// Publishes the current state. A writer calls it before it yields.
+    /// Publishes the current state. A writer calls this function before yielding.
     fn publish(&mut self);
 
     /// Whether enough changes are unpublished that the writer should publish and yield now.
     fn is_due(&self) -> bool;
 }
 
-/// A `RwLock` whose threads spin for the duration of a writer's turn before they sleep. A writer that panics leaves it poisoned: the
+/// A `RwLock` whose threads spin for the duration of a writer's turn before they sleep. A writer that panics leaves the lock poisoned: the
 /// protected value may be half changed.
 #[derive(Debug, Default)]
 pub struct YieldingRwLock<T> {
@@ -106,7 +106,7 @@ impl<T: Publish> YieldingRwLock<T> {
     }
 }
 
-/// A guard for writing, which yields to waiting threads.
+/// A guard for writing; it yields to waiting threads.
 #[derive(Debug)]
 pub struct Writer<'a, T: Publish> {
     shared_lock: &'a YieldingRwLock<T>,
@@ -115,7 +115,7 @@ pub struct Writer<'a, T: Publish> {
 }
 
 impl<T: Publish> Writer<'_, T> {
-    /// Counts the work done, in blocks, and yields to waiting threads once it has done enough. Returns whether it may have yielded. If so,
+    /// Counts work, in blocks, and yields to waiting threads after enough work. Returns whether it might have yielded. If it has,
     /// everything that was read before can have changed, except the caller's stream.
     #[inline]
     pub fn spend(&mut self, work: usize) -> bool {
@@ -147,7 +147,7 @@ impl<T: Publish> Writer<'_, T> {
         self.release();
         let waiting = self.shared_lock.waiting.load(Ordering::Relaxed);
         for _ in 0..SPINS {
-            // It is enough that one thread has got the lock: it will yield to the other waiting threads in the same way.
+            // The loop can end when one thread has got the lock: that thread yields to the other waiting threads in the same way.
             if self.shared_lock.waiting.load(Ordering::Relaxed) < waiting {
                 break;
             }

@@ -15,7 +15,7 @@ use crate::wire::scan::{Limits as ScanLimits, Schema};
 
 /// Maximum number of steps for each byte of a payload: some hundred milliseconds for a megabyte.
 const STEPS_PER_BYTE: usize = 40;
-/// Maximum number of steps from budgets that earlier payloads have not used up, for partial clears and for blocks that share a hash.
+/// Maximum number of steps that earlier payloads have left in the budgets of partial clears and of blocks that share a hash.
 const SAVED_STEPS: usize = 3 << 20;
 /// Maximum number of steps for each block that the stream held before, which partial clears may examine several times.
 const STEPS_PER_BLOCK: usize = 20;
@@ -24,12 +24,12 @@ const STEPS_PER_BLOCK: usize = 20;
 /// is searched, with and without uncertain blocks.
 const STEPS_PER_TOKEN: usize = 200;
 
-/// Maximum number of steps of an export for each block, each copy, each waiting block, and each 64 records of the index. Blocks whose hash
-/// differs from that of their record are examined once for each of 32 parts of the index.
+/// Maximum number of steps of an export per block, per copy, per pending block, and per 64 records of the index. Blocks whose hash differs
+/// from that of their record are examined once for each of 32 parts of the index.
 const STEPS_PER_EXPORTED: usize = 40;
 
-/// Maximum number of steps for which other streams, and lookups of the same blocks, may have to wait. A step takes 5 to 20
-/// nanoseconds, so they wait for at most 5 milliseconds.
+/// Maximum number of steps for which other streams, and lookups of the same blocks, may have to wait. A step takes 5 to 20 nanoseconds, so
+/// the wait takes at most 5 milliseconds.
 const STEPS_PER_HOLD: usize = 250_000;
 
 /// An event, and the number of times that it is repeated.
@@ -101,7 +101,7 @@ fn array(items: impl ExactSizeIterator<Item = u8>) -> Vec<u8> {
 }
 
 impl RepeatedEvent {
-    /// The shortest encoding of one repetition: fields after the last field that is set are omitted.
+    /// Returns the shortest encoding of one repetition: fields after the last field that is set are omitted.
     fn encoded(&self, rank: i64, repetition: u16) -> Vec<u8> {
         let count = usize::from(self.count);
         let number = |at: usize| {
@@ -159,7 +159,7 @@ impl RepeatedEvent {
     }
 }
 
-/// A payload of a rank, of at most `max_bytes` bytes, with these events in order, repeated as often as they fit.
+/// A payload of a rank, with at most `max_bytes` bytes and with these events in order; the sequence is repeated as often as it fits.
 fn payload_of(events: &[RepeatedEvent], rank: i64, max_bytes: usize) -> Vec<u8> {
     let (mut body, mut count) = (Vec::new(), 0_u32);
     'full: for event in events.iter().cycle().take(200) {
@@ -306,7 +306,7 @@ fn repeated(kind: u8, times: u16, count: u16, place: Option<u8>) -> RepeatedEven
     }
 }
 
-/// Blocks of one hash that are stored again: to find each of them, all must be examined.
+/// Stores again blocks that have the same hash: to find each block, all of them must be examined.
 #[test]
 fn blocks_of_one_hash_that_are_stored_again() {
     check(
@@ -316,7 +316,7 @@ fn blocks_of_one_hash_that_are_stored_again() {
     );
 }
 
-/// Copies of the newest of many blocks of one hash, for which the search begins at the oldest.
+/// Copies of the newest of many blocks with the same hash; the search for it begins at the oldest block.
 #[test]
 fn copies_of_the_newest_of_many_blocks_of_one_hash() {
     let copies = repeated(2, 1, 60_000, Some(1));
@@ -331,7 +331,7 @@ fn copies_of_the_newest_of_many_blocks_of_one_hash() {
     );
 }
 
-/// Copies of one hash in a table that has no room for another hash.
+/// Stores copies of one hash in a table that has no room for another hash.
 #[test]
 fn copies_beside_a_full_table() {
     let of_a_window = RepeatedEvent {
@@ -343,7 +343,7 @@ fn copies_beside_a_full_table() {
     check(&[vec![of_a_window], vec![repeated(2, 1, 1_000, None)]], 1, 1 << 16);
 }
 
-/// Blocks of one hash that are stored and removed.
+/// Stores and removes blocks that have the same hash.
 #[test]
 fn blocks_of_one_hash_that_come_and_go() {
     check(&[vec![repeated(0, 1, 1_000, None), repeated(3, 1, 1_000, None)]], 1, 1 << 20);
@@ -351,7 +351,7 @@ fn blocks_of_one_hash_that_come_and_go() {
 
 // --- work that grows with one stream, or with all streams
 
-/// A list of hashes of four bytes: 200,000 of them take a megabyte.
+/// A list of hashes in msgpack, five bytes each: 200,000 hashes take a megabyte.
 fn hashes(numbers: impl ExactSizeIterator<Item = u32>) -> Vec<u8> {
     let mut out = vec![0xDD];
     out.extend((numbers.len() as u32).to_be_bytes());
@@ -407,7 +407,7 @@ fn copies_of_many_blocks() {
     assert_eq!(index.info("bad", 0).unwrap().copies, 4 * CHAIN_BLOCKS as usize);
 }
 
-/// Blocks that another stream has under other hashes.
+/// Blocks that two streams announce under different hashes.
 #[test]
 fn many_blocks_under_hashes_of_their_own() {
     let index = index();
@@ -454,7 +454,7 @@ fn many_hashes_of_two_blocks() {
     export(&index);
 }
 
-/// Blocks each of which has another namespace.
+/// Blocks that all have different namespaces.
 #[test]
 fn many_namespaces() {
     let index = index();
@@ -700,7 +700,7 @@ fn by_hashes(index: &PrefixIndex) {
     assert!(index.stream("bad", 0).unwrap().lock().group_cache.is_some());
 }
 
-/// Blocks of full attention.
+/// Blocks of a group with full attention.
 fn group_chain(part: u32) -> Vec<u8> {
     let numbers = part * CHAIN_BLOCKS..(part + 1) * CHAIN_BLOCKS;
     let fields = [
@@ -766,7 +766,7 @@ fn copies_of_many_hashes_of_many_blocks() {
     assert!(index.stream("bad", 0).unwrap().lock().estimate().is_some());
 }
 
-/// Clears of a tier on which a hybrid stream holds noelement.
+/// Clears of a tier on which a hybrid stream holds no block.
 #[test]
 fn clears_that_remove_nothing() {
     let index = index();
@@ -777,7 +777,7 @@ fn clears_that_remove_nothing() {
     assert!(step_counter::taken().taken < 100_000);
 }
 
-/// Equal attestations of a hybrid stream with second copies: only the first one changes anyelement.
+/// Equal attestations of a hybrid stream with second copies: only the first attestation has an effect.
 #[test]
 fn equal_attestations() {
     let index = index();
@@ -795,7 +795,7 @@ fn equal_attestations() {
     }
 }
 
-/// Groups whose kinds change all the time, so that lookups need hashes for some batches and not for others.
+/// Groups whose kinds change with the batches, so that lookups need hashes after some batches and do not need them after other batches.
 #[test]
 fn kinds_that_change_with_each_batch() {
     let index = index();
@@ -932,7 +932,7 @@ fn a_decision_for_a_very_long_prompt() {
 
 // --- forms that only the tolerant decoder reads
 
-/// A store with one block and these further fields.
+/// A store with one block and these additional fields.
 fn stored_with(fields: &[Vec<u8>]) -> Vec<u8> {
     let usual =
         b"\xA4type\xABBlockStored\xACblock_hashes\x91\x01\xB1parent_block_hash\xC0\xA9token_ids\x91\x01\xAAblock_size\x01";

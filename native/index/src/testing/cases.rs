@@ -6,7 +6,7 @@ pub fn text(value: &str) -> Vec<u8> {
     [&[0xA0 | value.len() as u8], value.as_bytes()].concat()
 }
 
-/// A batch of a timestamp and these events, at most 15.
+/// A batch with a timestamp and these events, at most 15 of them.
 pub fn batch(events: &[Vec<u8>]) -> Vec<u8> {
     [vec![0x92, 0x01, 0x90 | events.len() as u8], events.concat()].concat()
 }

@@ -1,4 +1,4 @@
-//! Scanned events with owned values, for tests that compare them with those of another decoder.
+//! Scanned events with owned values, for tests that compare them with the events of another decoder.
 
 use crate::wire::decode::decode_into;
 use crate::wire::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, Span, extra_keys, scan};
@@ -56,7 +56,7 @@ pub struct Described {
     pub ownership: Option<String>,
     pub spec_kind: Option<String>,
     pub cache_salt: Option<String>,
-    /// Block and extra key, in order; None when nil.
+    /// Positions of blocks and their extra keys, in order; None when nil.
     pub extra_keys: Option<Vec<(usize, OwnedExtra)>>,
 }
 

@@ -24,7 +24,7 @@ use crate::sync::yielding_lock::Publish;
 
 const SCHEME: Scheme = Scheme { size: 1, eagle: false };
 
-/// The slot of the first block after those that `State::new` creates.
+/// The slot of the first block that is added after `State::new`.
 const FIRST_NEW_SLOT: u32 = 3;
 
 /// A `SharedState` with a context and a placement for blocks of its streams.
@@ -78,7 +78,7 @@ impl State {
     }
 
     /// Two streams with three blocks, so that all sets of holders that the models need exist. New sets would be published under the lock,
-    /// whose order of memory would hide that of the slots.
+    /// and the memory order of the lock would hide the memory order of the slots.
     fn new() -> Self {
         let mut state = Self::empty();
         for (local, holders) in [(100, &[0][..]), (101, &[1]), (102, &[0, 1])] {
@@ -109,17 +109,17 @@ impl State {
         held.unwrap().number
     }
 
-    /// Adds a stream to the holders of a block, or removes it from them. Removes the block if it has no holder any more.
+    /// Adds a stream to the holders of a block, or removes the stream if it is one of them. Removes the block if it has no holder any more.
     fn toggle(&mut self, stream: u32, number: u32) {
         self.shared.toggle(number, self.placement, stream, &mut Move::default());
         self.shared.sweep(number);
     }
 }
 
-/// The result of a lookup: blocks by stream.
+/// The result of a lookup: streams, each with the number of blocks that it holds.
 type Found = Vec<(u32, u32)>;
 
-/// Runs a writer beside a lookup of a prompt, in all orders. Returns the results of sound lookups, and the number of unsound ones.
+/// Runs a writer beside a lookup of a prompt, in all orders. Returns the results of sound lookups, and the number of unsound lookups.
 fn run_lookup_beside(
     prompt: &'static [u64],
     make: impl Fn() -> State + Send + Sync + 'static,
@@ -159,7 +159,8 @@ fn run_lookup_beside(
     (found, all.1.load(Ordering::Relaxed))
 }
 
-/// The slot of a block is reused for a block of another stream: no lookup sees the word of one block and the holders of the other.
+/// The slot of a block is reused for a block of another stream: no lookup sees the word of the old block with the holders of the new block,
+/// or the reverse.
 #[test]
 fn a_slot_is_read_as_a_whole() {
     let make = || {
@@ -183,13 +184,13 @@ fn a_slot_is_read_as_a_whole() {
     assert!(unsound > 0);
 }
 
-/// The two blocks of a prompt are in two chunks. A stream has one of the blocks, loses it, and gets the other one afterwards. With
-/// `loses_first` it loses the first block.
+/// The two blocks of a prompt are in two chunks. A stream has one of the blocks, loses it, and then gets the other block. If `loses_first`,
+/// the stream loses the first block.
 fn lookup_of_two_chunks(loses_first: bool) -> BTreeSet<Found> {
     let make = move || {
         let mut state = State::new();
         assert_eq!(state.add_holder(0, &[1], None), FIRST_NEW_SLOT);
-        // Fills the rest of the chunk.
+        // Fill the remaining slots of the chunk.
         while state.shared.records.take(Some(FIRST_NEW_SLOT), CHUNK).unwrap().first < CHUNK as u32 {}
         state.shared.records.give(CHUNK as u32, CHUNK as u32);
         assert_eq!(state.add_holder(0, &[1, 2], Some(FIRST_NEW_SLOT)), CHUNK as u32);
@@ -215,7 +216,7 @@ fn chunks_are_read_at_one_moment() {
     assert_eq!(lookup_of_two_chunks(false), BTreeSet::from([never, first]));
 }
 
-/// A block gets a new set of holders: a lookup knows the set as soon as a slot has its number.
+/// A block gets a new set of holders: a lookup knows the set as soon as a slot has the set's ID.
 #[test]
 fn holders_are_known_before_slots_name_them() {
     let make = || {
@@ -232,7 +233,7 @@ fn holders_are_known_before_slots_name_them() {
     assert!(unsound > 0);
 }
 
-/// A chunk releases its memory, and gets other memory: a lookup sees the state with the old or with the new memory, and no other state.
+/// A chunk releases its memory, and gets new memory: a lookup sees only the state with the old memory or the state with the new memory.
 #[test]
 fn memory_that_is_given_back_is_not_read() {
     let make = || {

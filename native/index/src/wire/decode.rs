@@ -1,7 +1,7 @@
-//! The tolerant decoder: reads batches of any form, including those that `scan` does not accept.
+//! The tolerant decoder: reads batches of any form, including forms that `scan` does not accept.
 //!
-//! It reads the envelope first, and then each event by itself, so that an invalid event does not affect the others. Invalid parts become
-//! `Rejected`. Results and reasons equal those of `kvevents.wire.decode_batch`.
+//! The decoder reads the envelope first, and then each event separately, so that an invalid event does not affect other events. Invalid
+//! parts become `Rejected`. Results and reasons equal the results and reasons of `kvevents.wire.decode_batch`.
 
 mod fields;
 mod items;
@@ -39,7 +39,7 @@ pub enum Reason {
     BadField,
     BadTimestamp,
     BadRank,
-    /// More parts were rejected than are listed; this entry represents the unlisted ones.
+    /// More parts were rejected than are listed; this entry represents the parts that are not listed.
     More,
 }
 
@@ -100,7 +100,7 @@ impl Rejected {
 pub enum Token {
     /// An integer, or a decimal text.
     Single(Int),
-    /// A token and the next one (SGLang under EAGLE).
+    /// A token and its successor (SGLang under EAGLE).
     Pair(Box<[Int; 2]>),
     /// The first token of a multimodal item: its digest, 64 hexadecimal digits in lower case (TensorRT-LLM).
     Item(String),
@@ -111,14 +111,14 @@ impl Token {
     pub const INVALID: Self = Self::Single(Int::INVALID);
 }
 
-/// The state of a sender. Only kvevents sends heartbeats, no engine does.
+/// The state of a sender. Only kvevents sends heartbeats; engines do not.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[allow(missing_docs)]
 pub struct Heartbeat {
     /// State digest of the stream after the heartbeat's batch, 32 hexadecimal digits; None if the sender cannot compute it.
     pub digest: Option<String>,
-    /// Maximum number of seconds until the next heartbeat.
+    /// Maximum number of seconds before the next heartbeat.
     pub every: f64,
     pub trust: String,
     pub reason: String,
@@ -127,7 +127,7 @@ pub struct Heartbeat {
     pub attestation: Option<u64>,
 }
 
-/// Hashes of blocks. If all were sent as digests, also the digests; a hash is the last 8 bytes of its digest.
+/// Hashes of blocks. If all hashes were sent as digests, this field also has the digests; a hash is the last 8 bytes of its digest.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Hashes {
@@ -176,7 +176,7 @@ pub struct BlockRemoved {
     pub locality: Option<String>,
     pub ownership: Option<String>,
     pub heartbeat: Option<Heartbeat>,
-    /// The field of the same name in `BlockStored`.
+    /// The same as the field of this name in `BlockStored`.
     pub unknown_fields: Vec<(String, Value)>,
 }
 
@@ -198,7 +198,7 @@ pub struct Batch {
     pub ts: f64,
     /// Data-parallel rank.
     pub rank: Option<i128>,
-    /// The events that could be read, in their order.
+    /// The events that could be read, in the order of the batch.
     pub events: Vec<Event>,
     /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
@@ -208,11 +208,11 @@ pub struct Batch {
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct ReadPayload<'a> {
-    /// The bytes to which the spans of its events refer: the payload itself if the scanner has read it.
+    /// The bytes to which the spans of the events refer: the payload itself if the scanner has read the payload.
     pub bytes: Cow<'a, [u8]>,
     /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
-    /// The last heartbeat. Its digest covers the whole batch and all batches before it.
+    /// The last heartbeat of the batch. The heartbeat's digest covers the whole batch and all batches before it.
     pub heartbeat: Option<Box<Heartbeat>>,
 }
 
@@ -311,7 +311,7 @@ fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> B
     batch
 }
 
-/// Maximum length of a payload for any limits: `ScratchWriter` writes up to 30 times as many bytes, with positions of 32 bits.
+/// Maximum length of a payload, whatever the configured limits: `ScratchWriter` writes up to 30 times as many bytes, with 32-bit positions.
 const MAX_PAYLOAD_BYTES: usize = u32::MAX as usize / 32;
 
 fn checked<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refusal<'a>> {
@@ -395,7 +395,7 @@ fn timestamp(raw: &[u8]) -> Option<f64> {
     (sent > *SECONDS.end() && sent <= SECONDS.end() * 1000.0).then_some(sent / 1000.0)
 }
 
-/// Reads an event. Returns None if its kind is neutral.
+/// Reads an event. Returns None if the event's kind is neutral.
 fn event<'a>(
     raw: &'a [u8],
     limits: &Limits,
@@ -478,8 +478,8 @@ fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>)
     ))
 }
 
-/// Converts fields of Mooncake RFC #1527: its own names take precedence; the duplicates that Mooncake's compatibility mode adds are
-/// dropped.
+/// Converts fields of Mooncake RFC #1527. If a field has two names, the RFC's name takes precedence, and the duplicate that Mooncake's
+/// compatibility mode adds is dropped.
 ///
 /// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the store does not know them.
 fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {

@@ -1,8 +1,9 @@
-//! Msgpack, one value at a time. Every method of `Reader` returns None for another type and at the end of the bytes.
+//! Reads and writes msgpack, one value at a time. Every method of `Reader` returns None if the next value has a different type, or if no
+//! bytes remain.
 
 use std::str;
 
-/// An integer of any width: its 64 bits, and whether it is negative.
+/// An integer of any width: the 64 bits, and whether the integer is negative.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Int {
     /// Two's complement.
@@ -82,7 +83,7 @@ impl<'a> Reader<'a> {
         self.data
     }
 
-    /// Bytes not read yet.
+    /// Number of bytes that were not read yet.
     #[inline]
     pub fn left(&self) -> usize {
         self.data.len().saturating_sub(self.at)

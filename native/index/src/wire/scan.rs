@@ -1,8 +1,7 @@
 //! Reads a batch of a known shape in one pass.
 //!
-//! Nothing is applied here and nothing is repaired: what a batch means is decided by `kvevents.wire.decode_batch`, and `scan` accepts
-//! a payload only if that function would read the same events and reject nothing. `scan` leaves everything unexpected or rare to that
-//! function.
+//! This module applies and repairs nothing. `kvevents.wire.decode_batch` defines the meaning of a batch; `scan` accepts a payload only if
+//! that function would read the same events and reject nothing. `scan` refuses everything unexpected or rare.
 
 mod extra;
 pub(crate) mod layouts;
@@ -56,7 +55,7 @@ pub enum Kind {
     Cleared,
 }
 
-/// A range of bytes of a payload. It never starts at 0, so an `Option` of it has the same size.
+/// A range of bytes of a payload. A range never starts at 0, so an `Option` of a range has the same size as the range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     start: NonZeroU32,
@@ -108,7 +107,7 @@ pub struct Event {
     pub keyable: u32,
     /// Whether the event has keys instead of tokens.
     pub keyed: bool,
-    /// Whether the event is an array without a place for a group, as in vLLM before 0.20.
+    /// Whether the event is an array that has no element for a group, as in vLLM before 0.20.
     pub lacks_group: bool,
     /// Range in `Scratch::hashes`.
     pub hashes: Run,
@@ -116,7 +115,7 @@ pub struct Event {
     pub tokens: Run,
     /// Range of the keys in `Scratch::hashes`.
     pub keys: Run,
-    /// Hash of the block before the first one, as announced; see `parent_hash`.
+    /// Announced hash of the block before the event's first block; see `parent_hash`.
     pub parent: Option<u64>,
     /// Tokens per block.
     pub block_size: u64,
@@ -126,7 +125,7 @@ pub struct Event {
     pub group: Option<i64>,
     /// Number of tokens that a sliding window spans.
     pub window: Option<i64>,
-    /// Storage medium; like all texts, it is UTF-8.
+    /// Storage medium, which like all texts is UTF-8.
     pub medium: Option<Span>,
     /// LoRA by name.
     pub lora_name: Option<Span>,
@@ -146,15 +145,15 @@ pub struct Event {
     pub lookahead: Option<Span>,
 }
 
-/// Numbers of elements, including the tag, of a store's array without a place for a group: vLLM before 0.20. SGLang before 0.5.20 also
-/// sends six or seven elements.
+/// Range of the number of elements, including the tag, of a store's array that has no element for a group (vLLM before 0.20). SGLang before
+/// 0.5.20 also sends six or seven elements.
 const WITHOUT_GROUP: RangeInclusive<usize> = 6..=9;
 
-/// The hash of an empty tuple in every CPython from 3.8 on. SGLang 0.4.7 to 0.4.9 send it as the parent of first blocks.
+/// The hash of an empty tuple in every CPython from 3.8 on. SGLang 0.4.7 to 0.4.9 send this hash as the parent of first blocks.
 const EMPTY_TUPLE_HASH: u64 = 5_740_354_900_026_072_187;
 
 impl Event {
-    /// Hash of the block before the first one; None for the first block of a prompt.
+    /// Hash of the block before the event's first block; None if that is the first block of a prompt.
     pub fn parent_hash(&self) -> Option<u64> {
         self.parent.filter(|&parent| parent != EMPTY_TUPLE_HASH)
     }
@@ -171,8 +170,8 @@ impl Event {
         size.filter(|_| self.keyed && self.tokens.length == 0 && self.keys.length == self.hashes.length)
     }
 
-    /// Number of blocks of a store for which keys can be computed: those before the first token that is no token id of 32 bits. None if the
-    /// number of tokens or keys does not match the number of hashes.
+    /// Number of blocks of a store for which keys can be computed: the blocks before the first token that is not a 32-bit token id. None if
+    /// the number of tokens or keys does not match the number of hashes.
     #[inline]
     pub fn keyable_blocks(&self) -> Option<usize> {
         if self.keyed {
@@ -228,21 +227,21 @@ pub struct Scratch {
     pub hashes: Vec<u64>,
     /// Token ids of all events.
     pub tokens: Vec<u32>,
-    /// The events in their order.
+    /// The events, in the order of the batch.
     pub events: Vec<Event>,
-    /// Bytes of the payload.
+    /// Number of bytes of the payload.
     pub payload_bytes: usize,
     /// Seconds since the epoch.
     pub ts: f64,
     /// Data-parallel rank.
     pub rank: Option<i64>,
-    /// Whether any hash was a digest; `hashes` has the last 8 bytes of the digest.
+    /// Whether any hash was a digest; `hashes` has the last 8 bytes of each digest.
     pub digests: bool,
     lengths: Lengths,
 }
 
 impl Scratch {
-    /// The rank that the batch states for its events. None if it states none: clears then concern all ranks of the stream.
+    /// Returns the rank that the batch states for its events. If it states none, a clear concerns all ranks of the stream.
     #[inline]
     pub fn stated_rank(&self) -> Option<i64> {
         self.rank.filter(|_| !self.events.is_empty())
@@ -272,7 +271,7 @@ impl Scratch {
     }
 }
 
-/// Range of timestamps in seconds: a larger one is in milliseconds, or wrong. `kvevents.wire.tolerant` has the same maximum.
+/// Range of timestamps in seconds: a larger timestamp is in milliseconds, or wrong. `kvevents.wire.tolerant` has the same maximum.
 pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
 
 /// Maximum number of levels of containers in unknown elements of a batch.
@@ -296,7 +295,7 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
     scanner.batch().filter(|()| scanner.reader.left() == 0)
 }
 
-/// Appends the integers of the first of several scanned lists to `out`.
+/// Appends the integers of the first list in a scanned list of lists to `out`.
 pub fn first_ints(raw: &[u8], out: &mut Vec<u32>) {
     let mut reader = Reader::new(raw, 0);
     let count = reader.array().filter(|&lists| lists > 0).and_then(|_| reader.array());
@@ -359,8 +358,8 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    /// If the last event, which begins at `start`, and the next ones are removals of one hash that differ only in the hash, joins at most
-    /// `left` of the next events to the last one. Returns their number.
+    /// If the last event, which begins at `start`, and the events after it are removals of one hash that differ only in the hash, joins at
+    /// most `left` of the events after it to the last event. Returns their number.
     fn join(&mut self, start: usize, max_count: usize) -> usize {
         let single = self.hashes_at;
         let (data, end, hash) = (self.reader.data(), self.reader.at, single + SINGLE_HASH_HEAD.len());
@@ -438,7 +437,7 @@ impl<'a> Scanner<'a> {
         self.schema.layouts.iter().find(|layout| layout.tag.as_bytes() == tag)
     }
 
-    /// Returns which key of a map event is next; most often it is `expected` or one of the following ones.
+    /// Returns the position of the next key of a map event; this is most often `expected` or one of the positions after it.
     #[inline]
     fn name(&mut self, layout: &Layout, expected: usize) -> Option<usize> {
         let rest = self.reader.rest();

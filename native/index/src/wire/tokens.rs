@@ -9,10 +9,10 @@ use std::mem::MaybeUninit;
 
 use crate::wire::msgpack::Reader;
 
-/// What `read` has found out about the token ids in an array.
+/// Properties of the token ids that `read` has read from an array.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TokenArray {
-    /// Whether the token ids were pairs; the two ids of a pair are adjacent in the output.
+    /// Whether the array had pairs of token ids; the two ids of a pair are adjacent in the output.
     pub pairs: bool,
     /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits. The output has the lowest 32 bits of such a
     /// token.
@@ -82,9 +82,9 @@ fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Opt
     Some(keyable)
 }
 
-/// Reads tokens of three bytes, several at a time, up to the first token of another length. Returns their number. With a vocabulary of up
-/// to 65,536 tokens, nearly all tokens take three bytes, so branches are predicted. With other vocabularies this function ends early, so it
-/// costs little.
+/// Reads tokens of three bytes, several at a time, up to the first token with a different length. Returns their number. With a vocabulary
+/// of up to 65,536 tokens, nearly all tokens take three bytes, so branches are predicted. With other vocabularies this function returns
+/// early, so it takes little time.
 #[inline]
 fn read_evenly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, portable: bool) -> usize {
     let Some(room) = out.spare_capacity_mut().get_mut(..count) else {
@@ -134,7 +134,7 @@ unsafe fn even_avx2(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
 
     /// Number of bytes that are loaded for eight tokens: 16 for each half, of which 12 are used.
     const LOADED: usize = 28;
-    /// Mask of the first bytes of tokens.
+    /// Mask that selects the first byte of each token.
     const HEADS: i32 = 0x0249_0249;
 
     let mut done = 0;
@@ -158,7 +158,7 @@ unsafe fn even_avx2(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
     done
 }
 
-/// Reads four tokens. Returns None unless each of them is 0xCD followed by two bytes.
+/// Reads four tokens. Returns None unless each token is 0xCD followed by two bytes.
 #[inline]
 fn four_even(bytes: &[u8; 12]) -> Option<[u32; 4]> {
     let low = u64::from_be_bytes(*bytes.first_chunk()?);
@@ -167,7 +167,7 @@ fn four_even(bytes: &[u8; 12]) -> Option<[u32; 4]> {
     even.then_some([low >> 40, low >> 16, high >> 24, high].map(|token| u32::from(token as u16)))
 }
 
-/// Reads up to `count` tokens and returns their number: fewer at an unusual token, or near the end of the payload.
+/// Reads up to `count` tokens, and returns the number of tokens read. Stops earlier at an unusual token, or near the end of the payload.
 #[inline]
 fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: &mut Lengths) -> usize {
     let Some(room) = out.spare_capacity_mut().get_mut(..count) else {
@@ -208,7 +208,7 @@ const MARGIN_BYTES: usize = 16;
 /// Number of bytes of the longest token in the tables.
 const MAX_TOKEN_BYTES: usize = 5;
 
-/// The length that tables have for bytes at which no supported token begins. It is so large that any sum that includes it is recognised.
+/// The length that tables have for bytes at which no supported token begins. Any sum that includes this large value is recognised.
 const UNKNOWN_LENGTH: u8 = 0x40;
 
 /// Payloads, or remainders of payloads, up to this length are copied before they are classified.
@@ -217,14 +217,14 @@ const MAX_COPIED_BYTES: usize = 128;
 /// Mask of the bytes of a token of each length.
 const TOKEN_MASKS: [u32; 8] = [0, 0xFF, 0xFF, 0xFFFF, 0, 0xFFFF_FFFF, 0, 0];
 
-/// The length of one, two or four tokens that begin at each byte of a tile. The tables are longer than a tile, since reads can go past its
-/// end.
+/// For each byte of a tile, the length of one, two or four tokens that begin at this byte. The tables are longer than a tile, since reads
+/// can go past the end of the tile.
 #[derive(Debug)]
 pub struct Lengths {
     one: [u8; TILE_BYTES + 2 * STEP_BYTES],
     two: [u8; TILE_BYTES + 2 * STEP_BYTES],
     four: [u8; TILE_BYTES + 2 * STEP_BYTES],
-    /// Whether vector extensions of the processor are not used, for tests.
+    /// Whether the vector extensions of the processor are left unused; tests set this.
     portable: bool,
 }
 
@@ -282,7 +282,7 @@ impl Lengths {
     }
 
     /// Classifies bytes without special instructions; compilers vectorise this code, as long as it has no branches. Does not compute
-    /// `four`, which without vector instructions takes longer than it saves.
+    /// `four`: without vector instructions, this would take more time than it saves.
     fn classify_portably(&mut self, bytes: &[u8]) {
         for (bytes, one) in bytes.chunks_exact(STEP_BYTES).zip(self.one.chunks_exact_mut(STEP_BYTES)) {
             for (&byte, one) in bytes.iter().zip(one) {
@@ -307,8 +307,8 @@ impl Lengths {
         self.four[..bytes.len()].fill(UNKNOWN_LENGTH);
     }
 
-    /// Classifies bytes with AVX2. For the length of two tokens, that of the second one is looked up in 32 bytes with two shuffles;
-    /// likewise for four.
+    /// Classifies bytes with AVX2. To find the length of two tokens, the length of the second token is looked up in 32 bytes with two
+    /// shuffles; the length of four tokens is found in the same way.
     ///
     /// # Safety
     /// The processor must have AVX2.
@@ -317,7 +317,7 @@ impl Lengths {
     unsafe fn classify_avx2(&mut self, bytes: &[u8]) {
         use std::arch::x86_64::*;
 
-        /// Adds, for each byte, the length of the token that begins there and that of the token after it.
+        /// For each byte, adds the length of the token that begins at this byte and the length of the token after it.
         #[inline]
         #[target_feature(enable = "avx2")]
         unsafe fn add_next(lengths: &[u8; STEP_BYTES + 16], sums: &mut [u8; STEP_BYTES]) {
@@ -327,7 +327,7 @@ impl Lengths {
                 let here = _mm256_loadu_si256(lengths.as_ptr().cast());
                 let behind = _mm256_loadu_si256(lengths.as_ptr().add(16).cast());
                 // A shuffle uses the low four bits of an index, and gives 0 if the highest bit is set: in the first shuffle for positions
-                // from 16 on, in the second one for positions below 16.
+                // from 16 on, in the second shuffle for positions below 16.
                 let next = _mm256_add_epi8(places, here);
                 let in_here = _mm256_shuffle_epi8(here, _mm256_add_epi8(next, _mm256_set1_epi8(112)));
                 let in_behind = _mm256_shuffle_epi8(behind, _mm256_sub_epi8(next, _mm256_set1_epi8(16)));
@@ -433,7 +433,7 @@ fn write<const N: usize>(places: &mut [MaybeUninit<u32>], tokens: [u32; N]) {
     }
 }
 
-/// Reads the token that ends 4 bytes after `end`. `min` is only there to show the compiler that no access is out of bounds.
+/// Reads the token that ends 4 bytes after `end`. `min` only shows the compiler that no access is out of bounds.
 #[inline]
 fn token<const N: usize>(near: &[u8; N], end: usize, length: usize) -> u32 {
     let end = end.min(N - 4);
@@ -483,7 +483,7 @@ mod tests {
             portable,
             ..Lengths::default()
         };
-        // The tables are filled as if by an earlier payload, which must make no difference.
+        // The tables have the contents that an earlier payload could leave; these must make no difference.
         (lengths.one, lengths.two, lengths.four) = (
             [1; TILE_BYTES + 2 * STEP_BYTES],
             [2; TILE_BYTES + 2 * STEP_BYTES],
@@ -502,7 +502,7 @@ mod tests {
         assert_eq!(quick(data, start, count, true), expected);
     }
 
-    /// An integer in the shortest form of msgpack, or in a longer one.
+    /// An integer in the shortest form of msgpack, or in a longer form.
     fn encode(value: u64, longer: u8, out: &mut Vec<u8>) {
         let shortest = match value {
             0..=0x7F => 0,
@@ -563,7 +563,7 @@ mod tests {
             check(&data, before.len(), tokens.len());
         }
 
-        /// Consecutive tokens of three bytes, which are read together, with other tokens in between.
+        /// Groups of consecutive tokens of three bytes, which are read together, and other tokens between the groups.
         #[test]
         fn rows_of_even_tokens(
             tokens in prop::collection::vec(prop_oneof![60 => even_token(), 1 => usual_token(), 1 => rare_token()], 0..300),
@@ -572,7 +572,7 @@ mod tests {
             check(&[tokens.concat(), behind].concat(), 0, tokens.len());
         }
 
-        /// The fast path reads all usual tokens except one at the end, if their number is odd.
+        /// The fast path reads all usual tokens, except the last token if the number of tokens is odd.
         #[test]
         fn usual_tokens_are_read_quickly(mut tokens in prop::collection::vec(usual_token(), 1..700)) {
             tokens.retain(|token| token.len() <= MAX_TOKEN_BYTES);
@@ -595,7 +595,7 @@ mod tests {
             count in 0..1500_usize,
         ) {
             let start = start.min(data.len());
-            // These bytes begin an array of pairs, which the slow decoder here does not know.
+            // These bytes begin an array of pairs, which the slow decoder of this test does not read.
             prop_assume!(!matches!(data.get(start), Some(0x90..=0x9F | 0xDC | 0xDD)));
             check(&data, start, count);
         }

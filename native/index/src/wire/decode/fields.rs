@@ -1,4 +1,4 @@
-//! The fields of one event: each is read alone, with its own type and within its own limit.
+//! The fields of one event. Each field is read separately, with its own type and limit.
 
 use std::borrow::Cow;
 
@@ -11,8 +11,7 @@ use super::refusal::Refusal;
 use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
 use super::{BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
 
-/// Maximum number of lists and maps in the fields of free form of one batch. Extra keys in the form in which engines send them do not
-/// count.
+/// Maximum number of lists and maps in all free-form fields of one batch. Extra keys in the form in which engines send them do not count.
 const MAX_FREE_CONTAINERS: usize = 50_000;
 
 /// The remaining budget of a batch for fields of free form.
@@ -39,7 +38,7 @@ impl FreeFormBudget {
     }
 }
 
-/// Undecoded fields by name. Each method removes the field that it reads; `rest`, called last, returns the others.
+/// Undecoded fields by name. Each method removes the field that it reads; `rest`, called last, returns the remaining fields.
 pub struct Fields<'f, 'a> {
     fields: Vec<(Cow<'a, str>, &'a [u8])>,
     limits: &'f Limits,
@@ -59,7 +58,7 @@ impl Hash<'_> {
         number.or_else(|| bin(raw).map(Hash::Digest)).ok_or(Reason::BadField)
     }
 
-    /// Returns the hash modulo 2^64; for a digest, its last 8 bytes, as vLLM itself shortens it.
+    /// Returns the hash modulo 2^64. For a digest returns the last 8 bytes, since vLLM shortens digests in this way.
     fn canonical<'a>(&self, name: &'static str) -> Result<u64, Refusal<'a>> {
         let end = match self {
             Self::Number(value) => return Ok(*value),
@@ -70,7 +69,7 @@ impl Hash<'_> {
     }
 }
 
-/// The elements of a list; `BadField` for another type.
+/// Returns the elements of a list, or `BadField` if the value has a different type.
 fn list(raw: &[u8]) -> Result<impl Iterator<Item = &[u8]>, Reason> {
     if !is_array(head_of(raw)) {
         return Err(Reason::BadField);
@@ -78,7 +77,7 @@ fn list(raw: &[u8]) -> Result<impl Iterator<Item = &[u8]>, Reason> {
     Ok(items(raw))
 }
 
-/// Whether extra keys have the form in which engines send them: texts, numbers, and lists of these for each block.
+/// Whether extra keys have the form in which engines send them: for each block texts, numbers, and lists of texts and numbers.
 fn has_engine_form(raw: &[u8]) -> bool {
     let is_plain = |raw: &[u8]| integer(raw).is_some() || text(raw).is_ok_and(|text| text.is_some());
     let is_key = |raw: &[u8]| is_plain(raw) || list(raw).is_ok_and(|mut parts| parts.all(is_plain));
@@ -86,7 +85,7 @@ fn has_engine_form(raw: &[u8]) -> bool {
     list(raw).is_ok_and(|mut blocks| blocks.all(is_block))
 }
 
-/// Reads a token id. Any other value becomes -1, which no prompt has: its block and all blocks after it get no key.
+/// Reads a token id. Any other value becomes -1, which no prompt has: the block with this value and all blocks after it get no key.
 fn token(raw: &[u8]) -> Result<Token, Reason> {
     if let Some(value) = Reader::new(raw, 0).int() {
         return Ok(Token::Single(value));
@@ -254,7 +253,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         Ok((Some(hash.canonical(name)?), digest))
     }
 
-    /// Token ids: see `Token`.
+    /// Reads token ids; see `Token`.
     fn tokens(&mut self) -> Result<Vec<Token>, Refusal<'a>> {
         let (name, expected) = ("token_ids", "is not a list of token ids");
         let found = self.read(name, expected, |raw| list(raw)?.map(token).collect::<Result<_, _>>())?;
@@ -295,7 +294,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.read(name, "is not a list of lists of integers", read)
     }
 
-    /// Reads the texts that the index does not use, since an invalid text is refused as in Python.
+    /// Reads the texts that the index does not use: like Python, it must refuse an invalid text.
     fn unused(&mut self) -> Result<Vec<(&'static str, Option<String>)>, Refusal<'a>> {
         unused_texts().map(|name| Ok((name, self.text(name)?))).collect()
     }
@@ -316,7 +315,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.read(name, "is not a list of integers", read)
     }
 
-    /// A heartbeat of kvevents; any other value stays in the event as an unknown field.
+    /// Reads a heartbeat of kvevents; a value of another form stays in the event as an unknown field.
     fn heartbeat(&mut self) -> Option<Heartbeat> {
         self.read_or_leave("heartbeat", heartbeat)
     }

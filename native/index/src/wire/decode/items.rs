@@ -1,12 +1,12 @@
-//! Converts multimodal items from the form in which TensorRT-LLM announces them to that in which prompts name them.
+//! Converts multimodal items from the form in which TensorRT-LLM announces them to the form in which prompts name them.
 //!
 //! KV cache manager V2 of TensorRT-LLM replaces the tokens of an item: the first token by the item's digest, each later token by the size
-//! of the vocabulary plus the token's position in the item. V1 sends the same placeholder token for all of them. For each consecutive part
-//! of an item in a block, `mm_keys` has the item and the number of the item's tokens before that part (`gen_multi_modal_tokens` and
-//! `KVCacheEventSerializer` in TensorRT-LLM).
+//! of the vocabulary plus the token's position in the item. V1 replaces every token of an item with the same placeholder token. For each
+//! consecutive part of an item in a block, `mm_keys` has the item and the number of the item's tokens before that part
+//! (`gen_multi_modal_tokens` and `KVCacheEventSerializer` in TensorRT-LLM).
 //!
-//! Here each consecutive part, called a run, becomes placeholders. Each block of a run gets the extra key that `keys::locals` computes for
-//! a prompt with an item at this position. A block gets a key that no prompt has if the tokens of its items cannot be found.
+//! This module replaces each consecutive part, called a run, with placeholders. Each block of a run gets the extra key that `keys::locals`
+//! computes for a prompt with an item at this position. A block gets a key that no prompt has if the tokens of its items cannot be found.
 
 use super::value::Value;
 use super::{BlockStored, Token};
@@ -22,7 +22,7 @@ pub(super) struct Run {
     pub start: usize,
     pub end: usize,
     id: Id,
-    /// Position at which the item counts as begun, which can be before the first block of the event.
+    /// Position of the item's beginning; it can be before the first block of the event.
     origin: i64,
 }
 
@@ -37,7 +37,7 @@ struct Id {
 struct Part<'a> {
     hash: &'a Value,
     id: Id,
-    /// Tokens of the item before this part.
+    /// Number of tokens of the item before this part.
     offset: i64,
 }
 
@@ -96,9 +96,9 @@ impl Run {
 pub(super) struct Items {
     /// The runs, in the order of their tokens.
     pub runs: Vec<Run>,
-    /// Extra keys and the blocks that they belong to, in the order of blocks.
+    /// Extra keys, each with the position of its block, in the order of the blocks.
     pub keys: Vec<(usize, Value)>,
-    /// A key that every block gets if the form of the items is unknown; else empty.
+    /// An extra key that every block gets if the form of the items is unknown; empty if the form is known.
     pub mark: Vec<u8>,
 }
 
@@ -153,7 +153,7 @@ impl Items {
     }
 }
 
-/// The items of each block; empty if no block has items. None if the form of the items is unknown.
+/// Returns the items of each block, or an empty list if no block has items. Returns None if the form of the items is unknown.
 fn lists_of(given: &Value, blocks: usize) -> Option<Vec<&[Value]>> {
     let Value::List(all) = given else { return None };
     let per_block = (all.len() == blocks).then(|| all.iter().map(list_of).collect::<Option<Vec<_>>>());
@@ -191,11 +191,11 @@ struct Search<'a> {
     parts: Vec<Vec<Option<Part<'a>>>>,
     /// Whether items begin with their digests (V2).
     has_digests: bool,
-    /// Number of runs that were found so far, by block.
+    /// Number of runs that the search has found, by block.
     counts: Vec<usize>,
     /// Size of the vocabulary, if it is known: larger tokens belong to items (V2).
     vocabulary: Option<i128>,
-    /// The largest token so far that belongs to no item; the size of the vocabulary is larger.
+    /// The largest token read that belongs to no item; the size of the vocabulary is larger.
     largest_text: i128,
 }
 
@@ -218,7 +218,7 @@ impl Search<'_> {
         runs
     }
 
-    /// The run that begins at a token, after a run of the item `last`.
+    /// Returns the run that begins at a token. `last` is the item of the run before it.
     fn run_at(&mut self, at: usize, last: Option<Id>) -> Option<Run> {
         let run = |id, origin: i64, end| {
             Some(Run {
@@ -282,7 +282,7 @@ impl Search<'_> {
         !at.is_multiple_of(self.size) || self.parts.is_empty() || self.parts.get(at / self.size).is_some_and(is_continued)
     }
 
-    /// The end of the run of the token `at`, in which each token equals its predecessor plus `step`.
+    /// Returns the end of the run that begins at the token `at`. Each token of the run equals its predecessor plus `step`.
     fn end_of(&self, at: usize, step: i128) -> usize {
         let mut end = at + 1;
         while let (Some(before), Some(next)) = (self.number(end - 1), self.number(end))
@@ -294,8 +294,8 @@ impl Search<'_> {
         end
     }
 
-    /// Whether the next item of a block begins at this token, in a store without digests. If the next block continues the item, that
-    /// block's offset determines the beginning; else the item begins at the first of several equal tokens.
+    /// Whether the next item of a block begins at this token, in a store without digests. If the next block continues the item, the offset
+    /// in the next block determines the beginning; if not, the item begins at the first of several equal tokens.
     fn is_beginning(&self, at: usize) -> bool {
         let (block, end) = (at / self.size, (at / self.size + 1) * self.size);
         let parts = &self.parts[block];

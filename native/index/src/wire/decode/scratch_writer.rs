@@ -1,4 +1,4 @@
-//! Writes decoded events in the form in which `scan` leaves events.
+//! Writes decoded events into a scratch, in the same form as `scan`.
 
 use crate::keys;
 use crate::step_counter;
@@ -9,7 +9,7 @@ use super::items::Items;
 use super::value::Value;
 use super::{BlockRemoved, BlockStored, Event, Token};
 
-/// Writes events into a scratch, one after the other. Integers of more than 64 bits keep their lowest 64.
+/// Writes events into a scratch, one after another. Of an integer of more than 64 bits, the lowest 64 bits are written.
 pub(super) struct ScratchWriter<'a> {
     scratch: &'a mut Scratch,
     /// The bytes of the texts and lists to which the spans of the events refer. Spans never start at 0.
@@ -172,7 +172,7 @@ impl<'a> ScratchWriter<'a> {
         Span::new(start, out.len())
     }
 
-    /// Writes the tokens that the hash of the first block also covers, as msgpack; those of later blocks are not used.
+    /// Writes the tokens that the hash of the first block also covers, as msgpack; such tokens of later blocks are not used.
     fn lookahead(&mut self, stored: &BlockStored) -> Option<Span> {
         let lists = stored.lookahead_token_ids.as_deref()?;
         let start = self.bytes.len();
@@ -189,7 +189,7 @@ fn lowest_bits(value: Option<i128>) -> Option<i64> {
     value.map(|value| value as i64)
 }
 
-/// Writes a key that the index supports unchanged, and any other key as bytes that no prompt has, so that its block never matches.
+/// Writes a key unchanged if the index supports it. Replaces any other key with bytes that no prompt has, so the key's block never matches.
 fn write_extra(key: &Value, out: &mut Vec<u8>) {
     step_counter::count(1);
     match key {

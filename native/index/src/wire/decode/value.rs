@@ -19,7 +19,7 @@ pub enum Value {
     Nil,
     /// A truth value.
     Bool(bool),
-    /// From -2^63 to 2^64 - 1.
+    /// An integer from -2^63 to 2^64 - 1.
     Int(i128),
     /// A float of 32 or 64 bits.
     Float(f64),
@@ -33,7 +33,7 @@ pub enum Value {
     Map(Vec<(String, Value)>),
     /// A timestamp: seconds since the epoch, and microseconds.
     Time(i64, u32),
-    /// Any other extension: its code, and its bytes.
+    /// An extension other than a timestamp: its code and its bytes.
     Extension(i8, Vec<u8>),
 }
 
@@ -47,7 +47,7 @@ impl Value {
     }
 }
 
-/// A text, and the length at which writing to it stops.
+/// A text, and the length at which writing to the text stops.
 struct LimitedText(String, usize);
 
 impl Write for LimitedText {
@@ -70,8 +70,7 @@ pub(super) fn is_map(head: u8) -> bool {
     matches!(head, 0x80..=0x8F | 0xDE | 0xDF)
 }
 
-/// Returns the number of elements that an array declares, or of pairs that a map declares, even if its header is truncated; 0 for other
-/// values.
+/// Returns the number of elements or pairs that an array or a map declares, even if the header is truncated. Returns 0 for other values.
 pub(super) fn declared(raw: &[u8]) -> usize {
     let width = match head_of(raw) {
         head @ 0x80..=0x9F => return usize::from(head & 0x0F),
@@ -173,7 +172,7 @@ pub(super) fn elements(raw: &[u8]) -> Result<Vec<&[u8]>, Reason> {
     Ok(found)
 }
 
-/// Maximum number of names up to which a new name is compared with all of them, without a hash table.
+/// Maximum number of names for which no hash table is used: a new name is compared with each name.
 const MAX_COMPARED_NAMES: usize = 16;
 
 /// Returns the values of a map by name; the last of several values of a name counts, at the position of the first.
@@ -204,7 +203,7 @@ pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
 }
 
 impl<'a> Parts<'a> {
-    /// Reads the bytes of a key. Only the header of an array or a map is read, since it is refused.
+    /// Reads the bytes of a key. Only the header of an array or a map is read, since a key of these types is refused.
     fn next_header(&mut self) -> Result<&'a [u8], Reason> {
         let rest = self.raw.get(self.at..).unwrap_or_default();
         let head = *rest.first().ok_or(Reason::Malformed)?;
@@ -215,7 +214,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// A text; None for another type.
+/// Returns a text; None if the value has a different type.
 pub(super) fn text(raw: &[u8]) -> Result<Option<&str>, Reason> {
     let Some(bytes) = Reader::new(raw, 0).raw_text() else {
         return Ok(None);
@@ -223,12 +222,12 @@ pub(super) fn text(raw: &[u8]) -> Result<Option<&str>, Reason> {
     std::str::from_utf8(bytes).map(Some).map_err(|_| Reason::Malformed)
 }
 
-/// An integer; None for another type.
+/// Returns an integer; None if the value has a different type.
 pub(super) fn integer(raw: &[u8]) -> Option<i128> {
     Reader::new(raw, 0).int().map(|value| value.as_i128())
 }
 
-/// The contents of a bin; None for another type.
+/// Returns the contents of a bin; None if the value has a different type.
 pub(super) fn bin(raw: &[u8]) -> Option<&[u8]> {
     Reader::new(raw, 0).bin()
 }

@@ -5,7 +5,7 @@ use crate::wire::msgpack::Reader;
 /// Identifier of a multimodal item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Id<'a> {
-    /// From -2^63 to 2^64 - 1.
+    /// An integer from -2^63 to 2^64 - 1.
     Int(i128),
     /// A text: most often the hexadecimal digits of a digest.
     Text(&'a str),
@@ -20,7 +20,7 @@ pub enum Extra<'a> {
     Text(&'a str),
     /// A multimodal item and its offset in the block.
     Pair(Id<'a>, i64),
-    /// From -2^63 to 2^64 - 1.
+    /// An integer from -2^63 to 2^64 - 1.
     Int(i128),
     /// A digest of prompt embeddings.
     Bytes(&'a [u8]),

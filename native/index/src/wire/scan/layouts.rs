@@ -1,8 +1,8 @@
-//! The shapes of events of all dialects. They are those of `kvevents.wire.dialects`; a Python test compares both.
+//! The shapes of events of all dialects. `kvevents.wire.dialects` has the same shapes; a Python test compares both modules.
 
 use super::Field;
 
-/// Fields of array stores after the tag, in the longest form of any release, that of vLLM 0.22. Every other form is a prefix of it.
+/// Fields of array stores after the tag, in the longest form of any release, that of vLLM 0.22. All other forms are prefixes of it.
 pub const STORED_ARRAY: &[&str] = &[
     "block_hashes",
     "parent_block_hash",

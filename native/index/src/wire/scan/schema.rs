@@ -3,7 +3,7 @@
 use super::layouts::{LAYOUTS, field};
 use super::{Field, Kind};
 
-/// Limits of a payload; the same numbers as in `kvevents.wire.checked_msgpack`.
+/// Limits of a payload; `kvevents.wire.checked_msgpack` has the same limits.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Maximum number of bytes of a payload.
@@ -18,7 +18,7 @@ pub struct Limits {
     pub max_free_form_bytes: usize,
     /// Maximum number of levels of containers in an event.
     pub max_nesting: usize,
-    /// Maximum number of listed rejected parts of a batch; one more entry represents all others.
+    /// Maximum number of rejected parts of a batch that are listed; one more entry represents all parts that are not listed.
     pub max_rejected: usize,
 }
 
@@ -48,7 +48,7 @@ const MAX_NAME_BYTES: usize = 31;
 /// One key of map events.
 #[derive(Clone, Debug)]
 pub(super) struct Name {
-    /// The key as it is on the wire, with its header; zeros follow.
+    /// The bytes of the key on the wire, with its header, followed by zeros.
     wire: [u8; MAX_NAME_BYTES + 1],
     /// Bit mask of the bytes of `wire` before the zeros.
     bits: [u8; MAX_NAME_BYTES + 1],
@@ -67,8 +67,7 @@ impl Name {
     }
 }
 
-/// Whether two texts agree in the bits that are set in `mask`. It compares wide machine words, which is several times as fast as a
-/// comparison of slices.
+/// Whether two texts agree in the bits that are set in `mask`. Comparing machine words takes a fraction of the time of comparing slices.
 #[inline]
 fn equals_masked(left: &[u8; 32], right: &[u8; 32], mask: &[u8; 32]) -> bool {
     let halves = |bytes: &[u8; 32]| {
@@ -79,14 +78,14 @@ fn equals_masked(left: &[u8; 32], right: &[u8; 32], mask: &[u8; 32]) -> bool {
     (a ^ c) & low | (b ^ d) & high == 0
 }
 
-/// Everything about one kind of event.
+/// The tag and the fields of one kind of event.
 #[derive(Clone, Debug)]
 pub(super) struct Layout {
     pub tag: Box<str>,
     pub kind: Kind,
     /// Fields of an array event after the tag.
     pub array: Box<[Field]>,
-    /// Minimum number of these fields.
+    /// Minimum number of fields of an array event after the tag.
     pub array_needed: usize,
     /// Keys of a map event, except the key of the tag.
     pub names: Box<[Name]>,
@@ -103,13 +102,13 @@ pub struct Schema {
 }
 
 impl Schema {
-    /// The schema of the events of all dialects. The error names the limit that is too low.
+    /// Creates the schema of the events of all dialects. The error names the limit that is too low.
     pub fn new(limits: Limits) -> Result<Self, String> {
         Self::of_layouts(&LAYOUTS, limits)
     }
 
-    /// The schema of these events: for each, its tag, its array fields and its map keys. Keys that are sent in this order are found
-    /// fastest. The error names the unknown or missing name.
+    /// Creates the schema of the given events; each is given by its tag, array fields and map keys. Map keys that are sent in the given
+    /// order are found fastest. The error names the unknown or missing name.
     pub(super) fn of_layouts(events: &[(&str, &[&str], &[&str])], limits: Limits) -> Result<Self, String> {
         if limits.max_nesting < NESTING_NEEDED {
             return Err(format!(
@@ -146,8 +145,8 @@ impl Schema {
         &self.limits
     }
 
-    /// Returns the schema with which consecutive removals of one hash that differ only in the hash become one event. Engines send a removal
-    /// for each block, and one event for many of them takes less time.
+    /// Returns the schema with which consecutive removals of one hash that differ only in the hash become one event. Engines send one
+    /// removal per block, and one event for many removals takes less time.
     pub fn joining(self) -> Self {
         Self { joins: true, ..self }
     }

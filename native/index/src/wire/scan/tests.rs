@@ -16,7 +16,7 @@ fn accepted(payload: &[u8]) -> Option<Vec<Described>> {
     describe(payload, &schema())
 }
 
-/// Value of the string `name` in a line of JSON without escapes.
+/// The value of the string field `name` in a line of JSON without escapes.
 fn string<'a>(line: &'a str, name: &str) -> &'a str {
     let marker = format!("\"{name}\":\"");
     let start = line.find(&marker).unwrap() + marker.len();
@@ -159,7 +159,7 @@ fn extra_keys_of_every_shape() {
     }
 }
 
-/// Events of both decoders say whether they have extra keys; `describe` compares that.
+/// The events that either decoder returns say whether they have extra keys; `describe` compares that.
 #[test]
 fn extra_keys_that_are_decoded_are_announced() {
     let found = describe_decoded(&golden("0.24.0", "stored_extra_keys_mm_salt_embeds"), &Limits::default());
