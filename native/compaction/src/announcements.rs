@@ -7,7 +7,7 @@ use kvevents_index::rules::location::owned;
 
 use super::event::{Location, Store, Text};
 
-/// Maximum number of different announcements of a stream, since a block has a bit for each. An engine needs only a few.
+/// Maximum number of different announcements of a stream: a block has one bit for each announcement. An engine needs only a few.
 pub const MAX_ANNOUNCEMENTS: usize = 64;
 
 /// The common part of stores whose copies are counted together.
@@ -23,7 +23,7 @@ pub struct Announcement {
     pub kind: Text<'static>,
     /// Sliding window of the announced group.
     pub window: Option<i64>,
-    /// The block size of stores without tokens; None for stores with tokens or keys.
+    /// The block size of stores without tokens; None if the stores have tokens or keys.
     pub tokenless_size: Option<u64>,
 }
 
@@ -36,11 +36,11 @@ pub struct Removable {
     pub placement: u64,
 }
 
-/// All announcements that a stream has used, by number.
+/// All announcements that a stream has used, indexed by ID.
 #[derive(Debug, Default)]
 pub struct Announcements {
     all: Vec<Announcement>,
-    /// The number that was returned last.
+    /// The ID that was returned last.
     last: usize,
 }
 
@@ -64,12 +64,12 @@ impl Announcement {
 }
 
 impl Announcements {
-    /// The announcement with this number.
+    /// The announcement with this ID.
     pub fn get(&self, number: u8) -> &Announcement {
         &self.all[usize::from(number)]
     }
 
-    /// All of them, by number.
+    /// All announcements, in the order of their IDs.
     pub fn iter(&self) -> impl Iterator<Item = &Announcement> {
         self.all.iter()
     }
@@ -80,7 +80,7 @@ impl Announcements {
         is_last.map_or_else(|| store.location.placement().level(), |last| last.placement.level())
     }
 
-    /// The number of a store's announcement. None if there are too many.
+    /// Returns the ID of a store's announcement; None if there are too many announcements.
     #[inline]
     pub fn number_of(&mut self, store: &Store<'_>, tokenless_size: Option<u64>) -> Option<u8> {
         let is_last = self.all.get(self.last).is_some_and(|last| last.is_of(store, tokenless_size));
@@ -153,18 +153,18 @@ impl Announcements {
         self.get(number).placement.level() == 0
     }
 
-    /// Levels of some announcements, as bits.
+    /// The levels of the given announcements, as bits.
     pub fn levels_of(&self, announcements: u64) -> u8 {
         let meant = bits(announcements).map_while(|number| self.all.get(usize::from(number)));
         meant.fold(0, |levels, known| levels | 1 << known.placement.level())
     }
 
-    /// The announcements on some levels, as bits.
+    /// The announcements on the given levels, as bits.
     pub fn on_levels(&self, levels: u8) -> u64 {
         self.select(|known| levels >> known.placement.level() & 1 != 0)
     }
 
-    /// The numbers of all announcements, the fastest tier first, in an order that does not depend on the order of their first use.
+    /// The IDs of all announcements, the fastest tier first, in an order that does not depend on the order of their first use.
     pub fn ranked(&self) -> Vec<u8> {
         let mut numbers: Vec<u8> = (0..self.all.len() as u8).collect();
         numbers.sort_by_key(|&number| {

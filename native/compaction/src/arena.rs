@@ -1,8 +1,8 @@
-//! Blocks by number: a record of fixed size for each, and its tokens. Blocks with equally many tokens share chunks of memory.
+//! Blocks by ID. Each block has a record of fixed size, and its tokens. Blocks with equally many tokens share chunks of memory.
 
 use super::examined_blocks;
 
-/// Number of the lowest bits of a block's number that select the slot in a chunk.
+/// Number of low bits of a block's ID that select the slot in a chunk.
 const SLOT_BITS: u32 = 8;
 /// Maximum number of blocks in a chunk.
 const MAX_CHUNK_BLOCKS: usize = 1 << SLOT_BITS;
@@ -11,7 +11,7 @@ const CHUNK_TOKENS: usize = 8192;
 /// Number of bits of a word of `Chunk::free`.
 const WORD_BITS: usize = u64::BITS as usize;
 
-/// The record of one block, without its tokens. It is packed into 28 bytes instead of 32, because there is one for each block.
+/// The record of one block, without its tokens. The record is packed into 28 bytes instead of 32, because every block has one.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, packed(4))]
 pub struct Record {
@@ -19,11 +19,11 @@ pub struct Record {
     pub hash: u64,
     /// Key of the block.
     pub key: u64,
-    /// Number of the parent block, or `ROOT`.
+    /// ID of the parent block, or `ROOT`.
     pub parent: u32,
     /// Number of child blocks.
     pub children: u32,
-    /// Number of the block's attributes.
+    /// ID of the block's attributes.
     pub attributes: u32,
 }
 
@@ -38,7 +38,7 @@ struct Chunk {
     used: usize,
 }
 
-/// Chunks with free slots for blocks of `width` tokens. Blocks are added to the last chunk, the only one that can be empty.
+/// Chunks with free slots for blocks of `width` tokens. Blocks are added to the last chunk; only this chunk can be empty.
 #[derive(Debug)]
 struct Open {
     width: usize,
@@ -50,7 +50,7 @@ struct Open {
 pub struct Arena {
     chunks: Vec<Chunk>,
     open: Vec<Open>,
-    /// Numbers of chunks without memory.
+    /// IDs of chunks without memory.
     vacant: Vec<u32>,
     used: usize,
     chunk_bytes: usize,
@@ -97,17 +97,17 @@ impl Arena {
             + (lists + self.vacant.capacity()) * size_of::<u32>()
     }
 
-    /// An upper bound of the numbers in use, exclusive.
+    /// An upper bound of the block IDs in use: every ID is below it.
     pub fn bound(&self) -> usize {
         self.chunks.len() << SLOT_BITS
     }
 
-    /// Number of different block sizes since the arena was empty.
+    /// Number of different block sizes that the arena has had after it was last empty.
     pub fn widths(&self) -> usize {
         self.open.len()
     }
 
-    /// Numbers in use, ascending.
+    /// The block IDs in use, in ascending order.
     pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
         self.chunks.iter().enumerate().flat_map(|(at, chunk)| {
             let used = (0..chunk.records.len()).filter(|&slot| !chunk.is_free(slot));
@@ -175,7 +175,7 @@ impl Arena {
     fn add_chunk(&mut self, open: usize) -> usize {
         let at = match self.vacant.pop() {
             Some(at) => at as usize,
-            // The limits of a state leave numbers free, `ROOT` among them: so many chunks of one block take 500 GB.
+            // The limits of a state leave some IDs unused, such as `ROOT`: chunks of one block for all IDs would take 500 GB.
             None => {
                 self.chunks.push(Chunk::default());
                 self.chunks.len() - 1
@@ -219,7 +219,7 @@ impl Arena {
 mod tests {
     use super::*;
 
-    /// Blocks keep their contents while others are added and removed, and the last removal frees all memory.
+    /// Blocks keep their contents while other blocks are added and removed, and the last removal frees all memory.
     #[test]
     fn blocks_are_apart() {
         let (mut arena, mut live, mut random) = (Arena::default(), Vec::new(), 7_usize);
@@ -259,7 +259,7 @@ mod tests {
         assert!(tokens.len() == width && tokens.iter().all(|&token| token == value));
     }
 
-    /// Chunks that become empty one after the other free their memory, except one.
+    /// Chunks that become empty one after another free their memory, except for one chunk.
     #[test]
     fn empty_chunks_have_no_memory() {
         let mut arena = Arena::default();

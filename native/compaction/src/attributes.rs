@@ -11,13 +11,13 @@ use super::event::Namespace;
 /// Attributes of blocks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Attributes<'a> {
-    /// Block size, LoRA and salt, where the salt can be that of the parent. Together with hash and key they identify a block.
+    /// Block size, LoRA and salt; the salt can be inherited from the parent. The context, the hash and the key together identify a block.
     pub context: Context,
     /// The namespace as an engine announced it.
     pub namespace: Namespace<'a>,
-    /// A bit for each announcement of which the block has copies; none for a block that is only an ancestor of others.
+    /// A bit for each announcement of which the block has copies; no bit is set if the block is only an ancestor of other blocks.
     pub copies: u64,
-    /// Number of the announcement with which the block was first stored.
+    /// ID of the announcement with which the block was first stored.
     pub origin: u8,
 }
 
@@ -27,16 +27,16 @@ struct Entry {
     users: u32,
 }
 
-/// The attributes of all blocks, by number.
+/// The attributes of all blocks, by ID.
 #[derive(Debug, Default)]
 pub struct AttributeTable {
     entries: Vec<Option<Entry>>,
     free: Vec<u32>,
     lookup: HashTable<u32>,
     state: RandomState,
-    /// The number that was returned last.
+    /// The ID that was returned last.
     last: u32,
-    /// Bytes of texts and extra keys.
+    /// Number of bytes of texts and extra keys.
     text_bytes: usize,
 }
 
@@ -52,7 +52,7 @@ impl AttributeTable {
         find(&self.entries, number).expect("attributes in use are in the table")
     }
 
-    /// Returns the number of these attributes, and counts one more block with them.
+    /// Returns the ID of these attributes, and counts one more block that has them.
     #[inline]
     pub fn retain(&mut self, wanted: &Attributes<'_>) -> u32 {
         if find(&self.entries, self.last) != Some(wanted) {
@@ -120,7 +120,7 @@ impl AttributeTable {
         }
     }
 
-    /// Moves one block from the attributes `number` to attributes that differ only in their copies, and returns the number of these.
+    /// Moves one block from the attributes `number` to attributes that differ only in `copies`. Returns the ID of the new attributes.
     pub fn replace_copies(&mut self, number: u32, copies: u64) -> u32 {
         let attributes = Attributes {
             copies,
@@ -131,7 +131,7 @@ impl AttributeTable {
         other
     }
 
-    /// Bytes of texts and extra keys.
+    /// Number of bytes of texts and extra keys.
     pub fn text_bytes(&self) -> usize {
         self.text_bytes
     }

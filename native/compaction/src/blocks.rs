@@ -17,7 +17,7 @@ use super::arena::{Arena, Record};
 use super::attributes::{AttributeTable, Attributes};
 use super::event::Namespace;
 
-/// Parent number of a block without a parent.
+/// The value that replaces the parent's ID in a block without a parent.
 pub const ROOT: u32 = u32::MAX;
 
 /// A block to store.
@@ -26,15 +26,15 @@ pub const ROOT: u32 = u32::MAX;
 pub struct NewBlock<'a> {
     pub hash: u64,
     pub key: u64,
-    /// Number of the parent, or `ROOT`.
+    /// ID of the parent, or `ROOT`.
     pub parent: u32,
     pub context: Context,
     pub namespace: &'a Namespace<'a>,
-    /// Tokens that the block's hash covers; none if the block was announced by its key.
+    /// Tokens that the block's hash covers; empty if the block was announced by its key.
     pub tokens: &'a [u32],
-    /// Number of the block's announcement.
+    /// ID of the block's announcement.
     pub announcement: u8,
-    /// Announcements, as bits, of which a block has at most one copy in total; none if each store is a copy of its own.
+    /// A set of announcements, as bits, in which a block has at most one copy in total; 0 if each store adds a copy.
     pub single: u64,
 }
 
@@ -43,7 +43,7 @@ pub struct NewBlock<'a> {
 pub enum Stored {
     /// The block is the only one with its hash that has copies.
     New(u32),
-    /// A further copy was added, or a further block with the same hash.
+    /// The store added another copy of a block, or another block with the same hash.
     Known(u32),
     /// Too many blocks have the same hash.
     Refused,
@@ -58,17 +58,17 @@ pub struct Blocks {
     live: HashTable<u32>,
     /// Blocks without copies, by hash and key.
     dead: HashTable<u32>,
-    /// Blocks with copies that share their hash, and how much work they may still cause.
+    /// Blocks with copies whose hash several blocks share, and the amount of work that these blocks may still cause.
     pub collisions: Collisions,
-    /// Copies beyond the first, by block and announcement.
+    /// Number of copies beyond the first copy, by block and announcement.
     extra_copies: HashMap<(u32, u8), u32>,
     extra_count: usize,
-    /// Blocks and announcements of which a copy might not exist, by the rules of an index: one of several copies was removed, or
+    /// Pairs of block and announcement of which, by the rules of an index, a copy might not exist: one of several copies was removed, or
     /// `State::end_payload` has found that a store might have repeated a copy.
     uncertain: HashSet<(u32, u8)>,
-    /// Blocks of LoRAs that were stored on the device, by key, except some outdated ones.
+    /// Blocks of LoRAs that were stored on the device, by key, except some outdated blocks.
     of_loras: HashTable<u32>,
-    /// Blocks that might have been computed with replaced weights, by the rules of an index.
+    /// Replaced LoRAs, and the blocks that, by the rules of an index, might have been computed with replaced weights.
     loras: ReplacedLoras,
     secret: Secret,
 }
@@ -84,12 +84,12 @@ fn dead_place(arena: &Arena, secret: Secret) -> impl Fn(&u32) -> u64 {
     }
 }
 
-/// The place of a LoRA's block in `Blocks::of_loras`.
+/// Returns the hash by which `Blocks::of_loras` places a LoRA's block.
 fn lora_place(arena: &Arena, secret: Secret) -> impl Fn(&u32) -> u64 {
     move |&number| secret.place(arena.get(number).key)
 }
 
-/// The LoRA's part of the seed; None without a LoRA.
+/// The LoRA's part of the seed; None if the block has no LoRA.
 fn lora_of(context: Context) -> Option<u64> {
     (context.lora != 0 && !context.is_keyed()).then_some(context.lora)
 }
@@ -105,17 +105,17 @@ impl Blocks {
         self.dead.len()
     }
 
-    /// Copies beyond the first of each block and announcement.
+    /// Number of copies beyond the first copy of each block and announcement.
     pub fn extra_copies(&self) -> usize {
         self.extra_count
     }
 
-    /// Bytes of names, salts and extra keys.
+    /// Number of bytes of names, salts and extra keys.
     pub fn text_bytes(&self) -> usize {
         self.attributes.text_bytes()
     }
 
-    /// Different numbers of tokens per block.
+    /// Number of different block sizes in tokens.
     pub fn widths(&self) -> usize {
         self.arena.widths()
     }
@@ -133,12 +133,12 @@ impl Blocks {
             + self.loras.bytes()
     }
 
-    /// An upper bound of the numbers in use: every number is below it.
+    /// An upper bound of the block IDs in use: every ID is below it.
     pub fn bound(&self) -> usize {
         self.arena.bound()
     }
 
-    /// Every block, by number.
+    /// The IDs of all blocks, in ascending order.
     pub fn numbers(&self) -> impl Iterator<Item = u32> + '_ {
         self.arena.numbers()
     }
@@ -155,7 +155,7 @@ impl Blocks {
         self.attributes.get(self.get(number).attributes)
     }
 
-    /// Tokens of a block; none if it was announced by its key.
+    /// Tokens of a block; empty if the block was announced by its key.
     pub fn tokens(&self, number: u32) -> &[u32] {
         self.arena.tokens(number)
     }
@@ -166,17 +166,17 @@ impl Blocks {
         first + self.extra_copies.get(&(number, announcement)).copied().unwrap_or(0)
     }
 
-    /// Whether a block's copies in one announcement might not exist.
+    /// Whether some of a block's copies in one announcement might not exist.
     pub fn is_uncertain(&self, number: u32, announcement: u8) -> bool {
         !self.uncertain.is_empty() && self.uncertain.contains(&(number, announcement))
     }
 
-    /// Whether there are uncertain copies.
+    /// Whether any copy is uncertain.
     pub fn has_uncertain_copies(&self) -> bool {
         !self.uncertain.is_empty()
     }
 
-    /// Number of copies of a block in all of these announcements together.
+    /// Total number of copies of a block in the given announcements.
     pub fn count_on(&self, number: u32, announcements: u64) -> u32 {
         let copies = self.attributes(number).copies & announcements;
         bits(copies).map(|announcement| self.count(number, announcement)).sum()
@@ -229,7 +229,7 @@ impl Blocks {
         self.dead.iter().copied()
     }
 
-    /// Returns the block with copies and this hash; if there are several, the one that was stored last.
+    /// Returns the block that has copies and this hash; if several blocks do, the block that was stored last.
     #[inline]
     pub fn find(&self, hash: u64) -> Option<u32> {
         if let Some(list) = self.collisions.get(hash) {
@@ -303,7 +303,7 @@ impl Blocks {
         self.arena.insert(record, block.tokens)
     }
 
-    /// Adds a copy to the dead ancestor that equals this block, if there is one, and returns its number.
+    /// Adds a copy to the dead ancestor that equals this block, if there is one. Returns the ID of the ancestor.
     fn revive(&mut self, block: &NewBlock<'_>) -> Option<u32> {
         if self.dead.is_empty() {
             return None;
@@ -321,8 +321,8 @@ impl Blocks {
         Some(number)
     }
 
-    /// Adds one copy of a block, unless it has one in the announcements `single`. If the block's first announcement is among these, the
-    /// copy is counted there: an export must begin with the first announcement, which then announces the only copy.
+    /// Adds one copy of a block, unless the block has a copy in the announcements `single`. If the block's first announcement is in
+    /// `single`, it gets the copy: an export must begin with that announcement, which then announces the only copy.
     pub fn add_copy(&mut self, number: u32, announcement: u8, single: u64) {
         let Attributes { copies, origin, .. } = *self.attributes(number);
         if copies & single != 0 {
@@ -348,8 +348,8 @@ impl Blocks {
 
     // --- LoRAs
 
-    /// Records whether a stored block of a LoRA belongs to the weights that are loaded now, as `ReplacedLoras::note` decides. `parent` is
-    /// a block or `ROOT`. `on_device` are the announcements on the store's placement if that is on the device.
+    /// Records whether a stored block of a LoRA belongs to the weights that are loaded now, as `ReplacedLoras::note` decides. `parent` is a
+    /// block or `ROOT`. `on_device` are the announcements on the store's placement if the placement is on the device.
     pub fn note_lora(&mut self, number: u32, parent: u32, is_known: bool, on_device: Option<u64>) -> bool {
         let Some(lora) = lora_of(self.attributes(number).context) else {
             return true;
@@ -401,7 +401,7 @@ impl Blocks {
         lora_of(self.attributes(number).context).is_some_and(|lora| self.loras.is_outdated(lora, number))
     }
 
-    /// The replaced LoRAs that have outdated blocks, each with one of these blocks, which does not depend on the history.
+    /// The replaced LoRAs that have outdated blocks, each with one of these blocks. The choice of the block does not depend on the history.
     pub fn replaced_loras(&self) -> BTreeMap<u64, u32> {
         let mut found = BTreeMap::new();
         if !self.loras.is_empty() {
@@ -418,8 +418,8 @@ impl Blocks {
 
     // --- removals
 
-    /// Removes one copy from the oldest block with this `hash` and a copy on the placement, at the exact location if possible. Returns
-    /// whether such a copy existed.
+    /// Removes one copy from the oldest block that has this `hash` and a copy on the placement. Prefers a copy at the exact location.
+    /// Returns whether such a copy existed.
     pub fn remove(&mut self, hash: u64, removable: Removable) -> bool {
         let has_copy = |number: &u32| self.attributes(*number).copies & removable.placement != 0;
         let (found, looks) = match self.collisions.get(hash) {
@@ -503,7 +503,7 @@ impl Blocks {
         hash_table::insert(&mut self.dead, number, dead_place(&self.arena, self.secret));
     }
 
-    /// Removes a block, and those dead ancestors that only this block needed.
+    /// Removes a block, and the dead ancestors that only this block needed.
     fn free(&mut self, mut number: u32) {
         loop {
             let Record { parent, attributes, .. } = *self.get(number);

@@ -11,11 +11,11 @@ use super::state::State;
 
 /// Maximum number of steps of an export for each block and for each copy of a block.
 const STEPS_PER_BLOCK: usize = 60;
-/// Maximum number of steps that do not depend on the number of blocks: those that blocks with one hash may cause when the exported events
-/// are applied.
+/// Maximum number of steps that do not depend on the number of blocks: applying the exported events may take these steps for blocks that
+/// share a hash.
 const FREE_STEPS: usize = 3 << 20;
 
-/// An event, and the number of times that it is repeated.
+/// An event, and the number of times that the event is repeated.
 #[derive(Clone, Debug)]
 struct RepeatedEvent {
     kind: u8,
@@ -145,7 +145,7 @@ fn stored(first: u64, count: u64, token: u32) -> RepeatedEvent {
     }
 }
 
-/// All small hashes are those of dead ancestors, and the export needs a hash that no block has.
+/// All small hashes belong to dead ancestors, and the export needs a hash that no block has.
 #[test]
 fn a_hash_that_no_ancestor_has() {
     let mut state = State::default();
@@ -169,7 +169,7 @@ fn a_hash_that_no_ancestor_has() {
     check(&state);
 }
 
-/// All small hashes are those of blocks, and many LoRAs were replaced, for each of which a sign is exported.
+/// All small hashes belong to blocks, and many LoRAs were replaced; a sign is exported for each of these LoRAs.
 #[test]
 fn a_sign_for_each_of_many_loras() {
     let mut state = State::default();

@@ -1,7 +1,7 @@
-//! Encodes exported events as payloads, which `Compactor::restore` reads again.
+//! Encodes exported events as payloads that `Compactor::restore` reads.
 //!
-//! Events are maps with the names of `kvevents.events`, without nil fields. An event that does not fit in a payload is divided between two
-//! blocks; the second part names the last block of the first part as its parent.
+//! Events are maps with the names of `kvevents.events`, without nil fields. An event that does not fit in a payload is split before one of
+//! its blocks; the second part names the last block of the first part as its parent.
 
 use kvevents_index::apply::EVERY_TIER;
 use kvevents_index::wire::msgpack::{write_array, write_integer, write_text, write_unsigned};
@@ -15,7 +15,7 @@ const RANK_BYTES: usize = 9;
 /// Number of bytes of a clear without a tier.
 const CLEAR_BYTES: usize = 32;
 
-/// Writes the payloads of a rank one after the other. The first one clears everything, and has no other events.
+/// Writes the payloads of a rank one after the other. The first payload clears everything, and has no other event.
 pub struct PayloadWriter {
     limit: usize,
     ts: f64,
@@ -26,7 +26,7 @@ pub struct PayloadWriter {
 }
 
 impl PayloadWriter {
-    /// Creates a writer of a rank's payloads. They have at most `limit` bytes, unless a single block takes more.
+    /// Creates a writer of a rank's payloads. A payload has at most `limit` bytes, unless a single block takes more.
     pub fn new(limit: usize, ts: f64, rank: Option<i64>) -> Self {
         let mut writer = Self {
             limit: limit.saturating_sub(CLEAR_BYTES + RANK_BYTES),
@@ -54,7 +54,7 @@ impl PayloadWriter {
                     write_removal(&hashes[first..end], location, out)
                 });
             }
-            // `limit` leaves room for this event: it must not begin a payload, which would be taken for the beginning of another history.
+            // `limit` leaves room for this event: a payload that begins with a clear would look like the beginning of another history.
             ExportedEvent::Cleared => self.write(|out| write_clear(None, out)),
         }
     }
@@ -83,7 +83,7 @@ impl PayloadWriter {
         self.events += 1;
     }
 
-    /// Writes an event if there is room for all of it. Otherwise returns the number of its bytes.
+    /// Writes an event if the payload has room for the whole event. If not, returns the number of bytes of the event.
     fn try_write(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> Result<(), usize> {
         let start = self.out.len();
         self.write(write);
@@ -96,18 +96,18 @@ impl PayloadWriter {
         Err(bytes)
     }
 
-    /// Writes the blocks `first..end` of an event, divided until each part fits. A block that fits nowhere has its own payload.
+    /// Writes the blocks `first..end` of an event, divided until each part fits. A block that does not fit gets a separate payload.
     fn add_blocks(&mut self, first: usize, end: usize, write: &impl Fn(usize, usize, &mut Vec<u8>)) {
         let Err(bytes) = self.try_write(|out| write(first, end, out)) else {
             return;
         };
         let count = end - first;
-        // Smaller parts would fill the rest of a payload, but each part takes more bytes.
+        // Smaller parts would fill the remaining bytes of a payload, but more parts take more bytes in total.
         if self.events > 0 && (count <= 1 || self.out.len() > self.limit / 2) {
             self.end_payload();
             self.add_blocks(first, end, write);
         } else if count > 1 {
-            // One part more than would fit if all blocks were equally large.
+            // The number of parts is one more than is needed if all blocks have the same size.
             let parts = bytes / self.limit.max(1) + 2;
             let step = count.div_ceil(parts);
             for start in (first..end).step_by(step) {
@@ -140,8 +140,7 @@ impl<'a> StoreWriter<'a> {
         &self.store.tokens[first * self.width..end * self.width]
     }
 
-    /// Tokens after a block that its hash also covers: the first tokens of the next block. They are unknown for the last block before
-    /// `end`.
+    /// Tokens after a block that its hash also covers: the first tokens of the next block. None are known for the last block.
     fn lookahead(&self, at: usize, end: usize) -> &'a [u32] {
         let behind = (at + 1) * self.width;
         let count = if at + 1 < end { self.store.lookahead } else { 0 };
@@ -170,7 +169,8 @@ impl<'a> StoreWriter<'a> {
         write_unsigned(store.block_size, fields.out);
         fields.integer("lora_id", store.namespace.lora_id);
         fields.text("lora_name", store.namespace.lora_name.as_deref());
-        // A first block states even that it has no extra keys: below the device, a store without this field leaves them unknown.
+        // The store of a first block always has this field, even if the block has no extra keys: below the device, extra keys are unknown
+        // if the field is missing.
         if extra_keys.iter().any(Option::is_some) || (first == 0 && !extra_keys.is_empty()) {
             fields.name("extra_keys");
             fields.out.extend_from_slice(&encode_extra_keys(extra_keys.iter().copied()));
@@ -259,7 +259,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// `[ts, [`, the number of events to be filled in. A rank comes after the events.
+/// Writes `[ts, [`; the number of events is filled in later. A rank follows the events.
 fn head(ts: f64, rank: Option<i64>) -> Vec<u8> {
     let mut out = vec![if rank.is_some() { 0x93 } else { 0x92 }, 0xCB];
     out.extend_from_slice(&ts.to_be_bytes());
@@ -267,7 +267,7 @@ fn head(ts: f64, rank: Option<i64>) -> Vec<u8> {
     out
 }
 
-/// Token ids, or under EAGLE pairs of them.
+/// Token ids or, under EAGLE, pairs of token ids.
 fn tokens(out: &mut Vec<u8>, values: &[u32], pairs: bool) {
     if !pairs {
         write_array(values.len(), out);

@@ -23,12 +23,12 @@ pub struct Namespace<'a> {
     pub lora_id: Option<i64>,
     pub lora_name: Text<'a>,
     pub cache_salt: Text<'a>,
-    /// Msgpack: the list of this block's extra keys.
+    /// The list of this block's extra keys, as msgpack.
     pub extra_keys: Text<'a>,
 }
 
 impl Namespace<'_> {
-    /// Copies the value, with owned texts.
+    /// Returns a copy that owns its texts.
     pub fn to_static(&self) -> Namespace<'static> {
         Namespace {
             lora_id: self.lora_id,
@@ -38,7 +38,7 @@ impl Namespace<'_> {
         }
     }
 
-    /// Copies the namespace, without extra keys.
+    /// Returns a copy of the namespace without extra keys.
     pub fn without_extra_keys(&self) -> Namespace<'_> {
         Namespace {
             lora_id: self.lora_id,
@@ -61,12 +61,12 @@ impl Namespace<'_> {
 pub struct Store<'a> {
     pub hashes: Cow<'a, [u64]>,
     pub parent: Option<u64>,
-    /// Token ids; under EAGLE pairs, one after the other.
+    /// Token ids; under EAGLE, the two ids of each pair follow one another.
     pub tokens: Cow<'a, [u32]>,
     pub pairs: bool,
-    /// Number of leading blocks whose keys can be computed. None if the numbers of tokens or keys do not match that of the hashes.
+    /// Number of leading blocks whose keys can be computed. None if the number of tokens or keys does not match the number of hashes.
     pub keyable: Option<usize>,
-    /// Keys instead of tokens.
+    /// Keys, if the store has keys instead of tokens.
     pub keys: Option<Cow<'a, [u64]>>,
     pub block_size: u64,
     pub location: Location<'a>,
@@ -76,14 +76,14 @@ pub struct Store<'a> {
     pub window: Option<i64>,
     /// The namespace of the blocks, without their extra keys.
     pub namespace: Namespace<'a>,
-    /// Msgpack: per block a list or nil.
+    /// The extra keys as msgpack: a list or nil for each block.
     pub extra_keys: Text<'a>,
     /// Number of tokens after each block that the block's hash also covers; 0 if the store has no such field.
     pub lookahead: usize,
 }
 
 impl Store<'_> {
-    /// Whether it has the tokens or the keys of its blocks.
+    /// Whether the store has the tokens or the keys of its blocks.
     pub fn has_content(&self) -> bool {
         !self.tokens.is_empty() || self.keys.is_some()
     }
@@ -93,15 +93,15 @@ impl Store<'_> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(clippy::large_enum_variant, reason = "nearly all events are stores")]
 pub enum ExportedEvent {
-    /// Blocks, each the parent of the next.
+    /// A store of blocks, each of which is the parent of the next block.
     Stored(Store<'static>),
-    /// Hashes to remove again.
+    /// A removal of these hashes at this location.
     Removed(Vec<u64>, Location<'static>),
     /// A clear without a tier: copies below the device that were stored before this event might be gone.
     Cleared,
 }
 
-/// A store of a payload.
+/// Returns a store event of a payload.
 pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
     let mut location = read.location(event);
@@ -155,12 +155,12 @@ pub fn split_extra_keys(raw: Option<&[u8]>) -> Option<Vec<Option<&[u8]>>> {
     Some(found)
 }
 
-/// Extra keys of several blocks as one event carries them; None if all are nil.
+/// The extra keys of several blocks, as one event carries them; None if no block has extra keys.
 pub fn join_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]>> + Clone) -> Option<Vec<u8>> {
     blocks.clone().any(|block| block.is_some()).then(|| encode_extra_keys(blocks))
 }
 
-/// Extra keys of blocks as an event states them, nil for a block without any.
+/// The extra keys of each block, as an event states them; nil for a block that has none.
 pub fn encode_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]>>) -> Vec<u8> {
     let mut raw = Vec::new();
     write_array(blocks.len(), &mut raw);

@@ -1,4 +1,4 @@
-//! Counts examined blocks. Tests limit this count and not the time, which depends on the machine.
+//! Counts examined blocks. Tests limit the number of examined blocks, not the time, which depends on the machine.
 
 #[cfg(test)]
 thread_local! {
@@ -12,7 +12,7 @@ pub fn count(_steps: usize) {
     TAKEN.set(TAKEN.get() + _steps);
 }
 
-/// Steps that this thread has taken since the last call.
+/// Returns the number of blocks that this thread has examined since the last call.
 #[cfg(test)]
 pub fn taken() -> usize {
     TAKEN.take()

@@ -1,15 +1,16 @@
 //! The events that rebuild a state after a clear.
 //!
 //! Blocks are exported in runs: chains in which each block is the parent of the next. If no other block has the hash of a run's parent, the
-//! run can come at any time after that parent. If several blocks share a hash ("twins"), a parent hash refers to the last of them that was
-//! stored. So each twin is exported alone, in the order in which they were stored, and all children of a twin before the next twin. Dead
-//! ancestors, which have no copies, are stored as if they had one, and the last events remove it again. Among twins the dead ones come
-//! first, since a removal takes the oldest. For some artificial histories no order is right. So if there are twins, or pending blocks that
-//! these events might not leave pending, the events are applied to an empty state. If the result differs from `state`, nothing is exported.
+//! run can be exported at any time after that parent. If several blocks share a hash ("twins"), a parent hash refers to the twin that was
+//! stored last. So each twin is exported alone, in the order in which the twins were stored, and all children of a twin are exported before
+//! the next twin. Dead ancestors, which have no copies, are stored as if they had a copy, and the last events remove this copy again. Among
+//! twins the dead blocks come first, since a removal takes the oldest block. For some artificial histories, no order rebuilds the state. So
+//! if there are twins, or pending blocks that these events might not leave pending, the events are applied to an empty state. If the result
+//! differs from `state`, nothing is exported.
 //!
 //! The outdated blocks of a replaced LoRA come first. A sign follows: events from which consumers conclude that the LoRA's weights were
-//! replaced. Then come the blocks that were stored since. If no such order rebuilds the state, all blocks of the LoRA come before the sign,
-//! and consumers are then certain of none of them.
+//! replaced. After the sign come the blocks that were stored after the replacement. If no such order rebuilds the state, all blocks of the
+//! LoRA come before the sign, and consumers then count every block of the LoRA as uncertain.
 
 mod order;
 
@@ -29,14 +30,14 @@ use super::state::{Content, State};
 
 use order::{Phases, Runs, Twins};
 
-/// Calls `emit` with the events that rebuild `state` after a clear. None if events cannot rebuild it.
+/// Calls `emit` with the events that rebuild `state` after a clear. Returns None if no events can rebuild the state.
 pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> {
     if state.invalid.is_some() {
         return None;
     }
     let twins = Twins::new(&state.blocks);
-    // On tiers below the device, a block whose hash is known gets the key of that hash. So a pending block there would not wait again if
-    // its hash has become known.
+    // On tiers below the device, a block whose hash is known gets the key of that hash. So a pending block on such a tier would not wait
+    // again if its hash has become known.
     let is_known = |item: &Waiting<Content<'static>>| {
         !state.announcements.is_on_device(item.placement as u8) && state.blocks.find(item.hash).is_some()
     };
@@ -67,7 +68,7 @@ struct Exporter<'a> {
     state: &'a State,
     twins: &'a Twins,
     emit: &'a mut dyn FnMut(ExportedEvent),
-    /// Announcements in the order in which copies are exported, which is the same for a rebuilt state.
+    /// Announcements in the order in which copies are exported. A rebuilt state has the same order.
     ranked: Vec<u8>,
     /// Matching rules of groups that the exported stores announce.
     exported_rules: GroupRules,
@@ -77,8 +78,8 @@ struct Exporter<'a> {
     needs_extra_keys: bool,
     /// Whether a consumer still needs a store with a LoRA to conclude `Evidence::has_loras`.
     needs_loras: bool,
-    /// Whether a consumer needs an unkeyed root (`is_unkeyed_root`) to conclude `Evidence::has_unkeyed_root` or
-    /// `Evidence::unknown_levels`; whether one was exported, and whether one without a LoRA was.
+    /// Whether a consumer needs an unkeyed root (`is_unkeyed_root`) to conclude `Evidence::has_unkeyed_root` or `Evidence::unknown_levels`;
+    /// also whether such a root, and whether one without a LoRA, was exported.
     needs_unkeyed_root: bool,
     has_unkeyed_root: bool,
     has_bare_root: bool,
@@ -121,7 +122,7 @@ impl<'a> Exporter<'a> {
         for &example in phases.loras.values() {
             self.export_lora_change(example);
         }
-        // A store whose parent is outdated is a sign as well. So it must come before other blocks of the present weights.
+        // A store whose parent is outdated is also a sign. So this store must come before other blocks of the present weights.
         later.sort_by_key(|part| !phases.is_after_outdated(&self.state.blocks, part[0]));
         for part in later {
             self.export_run(&part, !self.doubtful(part[0]));
@@ -148,8 +149,8 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// Exports the copies that might be gone since a clear without a tier, followed by such a clear. The events after it announce the
-    /// blocks of these copies and their ancestors again.
+    /// Exports the copies that might be gone because of a clear without a tier, and then a clear without a tier. The events after this
+    /// clear announce the blocks of these copies and their ancestors again.
     fn export_doubtful(&mut self) {
         let blocks = &self.state.blocks;
         let mut is_needed = vec![false; blocks.bound()];
@@ -198,7 +199,7 @@ impl<'a> Exporter<'a> {
         (self.emit)(ExportedEvent::Removed(hashes.to_vec(), store.location.clone()));
     }
 
-    /// Announces a first block under two hashes, and removes it again. Its LoRA is that of the block `example`.
+    /// Announces a first block under two hashes, and removes it again. The block's LoRA is that of the block `example`.
     fn export_lora_change(&mut self, example: u32) {
         let Namespace { lora_id, lora_name, .. } = self.state.blocks.attributes(example).namespace.to_static();
         let mut store = self.first_block("GPU");
@@ -220,7 +221,7 @@ impl<'a> Exporter<'a> {
             ..Store::default()
         };
         store.location.medium = Some(Cow::Borrowed(medium.as_bytes()));
-        // If the engine names groups, all of its stores do.
+        // If the engine names groups, all stores of the engine name groups.
         store.location.group = dense.filter(|_| self.state.copied_levels & 1 != 0).map(|known| known.group);
         store
     }
@@ -231,8 +232,8 @@ impl<'a> Exporter<'a> {
         (self.emit)(ExportedEvent::Stored(store));
     }
 
-    /// Exports the copies of a run in these announcements. Without a copy, the run's blocks are only stored as parents, or not at all if
-    /// doubtful copies of them have been exported before.
+    /// Exports the copies of a run in these announcements. If the run has no copy, its blocks are stored only as parents; they are not
+    /// stored if doubtful copies of them have already been exported.
     fn export_run(&mut self, run: &[u32], announcements: u64) {
         let blocks = &self.state.blocks;
         let is_twin = self.twins.contain(blocks.get(run[0]).hash);
@@ -251,9 +252,9 @@ impl<'a> Exporter<'a> {
         }
         let mut copies = Vec::new();
         for &announcement in self.ranked.iter().filter(|&number| exported >> number & 1 != 0) {
-            // The last events remove the extra copy again. Then the consumer is uncertain of the remaining copies, as other consumers
-            // are since the original removal. Of several blocks that share a hash only the oldest can be uncertain, and the removal takes
-            // the copy from that block.
+            // The last events remove the extra copy again. The consumer is then uncertain of the remaining copies, as other consumers are
+            // after the original removal. If several blocks share a hash, only the oldest can be uncertain, and the removal takes the copy
+            // from that block.
             let is_uncertain = blocks.is_uncertain(run[0], announcement) && doubtful >> announcement & 1 == 0;
             if is_uncertain {
                 let hashes = run.iter().rev().map(|&number| blocks.get(number).hash);
@@ -318,7 +319,7 @@ impl<'a> Exporter<'a> {
             ..store
         };
         if !self.needs_unkeyed_root && is_unkeyed_root(&store) {
-            // The block was first announced on the device. A consumer does not see that, and must not count its extra keys as unknown.
+            // The block was first announced on the device. A consumer does not see this, and must not count its extra keys as unknown.
             store.extra_keys = Some(Cow::Owned(encode_extra_keys(store.hashes.iter().map(|_| None))));
         }
         store
@@ -343,7 +344,8 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// Exports blocks of groups of unknown kinds. Call this before other exports, since the last store of a group determines its rule.
+    /// Exports blocks of groups of unknown kinds. The caller must do this before other exports, since the last store of a group determines
+    /// the group's rule.
     fn export_unkept(&mut self) {
         for placement in self.state.unkept.sorted() {
             let mut stored = placement.hashes(1);
@@ -473,7 +475,7 @@ fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
 
 // --- several blocks with one hash
 
-/// The state to which these events lead after a clear; None if a consumer could distinguish it from `state`.
+/// Returns the state to which these events lead after a clear; None if a consumer could distinguish that state from `state`.
 fn rebuilt(events: &[ExportedEvent], state: &State) -> Option<State> {
     let mut rebuilt = State::default();
     rebuilt.copied_levels = state.copied_levels;
@@ -518,7 +520,7 @@ pub(super) fn copies_of(state: &State) -> HashMap<Copy, u32> {
     found
 }
 
-/// For each hash of twins with copies, their keys in the order of the twins.
+/// For each hash that twins with copies share, the keys of these twins, in the order of the twins.
 pub(super) fn twin_keys(blocks: &Blocks) -> HashMap<u64, Vec<u64>> {
     let keys = |list: &[u32]| list.iter().map(|&number| blocks.get(number).key).collect();
     blocks.collisions.iter().map(|(hash, list)| (hash, keys(list))).collect()

@@ -7,7 +7,7 @@ use kvevents_index::rules::location::owned;
 
 use super::event::{Store, Text};
 
-/// Maximum number of groups with a known rule. Engines have one or a few.
+/// Maximum number of groups with a known rule. An engine has one group or a few.
 pub const MAX_GROUPS: usize = 64;
 
 /// The rule by which the blocks of a group are looked up.
@@ -30,7 +30,7 @@ pub struct GroupRule {
     pub example: Store<'static>,
 }
 
-/// The rule of each group that was announced last.
+/// For each group, the rule that was announced last.
 #[derive(Clone, Debug, Default)]
 pub struct GroupRules(Vec<GroupRule>);
 
@@ -39,13 +39,13 @@ pub fn kind_of(store: &Store<'_>) -> GroupKind {
     GroupKind::from_spec(store.kind.as_deref(), store.window).unwrap_or(GroupKind::Unknown)
 }
 
-/// Returns the rule that a store announces, if it announces one. The blocks of the store can be refused nevertheless.
+/// Returns the rule that a store announces, if it announces one. The blocks of the store might still be refused.
 fn rule_of(store: &Store<'_>) -> Option<Rule> {
     let kind = kind_of(store);
     let (is_announced, size) = match kind {
         GroupKind::Unknown => (true, 0),
         GroupKind::Window(_) | GroupKind::State => (store.block_size > 0, store.block_size),
-        // On other tiers connectors announce chunks whose size is their own.
+        // On other tiers, connectors announce chunks of a size that they choose.
         GroupKind::Full(_) => (store.has_content() && store.location.is_on_device(), 0),
     };
     is_announced.then_some(Rule { kind, size })
@@ -69,7 +69,7 @@ impl GroupRules {
         known.map(|known| &known.example.kind)
     }
 
-    /// Records the rule that a store announces, if it announces one. None if there are too many groups.
+    /// Records the rule that a store announces, if it announces one. Returns None if there are too many groups.
     #[inline]
     pub fn learn(&mut self, store: &Store<'_>) -> Option<()> {
         let Some(rule) = rule_of(store) else { return Some(()) };

@@ -7,14 +7,14 @@ const KEPT_CAPACITY: usize = 448;
 /// Capacity per entry above which a table is shrunk.
 const MAX_CAPACITY_PER_ENTRY: usize = 8;
 
-/// Inserts the number of a block that is not in the table.
+/// Inserts the ID of a block that is not in the table.
 #[inline]
 pub fn insert(table: &mut HashTable<u32>, number: u32, place_of: impl Fn(&u32) -> u64) {
     reserve(table, &place_of);
     table.insert_unique(place_of(&number), number, &place_of);
 }
 
-/// Removes the number of a block, if it is in the table.
+/// Removes the ID of a block if the ID is in the table.
 #[inline]
 pub fn remove(table: &mut HashTable<u32>, number: u32, place_of: impl Fn(&u32) -> u64) {
     if let Ok(found) = table.find_entry(place_of(&number), |&other| other == number) {
@@ -31,7 +31,7 @@ fn reserve<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     }
 }
 
-/// Rebuilds a table at its size if it is full only because of marks of removed entries. `hashbrown` would double its size.
+/// If a table is full only because of the marks of removed entries, rebuilds it at its present size. `hashbrown` would double its size.
 #[cold]
 fn renew<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     let (needed, whole) = (table.len() + 1, table.num_buckets() / 8 * 7);
@@ -87,7 +87,7 @@ mod tests {
                     found.expect("it was put there").remove();
                     shrink(&mut table, place_of);
                 }
-                // A slot takes an entry and a tag; vector instructions need the rest.
+                // The memory of a slot is an entry and a tag; the remaining bytes are for vector instructions.
                 assert!(
                     table.allocation_size() <= table.len().max(KEPT_CAPACITY) * 9 * 4 + 64,
                     "{} {table:?}",

@@ -36,9 +36,9 @@ use state::{Reason, State};
 pub struct Compactor {
     /// The state of the first rank.
     state: State,
-    /// The first rank that payloads have stated; None if they have stated none.
+    /// The first rank that payloads have stated; None if the payloads have stated no rank.
     rank: Option<i64>,
-    /// The states of the other ranks.
+    /// The states of all ranks except the first.
     others: BTreeMap<i64, State>,
     scratch: Scratch,
     is_restoring: bool,
@@ -52,7 +52,7 @@ impl Compactor {
         self.scratch.shrink();
     }
 
-    /// Applies a payload that `payloads` has returned. A repeated store in it is another copy, not another announcement of the same copy.
+    /// Applies a payload that `payloads` has returned. A repeated store in it is another copy, not another announcement of a copy.
     pub fn restore(&mut self, payload: &[u8], schema: &Schema) {
         self.is_restoring = true;
         self.apply(payload, schema);
@@ -62,7 +62,7 @@ impl Compactor {
     /// Applies the events that were read into `scratch`, as an index does.
     fn apply_read(&mut self, batch: &ReadPayload<'_>) {
         if self.scratch.digests {
-            // Consumers that store digests of hashes would not recognise the hashes in an export, where they are numbers.
+            // An export has hashes as numbers, so consumers that store digests would not recognise these hashes.
             return self.invalidate("digests");
         }
         let stated = self.scratch.stated_rank();
@@ -136,8 +136,8 @@ impl Compactor {
         }
     }
 
-    /// The events that rebuild the state, as payloads of at most `limit` bytes unless one block takes more. Each rank has payloads of its
-    /// own, of which the first one only clears everything. None if the state is invalid, or events cannot rebuild it.
+    /// Returns the events that rebuild the state, as payloads of at most `limit` bytes, unless a single block takes more. Each rank has
+    /// separate payloads, the first of which only clears everything. Returns None if the state is invalid, or if no events can rebuild it.
     pub fn payloads(&self, limit: usize, ts: f64) -> Option<Vec<Vec<u8>>> {
         let mut payloads = Vec::new();
         for (rank, state) in self.states() {
@@ -153,7 +153,7 @@ impl Compactor {
         self.states_mut().for_each(|(_, state)| state.evidence.is_whole = false);
     }
 
-    /// Whether a part of the stream was not received since the last clear of everything.
+    /// Whether a part of the stream that follows the last clear of everything was not received.
     pub fn is_partial(&self) -> bool {
         self.states().any(|(_, state)| !state.evidence.is_whole)
     }
@@ -163,12 +163,12 @@ impl Compactor {
         self.states_mut().for_each(|(_, state)| state.invalidate(reason));
     }
 
-    /// Why the state is invalid until the stream is cleared: the exceeded limit, or what could not be read.
+    /// The reason why the state is invalid until the stream is cleared: the exceeded limit, or the input that could not be read.
     pub fn invalid_reason(&self) -> Option<Reason> {
         self.states().find_map(|(_, state)| state.invalid)
     }
 
-    /// Blocks with at least one copy.
+    /// Number of blocks with at least one copy.
     pub fn live(&self) -> usize {
         self.states().map(|(_, state)| state.blocks.live()).sum()
     }
@@ -179,7 +179,7 @@ impl Compactor {
         self.states().map(|(_, state)| nodes(state)).sum()
     }
 
-    /// Approximate heap bytes, without those of the scratch for the last payload.
+    /// Approximate number of heap bytes, not counting the scratch for the last payload.
     pub fn bytes(&self) -> usize {
         self.states().map(|(_, state)| state.bytes()).sum()
     }

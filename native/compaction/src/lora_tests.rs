@@ -1,5 +1,5 @@
-//! LoRAs whose name moves to other weights. The tests compare three indexes with an engine that hashes paths and announces names: one that
-//! reads all events, one that restores a snapshot, and one that starts from a compacted history.
+//! Tests with LoRAs whose names move to other weights. The tests compare three indexes with an engine that hashes paths and announces
+//! names: the first reads all events, the second restores a snapshot, and the third starts from a compacted history.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use kvevents_index::keys::lora_name;
 use kvevents_index::prefix_index::PrefixIndex;
 use kvevents_index::wire::scan::Limits;
 
-/// Path of the weights, and the first blocks of a prompt up to this one.
+/// A cached block: the path of the weights, and the prompt up to and including this block.
 type Cached = (u8, Vec<u8>);
 
 /// Names of LoRAs; the empty name stands for prompts without a LoRA.
@@ -99,7 +99,7 @@ struct Engine {
     /// Paths of the weights that are loaded.
     paths: [u8; NAMES.len()],
     cached: [BTreeSet<Cached>; NAMES.len()],
-    /// Blocks of LoRAs that were stored since the last sign that the weights were replaced; None without any sign.
+    /// Blocks of LoRAs that were stored after the last sign that the weights were replaced; None if there was no sign.
     current: [Option<BTreeSet<Cached>>; NAMES.len()],
 }
 
@@ -108,14 +108,14 @@ impl Engine {
         self.current[name].as_ref().is_none_or(|current| current.contains(block))
     }
 
-    /// Computes a prompt with the weights at a path. Returns the event, if there is any.
+    /// Computes a prompt with the weights at a path. Returns the event, if the engine sends one.
     fn compute(&mut self, name: usize, path: u8, prompt: &[u8]) -> Option<Vec<u8>> {
         let path = if NAMES[name].is_empty() { 0 } else { path };
         let block = |length: usize| (path, prompt[..length].to_vec());
         let known = (1..=prompt.len())
             .take_while(|&length| self.cached[name].contains(&block(length)))
             .count();
-        // After a hole the engine still has the next blocks of the prompt, and does not announce them again.
+        // If an earlier block of the prompt was evicted, the engine still has the blocks after that one, and does not announce these again.
         let fresh = (known + 1..=prompt.len())
             .take_while(|&length| !self.cached[name].contains(&block(length)))
             .count();
@@ -133,7 +133,7 @@ impl Engine {
         (fresh > 0).then(|| store(name, path, &prompt[..known + fresh], known))
     }
 
-    /// Evicts a block; with `is_leaf` only one that no other block follows.
+    /// Evicts a block; if `is_leaf`, only a block that no other block follows.
     fn evict(&mut self, name: usize, at: usize, is_leaf: bool) -> Option<Vec<u8>> {
         let cached = &self.cached[name];
         let has_next = |block: &Cached| {
@@ -153,13 +153,13 @@ impl Engine {
         Some(removal(&[hash_of(name, block.0, &block.1)]))
     }
 
-    /// Blocks of a prompt that the engine finds.
+    /// Number of blocks of a prompt that the engine finds.
     fn truth(&self, name: usize, prompt: &[u8]) -> usize {
         let held = |&length: &usize| self.cached[name].contains(&(self.paths[name], prompt[..length].to_vec()));
         (1..=prompt.len()).take_while(held).count()
     }
 
-    /// Number of blocks of a prompt that the engine certainly finds, and number that it might find, according to its events.
+    /// Numbers of blocks of a prompt that the engine, according to its events, certainly finds and might find.
     fn known(&self, name: usize, prompt: &[u8]) -> (usize, usize) {
         let count = |meant: &dyn Fn(&Cached) -> bool| {
             let held = |&length: &usize| {
@@ -191,7 +191,7 @@ fn prompts() -> Vec<Vec<u8>> {
     found
 }
 
-/// Certain and possible blocks of the only worker of an index.
+/// The numbers of certain and of possible blocks of a prompt on the only worker of an index.
 fn answer(index: &PrefixIndex, name: usize, prompt: &[u8]) -> (usize, usize) {
     let lora = if NAMES[name].is_empty() {
         0
@@ -212,7 +212,7 @@ fn answer(index: &PrefixIndex, name: usize, prompt: &[u8]) -> (usize, usize) {
 #[derive(Clone, Debug)]
 enum Step {
     Request(usize, usize, usize),
-    /// A request that began with other weights.
+    /// A request that began before the present weights were loaded.
     Late(usize, u8, usize, usize),
     Load(usize, u8),
     Evict(usize, usize),
@@ -293,7 +293,8 @@ proptest! {
         }
     }
 
-    /// A snapshot and a compacted history, made at any time, lead to the same answers as all events, at once and after all later events.
+    /// A snapshot and a compacted history, made at any time, lead to the same answers as all events, immediately and after all later
+    /// events.
     #[test]
     fn late_consumers_have_the_same_answers(steps in steps(), cut in any::<prop::sample::Index>()) {
         let payloads: Vec<Vec<u8>> = run(&steps, true).1.into_iter().map(|(_, event)| event).collect();
@@ -342,7 +343,7 @@ proptest! {
     }
 }
 
-/// Blocks of 1,000 versions of an adapter: those of the newest are certain, no limit is reached, and all blocks can be removed.
+/// Blocks of 1,000 versions of an adapter: blocks of the newest version are certain, no limit is reached, and all blocks can be removed.
 #[test]
 fn a_thousand_versions_of_an_adapter_fill_no_limit() {
     const LENGTH: usize = 20;
@@ -380,7 +381,7 @@ fn a_thousand_versions_of_an_adapter_fill_no_limit() {
         (answer(&late, 0, &prompt), late.info("a", 0).unwrap().blocks),
         ((LENGTH, LENGTH), 1_000 * LENGTH)
     );
-    // The newest blocks leave first: the others might be found if the name has returned to a former path.
+    // The newest blocks are removed first: older blocks could be found if the name had returned to a former path.
     for version in (0..1_000).rev() {
         apply(&index, &mut seq, [&removal(&hashes(version)[LENGTH / 2..])]);
     }
@@ -394,8 +395,8 @@ fn a_thousand_versions_of_an_adapter_fill_no_limit() {
     assert!(!estimate_of(&index));
 }
 
-/// Without a LoRA, blocks with equal keys and different hashes differ in something that no event announces: neither is certain while both
-/// exist.
+/// If two blocks without a LoRA have equal keys and different hashes, they differ in a property that no event announces: neither block is
+/// certain while both exist.
 #[test]
 fn blocks_that_differ_by_their_hashes_alone_are_uncertain() {
     let (index, mut seq) = (index(), 0);

@@ -24,13 +24,13 @@ use super::unkept::Unkept;
 pub const MAX_LIVE: usize = 1 << 24;
 /// Maximum number of blocks and hashes that wait for an unknown parent or for tokens.
 pub const MAX_WAITING: usize = 1 << 16;
-/// Maximum number of dead ancestors beyond the number of blocks with copies.
+/// Maximum number by which dead ancestors may outnumber the blocks with copies.
 pub const MAX_DEAD: usize = 1 << 16;
-/// Maximum number of further copies of blocks beyond the number of blocks with copies.
+/// Maximum number by which further copies (beyond the first of each block) may outnumber the blocks with copies.
 pub const MAX_EXTRA: usize = 1 << 20;
 /// Maximum number of bytes of LoRA names, salts and extra keys, each counted once.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Maximum number of different block sizes in tokens, each of which has its own memory.
+/// Maximum number of different block sizes in tokens; blocks of each size have separate memory.
 pub const MAX_WIDTHS: usize = 64;
 
 /// Maximum number of copies of blocks of groups of unknown kinds.
@@ -50,7 +50,7 @@ pub struct Content<'a> {
     pub scheme: Scheme,
     /// Part of the seed that the block's LoRA contributes.
     pub lora: u64,
-    /// Part of the seed that the block's own salt contributes; None if it has its parent's salt.
+    /// Part of the seed that the block's own salt contributes; None if the block has its parent's salt.
     pub salt: Option<u64>,
     /// Namespace of the block as announced.
     pub namespace: Namespace<'a>,
@@ -71,15 +71,15 @@ pub struct State {
     pub announcements: Announcements,
     /// The matching rules of the stream's groups.
     pub group_rules: GroupRules,
-    /// Copies of blocks whose parents, or tokens, are unknown. Their placements are numbers of announcements.
+    /// Copies of blocks whose parents, or tokens, are unknown. Here the ID of a copy's placement is the ID of its announcement.
     pub waiting: Queue<Content<'static>>,
     /// Copies of blocks of groups of unknown kinds.
     pub unkept: Unkept,
-    /// Stores of the current payload that might not have added a copy, as hashes and announcements.
+    /// The hash and the announcement of each store of the current payload that might not have added a copy.
     hit_reports: HitReports<u64, u8>,
     /// Number of tokens after each block that the block's hash also covers.
     pub lookahead: usize,
-    /// The levels, as bits, on which a second store of a block is another copy, as `Groups::copied_levels` of the index.
+    /// The levels, as bits, on which a second store of a block is another copy, like `Groups::copied_levels` in the index.
     pub copied_levels: u8,
     /// Evidence about the completeness of the stream's blocks. An invalid state counts as one store that was set aside.
     pub evidence: Evidence,
@@ -108,7 +108,7 @@ impl State {
         }
     }
 
-    /// Ends a payload. `has_reports` is whether its repeated stores can be reports of hits instead of copies.
+    /// Ends a payload. `has_reports` is whether repeated stores in the payload can be reports of hits instead of copies.
     pub fn end_payload(&mut self, has_reports: bool) {
         for (hash, announcement) in self.hit_reports.take_uncertain() {
             if has_reports {
@@ -118,7 +118,7 @@ impl State {
         }
     }
 
-    /// Drops everything except the matching rules of groups, and ignores other events until a clear of everything.
+    /// Drops everything except the matching rules of groups, and ignores all events before the next clear of everything.
     pub fn invalidate(&mut self, reason: Reason) {
         *self = Self {
             group_rules: std::mem::take(&mut self.group_rules),
@@ -225,7 +225,7 @@ impl State {
         self.check_limits()
     }
 
-    /// The announcements, as bits, of which a block has at most one copy in total; none if each store is a copy of its own.
+    /// The set of announcements, as bits, in which a block has at most one copy in total; 0 if each store adds a copy.
     fn single(&self, announcement: u8) -> u64 {
         let level = self.announcements.get(announcement).placement.level();
         if self.copied_levels >> level & 1 != 0 {
@@ -235,7 +235,7 @@ impl State {
         }
     }
 
-    /// Records a block whose new copy might be one that it already had on the same placement.
+    /// Records a store of a block that might repeat a copy which the block already had on the same placement.
     fn note_repeated(&mut self, hash: u64, number: u32, announcement: u8) {
         if self.group_rules.len() > 1 {
             let same_placement = self.announcements.on_placement_of(announcement);
@@ -266,7 +266,7 @@ impl State {
         Ok(())
     }
 
-    /// Ends the store of a block, and returns the number of the block. None if the block was refused.
+    /// Ends the store of a block. Returns the ID of the block, or None if the block was refused.
     fn number_of(&mut self, stored: Stored, hash: u64, announcement: u8) -> Result<Option<u32>, Reason> {
         self.check_examinations()?;
         let (Stored::New(number) | Stored::Known(number)) = stored else {
@@ -385,7 +385,7 @@ impl State {
         self.waiting.push(waiting, usize::MAX);
     }
 
-    /// Stores the blocks that waited for a block, then the blocks that waited for those, and so on.
+    /// Stores the blocks that waited for a block, and recursively the blocks that waited for these blocks.
     fn link(&mut self, hash: u64, number: u32) -> Result<(), Reason> {
         if self.waiting.is_empty() {
             return Ok(());
@@ -490,7 +490,7 @@ impl State {
         let keeps = may_keep && held != 0;
         let dropped = waiting & lower | if keeps { 0 } else { held };
         self.evidence.begin(self.announcements.levels_of(dropped), keeps);
-        // The state stays invalid after too many groups, although their blocks are removed.
+        // If the stream had too many groups, the state stays invalid, although the blocks of these groups are removed.
         let invalid = self.invalid.filter(|&reason| reason == "groups");
         self.evidence.set_aside = u64::from(invalid.is_some());
         let mut cleared = Self {

@@ -69,7 +69,7 @@ fn take(state: &mut State, hash: u64, location: &Location<'_>) {
     state.remove(&[hash], location).expect("within limits");
 }
 
-/// Number of copies by hash and medium, and waiting blocks in the order in which they were stored.
+/// The number of copies by hash and medium, and the pending blocks in the order in which they were stored.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Model {
     live: BTreeMap<(u64, bool), u32>,
@@ -113,7 +113,7 @@ fn says_rule(store: &Store) -> bool {
     store.keys.as_deref().map_or(*store.tokens == [0, 0], |keys| keys == [0])
 }
 
-/// The state of a consumer that has started empty and applied these events.
+/// The state of a consumer that started with no blocks and has applied these events.
 fn applied(events: &[ExportedEvent]) -> Model {
     let mut model = Model::default();
     let mut left = events;
@@ -228,8 +228,8 @@ proptest! {
     }
 }
 
-/// A chain is exported as one event. Its removed blocks are stored as parents, and removed again. A walk to the root for each block would
-/// take minutes.
+/// A chain is exported as one event. The chain's removed blocks are stored as parents, and removed again. A walk to the root for each block
+/// would take minutes.
 #[test]
 fn a_long_chain_of_dead_ancestors_that_share_hashes_is_exported() {
     const BLOCKS: u64 = 60_000;
@@ -261,8 +261,7 @@ fn a_chain_is_exported_as_one_run_with_its_dead_ancestors() {
     assert_eq!(events.last(), Some(&ExportedEvent::Removed(vec![2, 1], GPU.clone())));
 }
 
-/// Blocks with equal hashes and different parents are exported in their order: children belong to the newest, and a removal takes the
-/// oldest.
+/// Blocks with equal hashes and different parents are exported in order: children belong to the newest block, a removal takes the oldest.
 #[test]
 fn twins_are_exported_with_their_children_in_the_order_in_which_they_came() {
     let mut state = State::default();
@@ -290,7 +289,7 @@ fn twins_are_exported_with_their_children_in_the_order_in_which_they_came() {
     assert!(at(9) < at(10) && at(10) < second && second < at(11), "{order:?}");
 }
 
-/// Beyond a limit nothing is kept or exported until the stream clears everything.
+/// If a limit is exceeded, nothing is kept or exported until the stream clears everything.
 #[test]
 fn too_many_orphans_are_lost_until_a_clear() {
     let mut state = State::default();
@@ -306,7 +305,7 @@ fn too_many_orphans_are_lost_until_a_clear() {
     assert_eq!(exported(&state).map(|events| events.len()), Some(1));
 }
 
-/// A history that lacks events of a payload is invalid until the stream is cleared.
+/// If events of a payload are missing, the history is invalid until the stream is cleared.
 #[test]
 fn a_payload_that_is_not_read_is_lost() {
     let schema = Schema::new(Limits::default()).expect("the limits are high enough");
@@ -332,7 +331,7 @@ fn a_payload_that_is_decoded_is_applied() {
     assert_eq!((compactor.live(), compactor.invalid_reason()), (1, None));
 }
 
-/// A history keeps as many blocks of one hash as an index holds by default, and the same ones.
+/// A history keeps as many blocks of one hash as an index with default limits, and keeps the same blocks.
 #[test]
 fn as_many_blocks_of_one_hash_are_kept_as_an_index_holds() {
     let count = BLOCKS_PER_HASH as u32 + 10;
@@ -360,7 +359,7 @@ fn index() -> PrefixIndex {
     PrefixIndex::new(read_all(), kvevents_index::limits::Limits::default())
 }
 
-/// Each removal searches for the oldest block with its hash at its location, which is always the last of a thousand.
+/// Each removal searches for the oldest block that has the removal's hash and location; here this is always the last of a thousand blocks.
 #[test]
 fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
     let mut state = State::default();
@@ -516,8 +515,8 @@ fn what_is_missed_is_known_until_everything_is_cleared() {
     assert_eq!((compactor.is_partial(), compactor.invalid_reason()), (false, None));
 }
 
-/// A clear without a tier examines the blocks of lower tiers, which stay. If no stores come in between, further clears soon drop these
-/// blocks instead.
+/// A clear without a tier examines the blocks of lower tiers, which stay. If no store comes between the clears, further clears soon drop
+/// these blocks instead.
 #[test]
 fn clears_without_a_tier_take_a_bounded_time() {
     let mut state = State::default();
@@ -664,7 +663,7 @@ fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
     state
 }
 
-/// One block of each store is left, which needs all its ancestors. Only needed blocks take memory, and none takes any after the last
+/// One block of each store remains, and needs all its ancestors. Only needed blocks take memory, and no block takes memory after the last
 /// removal.
 #[test]
 fn memory_is_that_of_what_is_needed() {
@@ -680,7 +679,7 @@ fn memory_is_that_of_what_is_needed() {
     }
 }
 
-/// Chains that grow block by block, many at once and with a common beginning, take as little memory as long stores.
+/// Chains that grow block by block, many concurrently and with a common beginning, take as little memory as long stores.
 #[test]
 fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
     let mut state = State::default();
@@ -698,7 +697,7 @@ fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
     assert!(state.bytes() < 4900 * 70 + 16_384, "{} bytes", state.bytes());
 }
 
-/// Removals of one hash each that are otherwise equal become one event; all other events stay.
+/// Consecutive removals that have one hash each and differ only in the hash become one event; all other events stay.
 #[test]
 fn removals_in_a_row_are_joined() {
     let removal = |hash: u64, medium: u8| {
@@ -756,8 +755,8 @@ fn removals_in_a_row_are_joined() {
     }
 }
 
-/// If no block of a group is left, the export stores and removes a block only to announce the group's rule. This holds whether the last
-/// block was stored with tokens or with a key.
+/// If no block of a group is left, the export stores and removes a block only to announce the group's rule. The export does this whether
+/// the last block was stored with tokens or with a key.
 #[test]
 fn rules_outlive_their_blocks() {
     for hash in [37, 5] {

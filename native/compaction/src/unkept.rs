@@ -8,7 +8,7 @@ use kvevents_index::rules::location::owned;
 
 use super::event::{Location, Store, Text};
 
-/// Maximum number of different placements of such blocks.
+/// Maximum number of different placements of blocks in groups of unknown kinds.
 const MAX_PLACEMENTS: usize = 64;
 /// Maximum number of hashes in one exported event.
 const MAX_HASHES: usize = 4096;
@@ -19,7 +19,7 @@ pub struct Group {
     placement: Placement,
     /// A store without blocks that names the placement and the kind of its group.
     pub example: Store<'static>,
-    /// Number of stored minus removed copies, by hash; never 0. Like an index, this also subtracts removals of blocks that were not stored.
+    /// Number of stored minus removed copies, by hash; never 0. As in an index, removals of blocks that were not stored also count.
     copies: HashMap<u64, i32>,
     /// Sum of the absolute values of `copies`.
     total: usize,
@@ -32,12 +32,12 @@ pub struct Unkept {
 }
 
 impl Unkept {
-    /// Adds the copies of a store. None if there are too many placements.
+    /// Adds the copies of a store. Returns None if there are too many placements.
     pub fn store(&mut self, store: &Store<'_>) -> Option<()> {
         self.change(&store.hashes, &store.location, &store.kind, store.block_size, 1)
     }
 
-    /// Removes one copy of each hash, in a group of this kind. None if there are too many placements.
+    /// Removes one copy of each hash, in a group of this kind. Returns None if there are too many placements.
     pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>, kind: &Text<'_>) -> Option<()> {
         self.change(hashes, location, kind, 0, -1)
     }
@@ -114,8 +114,8 @@ impl Unkept {
 }
 
 impl Group {
-    /// Returns the hashes of stored copies in parts, each hash once for each copy. With `sign` -1, returns those of copies that were
-    /// removed without having been stored.
+    /// Returns the hashes of stored copies in parts, each hash once for each copy. If `sign` is -1, returns the hashes of copies that were
+    /// removed but never stored.
     pub fn hashes(&self, sign: i32) -> Vec<Vec<u64>> {
         let mut copies: Vec<(u64, i32)> = self.copies.iter().map(|(&hash, &count)| (hash, count)).collect();
         copies.sort_unstable();

@@ -5,10 +5,10 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use crate::announcements::bits;
 use crate::blocks::{Blocks, ROOT};
 
-/// Maximum number of blocks with keys instead of tokens that one event stores.
+/// Maximum number of blocks that one event stores if they have keys instead of tokens.
 const MAX_KEYED: usize = 4096;
 
-/// Blocks that share their hash with other blocks ("twins"), including dead ones, by hash, in the order of their export.
+/// Blocks that share their hash with other blocks ("twins"), including dead blocks, by hash, in the order of their export.
 pub struct Twins(HashMap<u64, Vec<u32>>);
 
 impl Twins {
@@ -33,7 +33,7 @@ impl Twins {
         Self(all)
     }
 
-    /// Whether there are no shared hashes.
+    /// Whether no hash is shared.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -49,7 +49,7 @@ impl Twins {
 pub struct Phases {
     /// The replaced LoRAs, each with an outdated block.
     pub loras: BTreeMap<u64, u32>,
-    /// Blocks to store after the signs that LoRAs were replaced: blocks of the present weights, and their dead ancestors.
+    /// Blocks that are exported after the signs of replacement: blocks of the present weights, and their dead ancestors.
     pub later: HashSet<u32>,
 }
 
@@ -80,7 +80,7 @@ impl Phases {
     }
 }
 
-/// The depths of blocks. Each is computed only once, since chains of dead blocks are long.
+/// Returns the depths of blocks. Each depth is computed only once, since chains of dead blocks can be long.
 struct Depths<'a> {
     blocks: &'a Blocks,
     known: HashMap<u32, usize>,
@@ -115,15 +115,15 @@ pub struct Runs<'a> {
     first_child: Vec<u32>,
     /// Next sibling of each block.
     next_sibling: Vec<u32>,
-    /// For each twin, the number of blocks besides its parent that must still be exported before it.
+    /// For each twin, the number of blocks, other than its parent, that must still be exported before the twin.
     blockers: HashMap<u32, usize>,
     /// For each block, the twins that wait for it.
     blocked: HashMap<u32, Vec<u32>>,
-    /// Twins that wait although their parents are exported. `held_order` has them in the order in which they began to wait, together with
-    /// twins that no longer wait.
+    /// Twins that wait although their parents are exported. `held_order` lists these twins in the order in which they began to wait; twins
+    /// that no longer wait stay in the list.
     held: HashSet<u32>,
     held_order: Vec<u32>,
-    /// Blocks with which a run can begin; the last one is next.
+    /// Blocks with which a run can begin; the last block of the list is the next to be exported.
     ready: Vec<u32>,
 }
 
@@ -164,7 +164,7 @@ impl<'a> Runs<'a> {
         runs
     }
 
-    /// Orders `later` after `earlier` and its children.
+    /// Records that `later` must be exported after `earlier` and the children of `earlier`.
     fn block(&mut self, earlier: u32, later: u32) {
         let children: Vec<u32> = self.children(earlier).filter(|&child| child != later).collect();
         for before in std::iter::once(earlier).chain(children) {
@@ -182,7 +182,7 @@ impl<'a> Runs<'a> {
         std::iter::successors(some(first), move |&at| some(self.next_sibling[at as usize]))
     }
 
-    /// Adds blocks whose parents are exported; the first one is exported next.
+    /// Adds blocks whose parents are exported; the first of the given blocks is exported next.
     fn add_heads(&mut self, heads: Vec<u32>) {
         for head in heads.into_iter().rev() {
             if self.blockers.get(&head).is_some_and(|&left| left > 0) {
@@ -251,7 +251,8 @@ impl Iterator for Runs<'_> {
     type Item = Vec<u32>;
 
     fn next(&mut self) -> Option<Vec<u32>> {
-        // If all remaining blocks wait for each other, no order is known to be right. Any order is tried, and `rebuilt` verifies it.
+        // If all remaining blocks wait for each other, no order is known to be right. The export then tries an arbitrary order, and
+        // `rebuilt` verifies the result.
         let mut held = std::iter::from_fn(|| self.held_order.pop());
         let head = self.ready.pop().or_else(|| held.find(|head| self.held.remove(head)))?;
         let run = self.run_from(head);
