@@ -1,23 +1,23 @@
 //! Selection of the worker for a prompt.
 //!
-//! Theory of operation. Candidates without a connection are left out as long as another candidate has one: a worker that is STALE, or where
-//! nothing listens, gets a prompt only if no other worker can take it. The score of each remaining candidate is that of `prefix-aware`
-//! (`score`): the share of the prompt that it must compute, 0 to 1, plus a load term for its requests. A request counts as
-//! `REQUEST_TOKENS` tokens of work. So a cached prefix saves as much as it would cost to compute, and a short or shared prefix does not
-//! outweigh a queue. Of candidates with equal scores, the one that computes less is chosen, since avoided work helps all requests.
-//! Candidates that are equal in both are chosen in rotation. Each process begins the rotation at a random place, so that many routers do
-//! not send to one worker at once.
+//! Theory of operation. Candidates without a connection are left out as long as another candidate has one: a worker that is STALE, or whose
+//! address nothing listens at, gets a prompt only if no other worker can take the prompt. Each remaining candidate has the score that
+//! `prefix-aware` computes (`score`): the share of the prompt that it must compute, 0 to 1, plus a load term for its requests. A request
+//! counts as `REQUEST_TOKENS` tokens of work. So a cached prefix saves as much as it would cost to compute, and a short or shared prefix
+//! does not outweigh a queue. Of candidates with equal scores, the candidate that computes less is chosen, since avoided work helps all
+//! requests. Candidates for which both values are equal are chosen in rotation. Each process begins the rotation at a random place, so that
+//! many routers do not send to one worker at once.
 //!
-//! *Loads* are requests in flight: the loads in the request, if it has any. If it has none, they are the requests that engines report of
-//!   themselves, corrected by requests that were sent and finished since then (`loads`); a candidate without a recent report gets the mean
-//!   of the others, so that it neither attracts nor loses prompts. If no engine reports, the reservations and the recent selections of this
-//!   process count. A reservation before its first token counts as the tokens that its worker must compute.
+//! *Loads* are requests in flight: the loads in the request, if it has any. If the request has none, they are the numbers of requests that
+//!   engines report, corrected by requests that were sent and finished after the report (`loads`). A candidate without a recent report then
+//!   gets the mean of the other candidates, so that it neither attracts nor loses prompts. If no engine reports, the reservations and the
+//!   recent selections of this process count. A reservation before its first token counts as the tokens that its worker must compute.
 //!
 //! *Sessions*: each session has its own worker, which is the same in all processes. The score of this worker is a little lower, so that
 //!   turns of a conversation stay together if other terms of the score are about equal.
 //!
-//! *Tiers without removals*: from some tiers engines announce no removals. The blocks of an EXACT worker on these tiers have the weight of
-//!   DEGRADED, and its other blocks that of EXACT.
+//! *Tiers without removals*: for some tiers, engines announce no removals. An EXACT worker's blocks on these tiers have the weight of
+//!   DEGRADED, and its other blocks have the weight of EXACT.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -46,7 +46,7 @@ pub enum Tier {
     Cpu,
     /// Disks and remote stores.
     Disk,
-    /// All tiers with an unknown medium, which have the lowest weight.
+    /// All tiers with an unknown medium; these tiers have the lowest weight.
     Other,
 }
 
@@ -60,7 +60,7 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// Returns these terms with the weights of a request, which take precedence.
+    /// Returns these terms merged with the weights of a request; the request's weights take precedence.
     pub fn updated(
         &self,
         tiers: &Weights<Tier>,
@@ -83,7 +83,7 @@ impl Terms {
     }
 }
 
-/// Number of requests that is added to those of each candidate before they are compared with the mean. Without it, one request in an idle
+/// Number that is added to each candidate's requests before they are compared with the mean. If nothing were added, one request in an idle
 /// fleet would be many times the mean, and outweigh a long cached prefix; docs/adr/0008-prefix-aware-score.md has figures.
 const BASE_REQUESTS: f64 = 4.0;
 
@@ -93,13 +93,13 @@ const REQUEST_TOKENS: f64 = 256.0;
 /// Discount in the score of a session's own worker: another worker is chosen if it saves more than a tenth of the prompt.
 const SESSION_BONUS: f64 = 0.1;
 
-/// Maximum load: a larger one counts as this number, so that no product is infinite.
+/// Maximum load: a larger load counts as this load, so that no product is infinite.
 const MAX_REQUESTS: f64 = 1e12;
 
 /// Number of requests up to which a candidate's cache counts, unless the candidate was chosen too often in the last minute.
 const GUARD_REQUESTS: f64 = 8.0;
 
-/// Tokens by tier; none for a worker that the index did not find.
+/// Number of tokens by tier; None for a worker that the index did not find.
 #[derive(Clone, Copy, Debug)]
 pub struct Tiers(pub Option<[u32; 3]>);
 
@@ -124,7 +124,7 @@ pub struct WorkerTrust<'a> {
     pub instance: &'a str,
     /// Rank of the worker.
     pub rank: i64,
-    /// Where the instance takes requests, if that is known.
+    /// The URL at which the instance takes requests, if the URL is known.
     pub url: Option<&'a str>,
     /// Labels of the instance.
     pub labels: &'a Labels,
@@ -138,11 +138,11 @@ pub struct WorkerTrust<'a> {
 pub enum LoadFrom {
     /// Without any.
     None,
-    /// The request gives them.
+    /// The request has stated the loads.
     Request,
-    /// Engines have reported them.
+    /// Engines have reported the loads.
     Engines,
-    /// The reservations and the recent selections of this process.
+    /// The loads are the reservations and the recent selections of this process.
     Selections,
 }
 
@@ -153,7 +153,7 @@ pub struct Considered<'a> {
     pub instance: &'a str,
     /// Rank of the worker.
     pub rank: i64,
-    /// Where the instance takes requests, if that is known.
+    /// The URL at which the instance takes requests, if the URL is known.
     pub url: Option<&'a str>,
     /// Labels of the instance.
     pub labels: &'a Labels,
@@ -163,19 +163,19 @@ pub struct Considered<'a> {
     pub uncached: f64,
     /// The part of the score that the candidate's requests add.
     pub load: f64,
-    /// Whether the candidate's cache did not count because of its requests.
+    /// Whether the candidate's cache did not count because the candidate had too many requests.
     pub hot: bool,
     /// Whether the candidate is the session's own worker, whose score is lower by a constant.
     pub session: bool,
-    /// Tokens of the prompt that the candidate holds, over all tiers.
+    /// Number of tokens of the prompt that the candidate holds, over all tiers.
     pub tokens: u32,
-    /// Tokens of the match by tier.
+    /// Number of tokens of the match, by tier.
     pub tiers: Tiers,
     /// The trust in these tokens.
     pub trust: &'a Trust,
     /// Tiers that the state of the candidate's stream does not cover.
     pub inexact_tiers: &'a [String],
-    /// The requests that counted as the candidate's load; None if the mean of the others counted.
+    /// The number of requests that counted as the candidate's load; None if the mean of the other candidates counted.
     pub requests: Option<f64>,
 }
 
@@ -186,11 +186,11 @@ pub struct Selected<'a> {
     pub instance: &'a str,
     /// Rank of the worker.
     pub rank: i64,
-    /// Where the instance takes requests, if that is known.
+    /// The URL at which the instance takes requests, if the URL is known.
     pub url: Option<&'a str>,
     /// Labels of the instance.
     pub labels: &'a Labels,
-    /// Whether the worker can be reached. If not, no candidate can, and nothing is reserved.
+    /// Whether the worker can be reached. If it cannot, no candidate can be reached, and nothing is reserved.
     pub usable: bool,
     /// The score, the smaller the better.
     pub score: f64,
@@ -200,7 +200,7 @@ pub struct Selected<'a> {
     pub why: String,
     /// The source of the loads.
     pub load_from: LoadFrom,
-    /// The reservation, if one was asked for.
+    /// The reservation, if the request asked for one.
     pub reservation: Option<Reservation>,
     /// All candidates with a connection, the chosen one first, if the request asks for an explanation.
     pub considered: Option<Vec<Considered<'a>>>,
@@ -215,7 +215,7 @@ pub struct Contender<'a> {
     pub instance: &'a str,
     /// Rank of the worker.
     pub rank: i64,
-    /// Where the instance takes requests, if that is known.
+    /// The URL at which the instance takes requests, if the URL is known.
     pub url: Option<&'a str>,
     /// Labels of the instance.
     pub labels: &'a Labels,
@@ -229,11 +229,11 @@ pub struct Contender<'a> {
     pub trust: &'a Trust,
     /// The state of the worker's stream, which does not depend on whether some of these blocks might be gone.
     pub state: TrustState,
-    /// How far the worker is from taking requests: 0 for a worker with a connection.
+    /// Distance of the worker from taking requests: 0 if the worker has a connection, greater if it has none.
     pub distance: u8,
     /// Length of the match of the prompt over all tiers.
     pub tokens: u32,
-    /// Tokens of the match that the worker certainly holds.
+    /// Number of tokens of the match that the worker certainly holds.
     pub certain: u32,
     /// Length of the match of the prompt by tier.
     pub tiers: Tiers,
@@ -249,10 +249,10 @@ impl<'a> Contender<'a> {
     }
 }
 
-/// The known requests of the candidates, in their order.
+/// The known numbers of requests, in the order of the candidates.
 struct Known {
     from: LoadFrom,
-    /// Number of requests of each candidate; None if it is unknown, so that the mean of the others counts.
+    /// Number of requests of each candidate; None if the number is unknown; then the mean of the other candidates counts.
     requests: Vec<Option<f64>>,
 }
 
@@ -293,14 +293,14 @@ impl Known {
         }
     }
 
-    /// The requests that count for each candidate.
+    /// The number of requests that counts for each candidate.
     fn counted(&self) -> Vec<f64> {
         let known: Vec<f64> = self.requests.iter().flatten().copied().collect();
         let mean = known.iter().sum::<f64>() / known.len().max(1) as f64;
         self.requests.iter().map(|requests| requests.unwrap_or(mean)).collect()
     }
 
-    /// The work of a candidate with `requests` requests in tokens.
+    /// The work, in tokens, of a candidate with `requests` requests.
     fn work(&self, one: &Contender<'_>, requests: f64, state: &State) -> f64 {
         let work = one.source.and_then(|source| state.of(source, one.rank));
         match work.filter(|_| self.from != LoadFrom::Request) {
@@ -319,7 +319,7 @@ pub struct Question<'a> {
     pub prompt_tokens: usize,
     /// The rule that resolves a tie.
     pub tie: Tie,
-    /// Whether the answer lists the other candidates.
+    /// Whether the answer must list the other candidates.
     pub explain: bool,
     /// Whether the engine will compute the whole prompt, including the cached part.
     pub ignores_cache: bool,
@@ -334,7 +334,7 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: 
     if question.ignores_cache {
         return 0.0;
     }
-    // The position in `TIERS`; `Tier::Other` has the position after its end.
+    // The position in `TIERS`; `Tier::Other` has the position after the end of `TIERS`.
     let tier = |at: usize| terms.tiers.0[at].0 as usize;
     let held = one.tiers.0.unwrap_or_default();
     let reach = |at: usize| held.get(tier(at)).map_or(0, |tokens| (*tokens).into());
@@ -351,10 +351,11 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: 
     (weights.multiplied(factor, if has_other { uncertain_weight } else { believed })).saved(tokens, whole, reach)
 }
 
-/// Returns the multiple of the others' mean requests above which a candidate's cache does not count.
+/// Returns the factor by which a candidate's requests must exceed the mean of the other candidates for its cache not to count.
 ///
-/// It is 1.25 if caches save up to three quarters of the prompt: with 2, the busiest of 16 engines had 1.8 times the mean requests while
-/// one system prompt spread. It increases if the best cache saves more, since such prompts, for example of agents, are slow elsewhere.
+/// The factor is 1.25 if caches save up to three quarters of the prompt: with a factor of 2, the busiest of 16 engines had 1.8 times the
+/// mean requests while one system prompt spread. The factor increases if the best cache saves more, since such prompts, for example of
+/// agents, are slow on other workers.
 fn guard(credits: &[f64]) -> f64 {
     let uncached = 1.0 - credits.iter().copied().fold(0.0, f64::max);
     (1.0 + (0.125 / uncached.max(0.0)).powi(2)).clamp(1.25, 2.0)
@@ -366,9 +367,10 @@ fn own_worker(session: &str, workers: &[&Contender<'_>]) -> Option<usize> {
     (0..workers.len()).max_by_key(hash)
 }
 
-/// Returns the candidate with the smallest score, and the reason. None without candidates.
+/// Returns the candidate with the smallest score, and the reason for the choice. Returns None if there are no candidates.
 ///
-/// # Errors If the requested reservation would exceed the limit.
+/// # Errors
+/// If the requested reservation would exceed the limit.
 pub fn choose<'a>(
     contenders: &[Contender<'a>],
     question: &Question<'_>,
@@ -435,7 +437,7 @@ pub fn choose<'a>(
 }
 
 impl State {
-    /// Counts the request for a worker, and reserves it if requested and if the worker can be reached.
+    /// Counts a request that is sent to a worker. Makes a reservation if one was requested and if the worker can be reached.
     fn count(&mut self, one: &Contender<'_>, credit: f64, question: &Question<'_>, now: Instant) -> Option<Reservation> {
         let worker = one.source.map(|source| (source, one.rank));
         let Some(wanted) = question.reserve.filter(|_| one.distance == 0) else {
@@ -458,13 +460,13 @@ impl State {
     }
 }
 
-/// Positions among the candidates with a connection.
+/// The outcome of a choice; positions are among the candidates with a connection.
 struct Place {
-    /// The chosen candidate.
+    /// The position of the chosen candidate.
     at: usize,
     /// Number of equally good candidates.
     equal: usize,
-    /// The session's own worker.
+    /// The position of the session's own worker.
     own: Option<usize>,
 }
 
@@ -533,7 +535,7 @@ fn answer<'a>(
     }
 }
 
-/// Returns a sentence about a choice. The last argument has the numbers of candidates, of equal candidates, and of candidates left out.
+/// Returns a sentence about a choice. The last argument has the numbers of all, of equal and of left-out candidates.
 fn why(
     question: &Question<'_>,
     chosen: &Considered<'_>,

@@ -1,4 +1,4 @@
-//! Selects the worker for a prompt. The service, `kvevents.routing` and the simulator choose by the same code.
+//! Selects the worker for a prompt. The service, `kvevents.routing` and the simulator use this code.
 
 mod choice;
 mod loads;

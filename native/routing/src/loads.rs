@@ -1,13 +1,14 @@
-//! The work of each worker: the requests that its engine reports, and those that this process has sent to it.
+//! The work of each worker: the requests that the worker's engine reports, and the requests that this process has sent to the worker.
 //!
-//! Theory of operation. A *reading* is the number of requests that an engine had when it reported. After a reading, later selections and
-//! reservations of this process are added to it, and reservations that were finished since then are subtracted. The next reading replaces
-//! these counts: a client that has left without notice costs nothing once the engine has reported. Readings that are too old do not count.
+//! Theory of operation. A *reading* is the number of requests that an engine had when it reported. Later selections and reservations of
+//! this process are added to the reading, and reservations that finish later are subtracted. The next reading replaces these counts: a
+//! client that left without notice costs nothing after the engine has reported. Readings that are too old do not count.
 //!
 //! If a worker's engine does not report, its open reservations count, each until it is finished or expires. The end of a selection without
-//! a reservation is unknown, so such a selection counts as a request that decays: half of it is left after `HALF_LIFE`. Then only
-//! proportions between workers matter, which are right for any duration of requests. A worker that joins while others work begins with
-//! their mean number of requests. This number is halved in steps of that time, since some of these requests might have ended unnoticed.
+//! a reservation is unknown, so such a selection counts as a request that decays: half of it is left after `HALF_LIFE`. With this decay,
+//! only the proportions between workers matter, and these are right for any duration of requests. A worker that joins while other workers
+//! have requests begins with the mean number of these requests. This number is halved after each `HALF_LIFE`, since some of these requests
+//! might have ended unnoticed.
 //!
 //! A reservation is *waiting* until its first token, and then *decoding*. A waiting reservation counts as the tokens that its worker must
 //! compute.
@@ -20,17 +21,17 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::reservations::{Reservation, ReservationCounts, Reservations, Reserved, TooMany, Update, Wanted};
 use crate::work::{Decaying, Reading, Requests, Work, WorkNumber};
 
-/// Number of workers above which idle ones are forgotten: four times the number that a service follows by default.
+/// Number of workers above which idle workers are forgotten: four times the number of workers that a service follows by default.
 const FORGETTING_WORKERS: usize = 16_384;
 
-/// The work of all workers, by source name and rank, and the reservations. Any thread can use it.
+/// The work of all workers, by source name and rank, and the reservations. Any thread can use this value.
 #[derive(Debug)]
 pub struct Loads {
     max_age: Duration,
     state: Mutex<State>,
 }
 
-/// Data that a choice reads and changes under one lock: of two concurrent choices, the second one already counts the first.
+/// Data that a choice reads and changes under one lock: of two concurrent choices, the second choice already counts the first.
 #[derive(Debug)]
 pub(crate) struct State {
     max_age: Duration,
@@ -63,7 +64,7 @@ impl Loads {
         state
     }
 
-    /// Stores a reading that arrived `age` ago. A reading older than the stored one is ignored.
+    /// Stores a reading that arrived `age` ago. A reading older than the stored reading is ignored.
     pub fn report(&self, source: &str, rank: i64, requests: f64, age: Duration) {
         let now = Instant::now();
         let Some(arrived) = now.checked_sub(age) else { return };
@@ -80,7 +81,7 @@ impl Loads {
         }
     }
 
-    /// Adds a worker, which begins with the mean reservations and choices of its `peers`. Does nothing for a known worker.
+    /// Adds a worker, which begins with the mean reservations and choices of its `peers`. Does nothing if the worker is known.
     pub fn join(&self, source: &str, rank: i64, peers: &[(String, i64)]) {
         let now = Instant::now();
         let mut state = self.lock(now);
@@ -90,7 +91,7 @@ impl Loads {
         state.number(source, rank, now, begin);
     }
 
-    /// Forgets a worker. Its reservations stay open, but count for no worker.
+    /// Forgets a worker. The worker's reservations stay open, but count for no worker.
     pub fn remove(&self, source: &str, rank: i64) {
         let mut state = self.state.lock();
         let Some(ranks) = state.numbers.get_mut(source) else { return };
@@ -103,8 +104,8 @@ impl Loads {
         }
     }
 
-    /// The requests of a worker: the number that its engine has reported, corrected by requests that have begun and ended since. None
-    /// without a recent reading.
+    /// The number of requests of a worker: the number that the worker's engine has reported, corrected by requests that have begun and
+    /// ended after the report. None if there is no recent reading.
     pub fn requests(&self, source: &str, rank: i64) -> Option<f64> {
         let now = Instant::now();
         let state = self.lock(now);
@@ -113,7 +114,7 @@ impl Loads {
 }
 
 impl State {
-    /// The work of a worker, if any is known.
+    /// The work of a worker; None if no work of the worker is known.
     pub(crate) fn of(&self, source: &str, rank: i64) -> Option<&Work> {
         self.work.get(self.numbers.get(source)?.get(&rank)?)
     }
@@ -123,7 +124,7 @@ impl State {
         (&mut self.reservations, &mut self.work)
     }
 
-    /// Returns the number of a worker. A new worker begins with the given requests and choices, which decay.
+    /// Returns the ID of a worker's record. A new worker begins with the given requests and choices, which decay.
     fn number(&mut self, source: &str, rank: i64, now: Instant, (requests, chosen): (f64, f64)) -> WorkNumber {
         if let Some(number) = self.numbers.get(source).and_then(|ranks| ranks.get(&rank)) {
             return *number;
@@ -147,7 +148,7 @@ impl State {
         });
     }
 
-    /// The known requests of a worker; None if they are unknown.
+    /// The number of requests of a worker; None if it is unknown.
     pub(crate) fn requests(&self, source: &str, rank: i64, now: Instant) -> Option<Requests> {
         let work = self.of(source, rank)?;
         Some(match work.reported(now, self.max_age) {
@@ -156,7 +157,7 @@ impl State {
         })
     }
 
-    /// Counts a request that was sent to a worker, with or without a reservation. Returns the number of the worker.
+    /// Counts a request that was sent to a worker, with or without a reservation. Returns the ID of the worker's record.
     pub(crate) fn begin(&mut self, (source, rank): (&str, i64), now: Instant, is_reserved: bool) -> WorkNumber {
         let number = self.number(source, rank, now, (0.0, 0.0));
         if let Some(work) = self.work.get_mut(&number) {
@@ -186,7 +187,7 @@ impl State {
         Ok(())
     }
 
-    /// Adds a reservation. `worker` has the source name and the rank of its worker; None if the worker is not followed.
+    /// Adds a reservation. `worker` is the source name and the rank of the reservation's worker; None if the worker is not followed.
     pub(crate) fn reserve(
         &mut self,
         wanted: &Wanted<'_>,
@@ -204,7 +205,7 @@ impl State {
 }
 
 impl Loads {
-    /// Returns a reservation. None if it is not open.
+    /// Returns a reservation, or None if the reservation is not open.
     pub fn reservation(&self, id: &str) -> Option<Reservation> {
         let now = Instant::now();
         let state = self.lock(now);
@@ -212,7 +213,7 @@ impl Loads {
         Some(open.view(id, now))
     }
 
-    /// Changes a reservation and returns it. None if it is not open.
+    /// Changes a reservation and returns it. Returns None if the reservation is not open.
     pub fn update(&self, id: &str, update: &Update) -> Option<Reservation> {
         self.update_at(id, update, Instant::now())
     }
@@ -223,7 +224,7 @@ impl Loads {
         reservations.update(id, update, now, workers)
     }
 
-    /// Ends a reservation and returns it as it was. None if it is not open.
+    /// Ends a reservation, and returns its state before the end. Returns None if the reservation is not open.
     pub fn finish(&self, id: &str) -> Option<Reservation> {
         self.finish_at(id, Instant::now())
     }
@@ -236,7 +237,7 @@ impl Loads {
         Some(open.view(&id, now))
     }
 
-    /// Returns at most `limit` reservations, those that expire first, in this order.
+    /// Returns the `limit` reservations that expire first, in the order in which they expire.
     pub fn reservations(&self, limit: usize) -> Vec<Reservation> {
         let now = Instant::now();
         let state = self.lock(now);
@@ -246,7 +247,7 @@ impl Loads {
             .collect()
     }
 
-    /// Returns the numbers of reservations.
+    /// Returns the counters of reservations.
     pub fn reservation_counts(&self) -> ReservationCounts {
         let state = self.lock(Instant::now());
         ReservationCounts {
@@ -357,7 +358,7 @@ mod tests {
     const WORKERS: [&str; 3] = ["a", "b", "c"];
     const LIMIT: usize = 12;
 
-    /// An action of a client. Names are few, so that clients reuse names of other clients and of ended reservations.
+    /// An action of a client. There are few names, so that clients reuse the names of other clients and of ended reservations.
     #[derive(Clone, Debug)]
     enum Step {
         Reserve {
@@ -400,7 +401,7 @@ mod tests {
         ]
     }
 
-    /// A reservation in the model. `worker` has the number of its worker, and the number of earlier removals of that worker.
+    /// A reservation in the model. `worker` is the position of its worker in `WORKERS`, and how many times that worker was removed before.
     #[derive(Clone, Debug)]
     struct Known {
         id: String,
@@ -427,7 +428,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 1_000, ..ProptestConfig::default() })]
 
-        /// The counts of each worker equal those of a list of all reservations, even if clients omit, repeat or invent calls.
+        /// The counts of each worker equal the counts of a model that lists all reservations, even if clients omit, repeat or invent calls.
         #[test]
         fn counts_are_those_of_a_list(steps in prop::collection::vec(step(), 1..250)) {
             let loads = Loads::new(Duration::from_secs(5), LIMIT);

@@ -12,7 +12,7 @@ use crate::work::{Progress, Work, WorkNumber};
 /// A requested reservation.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
-    /// Name of the reservation, which replaces an open reservation of the same name. None for a new name.
+    /// Name of the reservation; the reservation replaces an open reservation of this name. None for a reservation that gets a new name.
     pub id: Option<&'a str>,
     /// The time after which the reservation expires.
     pub time: Duration,
@@ -31,7 +31,7 @@ pub struct Reserved {
     pub instance: String,
     /// Rank of the worker.
     pub rank: i64,
-    /// Where the worker takes requests, if that is known.
+    /// The URL at which the worker takes requests, if the URL is known.
     pub url: Option<String>,
     /// Length of the prompt.
     pub prompt_tokens: u64,
@@ -49,7 +49,7 @@ pub struct Reservation {
     pub reserved: Reserved,
     /// Progress of the request.
     pub progress: Progress,
-    /// Tokens of the answer so far, as its client has reported them.
+    /// Number of tokens of the answer that the client has last reported.
     pub output_tokens: u64,
     /// Seconds after which the reservation expires.
     pub expires_in: f64,
@@ -60,9 +60,9 @@ pub struct Reservation {
 pub struct Update {
     /// Whether the request has its first token.
     pub first_token: bool,
-    /// Number of tokens of the answer so far. A number smaller than the known one is ignored.
+    /// Number of tokens of the answer that were generated. A number smaller than the known number is ignored.
     pub output_tokens: Option<u64>,
-    /// A new time after which the reservation expires; None for the time as before.
+    /// A new time after which the reservation expires; None to keep the present time.
     pub time: Option<Duration>,
 }
 
@@ -73,17 +73,17 @@ pub struct ReservationCounts {
     pub open: usize,
     /// Number of reservations that were made.
     pub made: u64,
-    /// Finished reservations.
+    /// Number of reservations that were finished.
     pub finished: u64,
-    /// Reservations that expired.
+    /// Number of reservations that expired.
     pub expired: u64,
-    /// Reservations that another one of the same name has replaced.
+    /// Number of reservations that were replaced by another reservation of the same name.
     pub replaced: u64,
-    /// Reservations that were refused because too many were open.
+    /// Number of reservations that were refused because too many were open.
     pub refused: u64,
 }
 
-/// The maximum number of reservations is open.
+/// The error that the maximum number of reservations is open.
 #[derive(Clone, Copy, Debug)]
 pub struct TooMany {
     /// Maximum number of open reservations.
@@ -120,7 +120,7 @@ pub(crate) struct Reservations {
     /// Names of reservations by the time at which they expire.
     pub(crate) ends: BTreeMap<(Instant, u64), Arc<str>>,
     limit: usize,
-    /// A counter that makes ends and new names unique.
+    /// A counter that makes new names, and the keys of `ends`, unique.
     serial: u64,
     secrets: [RandomState; 2],
     pub(crate) counts: ReservationCounts,

@@ -25,8 +25,8 @@ impl TierWeights {
 
     /// Returns these weights, each multiplied by the factor of its position, or by `other` if there is no factor.
     ///
-    /// The tiers keep the order of the original weights: the prefix of a slower tier includes that of faster tiers, and a token of a faster
-    /// tier must not count with the weight of a slower one.
+    /// The tiers keep the order of the original weights: the prefix of a slower tier includes the prefix of faster tiers, and a token of a
+    /// faster tier must not count with the weight of a slower tier.
     pub fn multiplied(&self, factor: impl Fn(usize) -> f64, other: f64) -> Self {
         Self {
             best_first: (self.best_first.iter())
@@ -66,8 +66,8 @@ impl TierWeights {
 
 /// Returns the trust in a prefix of `tokens` tokens, of which `certain` are certainly held: the mean of the weights of its tokens.
 ///
-/// A token that is certainly held has the weight `own` of the worker's stream. A token that might be gone has `uncertain_weight`, or `own`
-/// if that is less. So an uncertain block reduces the credit for itself and the blocks after it, not for the whole prefix.
+/// A token that is certainly held has the weight `own` of the worker's stream. A token that might be gone has the smaller of
+/// `uncertain_weight` and `own`. So an uncertain block reduces the credit for itself and the blocks after it, not for the whole prefix.
 pub fn trust_weight(tokens: u64, certain: u64, own: f64, uncertain_weight: f64) -> f64 {
     if certain >= tokens {
         return own;
@@ -79,30 +79,32 @@ pub fn trust_weight(tokens: u64, certain: u64, own: f64, uncertain_weight: f64) 
 /// Weights of loads, and the limits beyond which a worker is hot, which means that its cache does not count.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadWeights {
-    /// Weight of the work divided by the length of the prompt.
+    /// Weight of the term: work divided by the length of the prompt.
     pub wait: f64,
-    /// Weight of the work divided by the mean of all candidates.
+    /// Weight of the term: work divided by the mean work of all candidates.
     pub mean: f64,
-    /// Work that is added to each candidate's before the division by the mean.
+    /// Work that is added to each candidate's work before the division by the mean.
     pub base: f64,
-    /// A worker with more than this many times the mean requests of the others gets no credit for its cache; infinity for no limit.
+    /// A worker gets no credit for its cache if its requests exceed the mean requests of the other workers multiplied by this factor;
+    /// infinity for no limit.
     pub guard: f64,
-    /// Number of requests up to which a worker gets credit, however few the others have. The exception is a worker that repeatedly takes
-    /// more than its share. Such a worker was chosen more often than this number and than `guard` times the others' mean; it has more
-    /// requests than another candidate; and with one more request it would exceed `guard` times the others' mean.
+    /// Number of requests up to which a worker gets credit, however few requests the other workers have. The exception is a worker that
+    /// repeatedly takes more than its share. The number of choices of such a worker exceeds this number, and `guard` times the mean of the
+    /// other workers; it has more requests than another candidate; and with one more request it would exceed `guard` times the mean
+    /// requests of the other workers.
     pub guard_requests: f64,
 }
 
 /// A candidate for a choice.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
-    /// The share of the prompt that the candidate's cache saves, multiplied by the trust in it.
+    /// The share of the prompt that the candidate's cache saves, multiplied by the trust in this share.
     pub credit: f64,
     /// Work of the candidate, in a unit that all candidates share.
     pub work: f64,
     /// Number of the candidate's requests.
     pub requests: f64,
-    /// Number of recent choices of the candidate; 0 if they do not matter.
+    /// Number of recent choices of the candidate; 0 if choices do not matter.
     pub chosen: f64,
 }
 
@@ -115,7 +117,7 @@ pub struct Score {
     pub uncached: f64,
     /// The weighted load.
     pub load: f64,
-    /// Whether the candidate got no credit for its cache because of its requests.
+    /// Whether the candidate got no credit for its cache because it had too many requests.
     pub is_hot: bool,
 }
 
@@ -145,7 +147,7 @@ pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec
         .collect()
 }
 
-/// The count above which a worker has more than its share: `r > guard * (all - r) / (n - 1)`, solved for the worker's count `r`.
+/// Returns the count `r` above which a worker has more than its share: the inequality `r > guard * (all - r) / (n - 1)`, solved for `r`.
 fn bound(counts: impl ExactSizeIterator<Item = f64>, weights: &LoadWeights) -> f64 {
     let others = counts.len().saturating_sub(1) as f64;
     let all: f64 = counts.sum();
@@ -156,7 +158,7 @@ fn bound(counts: impl ExactSizeIterator<Item = f64>, weights: &LoadWeights) -> f
     }
 }
 
-/// Returns the positions of the candidates with the smallest score and, if there are several, of those among them that compute least.
+/// Returns the positions of the candidates with the smallest score; if there are several, only of the candidates that compute least.
 pub fn best_of(scores: &[Score]) -> Vec<usize> {
     let least = |of: fn(&Score) -> f64, among: Vec<usize>| -> Vec<usize> {
         let bound = among.iter().map(|&at| of(&scores[at])).fold(f64::INFINITY, f64::min) + EQUAL;
@@ -166,14 +168,14 @@ pub fn best_of(scores: &[Score]) -> Vec<usize> {
     least(|one| one.uncached, equal)
 }
 
-/// Returns the positions of the workers that can be chosen: those with the smallest distance. A worker without a connection can be
+/// Returns the positions of the workers that can be chosen: the workers with the smallest distance. A worker without a connection can be
 /// chosen only if no worker has one.
 pub fn nearest(distances: &[u8]) -> Vec<usize> {
     let least = distances.iter().min();
     (0..distances.len()).filter(|&at| Some(&distances[at]) == least).collect()
 }
 
-/// Returns the loads divided by their mean; all 0 without load. The loads are first divided by the largest, so that no sum overflows.
+/// Returns the loads divided by their mean; all 0 if there is no load. The loads are first divided by the largest, so no sum overflows.
 fn relative_loads(candidates: &[Candidate], base: f64) -> Vec<f64> {
     let most = candidates.iter().map(|one| one.work + base).fold(0.0, f64::max);
     if most == 0.0 {

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use serde::Deserialize;
 
-/// Maximum number of workers whose last choice is stored: four times the number that a service follows by default.
+/// Maximum number of workers whose last choice is stored: four times the number of workers that a service follows by default.
 pub const MAX_TURNS: usize = 16_384;
 
 /// The rule that resolves a tie between equal candidates.
@@ -29,7 +29,7 @@ type Draw = Box<dyn Fn(usize) -> usize + Send + Sync>;
 /// The last choices of workers, by key. The first choice is random, so that many routers do not begin with the same worker.
 pub struct Ties {
     secret: RandomState,
-    /// Place at which the rotation begins, from 0 to below 1 of the equal candidates.
+    /// Fraction, from 0 to below 1, of the equal candidates at which the rotation begins.
     start: f64,
     max_workers: usize,
     draw: Draw,
@@ -44,8 +44,8 @@ struct Turns {
 }
 
 impl Ties {
-    /// Creates a rotation that begins at the share `start` of the equal candidates, 0 to below 1. It stores the last choices of up to
-    /// `max_workers` workers.
+    /// Creates a rotation that begins at the fraction `start`, from 0 to below 1, of the equal candidates. The rotation stores the last
+    /// choices of up to `max_workers` workers.
     pub fn new(start: f64, max_workers: usize, draw: Draw) -> Self {
         Self {
             secret: RandomState::new(),
@@ -89,7 +89,7 @@ impl Ties {
         }
     }
 
-    /// Records that a worker was chosen, so that it is the last one in the rotation.
+    /// Records that a worker was chosen, so that it becomes the last worker in the rotation.
     pub fn took(&self, key: u64) {
         let mut guard = self.turns.lock();
         let turns = &mut *guard;

@@ -1,4 +1,4 @@
-//! Trust: whether the known blocks of a stream are those of its engine.
+//! Trust: whether the known blocks of a stream are the blocks that its engine holds.
 
 use serde::{Deserialize, Serialize};
 
@@ -18,7 +18,7 @@ pub enum State {
     Replaying,
     /// No batch is missing.
     Exact,
-    /// The known blocks might not be those of the engine.
+    /// The known blocks might not be the blocks that the engine holds.
     Degraded,
     /// The stream has lost its connection.
     Stale,
@@ -42,7 +42,7 @@ impl State {
 pub struct Trust {
     /// The state of the worker's stream, or `Degraded` if some blocks of the answer might be gone.
     pub state: State,
-    /// Why the state is not EXACT; empty for EXACT.
+    /// The reason why the state is not EXACT; empty if the state is EXACT.
     pub reason: String,
     /// Codes of the reasons.
     pub reason_codes: Vec<String>,
@@ -51,7 +51,7 @@ pub struct Trust {
 }
 
 impl Trust {
-    /// Returns the trust in an answer with blocks that might be gone.
+    /// Returns the trust in an answer that includes blocks that might be gone.
     pub fn if_uncertain(&self) -> Self {
         let (code, sentence) = UNCERTAIN;
         let (is_exact, separator) = (self.state == State::Exact, if self.reason.is_empty() { "" } else { "; " });

@@ -1,4 +1,4 @@
-//! The work of one worker: the requests that its engine has reported, and those that this process has sent to it.
+//! The work of one worker: the requests that the worker's engine has reported, and the requests that this process has sent to the worker.
 
 use std::time::{Duration, Instant};
 
@@ -14,24 +14,24 @@ pub enum Progress {
     Decoding,
 }
 
-/// The number of a worker's record. A worker that was removed and added again has another number.
+/// The ID of a worker's record. If a worker is removed and added again, its record has a new ID.
 pub(crate) type WorkNumber = u64;
 
-/// Time after which a selection counts only by half, for workers whose engine does not report.
+/// Time after which a selection counts only as half a request, if the worker's engine does not report.
 pub(crate) const HALF_LIFE: Duration = Duration::from_secs(10);
 
-/// Time after which a choice counts only by half when workers are compared by their choices. It is long, so that a lasting preference for
-/// one worker counts, and not a burst of requests.
+/// Time after which a choice counts only half when workers are compared by their choices. This time is long, so that a lasting preference
+/// for one worker counts, and not a burst of requests.
 const CHOICE_HALF_LIFE: Duration = Duration::from_secs(60);
 
-/// Number of decayed requests below which they count as 0.
+/// A decayed number of requests counts as 0 if it is not above this number.
 const NEGLIGIBLE: f64 = 0.01;
 
 /// Requests that decay.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decaying {
     pub(crate) count: f64,
-    /// The time at which `count` was right.
+    /// The time at which `count` was the exact number.
     pub(crate) at: Instant,
 }
 
@@ -51,27 +51,27 @@ impl Decaying {
 pub(crate) struct Reading {
     pub(crate) requests: f64,
     pub(crate) arrived: Instant,
-    /// Number of requests that this process has sent to the worker since the reading.
+    /// Number of requests that this process has sent to the worker after the reading.
     pub(crate) begun: u64,
-    /// Number of reservations that were finished since the reading.
+    /// Number of reservations that were finished after the reading.
     pub(crate) ended: u64,
 }
 
-/// The work of one worker, as far as this process knows it.
+/// The work of one worker, according to the data of this process.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Work {
     pub(crate) reading: Option<Reading>,
-    /// Selections without a reservation.
+    /// Decaying number of selections without a reservation.
     pub(crate) unreserved: Decaying,
-    /// All selections and reservations.
+    /// Decaying number of selections and reservations together.
     chosen: Decaying,
-    /// Number of requests with which the worker began, and the time at which it began.
+    /// Number of requests with which the worker began, and the time at which the worker began.
     initial: (f64, Instant),
-    /// Number of reservations before their first token.
+    /// Number of reservations that have no token yet.
     waiting: u64,
-    /// Number of tokens that the worker must compute for these reservations.
+    /// Number of tokens that the worker must compute for reservations that have no token yet.
     waiting_tokens: u64,
-    /// Reservations after their first token.
+    /// Number of reservations that have their first token.
     decoding: u64,
 }
 
@@ -89,7 +89,7 @@ impl Work {
         }
     }
 
-    /// Whether the worker can be forgotten: it has no reservation, and no other request counts.
+    /// Whether the worker can be forgotten: it has no reservation and no other request that counts.
     pub(crate) fn is_nothing(&self, now: Instant, max_age: Duration) -> bool {
         self.reserved() == 0
             && self.reported(now, max_age).is_none()
@@ -105,7 +105,7 @@ impl Work {
         };
     }
 
-    /// The recent choices of the worker.
+    /// The decayed number of choices of the worker.
     pub(crate) fn chosen(&self, now: Instant) -> f64 {
         self.chosen.halved(now, CHOICE_HALF_LIFE)
     }
@@ -115,7 +115,8 @@ impl Work {
         self.waiting + self.decoding
     }
 
-    /// The requests that the engine has reported, corrected by those that have begun and ended since. None without a recent reading.
+    /// The number of requests that the engine has reported, corrected by requests that have begun and ended after the report. None if there
+    /// is no recent reading.
     pub(crate) fn reported(&self, now: Instant, max_age: Duration) -> Option<f64> {
         let reading = self
             .reading
@@ -128,8 +129,8 @@ impl Work {
         self.reserved() as f64 + self.unreserved.at(now) + self.begun_with(now)
     }
 
-    /// What is left of the requests with which the worker began: after each `HALF_LIFE` they are halved at once. A gradual decay would give
-    /// a new worker every prompt in the first seconds.
+    /// Returns how many of the worker's initial requests still count: this number is halved at the end of each `HALF_LIFE`. A gradual decay
+    /// would give a new worker every prompt in the first seconds.
     fn begun_with(&self, now: Instant) -> f64 {
         let (requests, at) = self.initial;
         let halvings = (now.saturating_duration_since(at).as_secs_f64() / HALF_LIFE.as_secs_f64()).floor();
@@ -137,16 +138,17 @@ impl Work {
         if left > NEGLIGIBLE { left } else { 0.0 }
     }
 
-    /// The work of `requests` requests in tokens. A request that is not reserved, or has its first token, counts as `each` tokens.
+    /// The work, in tokens, of `requests` requests. A request that is not reserved, or has its first token, counts as `each` tokens.
     ///
-    /// If the worker has fewer requests than waiting reservations, some of these have ended unnoticed, so they count in proportion.
+    /// If the worker has fewer requests than waiting reservations, some of these reservations have ended unnoticed, so the waiting
+    /// reservations count in proportion.
     pub(crate) fn tokens(&self, requests: f64, each: f64) -> f64 {
         let waiting = self.waiting as f64;
         let share = if waiting > requests { requests / waiting } else { 1.0 };
         share * self.waiting_tokens as f64 + each * (requests - waiting).max(0.0)
     }
 
-    /// Counts a reservation of `tokens` tokens to compute.
+    /// Counts a reservation for which the worker must compute `tokens` tokens.
     pub(crate) fn reserve(&mut self, tokens: u64) {
         self.waiting += 1;
         self.waiting_tokens += tokens;
@@ -159,7 +161,8 @@ impl Work {
         self.decoding += 1;
     }
 
-    /// Subtracts a reservation. If it is finished and not expired, its request has just left the engine, which the reading does not show.
+    /// Subtracts a reservation. If the reservation was finished and did not expire, its request has just left the engine; the reading does
+    /// not show this.
     pub(crate) fn release(&mut self, progress: Progress, tokens: u64, is_finished: bool) {
         match progress {
             Progress::Waiting => {
@@ -179,7 +182,7 @@ impl Work {
 /// The source of a worker's requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Requests {
-    /// Requests that the engine has reported.
+    /// The requests that the engine has reported.
     Reported(f64),
     /// Requests that this process has sent.
     Sent(f64),
