@@ -1,4 +1,4 @@
-//! Conversion of arguments from Python: tokens, keys, namespaces, names of streams, files.
+//! Converts arguments from Python: tokens, keys, namespaces, names of streams, and files.
 
 use std::io::{self, Read};
 
@@ -15,17 +15,17 @@ use kvevents_index::wire::scan;
 
 /// Number of tokens that are copied before other Python threads can run.
 const COPIED_AT_ONCE: usize = 1 << 20;
-/// Number of elements of a list that are read before their work is counted.
+/// Number of list elements that are read before the work of reading them is counted.
 const READ_AT_ONCE: usize = 1 << 10;
-/// Number of tokens of a buffer whose copying takes as long as reading one Python integer.
+/// Number of tokens of a buffer that can be copied in the time of reading one Python integer.
 const COPIES_PER_READ: usize = 16;
 
 /// Copies a contiguous buffer of 32-bit numbers in parts, so that other threads can run between them.
 fn copied_at_once(buffer: &PyUntypedBuffer, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
     let mut copy = Vec::with_capacity(buffer.item_count());
     while copy.len() < buffer.item_count() {
-        // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned integers of 4 bytes. A thread that writes to it
-        // from Python needs the GIL, which this thread holds while it reads.
+        // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned integers of 4 bytes. A Python thread that
+        // writes to the buffer needs the GIL, which this thread holds while reading.
         let all = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) };
         let part = &all[copy.len()..];
         let part = &part[..part.len().min(COPIED_AT_ONCE)];
@@ -80,8 +80,8 @@ fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer, turns: &mut
     let (start, stride) = (buffer.buf_ptr().cast::<u8>(), buffer.strides()[0]);
     let mut found = Vec::with_capacity(buffer.item_count());
     for at in 0..buffer.item_count() {
-        // SAFETY: the buffer is held, and has one dimension of `item_count` elements that are `stride` bytes apart. Each has the size of a
-        // `From`, for which all bits are valid. A thread that writes to the buffer from Python needs the GIL, which this thread holds.
+        // SAFETY: the buffer is held, and has one dimension of `item_count` elements that are `stride` bytes apart. Each element has the
+        // size of a `From`, for which any bits are valid. A Python thread that writes to the buffer needs the GIL, which this thread holds.
         let value = unsafe { start.offset(stride * at as isize).cast::<From>().read_unaligned() };
         let Ok(value) = To::try_from(value) else { return Ok(None) };
         found.push(value);
@@ -112,7 +112,7 @@ pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyRe
     copied(&buffer, kind, turns)?.ok_or_else(refused)
 }
 
-/// Reads the numbers of a list or a tuple, and borrows each while reading it. Other threads can change the list only between turns.
+/// Reads the numbers of a list or a tuple; each number is borrowed while it is read. Other threads can change the list only between turns.
 fn read_items(
     given: &Bound<'_, PyAny>,
     length: impl Fn() -> usize,
@@ -141,7 +141,7 @@ fn read_items(
                     // A number that is too large raises an error below, as any other invalid element does.
                     drop(PyErr::take(py));
                     let refused = |_| PyTypeError::new_err(format!("token {at} is not an integer from 0 to 2**32 - 1"));
-                    // SAFETY: as above; from here on this thread owns a reference to the item.
+                    // SAFETY: the reasons given above apply; from here on this thread owns a reference to the item.
                     let item = unsafe { Bound::from_borrowed_ptr_or_err(py, item_at(given.as_ptr(), at)) };
                     item.and_then(|item| item.extract()).map_err(refused)?
                 }
@@ -180,7 +180,7 @@ fn numbered(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Option<
     Ok(Some(keys))
 }
 
-/// The name of a stream or worker: `(source, rank)`, or the source alone for rank 0.
+/// The name of a stream or a worker: `(source, rank)`, or only `source` if the rank is 0.
 #[derive(FromPyObject)]
 pub(super) enum Named<'py> {
     Both(Bound<'py, PyString>, i64),
@@ -216,7 +216,7 @@ pub(super) fn scope_of(namespace: Option<&Bound<'_, PyAny>>) -> PyResult<Scope> 
         {
             return cause;
         }
-        // The message has no values, since a salt can be a secret of a tenant.
+        // The message leaves the values out, since a salt can be a secret of a tenant.
         PyTypeError::new_err(format!(
             "namespace is a Namespace with text for model and salt, a name or a number of 64 bits for lora, MultiModal items for mm; \
              this {} is not: {}",

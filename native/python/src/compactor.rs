@@ -13,7 +13,7 @@ use kvevents_compaction::Compactor as SharedState;
 use kvevents_index::sync::fork::ProcessOwned;
 use kvevents_index::wire::scan::{SECONDS, Schema};
 
-/// Number of bytes whose copying takes as long as creating one Python integer.
+/// Number of bytes that can be copied in the time of creating one Python integer.
 const COPIES_PER_NUMBER: usize = 128;
 /// Work, in the unit of `Turns`, of taking a payload out of its batch.
 const WORK_PER_BATCH: usize = 2;
@@ -21,15 +21,15 @@ const WORK_PER_BATCH: usize = 2;
 /// Compacts the payloads of one stream into its live blocks.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Compactor {
-    /// The state. A panic, which can leave it inconsistent, poisons the lock.
+    /// The state. A panic can leave the state inconsistent, so it poisons the lock.
     shared: ProcessOwned<Mutex<SharedState>>,
     peers: Schema,
-    /// The schema for payloads of our own method `payloads`, which can exceed the limits for peers.
+    /// The schema for payloads that the method `payloads` has returned; they can exceed the limits for peers.
     ours: Schema,
 }
 
 impl Compactor {
-    /// Calls `work` with the state and without the GIL, so that no thread holds the GIL while it waits for the work of another.
+    /// Calls `work` with the state and without the GIL, so that no thread holds the GIL while it waits for another thread's work.
     fn run<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut SharedState) -> R + Send) -> PyResult<R> {
         let shared = self.shared.get().ok_or_else(|| of_parent(py))?;
         py.detach(|| shared.lock().map(|mut shared| work(&mut shared)).map_err(|_| damaged()))
@@ -53,7 +53,7 @@ impl Compactor {
         })
     }
 
-    /// Applies one payload. With `own` it is a payload that `payloads` has returned, from which the state is restored.
+    /// Applies one payload. If `own`, `payload` is a payload that `payloads` has returned, and the state is restored from it.
     #[pyo3(signature = (payload, own=false))]
     fn apply(&self, py: Python<'_>, payload: &[u8], own: bool) -> PyResult<()> {
         if own {
@@ -73,7 +73,7 @@ impl Compactor {
         self.run(py, |shared| shared.apply_many(&payloads, &self.peers))
     }
 
-    /// Returns payloads from which `apply` rebuilds the state, or None. Other threads can run during the call.
+    /// Returns payloads from which `apply` rebuilds the state; None if no payloads can. Other threads can run during the call.
     fn payloads<'py>(&self, py: Python<'py>, limit: usize, ts: f64) -> PyResult<Option<Vec<Bound<'py, PyBytes>>>> {
         if limit == 0 {
             return Err(PyValueError::new_err("invalid limit: expected a number of bytes above 0"));

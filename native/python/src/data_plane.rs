@@ -16,7 +16,7 @@ use super::turns::Turns;
 use kvevents_server::{Event, Headers, Request, Server, Stream};
 
 pub(super) fn copied(descriptor: RawFd) -> PyResult<OwnedFd> {
-    // SAFETY: the call uses no memory of ours, and fails for a descriptor that is not open.
+    // SAFETY: the call uses no memory of this process, and fails for a descriptor that is not open.
     let copy = unsafe { libc::fcntl(descriptor, libc::F_DUPFD_CLOEXEC, 0) };
     if copy < 0 {
         return Err(PyOSError::new_err(std::io::Error::last_os_error().to_string()));
@@ -45,7 +45,8 @@ impl ControlRequest {
         self.request.path()
     }
 
-    /// Path and method of the endpoint in the table. The path is empty if it is unknown, the method if the endpoint does not have it.
+    /// Path and method of the endpoint in the table. The path is empty if it is unknown; the method is empty if the endpoint does not have
+    /// the request's method.
     #[getter]
     fn endpoint(&self) -> (&str, &str) {
         self.request.endpoint()
@@ -57,7 +58,7 @@ impl ControlRequest {
         self.request.caller()
     }
 
-    /// Why the request is refused; None if it is not.
+    /// The reason why the request is refused; None if the request is not refused.
     #[getter]
     fn refusal(&self) -> Option<&str> {
         self.request.refusal()
@@ -112,7 +113,7 @@ pub(super) struct ResponseStream {
 
 #[pymethods]
 impl ResponseStream {
-    /// The number by which `DataPlane.take` names the answer.
+    /// The ID by which `DataPlane.take` names the answer.
     #[getter]
     fn number(&self) -> u64 {
         self.stream.number
@@ -134,7 +135,7 @@ impl ResponseStream {
         self.stream.finish();
     }
 
-    /// Ends the answer. If it is not complete, the connection is closed.
+    /// Ends the answer. If the answer is not complete, the connection is closed.
     fn close(&self) {
         self.stream.close();
     }
@@ -159,7 +160,8 @@ impl DataPlane {
         Ok(Self { server })
     }
 
-    /// Takes requests that must be answered, and numbers of answers in pieces that have room for a piece or whose clients have left.
+    /// Takes the requests that must be answered, and the IDs of answers in pieces: an ID means that the answer has room for a piece, or
+    /// that its client has left.
     fn take<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let items = PyList::empty(py);
         for event in py.detach(|| self.server.take_events()) {
@@ -174,8 +176,8 @@ impl DataPlane {
     /// Answers a query with this method and path, whose body the control plane has read. `fields` are the fields of the body in msgpack.
     /// The token ids of a single prompt are not in `fields` but in `tokens`.
     ///
-    /// Returns the answer and the number of tokens that the best worker holds; or status, reason, sentence and hint of an error that
-    /// follows from the fleet; or None if no worker serves the model, or the index has failed.
+    /// Returns the answer and the number of tokens that the best worker holds; or the status, reason, sentence and hint of an error that
+    /// follows from the fleet. Returns None if no worker serves the model, or if the index has failed.
     fn answer<'py>(
         &self,
         py: Python<'py>,
@@ -196,19 +198,19 @@ impl DataPlane {
         }
     }
 
-    /// Answers queries from an index from now on, and from the routing table after a change. `change` is the change as JSON.
+    /// Sets the index from which queries are answered, and changes the routing table. `change` is the change as JSON.
     fn change_table(&self, py: Python<'_>, index: &Bound<'_, NativeIndex>, change: &[u8]) -> PyResult<()> {
         let index = index.get().shared(py)?;
         py.detach(|| self.server.change_table(change, index))
             .map_err(PyValueError::new_err)
     }
 
-    /// Answers `/livez` and `/readyz` with these statuses and bodies from now on.
+    /// Sets the statuses and bodies with which `/livez` and `/readyz` are answered.
     fn replace_probes(&self, py: Python<'_>, live: (u16, Vec<u8>), ready: (u16, Vec<u8>)) {
         py.detach(|| self.server.replace_probes(live, ready));
     }
 
-    /// Reads the TLS files again, for new connections. Raises `ValueError` if they cannot be used.
+    /// Reads the TLS files again, for new connections. Raises `ValueError` if the files cannot be used.
     fn reload_tls(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.server.reload_tls())
             .map_err(|failure| PyValueError::new_err(failure.to_string()))
@@ -229,7 +231,7 @@ impl DataPlane {
         PyBytes::new(py, &py.detach(|| self.server.reservations(limit)))
     }
 
-    /// Accepts no more connections, and waits until the open ones have ended, for at most `seconds`.
+    /// Accepts no more connections, and waits until the open connections have ended, for at most `seconds`.
     fn drain(&self, py: Python<'_>, seconds: f64) {
         py.detach(|| self.server.drain(seconds));
     }

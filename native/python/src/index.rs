@@ -1,5 +1,5 @@
-//! The class of `kvevents.index.PrefixIndex`: each method reads its arguments, and releases the GIL before it calls the index, whose locks
-//! it would otherwise wait for with the GIL.
+//! The native class of `kvevents.index.PrefixIndex`. Each method reads its arguments, and releases the GIL before it calls the index, so
+//! that it does not hold the GIL while it waits for a lock of the index.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
@@ -31,14 +31,14 @@ use kvevents_index::wire::scan::Schema;
 
 /// Number of tokens of prompts that are copied and matched between two checks for signals.
 const TOKENS_AT_ONCE: usize = 1 << 20;
-/// Work, in the unit of `Turns`, of reading the attributes of a batch.
+/// The work of reading the attributes of a batch, in the unit of `Turns`.
 const WORK_PER_BATCH: usize = 16;
-/// Work of creating the dictionary of a worker.
+/// The work of creating the dictionary of a worker, in the unit of `Turns`.
 const WORK_PER_WORKER: usize = 128;
-/// Work of creating the object of a rejection.
+/// The work of creating the object of a rejection, in the unit of `Turns`.
 const WORK_PER_REJECTED: usize = 32;
 
-/// Returns the exception for a snapshot that was not read.
+/// Returns the exception for a snapshot that could not be read.
 fn snapshot_exception(failure: Failure) -> PyErr {
     match failure {
         Failure::Io(error) => error.into(),
@@ -63,7 +63,7 @@ impl Write for Interruptible {
     }
 }
 
-/// Converts limits by name.
+/// Converts limits from a dictionary of their names.
 fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<Limits> {
     let mut limits = Limits {
         memory,
@@ -110,8 +110,8 @@ pub(super) struct Listing {
 
 #[pymethods]
 impl Listing {
-    /// Returns the next blocks, at most `most`; an empty list after the last block. For each block and placement there is one
-    /// `(key, hash, tier, group, maximum copies, minimum copies)`.
+    /// Returns at most `most` of the next blocks; an empty list after the last block. Each pair of a block and a placement is one `(key,
+    /// hash, tier, group, maximum copies, minimum copies)`.
     ///
     /// Each call releases the GIL, so that a long listing does not delay other threads.
     fn take(&self, py: Python<'_>, most: usize) -> PyResult<Vec<PlainBlock>> {
@@ -161,7 +161,7 @@ impl NativeIndex {
         }
     }
 
-    /// Returns the result of a delivery. If it has a report, the method `_found` in Python creates the objects.
+    /// Returns the result of a delivery. If the delivery has a report, the method `_found` in Python creates the objects.
     fn found(slf: &Bound<'_, Self>, applied: ApplyResult) -> PyResult<Py<PyAny>> {
         let py = slf.py();
         let outcome = slf.get().outcome_object(py, applied.outcome)?;
@@ -200,7 +200,7 @@ pub(super) fn plain_heartbeat(beat: &Heartbeat) -> (Option<&str>, f64, &str, &st
     (digest, beat.every, trust, reason, beat.incarnation, beat.attestation)
 }
 
-/// Work, in the unit of `Turns`, of creating the Python objects of a batch's result.
+/// The work of creating the Python objects of a batch's result, in the unit of `Turns`.
 fn work_of(applied: &ApplyResult) -> usize {
     let rejected = applied.report.as_ref().map_or(0, |report| report.rejected.len());
     1 + WORK_PER_REJECTED * rejected
@@ -254,7 +254,7 @@ impl NativeIndex {
         Self::found(slf, applied)
     }
 
-    /// Applies events that Python has encoded; None if one of them cannot be read.
+    /// Applies events that Python has encoded; returns None if one of the events cannot be read.
     fn _apply(
         slf: &Bound<'_, Self>,
         py: Python<'_>,
@@ -336,8 +336,8 @@ impl NativeIndex {
         odd.into_iter().map(object).collect()
     }
 
-    /// Compares a stream with the digest and the attestation of a heartbeat. `stated` is the rank that the batch has stated. Returns
-    /// whether each of them agrees; None if it is not given or the stream is unknown.
+    /// Compares a stream with the digest and the attestation of a heartbeat. `stated` is the rank that the batch has stated. Returns, for
+    /// the digest and the attestation, whether each agrees; None for a value that is not given, or if the stream is unknown.
     fn _compare(
         &self,
         py: Python<'_>,
@@ -366,9 +366,9 @@ impl NativeIndex {
     /// Returns the length of the prefix of `tokens` that each worker holds.
     ///
     /// `tokens` are a list or tuple of integers, or a one-dimensional buffer of them (`array`, NumPy, memoryview); buffers of 32-bit
-    /// unsigned integers are the fastest. `namespace` limits the lookup. Without it, the lookup covers workers without a model, and blocks
-    /// without LoRA and salt. With `overlay`, prompts given to `speculate` count as held on the GPU. Raises `TypeError` or `OverflowError`
-    /// for invalid token ids.
+    /// unsigned integers are the fastest. `namespace` limits the lookup. If `namespace` is not given, the lookup covers workers without a
+    /// model, and blocks without LoRA and salt. If `overlay`, prompts that were given to `speculate` count as held on the GPU. Raises
+    /// `TypeError` or `OverflowError` for invalid token ids.
     ///
     /// vLLM always recomputes the last token of a prompt: `match(tokens, max_tokens=len(tokens) - 1)` returns the prefix that vLLM will
     /// find cached. No match is longer than `max_tokens`, but later tokens can affect a match if an engine looks ahead (EAGLE, MTP).
@@ -421,9 +421,9 @@ impl NativeIndex {
 
     /// Matches rolling keys as `block_keys` returns them: all keys of a prompt, from its first block on.
     ///
-    /// Blocks are looked up one after the other, so no worker matches keys that begin in the middle of a prompt. Only the model of
-    /// `namespace` counts, since keys contain the rest. Raises `ValueError` if workers have different block sizes and `block_size` is not
-    /// given. Raises `TypeError` if `keys` is not a list or buffer of unsigned 64-bit numbers.
+    /// Blocks are looked up one after another, so no worker matches keys that begin in the middle of a prompt. Only the model of
+    /// `namespace` counts, since keys already include the LoRA and the salt. Raises `ValueError` if workers have different block sizes and
+    /// `block_size` is not given. Raises `TypeError` if `keys` is not a list or buffer of unsigned 64-bit numbers.
     #[pyo3(signature = (keys, block_size=None, namespace=None))]
     fn match_keys(
         &self,
@@ -493,7 +493,7 @@ impl NativeIndex {
             .transpose()
     }
 
-    /// Returns a dictionary of the values that concern the whole index.
+    /// Returns a dictionary of the index's statistics that do not concern a single worker.
     fn _totals<'py>(slf: &Bound<'py, Self>, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (index, now) = (slf.get().index(py)?, Self::now(slf)?);
         let (overlay, (bytes, records), ended) = py.detach(|| (index.speculated(now), index.bytes(), index.ended()));
@@ -517,8 +517,8 @@ impl NativeIndex {
         }))
     }
 
-    /// Returns the key of a block by its hash in a stream. `stated` is the rank that the block's batch has stated. None if the stream does
-    /// not hold the block.
+    /// Returns the key of a block by its hash in a stream. `stated` is the rank that the block's batch has stated. Returns None if the
+    /// stream does not hold the block.
     fn _key_of(&self, py: Python<'_>, source: &str, rank: i64, stated: Option<i64>, hash: u64) -> PyResult<Option<u64>> {
         let index = self.index(py)?;
         Ok(py.detach(|| index.key_of(source, rank, stated, hash)))
@@ -572,7 +572,7 @@ impl NativeIndex {
             .map_err(snapshot_exception)
     }
 
-    /// Adds the contents of a snapshot from `read`, as in `_restore`. Returns the added workers.
+    /// Adds the contents of a snapshot from `read`, as in `_restore`. Returns the workers that were added.
     fn _absorb(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<Vec<(String, i64)>> {
         let index = self.undamaged(py)?;
         let workers = py.detach(|| index.absorb(Pieces::new(read))).map_err(snapshot_exception)?;

@@ -34,7 +34,7 @@ use routing::{Loads, Scorer, Ties};
 use smg::SmgSubscription;
 use turns::Turns;
 
-/// Returns the local hashes of the complete blocks of a prompt or, with `chained`, their rolling keys.
+/// Returns the local hashes of the complete blocks of a prompt or, if `chained`, the rolling keys of these blocks.
 #[pyfunction]
 fn hashes<'py>(
     tokens: &Bound<'py, PyAny>,
@@ -83,8 +83,8 @@ fn listed<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> 
     Ok(list)
 }
 
-/// Returns three values for a payload with one store: the keys of its blocks, the salt's part of the seed, and the reason if keys are
-/// missing.
+/// Returns three values for a payload with one store: the keys of the store's blocks, the salt's part of the seed, and, if keys are
+/// missing, the reason.
 #[pyfunction]
 fn stored_keys(
     py: Python<'_>,
@@ -111,7 +111,7 @@ fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Optio
     Some((PyBytes::new(py, &rest), PyBytes::new(py, keys::bytes_of(&tokens))))
 }
 
-/// Raises `ValueError` if an object of a body has a name twice.
+/// Raises `ValueError` if a name occurs twice in one object of a body.
 #[pyfunction]
 fn check_names(py: Python<'_>, body: &[u8], is_msgpack: bool) -> PyResult<()> {
     py.detach(|| kvevents_server::check_names(body, is_msgpack))

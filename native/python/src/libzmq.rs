@@ -1,5 +1,5 @@
-//! Sends and receives many messages of three frames in one call, with the libzmq that pyzmq has loaded. This is faster than pyzmq, whose
-//! calls cost more than the calls of libzmq inside them.
+//! Sends and receives many messages of three frames in one call, with the libzmq that pyzmq has loaded. One such call is faster than many
+//! calls of pyzmq, each of which takes longer than the calls of libzmq that it makes.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::mem::MaybeUninit;
@@ -13,13 +13,13 @@ use pyo3::types::PyBytes;
 const MAJOR: c_int = 4;
 const DONTWAIT: c_int = 1;
 const SNDMORE: c_int = 2;
-/// Number of frames of a message: topic, number, payload.
+/// Number of frames of a message: topic, sequence number and payload.
 const FRAMES: usize = 3;
-/// Approximate maximum number of payload bytes that one call reads. Copying them takes less time than a thread waits for the GIL.
+/// Approximate maximum number of payload bytes that one call reads. Copying so many bytes takes less time than waiting for the GIL.
 const MOST_BYTES: usize = 1 << 20;
 
-/// `zmq_msg_t`, of which libzmq initialises only some bytes. It can be moved, since libzmq copies messages byte by byte and does not store
-/// their addresses.
+/// `zmq_msg_t`, of which libzmq initialises only some bytes. The value can be moved, since libzmq copies messages byte by byte and does not
+/// store their addresses.
 #[repr(C, align(8))]
 struct Message([MaybeUninit<u8>; 64]);
 
@@ -32,7 +32,7 @@ type Data = unsafe extern "C" fn(*mut Message) -> *mut c_void;
 type Size = unsafe extern "C" fn(*const Message) -> usize;
 type Errno = unsafe extern "C" fn() -> c_int;
 
-/// Calls libzmq for many messages at once. Sockets are passed by their address, which pyzmq has as `Socket.underlying`.
+/// Calls libzmq for many messages at once. A socket is passed by its address, which is `Socket.underlying` in pyzmq.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Libzmq {
     send: Send,
@@ -50,7 +50,7 @@ pub(super) struct Libzmq {
 struct Socket(*mut c_void);
 
 // SAFETY: a libzmq socket can be passed to another thread, but only one thread at a time can use it. Callers ensure this, as pyzmq
-// requires: the thread that owns the socket makes the call and waits until it ends.
+// requires: the thread that owns the socket makes the call, and waits until the call ends.
 unsafe impl std::marker::Send for Socket {}
 
 /// A received frame, which is closed when it is dropped.
@@ -97,7 +97,7 @@ enum Ended {
 impl Libzmq {
     fn frame(&self, socket: Socket) -> Result<Frame<'_>, Ended> {
         let mut message = Message([MaybeUninit::uninit(); 64]);
-        // SAFETY: the memory has the size of a message, and this call initialises it as an empty one.
+        // SAFETY: the memory has the size of a message, and this call initialises it as an empty message.
         unsafe { (self.init)(&mut message) };
         let mut frame = Frame { library: self, message };
         // SAFETY: the socket is open, and the message initialised.
@@ -111,7 +111,7 @@ impl Libzmq {
         }
     }
 
-    /// Receives the frames of one message into `frames`. Returns the reason if they are not complete.
+    /// Receives the frames of one message into `frames`. If the message is not complete, returns the reason.
     fn message<'a>(&'a self, socket: Socket, frames: &mut Vec<Frame<'a>>) -> Result<(), Ended> {
         frames.clear();
         loop {
@@ -124,7 +124,7 @@ impl Libzmq {
         }
     }
 
-    /// Sends a frame. Returns whether libzmq accepted it.
+    /// Sends a frame. Returns whether libzmq accepted the frame.
     fn put(&self, socket: Socket, frame: &[u8], flags: c_int) -> bool {
         // SAFETY: the socket is open, and libzmq copies the bytes.
         unsafe { (self.send)(socket.0, frame.as_ptr().cast(), frame.len(), flags) >= 0 }
@@ -144,7 +144,7 @@ impl Libzmq {
 }
 
 type Frames<'py> = Vec<Bound<'py, PyBytes>>;
-/// The result of `Libzmq.receive`.
+/// The three values that `Libzmq.receive` returns.
 type Received<'py> = (Frames<'py>, Vec<Frames<'py>>, bool);
 
 #[pymethods]
@@ -153,7 +153,7 @@ impl Libzmq {
     #[new]
     fn new(module: &str) -> PyResult<Self> {
         let path = CString::new(module)?;
-        // SAFETY: the file is already loaded, so no code of it runs; the handle is never closed, so its symbols stay valid.
+        // SAFETY: the file is already loaded, so opening it runs no code; the handle is never closed, so its symbols stay valid.
         let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
         if handle.is_null() {
             return Err(PyOSError::new_err(format!("{module} is not loaded")));
@@ -165,7 +165,7 @@ impl Libzmq {
                 .ok_or_else(|| PyOSError::new_err(format!("{module} does not export {}", name.to_string_lossy())))
         };
         let version = find(c"zmq_version")?;
-        // SAFETY: these are the declarations of zmq.h, the same in all releases of this major version.
+        // SAFETY: these are the declarations of zmq.h, which are the same in all releases of this major version.
         unsafe {
             let version = std::mem::transmute::<Found, Version>(version);
             let (mut major, mut minor, mut patch) = (0, 0, 0);
@@ -188,7 +188,7 @@ impl Libzmq {
         }
     }
 
-    /// Sends messages of topic, number and payload up to the first frame that libzmq refuses. Returns the number of frames that were sent.
+    /// Sends messages of topic, sequence number and payload, up to the first frame that libzmq refuses. Returns the number of sent frames.
     fn send(&self, py: Python<'_>, socket: usize, topic: &[u8], batches: Vec<(u64, Bound<'_, PyBytes>)>) -> PyResult<usize> {
         let socket = open(socket)?;
         let messages: Vec<(u64, &[u8])> = batches
@@ -201,7 +201,7 @@ impl Libzmq {
     /// Receives waiting messages, at most `limit` and about 1 MiB, without blocking.
     ///
     /// Returns three values: the payloads of batches with this topic that are numbered from `first` on, at most `due` and up to the first
-    /// other message; the frames of that message and all later ones; and whether the socket has no further message.
+    /// other message; the frames of that message and of all later messages; and whether the socket has no further message.
     fn receive<'py>(
         &self,
         py: Python<'py>,
@@ -233,7 +233,7 @@ impl Libzmq {
     }
 }
 
-/// Returns the payload if these are the frames of a batch with this topic and number.
+/// Returns the payload if the frames are a batch with this topic and sequence number.
 fn batch<'a>(frames: &'a mut [Frame<'_>], topic: &[u8], number: u64) -> Option<&'a [u8]> {
     let [sender, numbered, payload] = frames else {
         return None;

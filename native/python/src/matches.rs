@@ -51,7 +51,7 @@ impl WorkerMatch {
 
     /// Length in tokens of the prefix that the worker certainly holds, over all tiers: less than `tokens` if some blocks might be gone.
     ///
-    /// Such blocks were announced several times and removed less often, and some of the announcements might be of the same copy.
+    /// Such a block was announced more often than it was removed, and several of the announcements might mean the same copy.
     #[getter]
     fn certain(&self) -> u32 {
         self.certain[LEVELS - 1]
@@ -59,14 +59,14 @@ impl WorkerMatch {
 
     /// Whether the worker certainly holds all tokens of this match, on each tier.
     ///
-    /// If not, `tokens` is an upper bound, or 0 if no bound is known. No bound is known for models without full attention, or with full
-    /// attention of several block sizes, as long as their hash scheme is unknown.
+    /// If it does not, `tokens` is an upper bound, or 0 if no bound is known. No bound is known for models without full attention, or with
+    /// full attention of several block sizes, as long as their hash scheme is unknown.
     #[getter]
     fn is_certain(&self) -> bool {
         self.is_certain
     }
 
-    /// Length of the prefix in tokens by tier, cumulative: that for `cpu` can begin on the GPU and continue in host memory.
+    /// Length of the prefix in tokens by tier, cumulative: the prefix for `cpu` can begin on the GPU and continue in host memory.
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let tiers = PyDict::new(py);
@@ -119,7 +119,8 @@ impl Match {
         Ok(PyList::new(py, items)?.try_iter()?.into_any())
     }
 
-    /// The match of the worker with the longest prefix and, among equal ones, with most tokens on the fastest tiers. None without a match.
+    /// The match of the worker with the longest prefix. Among equal matches, it is the match with most tokens on the fastest tiers. None if
+    /// no worker matches.
     #[getter]
     fn best(&self) -> Option<WorkerMatch> {
         let rank = |hit: &&Hit| (hit.tokens[3], hit.tokens[0], hit.tokens[1], hit.tokens[2]);
@@ -127,7 +128,7 @@ impl Match {
         best.map(|hit| WorkerMatch::new(&self.found, hit))
     }
 
-    /// The match of one worker; None if it holds nothing.
+    /// The match of one worker; None if the worker holds nothing.
     #[pyo3(signature = (source, rank=0))]
     fn get(&self, source: &str, rank: i64) -> Option<WorkerMatch> {
         let same = |hit: &&Hit| {

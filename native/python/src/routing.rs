@@ -21,7 +21,7 @@ pub(super) struct Scorer {
     uncertain_weight: f64,
 }
 
-/// Score, uncached share, load, and whether the worker is hot.
+/// The score, uncached share and load of a worker, and whether the worker is hot.
 type Plain = (f64, f64, f64, bool);
 
 #[pymethods]
@@ -53,13 +53,13 @@ impl Scorer {
         })
     }
 
-    /// Returns the scores of workers for a prompt of `length` tokens, and the positions of the equally best ones.
+    /// Returns the scores of workers for a prompt of `length` tokens, and the positions of the workers with the best score.
     ///
-    /// For each worker, `tokens` has the length of the prefix over all tiers, `certain` that of its certain part, and `tiers` the length on
-    /// each tier including faster tiers. `believed` has the weight of the worker's trust, from 0 to 1. `inexact` has, by the position of a
-    /// worker, the tiers whose tokens might all be gone.
+    /// For each worker, `tokens` has the length of the prefix over all tiers, `certain` has the length of the certain part of that prefix,
+    /// and `tiers` has the length on each tier including faster tiers. `believed` has the weight of the worker's trust, from 0 to 1.
+    /// `inexact` has the tiers whose tokens might all be gone, by the position of the worker.
     #[pyo3(signature = (length, tokens, certain, tiers, believed, work, requests, inexact=HashMap::new()))]
-    // Python can build one list for each value of all candidates faster than objects for the candidates.
+    // Python builds one list per argument, with a value for each worker, faster than it builds one object per worker.
     #[allow(clippy::too_many_arguments)]
     fn weigh(
         &self,
@@ -107,7 +107,7 @@ impl Scorer {
 }
 
 impl Scorer {
-    /// Returns the weights of tiers, multiplied by `uncertain_weight` for the tiers in `names`, and by `believed` for the others.
+    /// Returns the weights of tiers, multiplied by `uncertain_weight` for the tiers in `names`, and by `believed` for the other tiers.
     fn trusted_weights(&self, py: Python<'_>, believed: f64, names: &[String]) -> PyResult<TierWeights> {
         let known: Vec<String> = self.tiers.iter().map(|name| name.extract(py)).collect::<PyResult<_>>()?;
         let factor = |at: usize| {
@@ -176,7 +176,7 @@ impl Ties {
         Ok(self.ties.pick(how, &keys))
     }
 
-    /// Records that a worker was chosen, so that it is the last one in the rotation.
+    /// Records that a worker was chosen, so that it becomes the last worker in the rotation.
     fn took(&self, worker: &Bound<'_, PyAny>) -> PyResult<()> {
         self.ties.took(key(worker)?);
         Ok(())
@@ -189,7 +189,7 @@ impl Ties {
     }
 }
 
-/// The key by which a worker is stored: its hash, since clients can choose names of any length.
+/// The key by which a worker is stored: the worker's hash, since clients can choose names of any length.
 fn key(worker: &Bound<'_, PyAny>) -> PyResult<u64> {
     Ok(worker.hash()? as u64)
 }
@@ -229,8 +229,8 @@ impl Loads {
         py.detach(|| self.loads.remove(source, rank));
     }
 
-    /// The number of requests of a worker: the reported number, corrected by requests that have begun and ended since. None without a
-    /// recent report.
+    /// The number of requests of a worker: the reported number, corrected by requests that have begun and ended after the report. None if
+    /// there is no recent report.
     fn requests(&self, py: Python<'_>, source: &str, rank: i64) -> Option<f64> {
         py.detach(|| self.loads.requests(source, rank))
     }

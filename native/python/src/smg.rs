@@ -10,9 +10,9 @@ use kvevents_smg::{Arrival, Subscription};
 
 use super::data_plane::copied;
 
-/// The number of the arrival of the beginning of a call.
+/// The number that stands for the beginning of a call in the result of `take`.
 const CONNECTED: i64 = -1;
-/// The number of the arrival of the end of a call.
+/// The number that stands for the end of a call in the result of `take`.
 const DISCONNECTED: i64 = -2;
 
 /// A subscription to the KV cache events of a worker of SMG.
@@ -23,8 +23,8 @@ pub(super) struct SmgSubscription {
 
 #[pymethods]
 impl SmgSubscription {
-    /// Begins to call the worker at `address`, `HOST:PORT`. When an item arrives, a byte is written to the socket `waker`, whose descriptor
-    /// is duplicated. Raises ValueError for an invalid address, and OSError.
+    /// Starts to call the worker at `address`, `HOST:PORT`. When an item arrives, a byte is written to the socket `waker`, whose descriptor
+    /// is duplicated. Raises ValueError if the address is invalid, and OSError if the descriptor cannot be duplicated.
     #[new]
     fn new(address: &str, waker: i32) -> PyResult<Self> {
         let waker = UnixStream::from(copied(waker)?);
@@ -32,8 +32,8 @@ impl SmgSubscription {
         Ok(Self { subscription })
     }
 
-    /// Returns up to `limit` arrivals, each a number with bytes: number and payload of a batch, -1 if a call has begun, -2 and the reason
-    /// if a call has ended.
+    /// Returns up to `limit` arrivals as pairs of a number and bytes. For a batch, the pair is the batch's sequence number and payload. The
+    /// number is -1 if a call has begun; it is -2, with the reason as bytes, if a call has ended.
     fn take<'py>(&self, py: Python<'py>, limit: usize) -> Vec<(i64, Bound<'py, PyBytes>)> {
         let arrivals = py.detach(|| self.subscription.take(limit));
         let pairs = arrivals.into_iter().map(|arrival| match arrival {
@@ -44,7 +44,7 @@ impl SmgSubscription {
         pairs.collect()
     }
 
-    /// Ends the call and begins another one, in which the worker sends everything again.
+    /// Ends the call and begins a new call, in which the worker sends everything again.
     fn restart(&self, py: Python<'_>) {
         py.detach(|| self.subscription.restart());
     }

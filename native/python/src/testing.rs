@@ -1,5 +1,5 @@
-//! Functions for tests, which no wheel contains: counters, and events as the scanner or the tolerant decoder reads them, which tests
-//! compare with those of Python's decoder.
+//! Functions for tests; no wheel contains this module. They return counters, and the events that the scanner or the tolerant decoder reads;
+//! tests compare these with the events that Python's decoder reads.
 
 use std::sync::atomic::Ordering;
 
@@ -14,13 +14,13 @@ use kvevents_index::testing::{Described, OwnedExtra, OwnedId, describe, describe
 use kvevents_index::wire::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::wire::scan::{self, Kind, Schema};
 
-/// Number of times that calls have let other Python threads run and checked for signals, during work with Python objects.
+/// Returns how many times calls that work with Python objects have let other Python threads run and have checked for signals.
 #[pyfunction]
 pub(super) fn turns() -> usize {
     super::turns::TURNS.load(Ordering::Relaxed)
 }
 
-/// The events of a payload as the scanner reads them; None if it does not read the payload.
+/// Returns the events of a payload as the scanner reads them; None if the scanner refuses the payload.
 #[pyfunction]
 pub(super) fn scanned<'py>(
     py: Python<'py>,
@@ -97,9 +97,9 @@ fn extra_of<'py>(py: Python<'py>, extra: &OwnedExtra) -> PyResult<Bound<'py, PyA
     })
 }
 
-/// Reason, detail, position, first bytes and count of a rejection.
+/// The reason, detail, position, first bytes and count of a rejection.
 type Rejected<'py> = (&'static str, String, Option<usize>, Bound<'py, PyBytes>, usize);
-/// Timestamp, rank, events, rejections, and the events as a payload for an index.
+/// The timestamp, rank, events and rejections of a batch, and the events as a payload for an index.
 type Decoded<'py> = (
     f64,
     Option<i128>,
@@ -248,7 +248,7 @@ fn value_of<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> 
     })
 }
 
-/// The choice of `/v1/select` among given candidates; question and answer are msgpack.
+/// Returns the choice of `/v1/select` among given candidates. The question and the answer are msgpack.
 #[pyfunction]
 pub(super) fn select<'py>(
     py: Python<'py>,

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 
-/// Interval at which a call without the GIL checks for signals.
+/// Interval at which a call that runs without the GIL checks for signals.
 const SIGNALS: Duration = Duration::from_millis(50);
 
 /// Checks at intervals, in a call without the GIL, whether a signal such as an interrupt is pending.
@@ -24,7 +24,8 @@ impl Signals {
     }
 }
 
-/// Work with Python objects between two releases of the GIL, measured in integers that are read or created. It takes about 2 ms.
+/// Amount of work with Python objects between two releases of the GIL; the unit is the work of reading or creating one integer. The amount
+/// takes about 2 ms.
 const WORK_PER_TURN: usize = 1 << 16;
 
 /// Number of times that calls have released the GIL.
@@ -43,8 +44,8 @@ impl<'py> Turns<'py> {
         Self { py, left }
     }
 
-    /// Counts work, and releases the GIL when it is due: other threads can then change state that the GIL protects. Raises the exception of
-    /// a signal handler.
+    /// Counts work, and releases the GIL when enough work was done: other threads can then change state that the GIL protects. Raises the
+    /// exception of a signal handler.
     #[inline]
     pub(super) fn spend(&mut self, work: usize) -> PyResult<()> {
         if self.left > work {
