@@ -14,11 +14,11 @@ pub(crate) struct Row {
     pub(crate) gpu: u32,
     pub(crate) cpu: u32,
     pub(crate) disk: u32,
-    /// Over all tiers.
+    /// Length of the match over all tiers.
     pub(crate) tokens: u32,
-    /// Number of these tokens that the worker certainly holds: fewer if some blocks might be gone.
+    /// Number of tokens that the worker certainly holds: less than `tokens` if some blocks might be gone.
     pub(crate) certain: u32,
-    /// Whether the worker certainly holds all of these tokens, on each tier.
+    /// Whether the worker certainly holds all tokens of the row, on each tier.
     pub(crate) is_certain: bool,
 }
 
@@ -41,7 +41,7 @@ impl Row {
     }
 }
 
-/// Groups rows of the same instance, in the order of the first row of each.
+/// Groups rows by instance. The groups are in the order of their first rows.
 fn by_instance(table: &Table, rows: &[Row]) -> Vec<Vec<Row>> {
     let mut places = HashMap::with_capacity(rows.len());
     let mut found: Vec<Vec<Row>> = Vec::with_capacity(rows.len());
@@ -101,7 +101,7 @@ fn separate(out: &mut String) {
     }
 }
 
-/// The longest prefix of several ranks in tokens: on any tiers, on the device, down to the host, and down to disks.
+/// Length in tokens of the longest prefix that any of several ranks holds: on any tiers, on the device, down to the host and to disks.
 fn longest_by_level(ranks: &[Row]) -> [u32; 4] {
     let most = |of: fn(&Row) -> u32| ranks.iter().map(of).max().unwrap_or(0);
     [
@@ -188,7 +188,7 @@ mod tests {
     use super::*;
     use crate::fleet::tests::{changed, index};
 
-    /// Name, rank, and tokens on the GPU, down to host and disk, and on all tiers.
+    /// Name and rank of a worker, and lengths of its match in tokens: on the GPU, down to the host and to disks, and over all tiers.
     type Held = (String, i64, [u32; 4]);
 
     fn table(rows: &[Held]) -> Table {

@@ -1,7 +1,7 @@
 //! Bodies of answers, and the requests that are in progress until their answers end.
 //!
-//! An answer counts as unread until it is sent ([`Connections::add_unsent`]). It is sent in parts, and hyper owns each part until it has
-//! written the part. So the answer is sent when hyper drops the last part, whatever HTTP/2 windows the client grants.
+//! An answer counts as unread until it is sent ([`Connections::add_unsent`]). The answer is sent in parts; hyper owns each part, and drops
+//! it after writing it. So the answer is sent when hyper drops the last part, whatever HTTP/2 windows the client grants.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ impl InProgress {
         self.connections.is_answering(&self.connection, Instant::now());
     }
 
-    /// Records how many bytes of the body are held in memory. Returns false if that exceeds the limit.
+    /// Records how many bytes of the body are held in memory. Returns false if this number exceeds the limit.
     pub(crate) fn hold(&self, size: usize) -> bool {
         let is_held = self
             .connections
@@ -61,16 +61,16 @@ impl Drop for InProgress {
 
 /// The body of an answer.
 pub(crate) enum Body {
-    /// All of it.
+    /// The whole body.
     Full(Full<Bytes>),
     /// Pieces from the control plane, in order of arrival.
     Pieces(Pieces),
-    /// A message of gRPC, and the status after it.
+    /// A message of gRPC, and the status that follows it.
     Message {
         data: Option<Bytes>,
         trailers: Option<HeaderMap>,
     },
-    /// Messages of gRPC in order of arrival, and the status after them.
+    /// Messages of gRPC in order of arrival, and the status that follows the last message.
     Stream(tonic::body::Body),
 }
 
@@ -89,7 +89,7 @@ impl Body {
         }
     }
 
-    /// Length of the body in bytes, or 0 if it is unknown: then each frame counts when it arrives.
+    /// Length of the body in bytes. The result is 0 if the length is unknown: then the bytes of each frame count when the frame arrives.
     fn length(&self) -> usize {
         match self {
             Self::Full(_) => self.size_hint().lower() as usize,
@@ -99,7 +99,7 @@ impl Body {
     }
 }
 
-/// The control plane has given up an answer after its beginning.
+/// The error that the control plane has given up an answer after the answer began.
 #[derive(Debug)]
 pub(crate) struct Aborted;
 
@@ -115,7 +115,7 @@ impl std::error::Error for Aborted {}
 pub(crate) struct Pieces {
     receiver: mpsc::Receiver<Bytes>,
     is_complete: Arc<AtomicBool>,
-    /// A function that is called after each piece is taken, and when no more pieces will be taken.
+    /// A function that is called each time a piece is taken, and when no more pieces will be taken.
     on_change: Box<dyn Fn() + Send>,
 }
 
@@ -162,7 +162,7 @@ impl hyper::body::Body for Body {
                 let data = data.take().map(Frame::data);
                 Poll::Ready(data.or_else(|| trailers.take().map(Frame::trailers)).map(Ok))
             }
-            // Errors of the stream are dropped, since its trailers report them.
+            // Errors of the stream are dropped, since the stream's trailers report them.
             Self::Stream(body) => Poll::Ready(ready!(Pin::new(body).poll_frame(cx)).and_then(Result::ok).map(Ok)),
         }
     }
@@ -187,7 +187,7 @@ impl hyper::body::Body for Body {
 /// Maximum number of bytes of a part: one HTTP/2 frame.
 const MAX_PART: usize = 1 << 14;
 
-/// Bytes of an answer, which count as unread until this value is dropped.
+/// The bytes of an answer; they count as unread until this value is dropped.
 struct Unsent {
     connection: Arc<Connection>,
     number: u64,
@@ -207,7 +207,7 @@ impl Drop for Unsent {
     }
 }
 
-/// A part of an answer, which hyper drops when it is written.
+/// A part of an answer. When hyper has written the part, hyper drops it.
 struct Part {
     bytes: Bytes,
     unsent: Arc<Unsent>,
@@ -228,9 +228,9 @@ impl Drop for Part {
 /// The body of an answer that is being sent.
 pub(crate) struct Sending {
     body: Body,
-    /// The rest of the frame that is being sent.
+    /// The part of the present frame that has not been sent yet.
     rest: Bytes,
-    /// The unread bytes: those of the answer or, if its length is unknown, those of the frame that is being sent.
+    /// The unread bytes: the bytes of the answer or, if the answer's length is unknown, of the frame that is being sent.
     unsent: Option<Arc<Unsent>>,
     has_length: bool,
     /// The request, which is in progress until the body ends or the client leaves.

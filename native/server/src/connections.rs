@@ -1,4 +1,4 @@
-//! Limits of clients' connections: their number, their deadlines and their memory.
+//! Limits the number, the duration and the memory of clients' connections.
 //!
 //! Theory of operation. Each connection reports its progress, and [`Connections::sweep`] ends connections that have been in one state for
 //! too long:
@@ -11,18 +11,19 @@
 //! | Idle | is kept for the next request | `idle_seconds` |
 //! | Closing | has got its last answer, of which a part may still be in transit | `CLOSING`; further input is discarded |
 //!
-//! In each state, a connection is closed if its client does not read answers within `unread_seconds`. In this time each answer must be sent
-//! completely, or else a part of it must be sent, and `MIN_TAKEN` bytes of the connection's answers in total.
+//! In each state, a connection is closed if its client does not read answers within `unread_seconds`. In this time, either the whole answer
+//! must be sent, or a part of the answer and at least `MIN_TAKEN` bytes of all answers on the connection.
 //!
-//! At `max_clients` connections, a new connection replaces one without a request in progress: the oldest that has sent no request within
-//! `YOUNG_TIME`, or else the one that has been idle for the longest time. If every connection has a request in progress, the new one is
-//! *reserved*: only probes are answered on it. There are at most `reserved_clients` of these. At this limit, the oldest reserved connection
-//! that does not wait for the service is closed for the next. So idle or slow connections never prevent the answer to a probe.
+//! At `max_clients` connections, a new connection replaces a connection without a request in progress: the oldest that has sent no request
+//! within `YOUNG_TIME` or, if there is none, the one that has been idle for the longest time. If every connection has a request in
+//! progress, the new connection is *reserved*: only probes are answered on it. There are at most `reserved_clients` reserved connections.
+//! At this limit, the oldest reserved connection that does not wait for the service is closed to make room for the next one. So idle or
+//! slow connections never prevent the answer to a probe.
 //!
 //! Each connection can hold `FREE_BYTES` of its requests, which can be several over HTTP/2. Beyond that, all connections together hold at
-//! most `max_received_bytes`; a request that would exceed this is refused. Answers that clients have not read hold at most
-//! `max_unread_bytes` in total; beyond that the connection with most unread bytes is closed. An answer counts from its beginning until it
-//! is sent, even while an HTTP/2 client permits none of it to be sent.
+//! most `max_received_bytes`; a request that would exceed this limit is refused. Answers that clients have not read hold at most
+//! `max_unread_bytes` in total; beyond this limit, the connection with most unread bytes is closed. An answer counts from its beginning
+//! until it is sent, even while an HTTP/2 client permits none of it to be sent.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -36,14 +37,14 @@ use crate::settings::Limits;
 
 /// Interval at which the deadlines of all connections are checked.
 pub(crate) const CHECK_INTERVAL: Duration = Duration::from_millis(200);
-/// Time for a client to read its last answer and close the connection. If the service closed first while the client sends, the reset would
-/// destroy the answer.
+/// Time for a client to read its last answer and to close the connection. If the service closed the connection first while the client was
+/// sending, the reset would destroy the answer.
 pub(crate) const CLOSING: Duration = Duration::from_secs(2);
 /// Age up to which a connection without a request is not replaced, since its first request can have arrived but not been read.
 const YOUNG_TIME: Duration = Duration::from_millis(50);
-/// Number of request bytes that each connection can hold independently of the others.
+/// Number of request bytes that each connection can hold, regardless of other connections.
 pub(crate) const FREE_BYTES: usize = 1 << 16;
-/// Number of bytes that a client must read within `unread_seconds` if its answers take longer.
+/// Number of bytes that a client must read within `unread_seconds` if it takes longer to read an answer.
 const MIN_TAKEN: u64 = 1 << 20;
 
 /// The state of a connection.
@@ -73,23 +74,23 @@ pub(crate) enum Order {
     GoOn,
     /// The task must complete the answers in progress, and then end.
     Close,
-    /// The task must refuse the request, whose head was not complete in time.
+    /// The task must refuse the request, because the request's head was not complete in time.
     Refuse,
-    /// The task must end at once.
+    /// The task must end immediately.
     Abort,
 }
 
-/// An answer or a part of one that is not sent yet.
+/// An answer, or a part of an answer, that is not sent yet.
 #[derive(Debug)]
 struct Unsent {
-    /// Bytes of memory that the answer takes.
+    /// Number of bytes of memory that the answer takes.
     size: usize,
     clock: Clock,
-    /// Whether a part of the answer was sent since the time limit began.
+    /// Whether a part of the answer was sent after the time limit began.
     has_progressed: bool,
 }
 
-/// A time limit for a client to read.
+/// A time limit within which a client must read.
 #[derive(Clone, Copy, Debug)]
 struct Clock {
     end: Instant,
@@ -105,26 +106,26 @@ struct Inner {
     deadline: Option<Instant>,
     /// Whether a request's head is being received.
     is_in_head: bool,
-    /// Whether the connection has had a request over HTTP/2: then arriving bytes can be other frames, such as answers to pings.
+    /// Whether the connection has had a request over HTTP/2. If so, arriving bytes can be other frames, such as answers to pings.
     is_http2: bool,
     /// Number of requests whose answers are not complete; over HTTP/2 there can be several.
     active: usize,
-    /// Bytes of all requests of the connection.
+    /// Number of bytes of all requests of the connection that are held in memory.
     held: usize,
-    /// Bytes that could not be written to the socket.
+    /// Number of bytes that could not be written to the socket yet.
     unwritten: usize,
-    /// Bytes that were written.
+    /// Number of bytes that were written to the socket.
     taken: u64,
     /// The time limit of the unwritten bytes.
     stuck_at: Option<Clock>,
-    /// Unsent answers by number.
+    /// Unsent answers by ID.
     unsent: HashMap<u64, Unsent>,
-    /// Number of the newest answer.
+    /// ID of the newest answer.
     answers: u64,
 }
 
 impl Inner {
-    /// Bytes of answers that the client has not read.
+    /// Number of bytes of answers that the client has not read.
     fn unread(&self) -> usize {
         self.unsent.values().map(|one| one.size).sum::<usize>().max(self.unwritten)
     }
@@ -133,7 +134,7 @@ impl Inner {
         Clock { end, taken: self.taken }
     }
 
-    /// Whether the client has failed to read in time. Passed time limits begin again.
+    /// Whether the client has failed to read in time. Each time limit that has passed is restarted.
     fn is_stuck(&mut self, now: Instant, time: Duration) -> bool {
         let (again, taken) = (self.clock(now + time), self.taken);
         let mut is_stuck = false;
@@ -208,7 +209,7 @@ impl Connection {
         self.inner.lock().unsent.remove(&number);
     }
 
-    /// Time until which the request that is being received must be complete.
+    /// The time at which the request that is being received must be complete.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.inner.lock().deadline
     }
@@ -217,7 +218,7 @@ impl Connection {
 /// The decision about a new connection.
 pub(crate) enum Admission {
     Admitted(Arc<Connection>),
-    /// The connection must wait, for at most `YOUNG_TIME`: young connections might have requests that are not read yet, or might end.
+    /// The connection must wait, for at most `YOUNG_TIME`: a young connection might have sent a request that is not read yet, or might end.
     Later,
     /// The limit of connections is reached.
     Refused,
@@ -227,11 +228,11 @@ pub(crate) enum Admission {
 #[derive(Debug, Default)]
 struct Groups {
     next: u64,
-    /// Connections that have not sent a complete head of a request yet.
+    /// Connections that have not yet sent the complete head of a request.
     strangers: BTreeMap<u64, Arc<Connection>>,
-    /// Connections that have sent one.
+    /// Connections that have sent the complete head of a request.
     known: BTreeMap<u64, Arc<Connection>>,
-    /// Connections above the limit, for probes.
+    /// Connections above the limit; only probes are answered on them.
     reserved: BTreeMap<u64, Arc<Connection>>,
 }
 
@@ -256,7 +257,7 @@ pub(crate) struct Connections {
     pub(crate) closed: Counts,
     /// Number of requests that were refused before their path was known, by reason.
     pub(crate) refusals: Counts,
-    /// Bytes of requests that are held beyond the `FREE_BYTES` of each connection.
+    /// Number of bytes of requests that are held beyond the `FREE_BYTES` of each connection.
     received: AtomicUsize,
 }
 
@@ -283,7 +284,7 @@ impl Connections {
         self.received.load(Ordering::Relaxed)
     }
 
-    /// Bytes of answers that clients have not read.
+    /// Number of bytes of answers that clients have not read.
     pub(crate) fn unread(&self) -> usize {
         self.groups.lock().all().map(|each| each.inner.lock().unread()).sum()
     }
@@ -403,7 +404,7 @@ impl Connections {
         }
     }
 
-    /// Records that the head of a request is complete. From now on, connections without a request are replaced before this one.
+    /// Records that the head of a request is complete. After this call, connections without a request are replaced before this connection.
     pub(crate) fn has_head(&self, connection: &Arc<Connection>, is_http2: bool, now: Instant) {
         let is_new = {
             let mut inner = connection.inner.lock();
@@ -442,7 +443,7 @@ impl Connections {
         }
     }
 
-    /// Records that the client has closed its sending side. Returns whether it can still wait for an answer, for a limited time.
+    /// Records that the client has closed its sending side. Returns whether the client can still wait for an answer, for a limited time.
     pub(crate) fn has_left(&self, connection: &Connection, now: Instant) -> bool {
         let mut inner = connection.inner.lock();
         if inner.state == State::Answering && inner.active > 0 {
@@ -460,10 +461,10 @@ impl Connections {
         }
     }
 
-    // --- their memory
+    // --- memory of connections
 
-    /// Records that a connection holds `size` bytes of a request instead of `before`. Returns false, and changes nothing, if that exceeds
-    /// the limit of all connections.
+    /// Records that a connection holds `size` bytes of a request instead of `before` bytes. Returns false, and changes nothing, if all
+    /// connections together would exceed their limit.
     pub(crate) fn hold(&self, connection: &Connection, before: usize, size: usize) -> bool {
         let mut inner = connection.inner.lock();
         // The bytes of a removed connection are no longer counted.
@@ -483,7 +484,7 @@ impl Connections {
         true
     }
 
-    /// Records that `written` bytes of answers were written, and that `left` bytes could not be.
+    /// Records that `written` bytes of answers were written, and that `left` bytes could not be written yet.
     pub(crate) fn has_written(&self, connection: &Connection, written: usize, left: usize, now: Instant) {
         let mut inner = connection.inner.lock();
         inner.taken += written as u64;
@@ -498,7 +499,7 @@ impl Connections {
         }
     }
 
-    /// Records an answer, or a part of one, of this many bytes. Returns its number.
+    /// Records an answer, or a part of an answer, of this many bytes. Returns its number.
     pub(crate) fn add_unsent(&self, connection: &Connection, size: usize, now: Instant) -> u64 {
         let mut inner = connection.inner.lock();
         inner.answers += 1;
@@ -523,7 +524,7 @@ impl Connections {
         for connection in all {
             let mut inner = connection.inner.lock();
             let is_stuck = inner.is_stuck(now, self.limits.unread_time());
-            // While a closing connection has unread answers, only their time limits end it.
+            // A closing connection that has unread answers ends only when the time limit of one of them passes.
             let has_unread = inner.stuck_at.is_some() || !inner.unsent.is_empty();
             let is_due =
                 inner.deadline.is_some_and(|deadline| now >= deadline) && !(inner.state == State::Closing && has_unread);
@@ -548,7 +549,7 @@ impl Connections {
                 State::Reading if is_in_head => connection.give(Order::Refuse),
                 // The client has closed its sending side, and the answer was not complete in time.
                 State::Answering => self.abort(groups, &connection, "left"),
-                // The task that receives the rest of the body ends the request at the deadline.
+                // The task that is receiving the body ends the request at the deadline.
                 State::Reading => {}
             }
         }
@@ -562,7 +563,7 @@ impl Connections {
         }
     }
 
-    /// Ends connections that have sent nothing at once, and other connections as soon as their requests are answered.
+    /// Immediately ends connections that have sent nothing, and ends other connections as soon as their requests are answered.
     pub(crate) fn drain(&self) {
         let mut guard = self.groups.lock();
         let all: Vec<Arc<Connection>> = guard.all().cloned().collect();

@@ -1,6 +1,6 @@
-//! Requests that the control plane answers: it takes them from a queue, and answers each through a [`Request`].
+//! Requests that the control plane answers: it takes requests from a queue, and answers each through a [`Request`].
 //!
-//! If an event comes into an empty queue, a byte in a socket wakes the control plane. So no thread of the data plane waits for the
+//! When an event is added to an empty queue, a byte in a socket wakes the control plane. So no thread of the data plane waits for the
 //! interpreter.
 //!
 //! The control plane gets only the head of a refused request, and answers with the error before the body is received.
@@ -28,7 +28,7 @@ const WAITING_PIECES: usize = 2;
 pub enum Event {
     /// A request to answer.
     Request(Box<Request>),
-    /// The number of an answer in pieces whose client has read a piece or has left.
+    /// The ID of an answer in pieces whose client has read a piece or has left.
     Changed(u64),
 }
 
@@ -37,12 +37,12 @@ pub(crate) struct ControlPlane {
     /// The queue; None after the control plane has ended.
     events: Mutex<Option<VecDeque<Event>>>,
     waker: UnixStream,
-    /// Number of the newest answer in pieces.
+    /// ID of the newest answer in pieces.
     streams: AtomicU64,
 }
 
 impl ControlPlane {
-    /// `waker` receives a byte when there is something to take.
+    /// `waker` receives a byte when an event is added to an empty queue.
     pub(crate) fn new(waker: UnixStream) -> std::io::Result<Self> {
         waker.set_nonblocking(true)?;
         Ok(Self {
@@ -52,7 +52,7 @@ impl ControlPlane {
         })
     }
 
-    /// Returns the answer to a request. None if the control plane ends before it answers.
+    /// Returns the answer to a request. Returns None if the control plane ends before it answers.
     pub(crate) async fn ask(
         self: &Arc<Self>,
         head: &Parts,
@@ -77,7 +77,7 @@ impl ControlPlane {
         let Some(events) = guard.as_mut() else { return };
         events.push_back(event);
         if events.len() == 1 {
-            // If the socket is full, its bytes wake the control plane anyway.
+            // If the socket is full, the bytes in it already wake the control plane.
             let _ = (&self.waker).write(&[0]);
         }
     }
@@ -119,7 +119,8 @@ impl Request {
         decoded_path(&self.head.uri)
     }
 
-    /// Path and method of the endpoint in the table. The path is empty if it is unknown, the method if the endpoint does not have it.
+    /// Path and method of the endpoint in the table. The path is empty if it is unknown; the method is empty if the endpoint does not have
+    /// the request's method.
     pub fn endpoint(&self) -> (&str, &str) {
         (&self.access.path, &self.access.method)
     }
@@ -129,7 +130,7 @@ impl Request {
         &self.access.caller
     }
 
-    /// Why the request is refused. None if it is not.
+    /// The reason why the request is refused; None if the request is not refused.
     pub fn refusal(&self) -> Option<&str> {
         self.access.refusal
     }
@@ -139,7 +140,7 @@ impl Request {
         self.head.uri.query().unwrap_or_default()
     }
 
-    /// Names in lower case, and values.
+    /// Names of headers in lower case, and their values.
     pub fn headers(&self) -> impl Iterator<Item = (&str, &[u8])> {
         (self.head.headers.iter()).map(|(name, value)| (name.as_str(), value.as_bytes()))
     }
@@ -157,7 +158,7 @@ impl Request {
     /// Answers the request. Only the first answer counts.
     ///
     /// # Errors
-    /// For an invalid status or header.
+    /// If the status or a header is invalid.
     pub fn respond(&self, status: u16, headers: &Headers, body: Vec<u8>) -> Result<(), hyper::http::Error> {
         self.answer(status, headers, Body::full(body.into()))
     }
@@ -165,7 +166,7 @@ impl Request {
     /// Begins an answer in pieces.
     ///
     /// # Errors
-    /// As of `respond`.
+    /// If the status or a header is invalid.
     pub fn stream(&self, status: u16, headers: &Headers) -> Result<Stream, hyper::http::Error> {
         let (sender, receiver) = mpsc::channel(WAITING_PIECES);
         let number = self.control_plane.streams.fetch_add(1, Ordering::Relaxed);
@@ -197,15 +198,15 @@ impl Request {
 
 /// An answer in pieces, which the control plane sends.
 pub struct Stream {
-    /// The number by which [`Event::Changed`] names the answer.
+    /// The ID by which [`Event::Changed`] names the answer.
     pub number: u64,
     sender: Mutex<Option<mpsc::Sender<Bytes>>>,
     is_complete: Arc<AtomicBool>,
 }
 
 impl Stream {
-    /// Sends a piece. Returns false if too many pieces wait to be sent, or the client has left. An [`Event::Changed`] follows when that
-    /// changes.
+    /// Sends a piece. Returns false if too many pieces wait to be sent, or if the client has left. An [`Event::Changed`] follows when there
+    /// is room again.
     pub fn send(&self, piece: Bytes) -> bool {
         let sender = self.sender.lock();
         sender.as_ref().is_some_and(|sender| sender.try_send(piece).is_ok())
@@ -221,7 +222,7 @@ impl Stream {
         self.is_complete.store(true, Ordering::Release);
     }
 
-    /// Ends the answer. If it is not complete, the connection is closed.
+    /// Ends the answer. If the answer is not complete, the connection is closed.
     pub fn close(&self) {
         self.sender.lock().take();
     }

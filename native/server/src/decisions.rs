@@ -11,7 +11,7 @@ use kvevents_routing::Selected;
 
 /// Maximum number of stored choices.
 const MAX_DECISIONS: usize = 64;
-/// Maximum number of stored candidates of a choice; the best ones are stored.
+/// Maximum number of candidates of a choice that are stored; the best candidates are stored.
 const MAX_CANDIDATES: usize = 16;
 /// Minimum time between two stored choices.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
@@ -29,7 +29,7 @@ struct Sample {
 }
 
 impl Decisions {
-    /// Whether to store the next choice; true at most once per interval.
+    /// Returns whether the next choice must be stored; true at most once per interval.
     pub(crate) fn is_due(&self) -> bool {
         let now = Instant::now();
         let mut sample = self.sample.lock();

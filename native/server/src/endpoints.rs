@@ -1,4 +1,4 @@
-//! Queries: reads the body of a request, and writes the body of its answer.
+//! Answers queries: reads the body of a request, and writes the body of the answer.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -43,11 +43,11 @@ pub(crate) enum Verb {
     Finish,
 }
 
-/// Path of reservations, which a name follows.
+/// Path of reservations; the name of a reservation follows it.
 pub(crate) const RESERVATIONS: &str = "/v1/reservations/";
 
 impl Question {
-    /// The query of a request; None if the control plane answers it.
+    /// Returns the query of a request; None if the control plane answers the request.
     pub(crate) fn of(method: &Method, path: &str) -> Option<Self> {
         if path.strip_prefix(RESERVATIONS).is_some_and(requests::is_id) {
             return Some(Self::Reservation(match *method {
@@ -68,7 +68,7 @@ impl Question {
         })
     }
 
-    /// Whether the answer has our own format and can be msgpack. Answers in formats of other services are JSON.
+    /// Whether the answer can be msgpack: only answers in the format of kvevents can. Answers in the formats of other services are JSON.
     pub(crate) fn is_ours(self) -> bool {
         !matches!(self, Self::Query | Self::QueryByHash)
     }
@@ -90,7 +90,7 @@ impl Question {
 pub(crate) enum Format {
     Json,
     Msgpack,
-    /// Token ids as 32-bit numbers; the other fields are in the query string.
+    /// Token ids as 32-bit numbers; the other fields of the request are in the query string.
     Raw,
 }
 
@@ -140,7 +140,7 @@ impl Endpoints {
         }
     }
 
-    /// Changes the table. `change` is the JSON of a `Change`. A query in progress goes on with the table before it.
+    /// Changes the table. `change` is the JSON of a `Change`. A query in progress continues with the former table.
     pub(crate) fn change_table(&self, change: &[u8], index: Arc<PrefixIndex>) -> Result<(), String> {
         let change = serde_json::from_slice(change).map_err(|error| error.to_string())?;
         let mut table = self.table.write();
@@ -149,7 +149,7 @@ impl Endpoints {
         Ok(())
     }
 
-    /// Returns the body of the answer, or the error that follows from the fleet. None for a query that must be forwarded to the control
+    /// Returns the body of the answer, or the error that follows from the fleet. Returns None if the query must be forwarded to the control
     /// plane.
     pub(crate) fn answer(&self, question: Question, head: &Head, body: &[u8]) -> Option<Result<Vec<u8>, Problem>> {
         body_of(self.read_and_answer(question, head, body))
@@ -192,7 +192,7 @@ impl Endpoints {
         }
     }
 
-    /// Answers a query that the control plane has read: `fields` are the fields of its body in msgpack, without the token ids of one
+    /// Answers a query that the control plane has read: `fields` are the fields of its body in msgpack, without the token ids of a single
     /// prompt.
     pub(crate) fn answer_fields(
         &self,
@@ -309,7 +309,7 @@ impl Endpoints {
         }
     }
 
-    /// Reads a request with one prompt. Its token ids do not count towards the limit of JSON.
+    /// Reads a request with one prompt. The prompt's token ids do not count towards the limit of JSON.
     fn read_prompt<T: DeserializeOwned>(
         &self,
         head: &Head,
@@ -556,7 +556,7 @@ impl Endpoints {
     }
 }
 
-/// An answer in the format of Dynamo or of Mooncake.
+/// Returns an answer in the format of Dynamo or of Mooncake.
 fn indexer_answer(
     table: &Table,
     found: &Candidates,
@@ -567,7 +567,7 @@ fn indexer_answer(
         return Err(Declined::Unread);
     }
     let longest = longest(&rows);
-    // Workers that are not EXACT might hold more than is known. They are added, since their trust shows this.
+    // Workers that are not EXACT might hold more than is known. These workers are added, since the answer states their trust.
     add_others(&mut rows, &found.inexact);
     let instance = instance.filter(|_| !is_dynamo).map(requests::Id::text);
     rows.retain(|row| {
@@ -584,7 +584,7 @@ fn indexer_answer(
     Ok(Answered { body, longest })
 }
 
-/// Returns the scope of a request, if `/v1` admits its names.
+/// Returns the scope of a request, if `/v1` admits the names in the scope.
 fn checked_scope(request: &impl Names) -> Result<Scope, Declined> {
     request.scope().filter(|_| request.has_good_names()).ok_or(Declined::Unread)
 }
@@ -610,7 +610,7 @@ fn body_of(answer: Answer) -> Option<Result<Vec<u8>, Problem>> {
     }
 }
 
-/// The way in which a prompt is looked up.
+/// How a prompt is looked up.
 struct Options {
     expected: bool,
     whole_prompt: bool,
@@ -649,7 +649,7 @@ fn add_others(rows: &mut Vec<Row>, workers: &[u32]) {
     rows.extend(others.map(|&place| Row::nothing(place)));
 }
 
-/// Reads a raw prompt, whose other fields are in the query string.
+/// Reads a raw prompt. The other fields of the request are in the query string.
 fn raw_match(query_string: &str, body: &[u8]) -> Result<Match, Declined> {
     let (numbers, rest) = body.as_chunks::<4>();
     let request = requests::of_query_string(query_string).filter(|_| rest.is_empty());
@@ -680,8 +680,7 @@ mod tests {
     use super::*;
     use crate::fleet::tests::{change, index, row};
 
-    /// The index removes the blocks of a worker after the worker has left, so a lookup with the old table might find the worker without its
-    /// blocks.
+    /// The index removes the blocks of a worker after the worker has left, so a lookup with the old table might miss its blocks.
     #[test]
     fn a_query_is_answered_again_if_a_worker_leaves_meanwhile() {
         let terms = serde_json::from_value(json!({"tiers": {}, "trust": {}, "wait_weight": 1.0, "load_weight": 1.0}));

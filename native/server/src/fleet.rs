@@ -1,4 +1,4 @@
-//! The routing table: the control plane's description of the fleet, of which it writes the changes.
+//! The routing table: a description of the fleet. The control plane writes each change of the fleet to this table.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -18,11 +18,11 @@ const MAX_REMEMBERED: usize = 256;
 /// Maximum number of characters of a name that `/v1` admits.
 const MAX_NAME: usize = 512;
 
-/// A LoRA by its name, or by its number for engines whose events have no name.
+/// A LoRA, identified by its name, or by its numeric ID if the engine's events have no name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
 #[serde(untagged)]
 pub enum Lora {
-    /// Number of the LoRA.
+    /// Numeric ID of the LoRA.
     Id(i64),
     /// Name of the LoRA.
     Name(String),
@@ -37,14 +37,14 @@ pub struct Scope {
     pub tenant: String,
     /// Routing group.
     pub group: String,
-    /// LoRA of the prompt; for a worker, the LoRA that its events do not contain.
+    /// LoRA of the prompt; for a worker, the LoRA of all of its blocks, if the worker's events do not name it.
     pub lora: Option<Lora>,
-    /// Cache salt of the prompt; for a worker, the salt that its events do not contain.
+    /// Cache salt of the prompt; for a worker, the salt of all of its blocks, if the worker's events do not contain it.
     pub salt: Option<String>,
 }
 
 impl Scope {
-    /// Whether each name has a length that `/v1` admits. `/query` admits longer names, but scopes with these are not cached.
+    /// Whether each name has a length that `/v1` admits. `/query` admits longer names, but scopes with longer names are not cached.
     fn has_short_names(&self) -> bool {
         let lora = match &self.lora {
             Some(Lora::Name(name)) => name,
@@ -73,7 +73,7 @@ pub(crate) struct Worker {
     pub(crate) source: String,
     pub(crate) rank: i64,
     pub(crate) instance: String,
-    /// Where the worker takes requests, if that is known.
+    /// The URL at which the worker takes requests, if the URL is known.
     #[serde(default)]
     pub(crate) url: Option<String>,
     #[serde(default)]
@@ -87,13 +87,13 @@ pub(crate) struct Worker {
     pub(crate) distance: u8,
     /// Registered number of tokens per block.
     pub(crate) block_size: Option<u64>,
-    /// Tokens per block in its events; as registered before the first event.
+    /// Numbers of tokens per block in the worker's events; before the first event, the registered number.
     #[serde(default)]
     block_sizes: Vec<u32>,
     /// Tiers from which the engine announces no removals.
     #[serde(default)]
     pub(crate) stores_only: Vec<String>,
-    /// The trust in an answer in which some blocks of the worker might be gone.
+    /// The trust in an answer that includes blocks of the worker which might be gone.
     #[serde(skip)]
     pub(crate) trust_if_uncertain: Option<Trust>,
     /// The instance's name as JSON.
@@ -109,7 +109,7 @@ impl Worker {
         }
     }
 
-    /// Returns the worker with the fields that are derived from others.
+    /// Returns the worker with the fields that are derived from other fields.
     fn completed(self) -> Self {
         Self {
             trust_if_uncertain: Some(self.trust.if_uncertain()),
@@ -142,11 +142,11 @@ impl Worker {
 #[derive(Deserialize)]
 pub(crate) struct Change {
     has_failed: bool,
-    /// The places of workers that have left.
+    /// The positions in the table at which workers have left.
     removed: Vec<u32>,
-    /// The workers that are new or have changed, by their places. A place that is free can be given again.
+    /// The workers that are new or have changed, by their positions in the table. A position that is free can be assigned again.
     workers: HashMap<u32, Worker>,
-    /// Scopes with a LoRA that requests may name as their model; None if they are as before.
+    /// Scopes with a LoRA that requests may name as their model; None if these scopes have not changed.
     adapters: Option<Vec<Scope>>,
 }
 
@@ -164,12 +164,12 @@ pub(crate) struct Candidates {
     pub(crate) block_sizes: Vec<u32>,
 }
 
-/// A description of the fleet. A query reads one, which a change does not alter.
+/// A description of the fleet. A query reads one table, and a later change does not alter that table.
 #[derive(Clone, Debug)]
 pub struct Table {
     pub(crate) index: Arc<PrefixIndex>,
     has_failed: bool,
-    /// Workers by their places, some of which are free.
+    /// Workers by their positions in the table; None at a free position.
     workers: Vec<Option<Arc<Worker>>>,
     places: HashMap<Stream, u32>,
     adapters: Vec<Scope>,
@@ -179,7 +179,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// A table without workers, which is answered from `index`.
+    /// Creates a table without workers. Queries are answered from `index`.
     pub(crate) fn new(index: Arc<PrefixIndex>) -> Self {
         Self {
             index,
@@ -192,7 +192,7 @@ impl Table {
         }
     }
 
-    /// Applies a change; the table is answered from `index` from now on.
+    /// Applies a change. Queries are then answered from `index`.
     pub(crate) fn apply(&mut self, change: Change, index: Arc<PrefixIndex>) {
         (self.index, self.has_failed) = (index, change.has_failed);
         self.adapters = change.adapters.unwrap_or_else(|| std::mem::take(&mut self.adapters));
@@ -211,7 +211,7 @@ impl Table {
         }
     }
 
-    /// All workers with their places, in the order of these.
+    /// All workers with their positions in the table, in the order of the positions.
     pub(crate) fn workers(&self) -> impl Iterator<Item = (u32, &Worker)> {
         (0..)
             .zip(&self.workers)
@@ -227,12 +227,12 @@ impl Table {
         self.departures == later.departures
     }
 
-    /// The position of a stream's worker.
+    /// The position of a stream's worker in the table.
     pub(crate) fn place(&self, stream: &Stream) -> Option<u32> {
         self.places.get(stream).copied()
     }
 
-    /// Returns where prompts of a scope are looked up.
+    /// Returns the namespaces in which prompts of a scope are looked up, and the workers that can hold them.
     pub(crate) fn candidates(&self, scope: &Scope) -> Result<Arc<Candidates>, Declined> {
         if self.has_failed || self.index.is_damaged() {
             return Err(Declined::Unread);
@@ -284,7 +284,7 @@ impl Table {
         }
         let (lora, salt) = (lora_seed(scope.lora.as_ref()), salt_seed(scope.salt.as_deref()));
         let mut within = Vec::new();
-        // A worker's scope has no LoRA or salt that the worker's events contain, since block keys contain these.
+        // A worker's scope leaves out the LoRA and the salt if the worker's events carry them, because block keys already include them.
         for own_lora in distinct(scope.lora.as_ref()) {
             for own_salt in distinct(scope.salt.as_ref()) {
                 let is_own = |own: &Scope| own.lora.as_ref() == own_lora && own.salt.as_ref() == own_salt;
@@ -312,12 +312,12 @@ impl Table {
         })
     }
 
-    /// The worker at a place.
+    /// The worker at a position of the table.
     pub(crate) fn worker(&self, place: u32) -> &Worker {
         self.workers[place as usize].as_deref().expect("places are those of workers")
     }
 
-    /// Adds a speculative entry: for some seconds the worker counts as holding the prompt.
+    /// Adds a speculative entry: for some seconds, the worker counts as holding the prompt.
     pub(crate) fn expect(&self, place: u32, prompt: &Scope, tokens: &[u32], seconds: f64) {
         let worker = self.worker(place);
         let own = &worker.scope;
@@ -345,7 +345,7 @@ pub(crate) fn is_short(name: &str) -> bool {
     name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME
 }
 
-/// Yields None and then, if there is one, the value.
+/// Yields None and then the value, if the value is not None.
 fn distinct<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
     let given = value.map(Some);
     std::iter::once(None).chain(given)
@@ -363,7 +363,7 @@ fn salt_seed(salt: Option<&str>) -> u64 {
     salt.map_or(0, |salt| keys::salt(salt.as_bytes()))
 }
 
-/// Time in seconds of the clock by which speculative entries expire: Python's `time.monotonic`.
+/// Returns the time in seconds, by the clock that the expiry of speculative entries uses: Python's `time.monotonic`.
 pub(crate) fn monotonic() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a valid `timespec`, which the call fills.
@@ -377,7 +377,7 @@ pub(crate) mod tests {
     use kvevents_index::limits::Limits;
     use kvevents_index::wire::scan::{Limits as ScanLimits, Schema};
 
-    /// A worker as the control plane writes it.
+    /// A worker in the JSON form that the control plane writes.
     pub(crate) fn row(instance: &str, state: &str) -> serde_json::Value {
         serde_json::json!({
             "source": instance, "rank": 0, "instance": instance, "label": "m", "is_hidden": false, "distance": 0, "block_size": null,
@@ -397,7 +397,7 @@ pub(crate) mod tests {
         change.to_string().into_bytes()
     }
 
-    /// A table after another change.
+    /// Returns the table after one more change.
     pub(crate) fn changed(table: &Table, removed: &[u32], workers: &serde_json::Value) -> Table {
         let mut table = table.clone();
         table.apply(serde_json::from_slice(&change(removed, workers)).unwrap(), index());
@@ -440,7 +440,7 @@ pub(crate) mod tests {
         assert_eq!(["a", "b", "c", "d"].map(place), [None, None, Some(2), Some(1)]);
     }
 
-    /// Adapters are found by the scopes of workers, and by those that engines list for a model that is served.
+    /// Adapters are found by the scopes of workers, and by the scopes that engines list for a served model.
     #[test]
     fn an_adapter_as_model_has_the_models_of_its_scopes() {
         let with_lora = |model: &str, lora: &str| {

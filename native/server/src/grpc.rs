@@ -1,9 +1,10 @@
 //! gRPC on the port of HTTP: the queries of `/v1` as calls, and the standard health service.
 //!
-//! Theory of operation. A call is a request like others, with the same connections, limits and rules. [`METHODS`] names the equivalent
-//! query of `/v1` for each method. First the call is admitted by the rules for that query, and its body is received. Then tonic, with the
-//! generated code of `proto`, decodes the message and calls the method of [`Call`]. The index answers a query as it does over HTTP. If it
-//! cannot, the equivalent query is forwarded to the control plane, and the answer or the problem is converted to a message or a status.
+//! Theory of operation. A call is an HTTP request, with the same connections, limits and rules as other requests. [`METHODS`] names the
+//! equivalent query of `/v1` for each method. First the call is admitted by the rules for the equivalent query, and its body is received.
+//! After that, tonic decodes the message with the generated code of `proto`, and calls the method of [`Call`]. The index answers a query as
+//! it does over HTTP. If it cannot, the equivalent query is forwarded to the control plane, and the answer or the problem is converted to a
+//! message or a status.
 //!
 //! A new method needs a row in [`METHODS`] and a function in its service. The answer to a unary call is encoded completely before it is
 //! sent, so that its bytes count as unread.
@@ -49,7 +50,7 @@ const REASON_KEY: &str = "kvevents-reason";
 /// Number of bytes before a message in the body of a request.
 const PREFIX_BYTES: usize = 5;
 
-/// Paths of the methods, each with the query of `/v1` by whose rules it is admitted.
+/// Paths of the methods. A call of a method is admitted by the rules for the given query of `/v1`.
 const METHODS: [(&str, Question); 7] = [
     ("/kvevents.v1.Query/Match", Question::Match),
     ("/kvevents.v1.Query/MatchMany", Question::MatchMany),
@@ -61,7 +62,7 @@ const METHODS: [(&str, Question); 7] = [
 ];
 const CHECK: &str = "/grpc.health.v1.Health/Check";
 const WATCH: &str = "/grpc.health.v1.Health/Watch";
-/// Path under which a call about a reservation is admitted, since its message, which names the reservation, is not read yet.
+/// Path under which a call about a reservation is admitted. The call's message names the reservation, but is not read before admission.
 const ANY_RESERVATION: &str = "/v1/reservations/any";
 
 /// Whether a request is a call.
@@ -72,12 +73,12 @@ pub(crate) fn is_call(head: &Parts) -> bool {
         && kind.is_some_and(|kind| kind == b"application/grpc" || kind == b"application/grpc+proto")
 }
 
-/// Whether a call only checks health. Such a call is answered without a token, and on reserved connections as well.
+/// Whether a call only checks health. A call that only checks health needs no token, and is answered on reserved connections as well.
 pub(crate) fn is_probe(head: &Parts) -> bool {
     head.uri.path() == CHECK
 }
 
-/// The answer to a call that is refused.
+/// Returns the answer to a call that is refused.
 pub(crate) fn refuse(problem: &Problem) -> Response<Body> {
     refused(Status::from(problem))
 }
@@ -117,7 +118,7 @@ impl From<&Problem> for Status {
     }
 }
 
-/// A problem of the control plane as a status.
+/// Converts a problem that the control plane has reported to a status.
 fn problem(http: StatusCode, body: &[u8]) -> Status {
     #[derive(serde::Deserialize)]
     struct Members {
@@ -157,7 +158,7 @@ pub(crate) async fn respond(
     answered.unwrap_or_else(refused)
 }
 
-/// The time limit of a call from its header `grpc-timeout`.
+/// Returns the time limit of a call, from the header `grpc-timeout`.
 fn deadline(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get("grpc-timeout")?.to_str().ok()?;
     let (number, unit) = value.split_at_checked(value.len().checked_sub(1)?)?;
@@ -218,7 +219,7 @@ async fn answer(
     let parts = [prefix, message].map(|part| Ok::<_, Infallible>(Frame::data(part)));
     let request = Request::from_parts(head, StreamBody::new(tokio_stream::iter(parts)));
     let mut answered = pin!(call.serve(request));
-    // All of the data plane's work is done in the first poll. After that the call waits for the control plane.
+    // The data plane does all of its work in the first poll. After this poll, the call waits for the control plane.
     let first = || answered.as_mut().poll(&mut Context::from_waker(Waker::noop()));
     match shared.run(question, size, first).await {
         None => Err(ending()),
@@ -227,7 +228,7 @@ async fn answer(
     }
 }
 
-/// The head of the query of `/v1` that is equivalent to a call.
+/// Returns the head of the query of `/v1` that is equivalent to a call.
 fn equivalent(head: &Parts, question: Question) -> Parts {
     let mut head = head.clone();
     head.uri = Uri::from_static(match question {
@@ -249,7 +250,7 @@ struct Call {
     path: &'static str,
     /// Head of the equivalent query of `/v1`.
     equivalent: Parts,
-    /// Whether the caller may send that query.
+    /// Whether the caller may send the equivalent query.
     access: Access,
     /// The message, after its prefix.
     body: Bytes,
@@ -282,7 +283,7 @@ impl Call {
         Ok(Response::from_parts(head, body))
     }
 
-    /// Returns the answer of the index or, if it has none, that of the control plane.
+    /// Returns the answer of the index. If the index has no answer, returns the answer of the control plane.
     async fn query<Q, A>(
         &self,
         equivalent: &Parts,
@@ -398,7 +399,7 @@ impl Health for Call {
 
     type WatchStream = BoxStream<HealthCheckResponse>;
 
-    /// Sends the health now and after each change, until the service ends.
+    /// Sends the health immediately and after each change, until the service ends.
     async fn watch(&self, request: tonic::Request<HealthCheckRequest>) -> Answered<Self::WatchStream> {
         let is_known = is_known(request.get_ref());
         let mut reported = None;

@@ -1,11 +1,11 @@
 //! Extracts token ids from JSON, three times as fast as general parsers.
 //!
-//! A query is a small object with one large array of token ids. This module reads the array, and `serde_json` the rest of the text. If the
-//! text has anything unexpected, this module returns None; the control plane then reads the whole text and reports the error.
+//! A query is a small object with one large array of token ids. This module reads the array, and `serde_json` reads the text around it. If
+//! the text has anything unexpected, this module returns None; the control plane then reads the whole text and reports the error.
 //!
-//! The first numbers are read one by one. Then many are read at once, as long as they are short and have equal separators. A number can be
-//! read only when the end of the previous number is known, so latency dominates. `side_by_side` hides this latency: it reads from several
-//! positions at the same time.
+//! The first numbers are read one by one. After these, many numbers are read at once, as long as they are short and have equal separators.
+//! A number can be read only when the end of the previous number is known, so latency dominates. `side_by_side` hides this latency: it
+//! reads from several positions at the same time.
 
 mod side_by_side;
 #[cfg(test)]
@@ -16,9 +16,9 @@ mod tests;
 struct Lifted {
     /// Numbers of the array.
     tokens: Vec<u32>,
-    /// Position of its opening bracket.
+    /// Position of the array's opening bracket.
     start: usize,
-    /// Position after its closing bracket.
+    /// Position after the array's closing bracket.
     end: usize,
 }
 
@@ -30,8 +30,9 @@ pub fn lift(text: &[u8], name: &str) -> Option<(Vec<u8>, Vec<u32>)> {
     Some(([&text[..start], b"[]", &text[end..]].concat(), tokens))
 }
 
-/// A fast loop: reads numbers after one that ended at the given position, and appends them. Returns the end of the last number, which is
-/// the given position if it read no number. It reads only numbers that `number` reads, each before a comma, or before a comma and a space.
+/// A fast loop: reads numbers after one that ended at the given position, and appends them. Returns the end of the last number, or the
+/// given position if the loop read no number. The loop reads only numbers that `number` reads, and only if a comma, or a comma and a space,
+/// follows the number.
 type Quick = fn(&[u8], usize, &mut Vec<u32>) -> usize;
 
 fn lift_with(text: &[u8], name: &[u8], quick: Quick) -> Option<Lifted> {
@@ -94,7 +95,7 @@ fn string(text: &[u8], at: usize) -> Option<usize> {
     }
 }
 
-/// Returns the position after a value of any type. It checks nothing in the value except where strings end.
+/// Returns the position after a value of any type. The value is not checked, except that the ends of strings are found.
 fn value(text: &[u8], mut at: usize) -> Option<usize> {
     let mut depth = 0_usize;
     loop {
@@ -169,9 +170,10 @@ fn array(text: &[u8], at: usize, quick: Quick) -> Option<(Vec<u32>, usize)> {
     }
 }
 
-/// Minimum number of tokens that are read one by one before the fast loop is tried again. A try that reads fewer doubles the number.
+/// Minimum number of tokens that are read one by one before the fast loop is tried again. If the loop then reads fewer tokens than this,
+/// the number is doubled.
 const MIN_PAUSE: usize = 16;
-/// Maximum of that number.
+/// Maximum number of tokens that are read one by one before the fast loop is tried again.
 const MAX_PAUSE: usize = 1024;
 
 /// Reads an unsigned integer below 2^32. Returns the value and the position after it.
@@ -209,7 +211,7 @@ fn ends(byte: u8) -> bool {
     matches!(byte, b',' | b']' | b' ' | b'\n' | b'\r' | b'\t')
 }
 
-/// Returns eight bytes minus the ASCII code of 0, the first one in the lowest byte, and the number of leading digits.
+/// Returns eight bytes minus the ASCII code of 0, with the first byte lowest, and the number of leading digits.
 #[inline]
 fn digits(eight: [u8; 8]) -> (u64, usize) {
     let word = u64::from_le_bytes(eight) ^ 0x3030_3030_3030_3030;
@@ -220,7 +222,7 @@ fn digits(eight: [u8; 8]) -> (u64, usize) {
 /// Returns the value of the first `count` digits, one to eight.
 #[inline]
 fn of_digits(word: u64, count: usize) -> u32 {
-    // Drops the bytes after the digits, and puts zeros in front of them.
+    // Drops the bytes after the digits, and puts zeros in front of the digits.
     let digits = word << (64 - 8 * count);
     let pairs = (digits.wrapping_mul(10) + (digits >> 8)) & 0x00FF_00FF_00FF_00FF;
     let fours = (pairs.wrapping_mul(100) + (pairs >> 16)) & 0x0000_FFFF_0000_FFFF;

@@ -10,7 +10,7 @@ use serde::Serialize;
 struct Histogram {
     #[serde(skip)]
     bounds: Vec<f64>,
-    /// Number of values by bucket, including a bucket above all bounds.
+    /// Number of values in each bucket; the last bucket is above all bounds.
     counts: Vec<u64>,
     sum: f64,
 }
@@ -82,7 +82,7 @@ impl Metrics {
         of_path.seconds.add(time.as_secs_f64());
     }
 
-    /// Counts a lookup of a prompt, and how much of it the best worker holds.
+    /// Counts a lookup of a prompt, and the share of the prompt that the best worker holds.
     pub(crate) fn lookup(&self, tokens: usize, longest: u32) {
         let mut counters = self.counters.lock();
         counters.lookups += 1;

@@ -15,7 +15,7 @@ use ring::digest::{SHA256, SHA256_OUTPUT_LEN, digest};
 use serde::Deserialize;
 use subtle::ConstantTimeEq;
 
-/// Permissions of a caller; each role includes those before it.
+/// Roles of a caller; each role includes the permissions of the roles before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Role {
@@ -29,7 +29,7 @@ pub(crate) enum Role {
 pub(crate) struct Endpoint {
     /// Role that a caller needs. None if the endpoint is public.
     pub(crate) role: Option<Role>,
-    /// Whether it is for probes of orchestrators, which are allowed from any origin and with any host name.
+    /// Whether the endpoint is for probes of orchestrators; these are allowed from any origin and with any host name.
     pub(crate) probe: bool,
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct Policy {
     anonymous: Role,
     /// The address at which the service listens, in lower case.
     host: String,
-    /// Whether only this machine reaches that address.
+    /// Whether only this machine can reach the listening address.
     is_loopback: bool,
     hosts: Hosts,
 }
@@ -65,14 +65,14 @@ struct Hosts {
     networks: Vec<(IpAddr, IpAddr)>,
 }
 
-/// The reason of a refusal; the control plane has a sentence for each (`kvevents.service.http.app`).
+/// The reason for a refusal; the control plane has a sentence for each reason (`kvevents.service.http.app`).
 pub(crate) type Refusal = &'static str;
 /// The reason for a body above the size limit.
 pub(crate) const TOO_LARGE: Refusal = "too-large";
 
 impl Policy {
-    /// Returns the name of the caller, and why its request to an endpoint is refused, if it is. If `reads`, the request changes nothing, so
-    /// that a link on another site may open it in a browser.
+    /// Returns the name of the caller and, if its request to an endpoint is refused, the reason. If `reads`, the request changes nothing,
+    /// so a link on another site may open it in a browser.
     pub(crate) fn check(&self, headers: &HeaderMap, endpoint: &Endpoint, reads: bool) -> (&str, Option<Refusal>) {
         let (role, name) = self.caller(headers.get(AUTHORIZATION));
         let origin = || self.foreign_origin(headers, reads).filter(|_| !endpoint.probe);
@@ -87,8 +87,9 @@ impl Policy {
         (name, refusal)
     }
 
-    /// Returns role and name of the caller with this value of `Authorization`. An unknown token has no role even if anonymous callers have
-    /// one, so that its owner notices the mistake. All bytes of all digests are compared, so that the time does not depend on the token.
+    /// Returns the role and the name of the caller that sends this value of `Authorization`. An unknown token has no role even if anonymous
+    /// callers have one, so that the token's owner notices the mistake. All bytes of all digests are compared, so that the time does not
+    /// depend on the token.
     fn caller(&self, authorization: Option<&HeaderValue>) -> (Role, &str) {
         let Some(value) = authorization.filter(|_| !self.tokens.is_empty()) else {
             return (self.anonymous, "anonymous");
@@ -106,7 +107,7 @@ impl Policy {
         caller
     }
 
-    /// Returns why a request comes, or might come, from a page of another site.
+    /// Returns the reason for refusal if a request comes, or might come, from a page of another site.
     fn foreign_origin(&self, headers: &HeaderMap, reads: bool) -> Option<Refusal> {
         let host = headers.get(HOST).map(text);
         if self.anonymous > Role::None && host.as_deref().is_some_and(|host| !self.is_own_host(host_of(host))) {
@@ -124,8 +125,8 @@ impl Policy {
         (!is_own_site && !is_link).then_some("foreign-page")
     }
 
-    /// Whether an origin has the host of `Host` or a configured name. Its scheme does not matter, since a proxy can end TLS. Sandboxed
-    /// frames and files have the origin `null`, which is not our own.
+    /// Whether an origin has the host of `Host` or a configured name. The origin's scheme does not matter, since a proxy can end TLS.
+    /// Sandboxed frames and files have the origin `null`, which counts as another site.
     fn is_own_origin(&self, origin: &str, host: Option<&str>) -> bool {
         let place = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"));
         place.is_some_and(|place| host == Some(place) || self.hosts.contains(host_of(place)))
@@ -146,13 +147,13 @@ impl Hosts {
     }
 }
 
-/// A header as text in lower case. Bytes above ASCII are read as Latin-1, so that every header is a text.
+/// Returns a header as text in lower case. Bytes above ASCII are read as Latin-1, so that every header is a text.
 fn text(value: &HeaderValue) -> String {
     let characters: String = value.as_bytes().iter().map(|byte| char::from(*byte)).collect();
     characters.trim_matches([' ', '\t']).to_lowercase()
 }
 
-/// HOST of `HOST`, `HOST:PORT`, `[HOST]` or `[HOST]:PORT`, without a final dot.
+/// Returns HOST from `HOST`, `HOST:PORT`, `[HOST]` or `[HOST]:PORT`, without a final dot.
 fn host_of(place: &str) -> &str {
     match place.strip_prefix('[') {
         Some(rest) => rest.split(']').next().unwrap_or_default(),
@@ -163,7 +164,7 @@ fn host_of(place: &str) -> &str {
     }
 }
 
-/// A host as an address; an IPv6 address may have a zone.
+/// Returns a host as an IP address; an IPv6 address may have a zone.
 fn address_of(host: &str) -> Option<IpAddr> {
     let zoned = || host.split_once('%').and_then(|(address, _)| address.parse::<Ipv6Addr>().ok());
     host.parse().ok().or_else(|| zoned().map(IpAddr::V6))
@@ -222,7 +223,7 @@ mod tests {
         (role, name.into())
     }
 
-    /// The refusal of a request to an endpoint that needs no role.
+    /// Returns the refusal of a request to an endpoint that needs no role.
     fn origin(policy: &Policy, pairs: &[(&'static str, &str)], reads: bool) -> Option<Refusal> {
         let endpoint = Endpoint {
             role: None,
@@ -367,7 +368,7 @@ mod tests {
         }
     }
 
-    /// Images, scripts and frames of another page send no `Origin`. A link to the page works, and a form does not.
+    /// Images, scripts and frames of another page send no `Origin`. A link from another page is allowed, and a form is not.
     #[test]
     fn requests_of_other_sites_without_an_origin_are_refused() {
         let own = policy("127.0.0.1", Role::Read);

@@ -1,5 +1,5 @@
-//! Errors of connections, and errors that follow from the fleet. The control plane writes all other errors. They are problem details of
-//! RFC 9457, with the fields of `kvevents.client.schemas.Problem`.
+//! Errors of connections, and errors that follow from the fleet. The control plane writes all other errors. All errors are problem details
+//! of RFC 9457, with the fields of `kvevents.client.schemas.Problem`.
 
 use bytes::Bytes;
 use hyper::header::{CONNECTION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
@@ -17,7 +17,7 @@ pub(crate) const CLOSE: HeaderValue = HeaderValue::from_static("close");
 /// Maximum number of names that an error lists.
 const MAX_LISTED: usize = 8;
 
-/// An error as clients see it.
+/// An error in the form in which clients receive it.
 #[derive(Debug)]
 pub struct Problem {
     /// A sentence about the error.
@@ -46,10 +46,10 @@ impl Serialize for Problem {
     }
 }
 
-/// Why a query is not answered here.
+/// The reason why the data plane does not answer a query.
 #[derive(Debug)]
 pub(crate) enum Declined {
-    /// The query was not read, or no worker serves its model, or the index has failed. The control plane answers it.
+    /// The query was not read, or no worker serves the query's model, or the index has failed. The control plane answers it.
     Unread,
     /// The fleet does not permit the request.
     Refused(Problem),
@@ -112,7 +112,7 @@ impl Problem {
         }
     }
 
-    /// None of the `named` candidates can be chosen. If `named` is 0, the request named no candidates and no worker serves its model.
+    /// None of the `named` candidates can be chosen. If `named` is 0, the request named no candidates, and no worker serves its model.
     pub(crate) fn no_candidates(model: &str, named: usize) -> Self {
         let (detail, hint) = if named == 0 {
             let hint = "name some in `candidates`, or register engines that serve it";

@@ -1,7 +1,7 @@
-//! Messages and services of `src/kvevents/service/proto/kvevents/v1/query.proto`. `make contract` writes their code.
+//! Messages and services of `src/kvevents/service/proto/kvevents/v1/query.proto`. `make contract` generates the code of these messages.
 //!
-//! Each message has the fields of a body of `/v1`. For the control plane, requests are converted to such bodies, and its answers are
-//! converted back. So both planes answer calls in the same way as HTTP requests.
+//! Each message has the fields of a body of `/v1`. For the control plane, requests are converted to such bodies, and the control plane's
+//! answers are converted back. So both planes answer calls in the same way as HTTP requests.
 
 use std::marker::PhantomData;
 
@@ -36,7 +36,7 @@ fn state<'de, D: Deserializer<'de>>(from: D) -> Result<i32, D::Error> {
     Ok(State::from_str_name(&format!("STATE_{name}")).unwrap_or_default() as i32)
 }
 
-/// Reads a list, or null for an empty one.
+/// Reads a list; null counts as an empty list.
 fn list<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Vec<T>, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or_default())
 }
@@ -71,7 +71,7 @@ impl<E: Message + 'static, D: Message + Default> Decoder for MessageCodec<E, D> 
     type Error = Status;
 
     fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<D>, Status> {
-        // Reading many small numbers from `DecodeBuf` takes several times as long as from bytes.
+        // Reading many small numbers from `DecodeBuf` takes several times as long as reading them from bytes.
         let message = from.copy_to_bytes(from.remaining());
         let wrong = |error| Status::invalid_argument(format!("cannot decode the message: {error}"));
         D::decode(message).map(Some).map_err(wrong)

@@ -1,4 +1,4 @@
-//! Names that occur twice in one object of a body: programs differ in which value counts, and it can be a tenant.
+//! Finds names that occur twice in one object of a body: programs differ in which of the two values counts, and the value can be a tenant.
 
 use std::collections::HashSet;
 use std::fmt::Formatter;
@@ -6,11 +6,11 @@ use std::fmt::Formatter;
 use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-/// Checks that no object in a body of JSON or msgpack has a name twice.
+/// Checks that no name occurs twice in one object of a body of JSON or msgpack.
 ///
 /// # Errors
 ///
-/// A sentence with the first name that occurs twice, or with why the body cannot be read.
+/// A sentence with the first name that occurs twice, or with the reason why the body cannot be read.
 pub fn check_names(body: &[u8], is_msgpack: bool) -> Result<(), String> {
     let checked: Result<Value, String> = if is_msgpack {
         rmp_serde::from_slice(body).map_err(|error| error.to_string())
@@ -20,7 +20,7 @@ pub fn check_names(body: &[u8], is_msgpack: bool) -> Result<(), String> {
     checked.map(|_| ())
 }
 
-/// A value in which no object has a name twice; with its text if it is one.
+/// A value in which no name occurs twice in one object. If the value is a text, this holds the text.
 struct Value(Option<String>);
 
 impl<'de> Deserialize<'de> for Value {
@@ -105,7 +105,7 @@ mod tests {
             Ok(())
         );
         assert!(check_names(b"\x82\xa1a\x01\xa1a\x02", true).is_err());
-        // An extension type, binary data, and names that are no text.
+        // An extension type, binary data, and names that are not texts.
         assert_eq!(check_names(b"\x83\xa1a\xd4\x01\x00\x01\xc4\x01a\x02\xc0", true), Ok(()));
     }
 

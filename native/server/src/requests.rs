@@ -1,5 +1,5 @@
 //! Bodies of requests that the data plane answers. If these types cannot read a body, or their checks do not admit it, the request is
-//! forwarded: the control plane then answers it or returns an error.
+//! forwarded: the control plane then answers the request or returns an error.
 
 use std::time::Duration;
 
@@ -19,10 +19,10 @@ const MAX_LABELS: usize = 32;
 const MAX_ID: usize = 128;
 /// Range of the seconds after which a reservation expires.
 const RESERVATION_SECONDS: std::ops::RangeInclusive<f64> = 1.0..=86_400.0;
-/// Name of the tenant or group of a request without that name.
+/// Name of the tenant or the group if a request does not state it.
 const DEFAULT_NAME: &str = "default";
 
-/// A value that was read from an object. Without this type, serde would also read an array of its fields.
+/// A value that must be read from an object: serde alone would also accept an array of the value's fields.
 pub(crate) struct Object<T>(pub(crate) T);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
@@ -50,7 +50,7 @@ fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Op
     T::deserialize(from).map(Some)
 }
 
-/// A list. Without this type, serde would also read binary data of msgpack, as a list of its bytes.
+/// A list that must be read from a list: serde alone would also accept binary data of msgpack, as a list of bytes.
 struct List<T>(Vec<T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
@@ -114,7 +114,7 @@ fn labels<'de, D: Deserializer<'de>>(from: D) -> Result<Labels, D::Error> {
     from.deserialize_map(ByName)
 }
 
-/// Declares a request, which has the given fields and those that every query has.
+/// Declares a type of request. The type has the given fields, and the fields that every query has.
 macro_rules! question {
     ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $kind:ty,)* }) => {
         $(#[$meta])*
@@ -164,12 +164,12 @@ macro_rules! question {
     };
 }
 
-/// A request whose fields for the scope of a prompt have several names each.
+/// A request in which each field of a prompt's scope has several alternative names.
 pub(crate) trait Names {
     fn names(&self) -> [[&Option<String>; 4]; 5];
     fn lora_id(&self) -> Option<i64>;
 
-    /// Returns the scope of the prompt. None if there is no model, or if a field has values under two names.
+    /// Returns the scope of the prompt. Returns None if the model is missing, or if a field has different values under two names.
     fn scope(&self) -> Option<Scope> {
         let [model, tenant, group, lora, salt] = self.names();
         let lora = picked(lora, true)?.map(|name| Lora::Name(name.clone()));
@@ -189,7 +189,7 @@ pub(crate) trait Names {
     }
 }
 
-/// The value of a field under one of its names, if any. With `is_optional` an empty value counts as absent. None if two names have values.
+/// Returns the value of a field that has several names. If `is_optional`, an empty value counts as absent. None if two values differ.
 fn picked(names: [&Option<String>; 4], is_optional: bool) -> Option<Option<&String>> {
     let given = names.into_iter().flatten();
     let mut given = given.filter(|value| !(is_optional && value.is_empty()));
@@ -245,7 +245,7 @@ impl Id {
         }
     }
 
-    /// Returns the hash. None for text that is not a hash.
+    /// Returns the hash, or None if the text is not a hash.
     pub(crate) fn hash(&self) -> Option<u64> {
         match self {
             Self::Unsigned(number) => Some(*number),
@@ -321,7 +321,7 @@ impl Media {
     }
 }
 
-/// Returns the multimodal items for the index. None if there are too many.
+/// Returns the multimodal items for the index. Returns None if there are too many items.
 pub(crate) fn items(media: &[Object<Media>]) -> Option<Items> {
     let items = || media.iter().map(|Object(one)| one.item()).collect::<Vec<_>>();
     (media.len() <= MAX_MEDIA).then(|| items().into())
@@ -348,7 +348,7 @@ question! {
 }
 
 impl MatchMany {
-    /// Returns the prompts; None if there are too many.
+    /// Returns the prompts; None if there are too many prompts.
     pub(crate) fn checked(&self) -> Option<&[Vec<u32>]> {
         self.prompts.as_deref().filter(|prompts| prompts.len() <= MAX_PROMPTS)
     }
@@ -400,7 +400,7 @@ pub(crate) struct ReserveAs {
     seconds: Option<f64>,
 }
 
-/// Whether this can be the name of a reservation. The name is part of a path, and a name of dots alone would lead to another path.
+/// Whether a text can be the name of a reservation. The name is part of a path, and a name that has only dots would lead to another path.
 pub(crate) fn is_id(id: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~:".contains(&byte);
     (1..=MAX_ID).contains(&id.len()) && id.bytes().all(is_plain) && id.bytes().any(|byte| byte != b'.')
@@ -431,7 +431,7 @@ impl ReservationUpdate {
 }
 
 impl Select {
-    /// The requested reservation, which expires after `seconds` unless the request has another time.
+    /// The requested reservation. It expires after `seconds`, unless the request states another time.
     pub(crate) fn reservation(&self, seconds: f64) -> Option<Wanted<'_>> {
         let (id, given) = match &self.reserve {
             Reserve::Asked(false) => return None,
@@ -476,7 +476,7 @@ pub(crate) struct Candidate {
     pub(crate) instance: String,
     #[serde(default)]
     rank: u32,
-    /// Load of the candidate; None to use the load that its engine reports.
+    /// Load of the candidate; None to use the load that the candidate's engine reports.
     #[serde(default)]
     pub(crate) load: Option<f64>,
 }
@@ -495,7 +495,7 @@ impl Candidate {
     }
 }
 
-/// Returns the request in the query string of a raw prompt. None if any part of the string is unusual.
+/// Returns the request in the query string of a raw prompt. Returns None if any part of the string is unusual.
 pub(crate) fn of_query_string(query: &str) -> Option<Match> {
     let mut request = Match::default();
     let mut seen: Vec<&str> = Vec::new();

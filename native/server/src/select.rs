@@ -8,7 +8,7 @@ use crate::problems::{Declined, Problem};
 use crate::requests::{Candidate, Select};
 use kvevents_routing::{Contender, Labels, Loads, Question, Selected, State, Terms, Tiers, Ties, Trust, choose};
 
-/// The trust in a worker that is not followed, and its distance, which makes followed workers take precedence.
+/// The trust in a worker that is not followed, and the worker's distance. With this distance, followed workers take precedence.
 pub(crate) fn unfollowed() -> (Trust, u8) {
     let trust = Trust {
         state: State::Stale,
@@ -91,7 +91,7 @@ pub(crate) fn select<'a>(
     Ok((selected, place))
 }
 
-/// Returns the candidates without those workers of the same tenant and group that serve another model, LoRA or salt.
+/// Returns the candidates, except the workers of the request's tenant and group that serve another model, LoRA or salt.
 fn reachable_by_scope<'a>(
     table: &Table,
     found: &Candidates,

@@ -45,7 +45,7 @@ const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
 /// Maximum number of concurrent streams of one HTTP/2 connection.
 const MAX_STREAMS: u32 = 128;
 
-/// The reason why a server does not start.
+/// The reason why a server cannot start.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
 /// The client has left.
@@ -67,11 +67,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves at a listening socket, with settings as JSON. `waker` receives a byte when there are events for the control plane.
-    /// Selections use `loads`.
+    /// Serves at a listening socket. `settings` are JSON. `waker` receives a byte when `take_events` has an event. Selections use `loads`.
     ///
     /// # Errors
-    /// If the settings have another shape, a certificate cannot be used, or the system refuses threads.
+    /// If the settings cannot be read, a certificate cannot be used, or the system refuses to start threads.
     pub fn start(settings: &[u8], listener: TcpListener, waker: UnixStream, loads: Arc<Loads>) -> Result<Self, Failure> {
         let settings: Settings = serde_json::from_slice(settings)?;
         listener.set_nonblocking(true)?;
@@ -109,24 +108,24 @@ impl Server {
         })
     }
 
-    /// Changes the table that queries are answered from. `change` is JSON: the workers that are new, changed or gone.
+    /// Changes the table from which queries are answered. `change` is JSON: the workers that are new, changed or gone.
     ///
     /// # Errors
-    /// If the JSON has another shape.
+    /// If the JSON cannot be read as a change.
     pub fn change_table(&self, change: &[u8], index: Arc<PrefixIndex>) -> Result<(), String> {
         self.shared.endpoints.change_table(change, index)
     }
 
-    /// Takes the requests that the control plane must answer, and the numbers of answers in pieces that have changed.
+    /// Takes the requests that the control plane must answer, and the IDs of answers in pieces that have changed.
     pub fn take_events(&self) -> VecDeque<Event> {
         self.shared.control_plane.take()
     }
 
-    /// Answers a query that the control plane has read: `fields` are those of the body in msgpack, without the token ids of one prompt.
-    /// Returns the body of the answer, and the tokens that the best worker holds.
+    /// Answers a query that the control plane has read: `fields` are the fields of the body in msgpack, without the token ids of a single
+    /// prompt. Returns the body of the answer, and the number of tokens that the best worker holds.
     ///
     /// # Errors
-    /// None for a query that cannot be answered now: no worker serves its model, or the index has failed.
+    /// None if the query cannot be answered now: no worker serves the query's model, or the index has failed.
     pub fn answer(
         &self,
         method: &str,
@@ -162,9 +161,10 @@ impl Server {
         self.shared.report_health();
     }
 
-    /// Reads the certificate, the key and the authorities again, for connections from now on.
+    /// Reads the certificate, the key and the authorities again, for new connections.
     ///
-    /// # Errors If they cannot be used; then the former ones stay in use.
+    /// # Errors
+    /// If the new files cannot be used; the former files then stay in use.
     pub fn reload_tls(&self) -> Result<(), Failure> {
         if let (Some(acceptor), Some(files)) = (&self.shared.tls, &self.shared.settings.tls) {
             *acceptor.write() = tls::acceptor(files)?;
@@ -204,7 +204,7 @@ impl Server {
             .into_bytes()
     }
 
-    /// Accepts no more connections, and waits until the open ones have ended, for at most `time` seconds.
+    /// Accepts no more connections, and waits until the open connections have ended, for at most `time` seconds.
     pub fn drain(&self, time: f64) {
         let guard = self.runtime.lock();
         let Some(runtime) = guard.as_ref() else { return };
@@ -223,7 +223,7 @@ impl Server {
         });
     }
 
-    /// Ends all connections, and the threads.
+    /// Ends all connections, and stops the threads.
     pub fn close(&self) {
         self.shared.control_plane.close();
         self.shared.connections.abort_all();
@@ -288,7 +288,7 @@ async fn connected(shared: Arc<Shared>, connection: Arc<Connection>, stream: Tcp
     shared.connections.remove(&connection);
 }
 
-/// Runs `work` until it is complete, or until the connection must end at once.
+/// Runs `work` until `work` is complete, or until the connection must end immediately.
 async fn unless_aborted(connection: &Connection, work: impl Future<Output = ()>) {
     let mut work = pin!(work);
     let mut ordered = pin!(connection.ordered.notified());
@@ -491,7 +491,7 @@ fn close_after(connection: &Connection, mut response: Response<Body>) -> Respons
     response
 }
 
-/// Returns the answer to a probe. None for a request that the control plane answers.
+/// Returns the answer to a probe. Returns None if the control plane must answer the request.
 fn answer_probe(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
     if head.method != Method::GET || wants_msgpack(head) != Some(false) {
         return None;
@@ -513,7 +513,8 @@ fn answer_probe(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
     Some(response)
 }
 
-/// Returns whether the client wants msgpack and not JSON. None if its `Accept` names several types, among which the control plane chooses.
+/// Returns whether the client wants msgpack instead of JSON. Returns None if the request's `Accept` names several types; the control plane
+/// then chooses the type.
 fn wants_msgpack(head: &Parts) -> Option<bool> {
     let mut kinds = head.headers.get_all(ACCEPT).iter();
     match (kinds.next(), kinds.next()) {
@@ -524,8 +525,8 @@ fn wants_msgpack(head: &Parts) -> Option<bool> {
     }
 }
 
-/// Returns the parts of a query's head. None if the data plane does not read such a body, or the control plane must choose the format of
-/// the answer.
+/// Returns the parts of a query's head. Returns None if the data plane does not read the body's format, or if the control plane must choose
+/// the format of the answer.
 fn parse_head(head: &Parts, question: Question) -> Option<Head> {
     let has_body = !matches!(question, Question::Reservation(Verb::Show | Verb::Finish));
     let kind = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
@@ -546,7 +547,7 @@ fn parse_head(head: &Parts, question: Question) -> Option<Head> {
     })
 }
 
-/// The answer of the index, or the error that follows from the fleet. Returns None for a query that is forwarded.
+/// Returns the answer of the index, or the error that follows from the fleet. Returns None if the query must be forwarded.
 async fn answer_query(shared: &Shared, question: Question, head: &Head, body: &Bytes) -> Option<Result<Vec<u8>, Problem>> {
     let work = || shared.endpoints.answer(question, head, body);
     shared.run(question, body.len(), work).await?

@@ -18,11 +18,11 @@ use crate::control_plane::ControlPlane;
 use crate::endpoints::{Endpoints, Question};
 use crate::settings::{Access, Settings};
 
-/// Number of sweeps without a report of the control plane after which it counts as failed: 10 s.
+/// Number of sweeps without a report from the control plane after which the control plane counts as failed: 10 s.
 pub(crate) const MAX_SILENCE: u32 = 50;
-/// Size of a body above which a separate thread reads it, so that other clients are not delayed.
+/// Size of a body, in bytes, above which a separate thread reads the body, so that other clients are not delayed.
 const THREAD_BYTES: usize = 1 << 16;
-/// Size of a body with one prompt above which a separate thread reads it. It is larger, since token ids are read faster.
+/// Size of a body with one prompt above which a separate thread reads the body: larger, since token ids are read faster.
 const THREAD_PROMPT_BYTES: usize = 1 << 20;
 
 /// Status and body of the answers to probes.
@@ -38,11 +38,11 @@ pub(crate) struct Shared {
     pub(crate) endpoints: Endpoints,
     pub(crate) control_plane: Arc<ControlPlane>,
     pub(crate) probes: RwLock<Option<Probes>>,
-    /// Number of sweeps since the control plane last set `probes`.
+    /// Number of sweeps after the control plane last set `probes`.
     pub(crate) silence: AtomicU32,
     pub(crate) heavy: Semaphore,
     pub(crate) is_draining: Notify,
-    /// Health for clients that watch it. None when the service ends.
+    /// The health that is sent to clients that watch it; None when the service ends.
     pub(crate) watched_health: watch::Sender<Option<ServingStatus>>,
     pub(crate) tls: Option<RwLock<TlsAcceptor>>,
 }
@@ -59,7 +59,7 @@ impl Shared {
         }
     }
 
-    /// Sends the health to clients that watch it, if it has changed.
+    /// If the health has changed, sends it to the clients that watch it.
     pub(crate) fn report_health(&self) {
         let health = self.health();
         self.watched_health.send_if_modified(|watched| {
@@ -69,7 +69,7 @@ impl Shared {
         });
     }
 
-    /// Returns the control plane's answer to a request, and counts it. None if the control plane ends before it answers.
+    /// Returns the control plane's answer to a request, and counts the answer. Returns None if the control plane ends before it answers.
     pub(crate) async fn ask(&self, head: &Parts, peer: &str, access: &Access, body: Bytes) -> Option<Response<Body>> {
         let began = Instant::now();
         let answer = self.control_plane.ask(head, peer, access, body).await?;
@@ -80,7 +80,7 @@ impl Shared {
         Some(answer)
     }
 
-    /// Runs work on a query of `size` bytes, in a separate thread if the query is large. None if the service ends.
+    /// Runs work on a query of `size` bytes, in a separate thread if the query is large. Returns None if the service ends.
     pub(crate) async fn run<T>(&self, question: Question, size: usize, work: impl FnOnce() -> T) -> Option<T> {
         let limit = match question {
             Question::Query | Question::Match => THREAD_PROMPT_BYTES,

@@ -65,12 +65,12 @@ impl Limits {
     }
 }
 
-/// Limits a duration to a century, since the clock overflows above some hundreds of years.
+/// Converts seconds to a duration of at most a century, since the clock overflows above some hundreds of years.
 pub(crate) fn seconds(seconds: f64) -> Duration {
     Duration::from_secs_f64(seconds.clamp(0.0, 3e9))
 }
 
-/// The names of the PEM files of the server's TLS.
+/// The names of the PEM files for the server's TLS.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Tls {
     pub(crate) certificate: String,
@@ -86,15 +86,15 @@ const NAME_PLACEHOLDER: &str = "{id}";
 pub(crate) struct Settings {
     pub(crate) limits: Limits,
     pub(crate) policy: Policy,
-    /// Whether the data plane answers queries. If not, it forwards them.
+    /// Whether the data plane answers queries; if false, it forwards all queries.
     pub(crate) answers_queries: bool,
     /// Default weights of `/v1/select`.
     pub(crate) select: Terms,
     /// The table of endpoints, by path and method.
     pub(crate) endpoints: HashMap<String, HashMap<String, Endpoint>>,
-    /// Paths that are answered even on reserved connections: those of probes, and a few others.
+    /// Paths that are answered even on reserved connections: the paths of probes, and a few other paths.
     pub(crate) probes: Vec<String>,
-    /// Bounds of the buckets of the histogram of durations.
+    /// Bounds, in seconds, of the buckets of the histogram of durations.
     pub(crate) seconds: Vec<f64>,
     /// Bounds of the buckets of the histogram of matched shares of prompts.
     pub(crate) depths: Vec<f64>,
@@ -122,7 +122,7 @@ impl Settings {
         access
     }
 
-    /// Returns the path in the table that matches the path of a request, and its endpoints by method. None for an unknown path.
+    /// Returns the path in the table that matches a request's path, and the endpoints of this path by method. None if the path is unknown.
     fn endpoints_at(&self, path: &str) -> Option<(&String, &HashMap<String, Endpoint>)> {
         let is_endpoint = |(known, _): &(&String, _)| {
             let item = known
@@ -153,7 +153,7 @@ pub(crate) struct Access {
 }
 
 impl Access {
-    /// Whether the body of the request may be received and the request answered. If not, the control plane answers with an error.
+    /// Whether the body of the request may be received, and the request answered. If false, the control plane answers with an error.
     pub(crate) fn is_granted(&self) -> bool {
         !self.method.is_empty() && self.refusal.is_none()
     }

@@ -1,14 +1,14 @@
 //! Reads numbers from several positions of an array at the same time, on any processor.
 //!
 //! In an array of numbers every comma separates two numbers, so reading can begin after any comma. Numbers that were read from such a
-//! position count only if reading from the front arrives at the same position. So any other content of the text is detected.
+//! position count only if reading from the front arrives at the same position. This detects any text that is not an array of numbers.
 
 use super::{digits, gap, of_digits};
 
 /// Number of positions from which numbers are read at the same time.
 const STREAMS: usize = 3;
 
-/// Maximum number of bytes from one of these positions to the next: a part.
+/// Maximum size of a part: the number of bytes from one of these positions to the next.
 const MAX_PART: usize = 1024;
 
 /// Maximum number of bytes between the intended end of a part and the comma at which it ends.
@@ -63,7 +63,7 @@ fn read_with<const GAP: usize>(text: &[u8], end: usize, tokens: &mut Vec<u32>) -
 }
 
 /// Returns positions from `at` on at which numbers can begin: the beginning of each part, and the end of the last part. Parts are as large
-/// as possible, but there must be a comma near the end of each. So they are smaller near the end of the array.
+/// as possible, but there must be a comma near the end of each part. So parts are smaller near the end of the array.
 fn starts<const GAP: usize>(text: &[u8], at: usize) -> Option<[usize; STREAMS + 1]> {
     let mut part = MAX_PART.min(text.len().checked_sub(at + MAX_COMMA_DISTANCE)? / STREAMS);
     while part >= MIN_PART {

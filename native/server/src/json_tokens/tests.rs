@@ -1,4 +1,4 @@
-//! The fast decoder, and a slow one that reads number by number, read the same numbers: those of the JSON text.
+//! The fast decoder, and a slow decoder that reads number by number, read the same numbers: the numbers of the JSON text.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ fn read(text: &[u8]) -> Option<Vec<u32>> {
     lift(text, "t").map(|(_, tokens)| tokens)
 }
 
-/// Asserts that the fast decoder returns the result of the slow one.
+/// Asserts that the fast decoder returns the same result as the slow decoder.
 fn check(text: &[u8]) {
     let expected = lift_with(text, b"t", |_, end, _| end);
     assert_eq!(lift_with(text, b"t", side_by_side::read), expected, "{}", text.escape_ascii());
@@ -34,7 +34,7 @@ fn odd_byte() -> impl Strategy<Value = u8> {
     prop_oneof![any::<u8>(), prop::sample::select(b"0123456789,, \n\t]]}[-.+e\":/;".to_vec())]
 }
 
-/// Returns `count` numbers, whose widths repeat `widths` in order.
+/// Returns `count` numbers; their widths are `widths`, repeated in order.
 fn listed(widths: &[u32], separator: &str, numbers: usize) -> Vec<u8> {
     let number = |at: usize| (10_u32.pow(widths[at % widths.len()] - 1) + at as u32 % 9).to_string();
     let list: Vec<String> = (0..numbers).map(number).collect();
@@ -113,8 +113,8 @@ proptest! {
         prop_assert!(text[..found.end].ends_with(']'));
     }
 
-    /// Numbers of every width, most with equal separators. Other text follows them, some bytes are replaced, and the text is cut off
-    /// somewhere.
+    /// Numbers of every width, most of them with equal separators. Other text follows the numbers, some bytes are replaced, and the text is
+    /// truncated at some position.
     #[test]
     fn the_quick_way_answers_as_care_does(
         numbers in prop_oneof![
@@ -138,7 +138,7 @@ proptest! {
         check(&text);
     }
 
-    /// The fast loop reads all usual numbers except those in the last few hundred bytes.
+    /// The fast loop reads all usual numbers except the numbers in the last few hundred bytes.
     #[test]
     fn usual_numbers_are_read_quickly(
         numbers in prop::collection::vec(usual_number(), 300..800), separator in prop_oneof![Just(", "), Just(",")]
