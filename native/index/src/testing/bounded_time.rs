@@ -44,7 +44,7 @@ struct RepeatedEvent {
     parent: Option<u8>,
     token: u8,
     place: Option<u8>,
-    /// The number of media over which the repetitions are spread, each with a name of its rank's own if there are several.
+    /// The number of media over which the repetitions are spread. If there are several, each medium's name includes the rank.
     media: u8,
     group: u8,
     /// The kind of the event's group: a position in `SPECS`.
@@ -233,7 +233,7 @@ fn export(index: &PrefixIndex) {
     let copies: usize = locked.held().map(|(_, blocks)| 1 + blocks).sum();
     let bound = index.shared_lock.read().records.bound() as usize / 64;
     let most = STEPS_PER_EXPORTED * (copies + locked.blocks + locked.waiting.len() + bound + 10);
-    // Blocks that are listed or written are counted, and what else is examined for them.
+    // An export counts each block that it lists or writes, and all other items that it examines.
     let least = [
         2 * locked.blocks,
         locked.blocks + locked.waiting.len() + locked.foreign().len() + bound,
@@ -612,8 +612,8 @@ fn many_placements_of_many_ranks() {
     assert!(found.hits.iter().all(|hit| hit.tokens[0] == TOKENS && !found.is_certain(hit)));
 }
 
-/// Many ranks of engines with one group, each with as many media of its own as it may name, which hold every other block of a prompt; also
-/// with two blocks of each key, in blocks of several sizes. What is not read is not certain.
+/// Many ranks of engines with one group. Each rank has as many separate media as it may name, and each medium holds every second block of a
+/// prompt. The test also uses two blocks of each key, and blocks of several sizes. Blocks that are not read are not certain.
 #[test]
 fn many_media_of_many_ranks() {
     const RANKS: i64 = 64;
