@@ -37,8 +37,8 @@ use super::{
     STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
-/// Number of blocks that are placed under one lock of the shared part, which takes about a tenth of a millisecond; other threads can run
-/// between two such locks.
+/// Number of blocks that are placed each time the shared part is locked. The lock is held for about a tenth of a millisecond; other threads
+/// can take it in between.
 pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 
 /// Replaces everything in the index except the overlay; changes nothing if it fails.
