@@ -11,7 +11,7 @@ __all__ = ["main", "run_program"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv`, by default that of this process, and return its exit code."""
+    """Run the command line `argv` (default: the arguments of this process), and return its exit code."""
     from kvevents.cli.program import main as run  # noqa: PLC0415 - as below
 
     return run(argv)
@@ -26,7 +26,7 @@ def run_program() -> int:
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as under `nohup`
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    gc.disable()  # until the command runs: imports create no garbage, so collections would only take time
+    gc.disable()  # disabled until the command runs: imports create no garbage, so a collection would only take time
     from kvevents.zeromq.sockets import raise_descriptor_limit  # noqa: PLC0415 - as above
 
     raise_descriptor_limit()

@@ -27,15 +27,15 @@ FAILED: Final = 1
 WRONG_USAGE: Final = 2
 """Exit code for arguments that argparse rejects, and for options that exclude each other."""
 NOTHING_ARRIVED: Final = 3
-"""No batch arrived before `--idle-timeout` ended the command."""
+"""Exit code if no batch arrived before `--idle-timeout` ended the command."""
 CHECK_NOT_POSSIBLE: Final = 4
-"""A command that checks something could not check it, so the result is unknown."""
+"""Exit code of a checking command if the check could not be done, so its result is unknown."""
 INTERRUPTED: Final = 130
-"""SIGINT or SIGTERM ended the command before its work was done, as in shells."""
+"""Exit code, the same as in shells, if SIGINT or SIGTERM ended the command before its work was done."""
 
 
 class CommandLineError(UsageError):
-    """Arguments that exclude each other or need others; the message names them."""
+    """Error for arguments that exclude each other or need others; its message names them."""
 
 
 class Command(Struct, frozen=True):
@@ -47,7 +47,7 @@ class Command(Struct, frozen=True):
 
     name: str
     summary: str
-    """One line for the list of commands."""
+    """The text of this command in the list of commands, on one line."""
     module: str
     """Module that implements the command, or `MODULE:NAME` of an object: below `kvevents.cli`, or of another distribution."""
     on_error: int = FAILED
@@ -145,8 +145,8 @@ class CommandParser(ArgumentParser):
             self._command = None
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override] # overloads
-        """Parse arguments. Only now does the chosen command declare its options."""
-        # `--replay-endpoint` is accepted too: files, variables and HTTP requests call the field so.
+        """Parse arguments. The chosen command declares its options only at this point."""
+        # `--replay-endpoint` is accepted too, because files, variables and HTTP requests use that name for the field.
         given = [re.sub("^--replay-endpoint(?=$|=)", "--replay", each) for each in (sys.argv[1:] if args is None else args)]
         command, self._command = self._command, None
         if command is not None:
@@ -182,7 +182,7 @@ class CommandParser(ArgumentParser):
         self.exit(WRONG_USAGE, f"usage: {' '.join(words)} (--help explains it)\n{self.prog}: error: {message}\n")
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
-        """Return the value of an argument. An error keeps the text of the `UsageError`, which argparse would replace."""
+        """Return the value of an argument. Errors have the text of the `UsageError`, which argparse itself would replace."""
         try:
             return super()._get_value(action, arg_string)
         except ArgumentError as error:

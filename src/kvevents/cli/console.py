@@ -62,7 +62,7 @@ class Console:
         self._progress_at = 0.0
 
     def line(self, *parts: Part) -> None:
-        """Write a line of results. Raises BrokenPipeError if the reader has ended, and `ExternalError` for other errors."""
+        """Write a line of results. Raises BrokenPipeError if the reader of stdout has ended, and `ExternalError` otherwise."""
         with convert_output_errors():
             self._end_progress()
             self._out.write(_paint(parts, self._out_color) + "\n")
@@ -87,7 +87,7 @@ class Console:
         self._notes.flush()
 
     def progress(self, text: str) -> None:
-        """Show a text in the last line of a terminal until the next output replaces it; at most once every 0.1 s."""
+        """Show a text in the last line of a terminal until the next output replaces it. It changes at most every 0.1 s."""
         now = time.monotonic()
         if self._progress and now - self._progress_at >= 0.1:
             self._progress_at = now
@@ -155,7 +155,7 @@ def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
 def table(
     titles: Sequence[str], rows: Sequence[Sequence[Part | Line]], left: Container[str], widths: Sequence[int] | None = None
 ) -> list[Line]:
-    """Return rows in columns below their titles. The columns in `left` are aligned to the left, all others to the right.
+    """Return the lines of a table, the titles first. Columns in `left` are aligned to the left, all other columns to the right.
 
     Cells are cut to `widths`.
     """
@@ -174,7 +174,7 @@ def table(
 
 
 def cut(cell: Part | Line, most: int) -> list[Part]:
-    """Return a line, or its beginning and an ellipsis if it has more than `most` columns."""
+    """Return a cell, or its beginning and an ellipsis if it has more than `most` columns."""
     if width(cell) <= most:
         return list(_spans(cell))
     parts: list[Part] = []
@@ -189,7 +189,7 @@ def cut(cell: Part | Line, most: int) -> list[Part]:
 
 
 def width(cell: Part | Line) -> int:
-    """Return the columns of a terminal that a text takes."""
+    """Return the number of terminal columns that a text takes."""
     text = "".join(span.text for span in _spans(cell))
     if text.isascii():
         return len(text)

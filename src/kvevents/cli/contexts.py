@@ -35,7 +35,7 @@ def context_file() -> Path:
 
 
 def find_context(name: str | None) -> Context | None:
-    """Return the named context, by default that of KVEVENTS_CONTEXT or the file; None without one. Raises `ConfigError`."""
+    """Return the context `name`, by default the one in KVEVENTS_CONTEXT or the file; None without one. Raises `ConfigError`."""
     path = context_file()
     contexts = convert(read_toml(path), _File, str(path)) if path.exists() else _File()
     wanted = name or os.environ.get("KVEVENTS_CONTEXT") or contexts.current

@@ -50,7 +50,7 @@ class LineFormat:
         return [self.reset(delivery) if isinstance(delivery, Reset) else self.gap(delivery)]
 
     def batch(self, batch: Batch) -> list[list[Part]]:
-        """Return one line; with the details `events` and `tokens` also a line for each event."""
+        """Return the line of a batch; with the details `events` and `tokens` also a line for each event."""
         has_event_lines = self._detail in {"events", "tokens"}
         body = _totals(batch.events) if has_event_lines else _inline(batch.events)
         path: Part = Span("replay ", "warn") if batch.replayed else Span("live   ", "dim")
@@ -70,7 +70,7 @@ class LineFormat:
         numbers, count = number_range(gap.first, gap.last), gap.last - gap.first + 1
         if gap.compacted:
             span = Span(f"SNAPSHOT of batches {gap.first} to {gap.last} follows: nothing is lost", "dim")
-        elif gap.first == 0:  # nothing of this incarnation came before the gap: most likely we subscribed after these batches
+        elif gap.first == 0:  # no batch came before the gap: most likely we subscribed after these batches
             span = Span(f"GAP     {numbers}: {plural(count, 'earlier batch')} not available", "warn")
         else:
             span = Span(f"GAP     {numbers}: {plural(count, 'batch')} permanently lost", "bad")
@@ -192,9 +192,9 @@ def trust_record(source: str, rank: int, trust: Trust) -> dict[str, Any]:
 # --- the loop
 
 POLL_SECONDS: Final = 0.1
-"""Seconds between checks of the clock, of signals and of the reader of the output while no batch arrives."""
+"""While no batch arrives, seconds between checks of the clock, of signals, and whether the reader of stdout exists."""
 BUSY_POLL_SECONDS: Final = 0.05
-"""Seconds between the same checks while batches arrive."""
+"""Seconds between the checks of `POLL_SECONDS` while batches arrive."""
 SETTLE_SECONDS: Final = 1.0
 """Maximum time to wait at the end, also after Ctrl-C, for streams that are still REPLAYING. They need milliseconds."""
 
@@ -234,11 +234,11 @@ class DeliveryLoop:
 
     @property
     def batches(self) -> int:
-        """Batches of all streams so far."""
+        """Number of batches that have arrived, of all streams together."""
         return sum(totals["batches"] for totals in self._totals.values())
 
     def __iter__(self) -> Iterator[Delivery | None]:
-        """Yield deliveries in order, and None from time to time while no delivery waits."""
+        """Yield deliveries in order, and None repeatedly while no delivery waits."""
         idle_at = 0.0
         while not self._is_over(now := time.monotonic()):
             delivery = self._subscriber.receive(timeout=0)

@@ -32,7 +32,7 @@ EXAMPLES: Final = """\
 """
 
 SETTINGS: Final = FleetSettings(engines=4, routers=4, preset="llama-3.1-8b-a100", blocks=12_000, dialect="vllm-0.24")
-"""The cache is half of what such a GPU has room for, as it would be with a larger model."""
+"""The cache has half the size that fits on this GPU, as if the model were larger."""
 POLICIES: Final = {
     "least-loaded": "least-loaded",
     "session-affinity": "session-affinity",
@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Run the fleet under each policy, print a row for each, and summarise the delivery of events."""
     console = Console()
-    logging.getLogger("kvevents").setLevel(logging.ERROR)  # injected restarts close connections on purpose: do not warn
+    logging.getLogger("kvevents").setLevel(logging.ERROR)  # do not warn of closed connections: the injected restarts close them
     began = time.monotonic()
     console.line(f"4 simulated engines answer {plural(args.requests, 'request')} of chats and agents.")
     console.line("Users wait this long for the first token, by the policy of the four routers that choose the engine:")

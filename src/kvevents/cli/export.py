@@ -35,9 +35,9 @@ _COUNT_NOTES: Final = {
     "unknown_removals": ("removal", "{} of blocks that were not resident"),
     "dropped": ("block", "{} counted as removed: more were resident than fit into memory"),
 }
-"""For each count: what it counts, and the note that is printed unless the count is 0."""
+"""For each count, a phrase for what it counts, and the note that is printed unless the count is 0."""
 _NORMAL_COUNTS: Final = frozenset({"compacted", "unknown_removals"})
-"""Counts above 0 that are normal if the recording began after the engine."""
+"""Names of counts that can be above 0 without a fault if the recording began after the engine."""
 
 
 def run(args: Namespace) -> int:
@@ -59,7 +59,7 @@ def _export(args: Namespace, console: Console) -> int:
         rows = f"{plural(now.rows, 'row')} of events"
         console.progress(f"{now.recording}: {plural(now.batches, 'batch')}, {rows}; Ctrl-C ends it")
 
-    gc.disable()  # rows are in no reference cycles, and the collector would take a third of the time
+    gc.disable()  # rows are not in reference cycles, and garbage collection would take a third of the time
     try:
         done = export(recordings, directory, tokens=args.token_ids, force=args.force, progress=progress)
     finally:

@@ -28,7 +28,7 @@ EXAMPLES: Final = """\
 
 
 def run(args: Namespace) -> int:
-    """Create a pair, or print the public keys of a file."""
+    """Create a key pair, or print the public keys in a file."""
     (_create if args.show is None else _show)(args, Console())
     return OK
 

@@ -28,7 +28,7 @@ CURVE_FLAGS: Final = {
 
 
 def check_directory(file: Path) -> None:
-    """Raise `UsageError` if the directory of a file does not exist: now, rather than when the results are to be written."""
+    """Raise `UsageError` if the directory of a file does not exist. Commands call this before they compute what they write."""
     directory = file.absolute().parent
     if not directory.is_dir():
         raise UsageError(f"cannot write {file}: the directory {directory} does not exist")
@@ -50,7 +50,7 @@ def engine(text: str) -> Source:
 
 
 def add_engine(parser: ArgumentParser, default: str | None = None) -> None:
-    """Declare the endpoint of an engine. It is required unless `default` describes what happens without it."""
+    """Declare the endpoint of an engine. The option is required unless `default` says what happens without the option."""
     more, count = ("", None) if default is None else (f" (default: {default})", "?")
     text = f"endpoint of the engine's events, tcp://HOST:PORT[,REPLAY_PORT], or the URL of its HTTP server{more}"
     parser.add_argument("endpoint", metavar="ENDPOINT|URL", nargs=count, type=endpoints_or_url, help=text)
@@ -120,7 +120,7 @@ def read_sources(args: Namespace) -> list[Source]:
     from kvevents.service.discovery.engines import EngineProvider  # noqa: PLC0415
     from kvevents.service.discovery.provider import Template  # noqa: PLC0415
 
-    # Registrations need a model. Any text will do, since subscribers do not use it.
+    # A registration needs a model. Subscribers ignore it, so any text is enough.
     finding = asyncio.run(EngineProvider(args.endpoint, Template(model=args.endpoint, other_hosts=True)).query())
     if not finding.registrations:
         raise ExternalError("; ".join(finding.faults))
@@ -144,7 +144,7 @@ def note_missing_endpoints(args: Namespace, console: Console) -> None:
 
 
 def add_limits(parser: ArgumentParser) -> None:
-    """Declare when a command ends by itself."""
+    """Declare the options for the conditions that end a command."""
     parser.add_argument("-n", "--count", type=positive_int, help="stop after N batches (default: never)")
     parser.add_argument("--duration", type=positive_seconds, help="stop after S seconds (default: never)")
     text = "stop after S seconds without a batch, with exit code 3 if none ever arrived (default: never)"
@@ -155,7 +155,7 @@ def add_limits(parser: ArgumentParser) -> None:
 
 
 def add_publisher(parser: ArgumentParser) -> None:
-    """Declare the endpoints of a publisher, and when it begins and ends."""
+    """Declare the options for a publisher's endpoints, and for its begin and end."""
     parser.add_argument("--endpoint", default="tcp://127.0.0.1:5557", type=endpoint, help="where to publish live events")
     text = "where to answer replay requests"
     parser.add_argument("--replay", dest="replay_endpoint", default="tcp://127.0.0.1:5558", type=endpoint, help=text)
@@ -182,7 +182,7 @@ def wait_for_subscriber(args: Namespace, endpoint: str, has_subscriber: Callable
 
 
 def linger(args: Namespace, console: Console) -> None:
-    """Wait for the time of `--linger`, while other threads answer replay requests. Signals must raise an exception."""
+    """Wait for the time given by `--linger`, while other threads answer replay requests. Signals must raise an exception."""
     if args.linger is None:
         return
     console.note("all batches are published; answering replay requests until Ctrl-C or the end of --linger")

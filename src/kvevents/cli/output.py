@@ -16,9 +16,9 @@ from kvevents.cli.console import Console
 
 FORMATS: Final = ("table", "wide", "json", "yaml")
 DATA: Final = frozenset({"json", "yaml"})
-"""Formats for programs: only the records are printed."""
+"""Formats for programs: the command prints records only, without tables and notes."""
 _ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
-"""Uses `repr` for values that JSON cannot express, which unknown fields of peers can have."""
+"""JSON encoder. Unknown fields of peers can have values that JSON cannot express, which become their `repr`."""
 _PLAIN_KEY: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z_]+")
 """Keys that YAML reads as text even without quotation marks."""
 

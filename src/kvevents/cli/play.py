@@ -31,7 +31,7 @@ EXAMPLES: Final = """\
 
 
 def read_streams(path: Path, console: Console) -> dict[RecordedEndpoint, list[LiveBatch]]:
-    """Return the batches of a recording by run and endpoint, in the order of the file. Raises `RecordingError`."""
+    """Return the batches of a recording, grouped by run and endpoint, in the order of the file. Raises `RecordingError`."""
     streams: dict[RecordedEndpoint, list[LiveBatch]] = {}
     reader = read_recording(path)
     for frame in reader:

@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(error.strerror if isinstance(error, OSError) and error.strerror else str(error))
         return WRONG_USAGE if isinstance(error, UsageError) or _names_file(error.__cause__) else on_error
     except BrokenPipeError:
-        return OK  # the reader of the output has ended, as `head` does
+        return OK  # the program that reads the output has ended; `head` ends after a few lines
     except OSError as error:
         # Name the path rather than the operation, for example a directory without permission or a name that is too long.
         _print_error(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _names_file(error: BaseException | None) -> bool:
-    """Whether the error names a file, as if opening or replacing it failed; errors of reads and writes name none."""
+    """Whether the error names a file. Errors of opening and replacing files do, errors of reads and writes do not."""
     return isinstance(error, OSError) and error.filename is not None
 
 
@@ -157,7 +157,7 @@ def _escape_unencodable_characters() -> None:
 
 
 def _flush_output() -> None:
-    """Flush stdout and stderr; discard what cannot be written, for which the interpreter would print a traceback at exit."""
+    """Flush stdout and stderr. Discard output that cannot be written, since the interpreter would print a traceback at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

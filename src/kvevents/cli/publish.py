@@ -41,7 +41,7 @@ STDIN: Final = Path("-")
 
 
 class _Batch(msgspec.Struct, forbid_unknown_fields=True):
-    """A line with a batch. Further keys in the lines of `kvevents tail -o json` are removed before the line is decoded."""
+    """The fields of a line with a batch. Further keys that `kvevents tail -o json` writes are removed before decoding."""
 
     events: list[KVEvent]
     ts: float | None = None
@@ -57,7 +57,7 @@ def batch_of(line: bytes) -> KVEventBatch | None:
         return None
     found = msgspec.json.decode(line)
     if isinstance(found, dict) and "events" not in found and "kind" in found:
-        return None  # a gap, a reset or a change of trust of `tail -o json`
+        return None  # `tail -o json` writes such lines for gaps, resets and changes of trust
     if isinstance(found, dict) and "events" in found:
         batch = msgspec.convert({key: value for key, value in found.items() if key not in _IGNORED}, _Batch)
         ts = time.time() if batch.ts is None else batch.ts
@@ -68,7 +68,7 @@ def batch_of(line: bytes) -> KVEventBatch | None:
 
 
 class LinePublisher:
-    """Publishes lines at a given rate."""
+    """Publishes the batches of input lines at a given rate."""
 
     def __init__(self, publisher: ZmqEventPublisher, dialect: Dialect | None, rate: float | None, console: Console) -> None:
         self.invalid = 0
@@ -126,7 +126,7 @@ def run(args: Namespace) -> int:
             if not feed.finished:
                 return INTERRUPTED
         finally:
-            report = publisher.shutdown(5.0)  # so that a slow subscriber can receive the last batches
+            report = publisher.shutdown(5.0)  # give a slow subscriber time to receive the last batches
             invalid = f", {plural(feed.invalid, 'invalid line')}" if feed.invalid else ""
             accepted = publisher.stats().accepted
             console.note(f"{accepted} accepted, {report.dropped} dropped, {report.unsent} unsent{invalid}")

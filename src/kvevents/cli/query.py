@@ -43,7 +43,7 @@ EXAMPLES: Final = """\
 
 STDIN: Final = "-"
 MAX_PROMPT_BYTES: Final = 64 << 20
-"""Maximum size of a prompt file: four times a service's default limit of a request."""
+"""Maximum size of a prompt file: four times the default limit of a request to a service."""
 
 _TOKENS: Final[msgspec.json.Decoder[list[int]]] = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
 
@@ -101,7 +101,7 @@ def _token_ids_of(arguments: list[list[int] | str]) -> list[int]:
 
 
 def _read_tokens(file: Path) -> list[int]:
-    if file.suffix in {".u32", ".bin"}:  # 32-bit little-endian token ids
+    if file.suffix in {".u32", ".bin"}:  # the file consists of 32-bit little-endian token ids
         content = _read(file)
         if len(content) % 4:
             raise ConfigError(f"{file} has {len(content)} bytes, which is not a multiple of 4; expected 32-bit token ids")
@@ -176,7 +176,7 @@ def run(args: Namespace) -> int:
 
 
 def _record(answer: MatchAnswer | Selection) -> dict[str, Any]:
-    """Return an answer with the number of tokens that each tier adds. Cumulative counts would look like copies."""
+    """Return an answer with the number of tokens that each tier adds, since cumulative counts look like separate copies."""
     record: dict[str, Any] = msgspec.to_builtins(answer)
     for worker in record.get("workers") or record.get("considered") or []:
         worker["tokens_by_tier"] = tokens_by_tier(worker.pop("tiers"))

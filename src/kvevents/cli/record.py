@@ -31,7 +31,7 @@ EXAMPLES: Final = """\
 """
 
 FLUSH_SECONDS: Final = 1.0
-"""Time after which a received batch is in the file at the latest."""
+"""Maximum time between the arrival of a batch and its write to the file."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -104,7 +104,7 @@ class Recorder:
             self._write_meta(key, delivery.incarnation, gap=[delivery.first, delivery.last], compacted=delivery.compacted)
 
     def flush(self, now: float) -> None:
-        """Flush the file if the last flush was `FLUSH_SECONDS` ago."""
+        """Flush the file if the last flush was at least `FLUSH_SECONDS` ago."""
         if self.writer is not None and now - self._flushed_at >= FLUSH_SECONDS:
             self._flushed_at = now
             self.writer.flush()

@@ -39,7 +39,7 @@ EXAMPLES: Final = """\
 """
 
 HINT_SECONDS: Final = 5.0
-"""Time that an upstream may take to connect for the first time before the usual reason for a failure is logged."""
+"""If an upstream's first connection takes longer than this, the relay logs the most common reason for a failure."""
 
 log = logging.getLogger("kvevents.relay")
 
@@ -48,19 +48,19 @@ class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unkno
     """Settings of the process."""
 
     upstreams: tuple[str, ...]
-    """Endpoint of the engine's events, and its replay endpoint; several upstreams become one stream."""
+    """Endpoint of an engine's events, and its replay endpoint. The relay merges several upstreams into one stream."""
     ranks: Positive = 1
     """Data-parallel ranks of each engine; rank R has the ports of rank 0 plus R."""
     topic_prefix: str = ""
     """Receive only topics with this prefix (default: all)."""
     upstream_curve_key: FilePath | None = None
-    """Own CURVE keys for the engines: a file NAME.key_secret of `kvevents keys`."""
+    """File with the relay's own CURVE keys for its connections to engines: NAME.key_secret from `kvevents keys`."""
     upstream_curve_server_key: PublicKey | None = None
-    """Public key of the engines, or a file of it (NAME.key)."""
+    """CURVE public key of the engines, or a file with that key (NAME.key)."""
     metrics_port: Port | None = None
     """Port at which Prometheus scrapes metrics (default: none)."""
     metrics_host: Host = "127.0.0.1"
-    """Address at which that port listens."""
+    """Address at which the port for metrics listens."""
 
     def relay(self) -> RelaySettings:
         """Return the settings of the relay. Raises `ConfigError`."""
@@ -95,13 +95,13 @@ def run(args: Namespace) -> int:
     settings = config.relay()
     configure_logging(args)
     if config.metrics_port is not None:
-        require_prometheus()  # raise its error before the relay binds endpoints
+        require_prometheus()  # raises its error before the relay binds endpoints
     with StopSignal() as stop, trimming_memory(), ExitStack() as closing:
         relay = closing.enter_context(Relay(settings))
         turned_at = time.monotonic()
 
         def live() -> str:
-            silence = time.monotonic() - turned_at  # normally milliseconds, and some seconds for a snapshot
+            silence = time.monotonic() - turned_at  # a turn normally takes milliseconds, and some seconds with a snapshot
             return f"the relay has done nothing for {silence:.0f} s" if silence > 30.0 else ""
 
         if config.metrics_port is not None:
@@ -128,7 +128,7 @@ class RelayStatusLogger:
         self._poll_at = 0.0
         self._logger: Final = StateLogger(log)
         self._waiting: dict[tuple[str, int], float] = {}
-        """When each upstream began to wait for its first connection; infinity after its connection or the hint."""
+        """The time at which each upstream began its first connection; infinity once it has connected or the hint was logged."""
 
     def poll(self) -> None:
         """Log changes of state. It may be called at any rate, and compares states every half second."""

@@ -31,7 +31,7 @@ EXAMPLES: Final = """\
 
 
 class PlaneIsMissing(Action):
-    """Raises `MissingDependencyError` for an option that needs another distribution."""
+    """Placeholder of an option that another distribution implements; raises `MissingDependencyError`."""
 
     def __call__(self, *_: Any) -> NoReturn:
         raise MissingDependencyError("a replica of a plane needs kvevents-plane", "plane")
@@ -78,7 +78,7 @@ def run(args: Namespace) -> int:
         Console().note(Span("these settings can be used", "good"))
         return OK
     configure_logging(args)
-    # The service itself logs which engines it cannot reach, and with more details than the transport.
+    # The service itself logs which engines it cannot reach, with more details than the transport's log has.
     logging.getLogger("kvevents.subscriber.zmq_transport").setLevel(logging.ERROR)
     configure_threads()
     with trimming_memory(keep=server.HEAP_RESERVE_BYTES):

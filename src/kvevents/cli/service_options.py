@@ -51,9 +51,9 @@ def scope_of(args: Namespace) -> dict[str, Any]:
 
 
 def make_client(args: Namespace) -> Client:
-    """Return the client for the options of `add_service`, and put its URL into `args.service`. Raises `ConfigError`.
+    """Return the client for the options of `add_service`, and store the client's URL in `args.service`. Raises `ConfigError`.
 
-    A context is used only if neither `--service` nor the variable names a service. Its token is sent to no other service.
+    A context is used only if neither `--service` nor the variable names a service. Its token is only sent to its own service.
     """
     variable = None if args.context else os.environ.get(SERVICE_VARIABLE)
     context = None if args.service or variable else find_context(args.context)

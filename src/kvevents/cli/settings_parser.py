@@ -60,7 +60,7 @@ _SERVICE_LINK: Final = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+|PORT(?==
 
 
 class Setting:
-    """One setting. `path` is its key in the file after the keys of its tables, such as `limits.max_tokens`."""
+    """One setting. `path` is its key in the file, with the keys of its tables before it, such as `limits.max_tokens`."""
 
     def __init__(self, path: str, flag: str, variable: str, kind: Any, default: Any, read_text: Callable[[], str]) -> None:
         parts, self._types = list(parts_of(kind)), list(types_in(kind))
@@ -166,7 +166,7 @@ class SettingsParser(Generic[T]):
         settings = (each for each in self._settings(kind, "") if each.path not in without)
         self.settings: Final = {each.path: each for each in settings}
         self._undeclared = dict(self.settings)
-        """Settings whose options are not declared yet."""
+        """The settings for which `add` has not declared an option."""
         self._shown: Final[list[tuple[Setting, argparse.Action]]] = []
         """Settings that `--help` shows."""
 
@@ -176,7 +176,7 @@ class SettingsParser(Generic[T]):
             self._shown.append((setting, setting.add_to(group)))
 
     def add_positional(self, parser: ArgumentParser, path: str, metavar: str) -> None:
-        """Declare a setting that is a list of texts as positional arguments."""
+        """Declare positional arguments for a setting that is a list of texts."""
         action = parser.add_argument(path, metavar=metavar, nargs="*", default=argparse.SUPPRESS)
         self._shown.append((self._undeclared.pop(path), action))
 
@@ -186,7 +186,7 @@ class SettingsParser(Generic[T]):
             action.help = setting.help
 
     def add_rest(self, parser: ArgumentParser, file: str = "TOML file of settings") -> None:
-        """Declare `--config`, and the options of all settings that have none yet. Only `--help-all` shows these options."""
+        """Declare `--config`, and the options of all settings without an option. Only `--help-all` shows these options."""
         parser.add_argument("-c", "--config", type=Path, help=file)
         group = parser.add_argument_group("all other settings")
         hidden = [(each, each.add_to(group, shown=False)) for each in self._undeclared.values() if not each.is_tables]
@@ -240,15 +240,15 @@ class SettingsParser(Generic[T]):
 
 
 class GivenValue(NamedTuple):
-    """The value of a setting, as given."""
+    """A value that was given for a setting, and its origin."""
 
     value: Any
     origin: str
-    """The option or the variable that has the value."""
+    """The name of the option or variable that gave the value."""
 
 
 class SettingsValues(Generic[T]):
-    """The settings given to a command, as nested tables, and the origin of each value."""
+    """The values given for a command's settings, as nested tables, and the origin of each value."""
 
     def __init__(self, parser: SettingsParser[T], file: Path | None) -> None:
         table = {} if file is None else read_toml(file)
@@ -274,7 +274,7 @@ class SettingsValues(Generic[T]):
             known = table.get(name, [])
             if not self._parser.settings[path].is_appended:
                 table[name] = value
-            elif isinstance(known, list):  # else `settings` reports its type
+            elif isinstance(known, list):  # if it is not a list, `settings` reports its type
                 table[name] = [*known, *value]
             self._origins[path] = origin
 
@@ -284,7 +284,7 @@ class SettingsValues(Generic[T]):
         return bool(table.get(name))
 
     def origin(self, path: str) -> str | None:
-        """Return the option or variable that has set a value; None for a value of the file or a default."""
+        """Return the name of the option or variable that gave a value; None for a value of the file or a default."""
         return self._origins.get(path)
 
     def settings(self) -> T:
@@ -304,7 +304,7 @@ class SettingsValues(Generic[T]):
         return table, name
 
     def _error(self, fault: SettingFault) -> UsageError:
-        """Return the error for a fault. It names the origin of the value if that is known."""
+        """Return the error for an invalid value that the check found. It names the origin of the value if that is known."""
         within = [origin for path, origin in self._origins.items() if path.startswith(f"{fault.place}.")]
         flags = [origin for origin in within if origin.startswith("--")]
         if fault.missing is not None and flags:
@@ -339,7 +339,8 @@ def _text(kind: type, name: str) -> str:
 
 @cache
 def _docstrings(module: str) -> dict[tuple[str, str], str]:
-    """Return the docstrings below fields, by class and field. They exist in the source only: without it help has no texts."""
+    """Return the docstrings below fields, by class and field. Without the source file the result is empty, and help has no
+    texts."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError):
@@ -363,7 +364,7 @@ LOGIN_SETTINGS: Final = tuple(
 )
 """Settings for the login at the NATS servers of a plane."""
 SHARED_FLAGS: Final = CURVE_FLAGS | {"plane.servers": "--nats"}
-"""Options whose names are the same in all commands, in whichever table their settings are."""
+"""Options whose names are the same in all commands, even if their settings are in different tables."""
 
 
 def worker_source(text: str) -> dict[str, Any]:
@@ -402,8 +403,8 @@ def add_sources(parser: ArgumentParser | Group, settings: SettingsParser[Any]) -
 def read_sources(given: SettingsValues[Sources], args: Namespace) -> Sources:
     """Return the settings with the engines of `add_sources` and without those of the file of `--config`.
 
-    The engines of the file are read by its watcher. They are checked here nevertheless, so that the start fails if one is
-    invalid. Raises `ConfigError` and `CommandLineError`.
+    The watcher of that file reads its engines. This function only checks the engines in the file, so that the start fails if
+    one is invalid. Raises `ConfigError` and `CommandLineError`.
     """
     model = {} if args.model is None else {"model": args.model}
     common = model | ({} if args.block_size is None else {"block_size": args.block_size})

@@ -1,4 +1,4 @@
-"""What every command does with its process: signals (SIGINT and SIGTERM mean the same), logs, threads and memory."""
+"""Process-wide setup that commands share: signals (SIGINT and SIGTERM mean the same), logs, threads and memory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.requested = False
         self.began: Final = time.monotonic()
-        """Time at which the command began. `--duration` counts from then on, so it includes the wait for an engine."""
+        """Time at which the command began. `--duration` counts from this time, so it includes the wait for an engine."""
         self._raises = False
         self._callback: Callable[[], object] | None = None
         self._handling = handling_signals(self._request)
@@ -88,8 +88,8 @@ class StopSignal:
 
 
 SWITCH_SECONDS: Final = 0.0005
-"""Time after which a thread must release the interpreter to one that waits for it. The default of 5 ms is the time of a hundred
-queries, and applying a message of the plane acquires the interpreter several times."""
+"""Time after which a thread must release the interpreter to one that waits for it. A hundred queries take Python's default of 5
+ms, and applying a message from the plane acquires the interpreter several times."""
 
 
 # --- logging
@@ -149,8 +149,8 @@ class StateLogger:
 def configure_threads() -> None:
     """Bound how long one thread of this process delays another. Call it after all imports, before any work.
 
-    The garbage collector stops all threads. From now on it ignores the 40,000 objects that exist now: traversing them takes 10
-    to 20 ms, and hardly any of them is garbage.
+    The garbage collector stops all threads. This call makes it ignore the 40,000 objects that exist now: traversing them takes
+    10 to 20 ms, and almost none is garbage.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()
@@ -165,7 +165,7 @@ def trimming_memory(interval: float = 30.0, *, keep: int = 0) -> Iterator[None]:
 
     glibc has one arena for each thread, and keeps freed memory while any memory above it is in use. So a process whose buffers
     were once full never shrinks. `malloc_trim` returns every free page, in half a millisecond for each 10 MiB. Only programs
-    call this, not the library, since the allocator belongs to the whole process. Without glibc this does nothing.
+    call this, not the library, since the allocator belongs to the process. It does nothing on systems without glibc.
     """
     trim = _malloc_trim()
     if trim is None:
