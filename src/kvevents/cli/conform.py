@@ -99,8 +99,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Play the scenarios. Return `FAILED` if an unreported answer was wrong or missing, or if too many reports were
-    needless."""
+    """Play scenarios. Return `FAILED` if an answer was wrong or missing without a report, or too many reports were needless."""
     console = Console()
     scenarios = _choose(args)
     if args.list:

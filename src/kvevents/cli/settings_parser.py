@@ -339,8 +339,7 @@ def _text(kind: type, name: str) -> str:
 
 @cache
 def _docstrings(module: str) -> dict[tuple[str, str], str]:
-    """Return the docstrings below fields, by class and field. Without the source file the result is empty, and help has no
-    texts."""
+    """Return the docstrings below fields, by class and field; empty if the source file does not exist."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (OSError, TypeError):

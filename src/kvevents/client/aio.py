@@ -48,11 +48,11 @@ class AsyncClient(AsyncCloseable):
     # --- prompts
 
     async def match(self, request: schemas.MatchRequest, *, deadline: float | None = None) -> schemas.MatchAnswer:
-        """Return how much of a prompt each worker holds."""
+        """Return how many tokens of a prompt each worker holds."""
         return await self.send(protocol.match(request), deadline=deadline)
 
     async def match_many(self, request: schemas.MatchManyRequest, *, deadline: float | None = None) -> schemas.MatchManyAnswer:
-        """Return how much of several prompts each worker holds."""
+        """Return how many tokens of each of several prompts each worker holds."""
         return await self.send(protocol.match_many(request), deadline=deadline)
 
     async def select(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> schemas.Selection:
@@ -70,7 +70,7 @@ class AsyncClient(AsyncCloseable):
     # --- the fleet
 
     async def sources(self, *, deadline: float | None = None, **filters: str) -> schemas.SourcesAnswer:
-        """Return the sources, of one `instance`, `model`, `tenant` or `group` if given."""
+        """Return the sources; if `instance`, `model`, `tenant` or `group` is given, only those that have it."""
         return await self.send(protocol.sources(filters), deadline=deadline)
 
     async def register(self, request: schemas.RegisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
@@ -82,7 +82,7 @@ class AsyncClient(AsyncCloseable):
         return await self.send(protocol.unregister(request), deadline=deadline)
 
     async def drain(self, request: schemas.DrainRequest, *, deadline: float | None = None) -> schemas.DrainAnswer:
-        """Exclude an engine, or a rank of it, from selections, or include it again. Its stream is followed all the time."""
+        """Exclude an engine, or a rank of it, from selections, or include it again. The stream is always followed."""
         return await self.send(protocol.drain(request), deadline=deadline)
 
     async def ready(self, *, deadline: float | None = None) -> schemas.ReadyAnswer:
@@ -133,7 +133,7 @@ class AsyncClient(AsyncCloseable):
 
 
 class AsyncReservedWorker(protocol.Reserving[AsyncClient]):
-    """A reserved worker: the request counts as its load until this context manager ends, with or without an error."""
+    """A reserved worker. The request counts as load of the worker until this context manager ends, with or without an error."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -154,7 +154,7 @@ class AsyncReservedWorker(protocol.Reserving[AsyncClient]):
         return await self._send(protocol.update(self.id, schemas.ReservationUpdate(first_token=True)))
 
     async def output(self, tokens: int) -> schemas.Reservation | None:
-        """Report the number of tokens of the answer so far; return None if the report failed."""
+        """Report how many tokens of the answer have been generated; return None if the report failed."""
         return await self._send(protocol.update(self.id, schemas.ReservationUpdate(output_tokens=tokens)))
 
     async def _finish(self, deadline: float | None = None) -> None:

@@ -21,7 +21,7 @@ class PolledSource(SourceView, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """Return the identity of the source."""
+        """Return the key that identifies the source."""
         return self.tenant, self.group, self.instance, self.rank
 
 
@@ -39,7 +39,7 @@ class PollResult(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since the epoch."""
     service: str
     error: str | None = None
-    """Why the poll failed; then all fields below except `failing_since` are empty."""
+    """Why the poll failed; None if it succeeded. After a failed poll all fields below except `failing_since` are empty."""
     failing_since: float | None = None
     """When polls began to fail, in seconds since the epoch."""
     ready: ReadyAnswer | None = None
@@ -69,7 +69,7 @@ def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSour
 
 
 class Poller:
-    """Polls one service. Its rates are averages between the last two successful polls."""
+    """Polls one service. Rates are averages between the last two successful polls."""
 
     def __init__(self, client: Client, order: str) -> None:
         self._client = client
@@ -111,5 +111,5 @@ class Poller:
 
 
 def _rate(former: int | None, now: int, seconds: float) -> float | None:
-    """Return a rate per second; None without a former value, or if the counter has restarted."""
+    """Return the rate per second at which a counter grew; None if there is no earlier value or the counter has restarted."""
     return None if former is None or now < former else (now - former) / seconds

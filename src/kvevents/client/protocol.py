@@ -1,9 +1,9 @@
 """The protocol core of the client: it builds requests, decodes responses, and decides which requests are sent again.
 
-It does no input or output: `kvevents.client.sync` and `kvevents.client.aio` send the calls, and report their outcomes.
+This module does no input or output: `kvevents.client.sync` and `kvevents.client.aio` send the calls, and report their outcomes.
 
 A request is sent again if the service has refused it temporarily (429, 503). If its connection failed, it is sent again only if
-it had no effect, or if repeating it changes nothing: a reservation with an `id` replaces the one with this name.
+it had no effect, or if repeating it changes nothing: a reservation with an `id` replaces the reservation that has this `id`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ RETRIES: Final = 3
 MAX_RESPONSE_BYTES: Final = 64 << 20
 """Maximum size of a response. 4,096 sources with all their gaps are 25 MiB."""
 IDLE_SECONDS: Final = 20.0
-"""Time after which an unused connection is not used again. The service closes it after 30."""
+"""Seconds for which an idle connection can be reused. The service closes idle connections after 30 s."""
 FINISH_SECONDS: Final = 2.0
-"""Seconds for the request that ends a reservation after an error."""
+"""Time limit in seconds of the request that ends a reservation after an error."""
 INITIAL_DELAY: Final = 0.05
 """Pause in seconds before the second attempt, less a random part of up to a half. It doubles with each attempt."""
 MAX_DELAY: Final = 1.0
@@ -64,7 +64,7 @@ class ServiceRequestError(ExternalError):
         """A code for programs: the reason in the service's error, an `HttpErrorKind` of the HTTP client, or `not-kvevents`."""
         self.hint = hint
         self.status = status
-        """HTTP status; None without a response."""
+        """HTTP status of the response; None if there was no response."""
 
 
 # --- calls
@@ -79,9 +79,9 @@ class Call(Generic[T]):
     kind: type[T]
     body: bytes | None = None
     accepted_status: int = OK
-    """A status, beside 200, of responses that have this type too."""
+    """A status whose responses have the type `kind` too, as those with status 200 do."""
     is_repeatable: bool = True
-    """Whether sending it twice has the same effect as sending it once."""
+    """Whether sending the request twice has the same effect as sending it once."""
 
 
 def get(path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, accepted_status: int = OK) -> Call[T]:
@@ -109,17 +109,17 @@ def _default(field: msgspec.structs.FieldInfo) -> object:
 
 
 def match(request: schemas.MatchRequest) -> Call[schemas.MatchAnswer]:
-    """Ask how much of a prompt the workers hold."""
+    """Return the call that asks how much of a prompt the workers hold."""
     return post("/v1/match", request, schemas.MatchAnswer)
 
 
 def match_many(request: schemas.MatchManyRequest) -> Call[schemas.MatchManyAnswer]:
-    """Ask how much of several prompts the workers hold."""
+    """Return the call that asks how much of several prompts the workers hold."""
     return post("/v1/match_many", request, schemas.MatchManyAnswer)
 
 
 def select(request: schemas.SelectRequest) -> Call[schemas.Selection]:
-    """Ask for the worker that should take a prompt. A reservation without a name gets one, so that the call can be repeated."""
+    """Return the call that asks for the worker for a prompt. It names an unnamed reservation, so that it can be repeated."""
     if request.reserve is True or (isinstance(request.reserve, schemas.Reserve) and request.reserve.id is None):
         request = with_reservation_name(request)
     return post("/v1/select", request, schemas.Selection, is_repeatable=isinstance(request.reserve, schemas.Reserve))
@@ -132,12 +132,12 @@ def with_reservation_name(request: schemas.SelectRequest) -> schemas.SelectReque
 
 
 def reservation(name: str) -> Call[schemas.Reservation]:
-    """Ask for a reservation."""
+    """Return the call that asks for a reservation."""
     return get(f"/v1/reservations/{name}", schemas.Reservation)
 
 
 def update(name: str, changes: schemas.ReservationUpdate) -> Call[schemas.Reservation]:
-    """Change a reservation, and restart its time."""
+    """Return the call that changes a reservation, and restarts its time to expiry."""
     return post(f"/v1/reservations/{name}", changes, schemas.Reservation)
 
 
@@ -147,27 +147,27 @@ def finish(name: str) -> Call[schemas.Reservation]:
 
 
 def sources(filters: Mapping[str, str]) -> Call[schemas.SourcesAnswer]:
-    """Ask for the fleet."""
+    """Return the call that asks for the sources of the fleet."""
     return get("/v1/sources", schemas.SourcesAnswer, filters)
 
 
 def ready() -> Call[schemas.ReadyAnswer]:
-    """Ask whether the service is ready for queries."""
+    """Return the call that asks whether the service is ready for queries."""
     return get("/readyz", schemas.ReadyAnswer, accepted_status=UNAVAILABLE)
 
 
 def register(request: schemas.RegisterRequest) -> Call[dict[str, Any]]:
-    """Register a rank of an engine. An equal registration changes nothing, so the call can be repeated."""
+    """Return the call that registers a rank of an engine. Repeating an equal registration changes nothing."""
     return post("/register", request, dict[str, Any], accepted_status=201)
 
 
 def unregister(request: schemas.UnregisterRequest) -> Call[dict[str, Any]]:
-    """Unregister an engine. A repeated call would be an error."""
+    """Unregister an engine. The service answers a repeated call with an error."""
     return post("/unregister", request, dict[str, Any], is_repeatable=False)
 
 
 def drain(request: schemas.DrainRequest) -> Call[schemas.DrainAnswer]:
-    """Exclude an engine from selections, or include it again. A repeated call changes nothing."""
+    """Return the call that excludes an engine from selections, or includes it again. Repeating it changes nothing."""
     return post("/v1/drain", request, schemas.DrainAnswer)
 
 
@@ -180,7 +180,7 @@ def unusable(selection: schemas.Selection) -> ServiceRequestError:
 class Reserving(Generic[T]):
     """The common part of `ReservedWorker` and `AsyncReservedWorker`.
 
-    Updates improve the choices for other requests only. So a failed update raises no error. The reservation expires by itself
+    Updates only improve the choices for other requests, so a failed update raises no error. The reservation expires by itself
     if the request to end it fails.
     """
 
@@ -195,7 +195,7 @@ class Reserving(Generic[T]):
 
     @property
     def url(self) -> str | None:
-        """Where the worker takes requests; None if that is not known."""
+        """URL at which the worker takes requests; None if that is not known."""
         return self.selection.url
 
 
@@ -216,7 +216,7 @@ class Endpoint:
         self.url = url
         self.base = url.rstrip("/")
         self.prefix = parts.path.rstrip("/")
-        """Path of the service, below which the paths of calls are."""
+        """Path prefix of the service, which precedes the paths of calls."""
         self.host = parts.hostname
         self.max_bytes = max_response_bytes
         self.tls = _tls(ca_file) if parts.scheme == "https" else None
@@ -241,7 +241,7 @@ class Endpoint:
     def transport_error(self, kind: HttpErrorKind, detail: str, seconds: float) -> ServiceRequestError:
         """Return the error of a request without a response."""
         sentence, hint = _TRANSPORT_ERRORS[kind]
-        detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # which another protocol may have sent
+        detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # other protocols send any text
         text = sentence.format(url=self.url, host=self.host, seconds=f"{seconds:g}", detail=detail, most=self.max_bytes >> 20)
         return ServiceRequestError(text, kind, hint)
 
@@ -301,13 +301,13 @@ def _tls(ca_file: Path | None) -> ssl.SSLContext:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """The call must be sent again after this time."""
+    """The delay after which a client must send the call again."""
 
     seconds: float
 
 
 class Attempts(Generic[T]):
-    """The attempts of one call. A client sends the call, reports the outcome, and does both again after a `Pause`."""
+    """The attempts of one call. A client sends the call and reports the outcome. If that returns a `Pause`, it repeats both."""
 
     def __init__(self, endpoint: Endpoint, call: Call[T], *, deadline: float, retries: int, now: Callable[[], float]) -> None:
         self._endpoint = endpoint
@@ -320,7 +320,7 @@ class Attempts(Generic[T]):
 
     @property
     def seconds(self) -> float:
-        """Seconds for the next attempt."""
+        """Time limit in seconds of the next attempt."""
         return max(self._end - self._now(), 0.001)
 
     def on_answer(self, status: int, content: bytes) -> T | Pause:
@@ -356,7 +356,7 @@ class ReadyWait:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds for the next request."""
+        """Time limit in seconds of the next request."""
         return min(max(self._end - self._now(), 0.001), DEADLINE)
 
     def check(self, answer: schemas.ReadyAnswer) -> schemas.ReadyAnswer:
@@ -366,7 +366,7 @@ class ReadyWait:
         return answer
 
     def check_error(self, error: ServiceRequestError) -> None:
-        """Raise an error that does not pass by itself; after the deadline raise every error."""
+        """Raise the error if a later attempt cannot succeed either; after the deadline raise every error."""
         if self._now() >= self._end or (error.status is not None and error.status not in _BUSY_STATUSES):
             raise error
 

@@ -24,7 +24,7 @@ _INDEX = "update the engine, or report it with a recording (kvevents record)"
 
 
 class Reason(enum.StrEnum):
-    """One code for each reason, with advice. For several reasons, the advice is that of the one defined first here."""
+    """One code for each reason, with advice. If a source has several reasons, the one defined first counts."""
 
     _text: str
     _page: str
@@ -41,7 +41,7 @@ class Reason(enum.StrEnum):
         return f"{self._text}; see {documented(self._page)}" if self._page else self._text
 
     UNRESOLVED = "unresolved", _NAME
-    """The reasons from here on are faults of an endpoint. This one: its name does not resolve."""
+    """The host name of an endpoint does not resolve. This reason and those up to `NO_PEER` are faults of an endpoint."""
     REFUSED = "refused", "check that the engine runs with KV events enabled and a wildcard endpoint such as tcp://*:5557"
     UNANSWERED = "unanswered", _ROUTE
     UNREACHABLE = "unreachable", _ROUTE
@@ -50,7 +50,7 @@ class Reason(enum.StrEnum):
     KEYS = "keys", _KEYS
     NO_PEER = "no-peer", "is the engine up, and does it connect to this service's host and port?"
     REPLAY_UNRESOLVED = "replay-unresolved", _NAME
-    """The reasons from here on are the same faults of a replay endpoint."""
+    """The host name of a replay endpoint does not resolve. The reasons up to `REPLAY_KEYS` are faults of a replay endpoint."""
     REPLAY_REFUSED = "replay-refused", f"{_REPLAY}; {_CHECK_ENGINE}"
     REPLAY_UNANSWERED = "replay-unanswered", _ROUTE
     REPLAY_UNREACHABLE = "replay-unreachable", _ROUTE
@@ -59,7 +59,7 @@ class Reason(enum.StrEnum):
     REPLAY_KEYS = "replay-keys", _KEYS
 
     NO_REPLAY = "no-replay", _REPLAY
-    """The reasons from here on are those that a stream reports, under their own names."""
+    """There is no replay endpoint. The reasons up to `SILENT` are those that a stream reports, under the same names."""
     REPLAY_SILENT = (
         "replay-silent",
         f"check that its replay endpoint is right, and reachable from the service's host; {_CHECK_ENGINE}",
@@ -85,15 +85,15 @@ class Reason(enum.StrEnum):
     SILENT = "silent", f"check that the relay runs: its heartbeats have stopped; {_CHECK_ENGINE}"
 
     EVICTED = "evicted", "raise --memory-limit, or distribute the engines over several services"
-    """The reasons from here on are those that the index reports about a stream."""
+    """Blocks were refused at the memory limit. The reasons up to `ESTIMATED_MATCHES` are those that the index reports."""
     BLOCK_SIZE = "block-size", "register it with its block size, or without one"
     ORPHANS_DROPPED = "orphans-dropped", _INDEX
     SET_ASIDE = "set-aside", _INDEX
-    """Some of its events store blocks in a way that the index cannot use."""
+    """Some events of the stream store blocks in a way that the index cannot use."""
     UNKNOWN_PARENTS = "unknown-parents", _INDEX
-    """No batch is missing, but its events name blocks on the GPU whose parents or tokens were never announced."""
+    """No batch is missing, but events name blocks on the GPU whose parents or tokens were never announced."""
     ESTIMATED_MATCHES = "estimated-matches", "read the reason", "concepts/prefix-match#estimates"
-    """Its matches can differ from what the engine finds, for the reason in `WorkerInfo.estimate`."""
+    """Matches of the stream can differ from what the engine finds, for the reason in `WorkerInfo.estimate`."""
 
     FAILED = "failed", "restart the service, and report the traceback in its log"
     """The service no longer follows any source."""
@@ -104,7 +104,7 @@ class Reason(enum.StrEnum):
     NOT_FOLLOWED = "not-followed", "register the engine with the service (POST /register), or remove it from the candidates"
     """The service does not follow the worker."""
     CONNECTING = "connecting", _UP
-    """The reasons from here on are phases of a stream without another reason."""
+    """The stream is not yet connected. The reasons up to `DISCONNECTED` are phases of a stream without another reason."""
     REPLAYING = "replaying", f"if this stays, the replay endpoint is slow or loses messages; {_CHECK_ENGINE}"
     DISCONNECTED = "disconnected", _UP
     OTHER = "other", f"see the reason; {_CHECK_ENGINE}"
@@ -117,7 +117,7 @@ class Reason(enum.StrEnum):
 
 
 def advise(state: str, reasons: Collection[Reason], endpoint: str) -> str:
-    """Return the advice for a source in this state: that of the first of its reasons; empty if the state is EXACT."""
+    """Return the advice for the source's reason that `Reason` defines first; empty if the state is EXACT."""
     if state == "EXACT":
         return ""
     # Every stream that connects or catches up has this reason.

@@ -1,6 +1,6 @@
 """Types of the requests and responses of `/v1`, and of registrations, from which the OpenAPI document is generated.
 
-Counts of a prompt are tokens. Times are Unix times in seconds unless their name says otherwise.
+Counts about a prompt are numbers of tokens. Times are Unix times in seconds; `expires_in` and `*_seconds` are durations.
 """
 
 # No `from __future__ import annotations`: with it, msgspec would compile every annotation when a service starts.
@@ -21,7 +21,7 @@ MAX_NAME_BYTES: Final = 512
 MAX_RESERVATION_ID: Final = 128
 """Longest name of a reservation."""
 RESERVATION_ID: Final = "^[.]*[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*$(?!\\n)"
-"""Pattern of the name of a reservation: not dots alone, which clients remove from paths, and no line feed, which `$` allows."""
+"""Pattern of a reservation's name. It excludes names of dots alone, which clients remove from paths, and line feeds."""
 MAX_RESERVATION_SECONDS: Final = 86_400
 """Longest time after which a reservation expires."""
 MAX_LABELS: Final = 32
@@ -58,11 +58,11 @@ class Problem(Struct, frozen=True, kw_only=True):
     hint: str
     """What to do."""
     error: str
-    """A copy of `detail`, where clients of Dynamo's indexer expect it."""
+    """A copy of `detail` under the name that clients of Dynamo's indexer read."""
 
     @classmethod
     def of(cls, status: int, reason: str, detail: str, hint: str) -> "Problem":
-        """Return a problem. Its other members follow from these values."""
+        """Return the problem details of an error. The members that are not arguments follow from the arguments."""
         return cls(
             type=f"urn:kvevents:problem:{reason}",
             title=reason.replace("-", " ").capitalize(),
@@ -87,14 +87,14 @@ class TrustStatus(Struct, frozen=True):
 
 
 class Media(Struct, frozen=True, kw_only=True, gc=False):
-    """One image or other item of a prompt."""
+    """One image, or an item of another kind, in a prompt."""
 
     id: Annotated[str | int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
     """Content hash of the item, as the engine computes it."""
     start: Annotated[int, Meta(ge=0, lt=1 << 32)]
-    """First token of its span."""
+    """Index in the prompt of the first token that stands for the item."""
     length: Annotated[int, Meta(ge=0, lt=1 << 32)]
-    """Tokens of its span."""
+    """Number of tokens that stand for the item."""
 
 
 SCOPE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -104,7 +104,7 @@ SCOPE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "lora": ("lora_name", "lora"),
     "salt": ("cache_salt", "salt", "additionalsalt", "additional_salt"),
 }
-"""Names of the fields of a scope in all APIs, by their names in `/v1`."""
+"""For each field of a scope, by its name in `/v1`, its names in all APIs."""
 
 
 @build_decoder_now
@@ -149,7 +149,7 @@ class MatchManyRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Worker(Struct, frozen=True, kw_only=True):
-    """One rank of one engine, in answers."""
+    """A worker as answers describe it: one rank of one engine."""
 
     instance: str
     rank: int
@@ -169,17 +169,17 @@ class WorkerMatch(Worker, frozen=True, kw_only=True):
     """How much of a prompt one worker holds."""
 
     tokens: int
-    """Tokens of the longest prefix on any tiers."""
+    """Number of tokens of the longest prefix that the worker holds, on any tiers."""
     certain: int
-    """How many of these tokens the worker certainly holds: fewer if some of its blocks might be gone, are of former weights of
-    a LoRA, or are only expected. Then `trust` is not EXACT and has the code `uncertain-copies`."""
+    """How many of `tokens` the worker certainly holds. It is fewer if some blocks might be gone, belong to former weights of a
+    LoRA, or are only expected; `trust` then is not EXACT and has the code `uncertain-copies`."""
     tiers: dict[str, int]
-    """Tokens by tier, cumulative: `cpu` counts a prefix that begins on the GPU and continues in host memory."""
+    """Cumulative number of tokens by tier: `cpu` counts a prefix that begins on the GPU and continues in host memory."""
     trust: TrustStatus
 
 
 class MatchAnswer(Struct, frozen=True, kw_only=True):
-    """All workers that may hold a prefix of the prompt, including workers that hold nothing."""
+    """The matches of one prompt, for all workers of its scope, including workers that hold nothing."""
 
     prompt_tokens: int
     workers: list[WorkerMatch]
@@ -198,7 +198,7 @@ class MatchManyAnswer(Struct, frozen=True, kw_only=True):
 
     matches: list[PromptMatch]
     workers: list[WorkerTrust]
-    """All workers that may hold prefixes of the prompts. A worker that is not a holder of a prompt holds none of it."""
+    """All workers that may hold prefixes of the prompts. A worker that is no holder of a prompt holds none of its blocks."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,17 +207,17 @@ class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     instance: RequestName
     rank: Rank = 0
     load: Annotated[float, Meta(ge=0)] | None = None
-    """Requests in flight at the worker; 0 by default if another candidate has a load. If no candidate has one, the loads that
-    engines report count; if no engine reports one, the recent selections of the service count."""
+    """Number of requests in flight at the worker; default: 0 if another candidate has a load. If no candidate has a load, the
+    engines' own reports count; if no engine reports a load, the recent selections of the service count."""
 
 
 class Reserve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a selected worker is reserved."""
 
     id: ReservationId | None = None
-    """Name of the reservation, by default a new one; the reservation replaces an open one with the same name."""
+    """Name of the reservation (default: a new name). The reservation replaces an open reservation with the same name."""
     seconds: ExpirySeconds | None = None
-    """Seconds after which it expires unless it is updated; by default `limits.reservation_seconds`."""
+    """Seconds after which the reservation expires unless it is updated; default: `limits.reservation_seconds`."""
 
 
 class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -227,8 +227,8 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     candidates: list[Candidate] | None = None
     """Candidates; default: all workers of the model."""
     tiers: dict[Tier, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
-    """Value of a token on each tier; 1 is the cost of computing it. `other` are all tiers whose medium is not known. They have
-    the lowest weight of all."""
+    """Value of a cached token on each tier; 1 is the cost of computing it. The key `other` is for media that are not known;
+    their weight is the lowest of all."""
     wait_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.15
     """Weight of a token of waiting work, compared with a token that the prompt must compute. Each request counts as 256 tokens
     of work. The decision record 0008 explains the defaults."""
@@ -237,7 +237,7 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     trust: dict[TrustState, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
     """Factor for the match of a worker, by its trust state."""
     tie: Literal["rotate", "random", "first"] = "rotate"
-    """Choice between candidates with equal scores."""
+    """How to choose between candidates with equal scores."""
     expect_seconds: Annotated[float, Meta(ge=0, le=60)] = 0.0
     """Seconds for which the prompt counts as held by the selected worker; 0 adds no speculative entry."""
     explain: bool = False
@@ -246,8 +246,8 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     labels: Annotated[dict[RequestName, RequestName], Meta(max_length=MAX_LABELS)] = {}
     """Labels that a candidate must have, such as `{"role": "decode"}`."""
     session: RequestName | None = None
-    """The conversation that the prompt belongs to. Its turns stay at one worker unless another one saves more than a tenth of
-    the prompt."""
+    """The conversation that the prompt belongs to. The turns of a conversation stay at one worker unless another worker saves
+    more than a tenth of the prompt."""
     reserve: bool | Reserve = False
     """Whether the selected worker counts the request as its load until `/v1/reservations/{id}` is finished or expires."""
 
@@ -267,29 +267,29 @@ class Reservation(Struct, frozen=True, kw_only=True):
     uncached_tokens: int
     """Tokens of the prompt that the worker must compute."""
     progress: Literal["waiting", "decoding"]
-    """Whether the request waits for its first token."""
+    """`waiting` until the request has its first token, then `decoding`."""
     output_tokens: int
-    """Tokens of the answer so far, as its client has reported them."""
+    """Number of tokens of the answer that the client has reported."""
     expires_in: float
-    """Seconds after which it expires."""
+    """Seconds after which the reservation expires."""
 
 
 class ReservationUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Changes of a reservation. Each update, also an empty one, restarts its time."""
+    """Changes of a reservation. Each update, even an empty one, restarts the time to expiry."""
 
     first_token: bool = False
     """Whether the request has its first token."""
     output_tokens: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    """Tokens of the answer so far."""
+    """Number of tokens of the answer that have been generated."""
     seconds: ExpirySeconds | None = None
-    """New number of seconds after which the reservation expires without an update; unchanged by default."""
+    """New number of seconds after which the reservation expires without an update; default: no change."""
 
 
 class ReservationsAnswer(Struct, frozen=True, kw_only=True):
     """Open reservations."""
 
     open: int
-    """Number of all."""
+    """Number of all open reservations."""
     reservations: list[Reservation]
     """The reservations that expire first."""
 
@@ -306,21 +306,21 @@ class ScoredCandidate(Worker, frozen=True, kw_only=True):
     hot: bool
     """Whether the cache of the worker did not count because the worker has more than its share of requests."""
     session: bool
-    """Whether it is the worker of the session, which lowers its score by 0.1."""
+    """Whether the session of the request is at this worker, which lowers the worker's score by 0.1."""
     tokens: int
     tiers: dict[str, int]
     trust: TrustStatus
     inexact_tiers: list[str]
     """Tiers from which the engine announces no removals. Tokens that an EXACT worker holds there had the weight of DEGRADED."""
     requests: float | None
-    """Requests that counted as load of the worker; null if they are unknown, so that the mean of the other workers counted."""
+    """Number of requests that counted as load of the worker; null if unknown: then the mean of the other workers counted."""
 
 
 class Selection(Worker, frozen=True, kw_only=True):
     """The worker that should take a prompt."""
 
     usable: bool
-    """Whether the worker can be reached. If not, no candidate can: it is the least bad one, and nothing was reserved."""
+    """Whether the worker can be reached. If false, no candidate can be reached, and nothing was reserved."""
     score: float
     trust: TrustStatus
     """Trust in the worker; CONNECTING or STALE only if no candidate has a connection."""
@@ -340,7 +340,7 @@ class Decision(Struct, frozen=True, kw_only=True):
     """A selection that was made."""
 
     at: float
-    """When, in seconds since the epoch."""
+    """Time of the selection, in seconds since the epoch."""
     model: str
     tenant: str
     group: str
@@ -353,11 +353,11 @@ class DecisionsAnswer(Struct, frozen=True, kw_only=True):
     """A sample of the newest selections: at most one of each second, and at most 64."""
 
     decisions: list[Decision]
-    """The newest first."""
+    """The sampled selections, the newest first."""
 
 
 class GapView(Struct, frozen=True, kw_only=True):
-    """A run of lost batches."""
+    """A range of consecutive lost batches."""
 
     first: int
     last: int
@@ -370,17 +370,17 @@ class LoadView(Struct, frozen=True, kw_only=True):
     """The newest load that an engine has reported."""
 
     running: int
-    """Requests in the running batch."""
+    """Number of requests in the running batch."""
     waiting: int
-    """Requests in the queue."""
+    """Number of requests in the queue."""
     waiting_uncached_tokens: int | None
-    """Prompt tokens of the waiting requests that must be computed; null if the engine, such as vLLM, does not report them."""
+    """Number of prompt tokens that the waiting requests must compute; null if the engine, such as vLLM, does not report it."""
     used_tokens: int
     """Tokens of KV cache in use; 0 if unknown."""
     max_tokens: int
     """Capacity of the KV cache in tokens; 0 if unknown."""
     age_seconds: float
-    """Time since it arrived."""
+    """Seconds since the load arrived."""
 
 
 class DrainRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -390,11 +390,11 @@ class DrainRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     rank: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
     """None means all ranks."""
     model: str | None = None
-    """Model of the engine, as a check: another model is an error. None means any model."""
+    """Expected model of the engine: the request fails if the engine has a different one. None accepts any model."""
     tenant: str = DEFAULT_GROUP
     group: str = DEFAULT_GROUP
     draining: bool = True
-    """False ends it: selections choose the engine again."""
+    """True excludes the engine from selections; false includes it again."""
 
 
 class DrainAnswer(Struct, frozen=True, kw_only=True):
@@ -406,7 +406,7 @@ class DrainAnswer(Struct, frozen=True, kw_only=True):
 
 
 def worker_name(instance: str, rank: int, tenant: str = DEFAULT_GROUP, group: str = DEFAULT_GROUP) -> str:
-    """Return `engine-0/1`, with `@tenant` or `@tenant/group` unless these are the default ones."""
+    """Return a name such as `engine-0/1`, with `@tenant` or `@tenant/group` unless these have the default values."""
     name = f"{instance}/{rank}"
     if group != DEFAULT_GROUP:
         return f"{name}@{tenant}/{group}"
@@ -430,47 +430,47 @@ class SourceView(Struct, frozen=True, kw_only=True):
     origin: str
     """`http` for a client's registration, else `discovery` or `plane`."""
     lease_expires_at: float | None = None
-    """When a client's registration ends unless it is renewed; null if it has no lease."""
+    """Time at which a client's registration ends unless it is renewed; null if it has no lease."""
     draining: bool = False
-    """Whether a client of `/v1/drain` has excluded it from selections."""
+    """Whether a client of `/v1/drain` has excluded this rank from selections."""
     trust: TrustStatus
     advice: str = ""
-    """What to do about the trust, for people; empty if it is `EXACT`."""
+    """Advice for people how to restore the trust; empty if the state is `EXACT`."""
     since: float
     """Time of the last change of the trust state."""
     fault: str | None
-    """Problem with an endpoint: nothing listens, a name does not resolve, or it is another kind of socket."""
+    """Problem with an endpoint, such as a name that does not resolve, a port without a listener, or a wrong socket type."""
     incarnation: int
     """Number of the publisher's current incarnation, to which gaps refer. Only changes of the number have a meaning."""
     last_seq: int
-    """Sequence number of the newest batch; -1 before the first."""
+    """Sequence number of the newest batch; -1 before the first batch."""
     last_event: float | None
     """Arrival time of the newest batch."""
     lag_seconds: float | None
     """Delay of the newest live batch: receive time minus the publisher's timestamp."""
     waiting: int
-    """Batches that wait for an earlier one."""
+    """Number of batches that wait for an earlier batch."""
     blocks: int
     tiers: dict[str, int]
     """Blocks by tier."""
     stores_only: list[str]
     """Tiers from which the engine announces no removals: `EXACT` applies to the other tiers only."""
     drafts: list[int] | None = None
-    """KV cache groups of its draft model, as registered; an empty list means all, null no draft model."""
+    """KV cache groups of the engine's draft model, as registered; an empty list means all groups, null no draft model."""
     orphans: int
-    """Blocks that wait for their parent."""
+    """Number of blocks that wait for their parent."""
     uncertain: int
-    """Blocks that might be gone: they were announced several times and removed less often."""
+    """Number of blocks that might be gone, because they were announced several times and removed less often."""
     block_sizes: list[int]
-    """Tokens of a block, as events have them."""
+    """Sizes of blocks in tokens, as the events state them."""
     declared_block_size: int | None
     batches: int
     replayed: int
-    """Batches that arrived by replay."""
+    """Number of batches that arrived by replay."""
     lost: int
-    """Lost batches."""
+    """Number of lost batches."""
     compacted: int = 0
-    """Batches that a snapshot of the publisher replaced; they are not lost."""
+    """Number of batches that a snapshot of the publisher replaced; they are not lost."""
     gap_count: int
     gaps: list[GapView]
     """The newest gaps."""
@@ -478,15 +478,15 @@ class SourceView(Struct, frozen=True, kw_only=True):
     """How often the service has dropped the blocks of the source, because the publisher had restarted or lost its history."""
     reconnects: int
     load: LoadView | None = None
-    """Load of the engine; null if it reports none, or the newest one is older than `load.max_age_seconds`."""
+    """Load of the engine; null if the engine reports none, or if the newest report is older than `load.max_age_seconds`."""
     load_fault: str | None = None
-    """Why the load is unknown although the source says where to read it."""
+    """Why the load is unknown although the source has a setting `load`."""
     rejected: dict[str, int]
-    """Events that were rejected, by reason."""
+    """Number of rejected events by reason."""
 
     @property
     def name(self) -> str:
-        """Name of the worker for people."""
+        """The name under which texts for people show the worker."""
         return worker_name(self.instance, self.rank, self.tenant, self.group)
 
     @property
@@ -501,7 +501,7 @@ class SourcesAnswer(Struct, frozen=True, kw_only=True):
 
     sources: list[SourceView]
     faults: dict[str, list[str]]
-    """Faults by discovery provider: a missing rank, a name that does not resolve."""
+    """Faults by discovery provider, such as a missing rank or a name that does not resolve."""
     next: str | None = None
     """`cursor` of the next page; null on the last page."""
 
@@ -510,9 +510,9 @@ class BlockView(Struct, frozen=True, kw_only=True):
     """One block on one tier of one worker."""
 
     key: str
-    """Rolling key of its tokens, 16 hex digits."""
+    """Rolling key of the block's tokens, 16 hex digits."""
     hash: str
-    """The engine's own hash, 16 hex digits."""
+    """The engine's own hash of the block, 16 hex digits."""
     tier: str
     group: int
     copies: int
@@ -522,12 +522,12 @@ class BlocksAnswer(Struct, frozen=True, kw_only=True):
     """Blocks of one worker at one moment, in no order."""
 
     total: int
-    """Blocks of all pages."""
+    """Number of blocks on all pages together."""
     blocks: list[BlockView]
     next: str | None
-    """`cursor` of the next page; None on the last page."""
+    """`cursor` of the next page; null on the last page."""
     trust: TrustStatus
-    """Trust in the worker at that moment."""
+    """Trust in the worker when the blocks were read."""
 
 
 class StatsAnswer(Struct, frozen=True, kw_only=True):
@@ -536,27 +536,27 @@ class StatsAnswer(Struct, frozen=True, kw_only=True):
     version: str
     uptime_seconds: float
     sources: dict[TrustState, int]
-    """Sources by trust state."""
+    """Number of sources by trust state."""
     workers: int
     blocks: int
-    """Blocks of all workers."""
+    """Number of blocks of all workers together."""
     unique_blocks: int
     tiers: dict[str, int]
-    """Blocks by tier; a block on two tiers counts on each."""
+    """Number of blocks by tier; a block on two tiers counts on each."""
     index_bytes: int
     memory_limit: int | None
     orphans: int
     evicted: int
     lookups: int
     hits: int
-    """Lookups that matched at least one block."""
+    """Number of lookups that matched at least one block."""
     batches: int
     batches_per_second: float
-    """Mean over the last ten seconds."""
+    """Mean number of batches per second over the last ten seconds."""
     snapshot_seconds: float | None
     """Interval between snapshots; None without `state_dir`."""
     snapshot_at: float | None
-    """Time at which the state in the last snapshot was read."""
+    """Time at which the state in the newest snapshot was read."""
     snapshot_fault: str | None
 
 
@@ -565,7 +565,7 @@ class HealthAnswer(Struct, frozen=True, kw_only=True):
 
     status: Literal["ok", "failed"]
     warnings: list[str]
-    """Problems that an operator should know: an open port without tokens, a full disk."""
+    """Problems that an operator should know, such as an open port without tokens or a full disk."""
 
 
 class ReadyAnswer(Struct, frozen=True, kw_only=True):
@@ -608,29 +608,29 @@ class ScopeFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
-    """An engine's rank to follow. Dynamo's API has `model_name`, Mooncake's `modelname`."""
+    """An engine's rank to follow. Dynamo's API calls the model `model_name`, Mooncake's API `modelname`."""
 
     instance_id: EngineId
     endpoint: str = ""
-    """Where it publishes. Without an endpoint the engine at `url` is queried for the endpoints of all its ranks."""
+    """Where the rank publishes. If it is empty, the service queries the engine at `url` for the endpoints of all its ranks."""
     block_size: int | None = None
     dp_rank: int | None = None
     replay_endpoint: str | None = None
     topic: str = ""
     type: str | None = None
     stores_only: Annotated[list[str], Meta(max_length=16)] = []
-    """Tiers from which the engine announces no removals, such as `cpu`; no field of the original APIs."""
+    """Tiers from which the engine announces no removals, such as `cpu`. The original APIs do not have this field."""
     drafts: list[int] | None = None
-    """KV cache groups of its draft model (EAGLE, MTP), `[]` for all; no field of the original APIs."""
+    """KV cache groups of the engine's draft model (EAGLE, MTP), `[]` for all. The original APIs do not have this field."""
     load: str | None = None
-    """Where the load is read: `tcp://HOST:PORT` of SGLang's load stream, or `http://HOST:PORT` of a server with metrics; no
-    field of the original APIs."""
+    """Address from which the load is read: `tcp://HOST:PORT` of SGLang's load stream, or `http://HOST:PORT` of a server with
+    metrics. The original APIs do not have this field."""
     lease_seconds: Annotated[int, Meta(ge=1, le=7 * 86_400)] | None = None
-    """The rank is unregistered after this time unless an equal registration renews it; no field of the original APIs."""
+    """Time after which the rank is unregistered unless an equal registration renews it; not in the original APIs."""
     url: str | None = None
-    """URL at which the engine takes requests, for answers to clients; no field of the original APIs."""
+    """URL at which the engine takes requests, for answers to clients. The original APIs do not have this field."""
     labels: Annotated[dict[str, str], Meta(max_length=MAX_LABELS)] = {}
-    """Labels by which `/v1/select` filters; no field of the original APIs."""
+    """Labels by which `/v1/select` filters. The original APIs do not have this field."""
 
     ALIASES: ClassVar = ScopeFields.ALIASES | {"cache_salt", "lora_id"}
 

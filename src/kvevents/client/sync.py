@@ -62,11 +62,11 @@ class Client(Closeable):
     # --- prompts
 
     def match(self, request: schemas.MatchRequest, *, deadline: float | None = None) -> schemas.MatchAnswer:
-        """Return how much of a prompt each worker holds."""
+        """Return how many tokens of a prompt each worker holds."""
         return self.send(protocol.match(request), deadline=deadline)
 
     def match_many(self, request: schemas.MatchManyRequest, *, deadline: float | None = None) -> schemas.MatchManyAnswer:
-        """Return how much of several prompts each worker holds."""
+        """Return how many tokens of each of several prompts each worker holds."""
         return self.send(protocol.match_many(request), deadline=deadline)
 
     def select(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> schemas.Selection:
@@ -84,7 +84,7 @@ class Client(Closeable):
     # --- the fleet
 
     def sources(self, *, deadline: float | None = None, **filters: str) -> schemas.SourcesAnswer:
-        """Return the sources, of one `instance`, `model`, `tenant` or `group` if given."""
+        """Return the sources; if `instance`, `model`, `tenant` or `group` is given, only those that have it."""
         return self.send(protocol.sources(filters), deadline=deadline)
 
     def register(self, request: schemas.RegisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
@@ -96,7 +96,7 @@ class Client(Closeable):
         return self.send(protocol.unregister(request), deadline=deadline)
 
     def drain(self, request: schemas.DrainRequest, *, deadline: float | None = None) -> schemas.DrainAnswer:
-        """Exclude an engine, or a rank of it, from selections, or include it again. Its stream is followed all the time."""
+        """Exclude an engine, or a rank of it, from selections, or include it again. The stream is always followed."""
         return self.send(protocol.drain(request), deadline=deadline)
 
     def ready(self, *, deadline: float | None = None) -> schemas.ReadyAnswer:
@@ -161,7 +161,7 @@ class Client(Closeable):
         while self._idle:
             try:
                 idle_since, connection = self._idle.pop()
-            except IndexError:  # another thread has taken it
+            except IndexError:  # another thread has taken the last idle connection
                 return None
             is_readable = connection.sock.fileno() < 0 or select.select([connection.sock], [], [], 0)[0]
             if time.monotonic() - idle_since < protocol.IDLE_SECONDS and not is_readable:
@@ -184,7 +184,7 @@ class Client(Closeable):
 
 
 class ReservedWorker(protocol.Reserving[Client]):
-    """A reserved worker: the request counts as its load until this context manager ends, with or without an error."""
+    """A reserved worker. The request counts as load of the worker until this context manager ends, with or without an error."""
 
     def __enter__(self) -> Self:
         try:
@@ -205,7 +205,7 @@ class ReservedWorker(protocol.Reserving[Client]):
         return self._send(protocol.update(self.id, schemas.ReservationUpdate(first_token=True)))
 
     def output(self, tokens: int) -> schemas.Reservation | None:
-        """Report the number of tokens of the answer so far; return None if the report failed."""
+        """Report how many tokens of the answer have been generated; return None if the report failed."""
         return self._send(protocol.update(self.id, schemas.ReservationUpdate(output_tokens=tokens)))
 
     def _send(self, call: Call[T], deadline: float | None = None) -> T | None:
@@ -219,7 +219,7 @@ class ReservedWorker(protocol.Reserving[Client]):
 
 
 class _TooLargeError(HTTPException):
-    """The response is too large."""
+    """Raised for a response above the size limit."""
 
 
 class _TimedSocket(io.RawIOBase):
