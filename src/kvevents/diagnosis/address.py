@@ -1,4 +1,4 @@
-"""Whether an address can be reached, what socket is there, and whether CURVE keys are accepted."""
+"""Checks of an address: whether it can be reached, what socket is there, and whether it accepts the CURVE keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import disable_monitor
 
 CURVE_TIMEOUT: Final = 3.0
-"""Maximum time to connect and for the CURVE handshake, which takes milliseconds."""
+"""Maximum number of seconds for the connection and the CURVE handshake, which normally take milliseconds."""
 
 CurveOutcome: TypeAlias = Literal["accepted", "refused", "dropped", "silent"]
 
@@ -27,7 +27,7 @@ _OUTCOMES: Final[dict[int, CurveOutcome]] = {
     zmq.Event.HANDSHAKE_SUCCEEDED: "accepted",
     zmq.Event.HANDSHAKE_FAILED_AUTH: "refused",
     # A server that cannot decrypt the first message, because --curve-server-key is not its key, closes the connection.
-    # So does a server of kvevents that refuses a key, unless it stays silent.
+    # A server of kvevents that refuses a key also closes the connection, or sends nothing.
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "dropped",
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "dropped",
     zmq.Event.DISCONNECTED: "dropped",
@@ -37,8 +37,8 @@ _OUTCOMES: Final[dict[int, CurveOutcome]] = {
 def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_TIMEOUT) -> CurveOutcome:
     """Connect a socket of `kind`, and return the outcome of the first CURVE handshake.
 
-    A server of kvevents refuses a key without an error, so that the peer retries (see `kvevents.zeromq.zap`); the outcome is
-    then `silent` or `dropped`.
+    A server of kvevents does not send an error if it refuses a key, so that the peer retries (see `kvevents.zeromq.zap`). The
+    outcome is then `silent` or `dropped`.
     """
     deadline = time.monotonic() + timeout
     with open_client(kind, endpoint, curve) as socket:
@@ -51,13 +51,13 @@ def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_T
                 if outcome is not None:
                     return outcome
         finally:
-            disable_monitor(socket)  # before it is closed: libzmq's I/O thread would block for ever on a closed monitor
+            disable_monitor(socket)  # before the socket closes: libzmq's I/O thread would block for ever on a closed monitor
     return "silent"
 
 
 MAX_PROBED_RANKS: Final = 64
 NEIGHBOUR_TIMEOUT: Final = 1.0
-"""Maximum time to probe one of the ports that follow the engine's port."""
+"""Maximum number of seconds to probe one of the ports that follow the engine's port."""
 
 BOTH_CONNECT: Final = (
     "an engine whose own endpoint has a concrete host connects instead of listening;"
@@ -131,7 +131,7 @@ def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
 
 
 def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handshake | CheckResult:
-    """Return the handshake if there is a socket that accepts the keys (or needs none); otherwise a finding."""
+    """Return the handshake if the address has a socket that accepts the keys (or needs none); else a finding with the fault."""
     handshake = perform_handshake(endpoint)
     if curve is not None and handshake.outcome == "socket":
         text = "it does not use CURVE, but keys are given"
@@ -176,13 +176,13 @@ def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResu
 
 
 def next_ranks(endpoint: str) -> int:
-    """Return the number of consecutive ports after this one with publishers, such as those of further ranks."""
+    """Return how many consecutive ports after that of `endpoint` have publishers, such as those of further ranks."""
     neighbours = (endpoint_of_rank(endpoint, distance) for distance in range(1, MAX_PROBED_RANKS))
     return sum(1 for _ in takewhile(lambda neighbour: neighbour is not None and _is_publisher(neighbour), neighbours))
 
 
 def endpoint_of_rank(endpoint: str, distance: int) -> str | None:
-    """Return the endpoint whose port is `distance` higher; None if it is not TCP or there is no such port."""
+    """Return the endpoint with a port that is higher by `distance`; None if it is not TCP or the port would exceed 65535."""
     target = split_tcp(endpoint)
     if target is None or not 0 < target[1] + distance <= MAX_PORT:
         return None

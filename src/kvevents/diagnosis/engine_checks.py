@@ -45,16 +45,16 @@ class EngineChecks:
     """The checks of one engine."""
 
     def __init__(self, source: Source, stop: AbstractContextManager[Stop], seconds: float, *, searches: bool = True) -> None:
-        """`searches` is whether the next port is checked for a replay endpoint if the source has none.
+        """`searches` says whether to look for a replay endpoint at the next port if the source has none.
 
-        `stop` is entered while messages are received: for `seconds`, and for at most as long again until a replay is complete.
+        Messages are received within the context `stop`, for `seconds`. If a replay is not complete then, this time can double.
         """
         self.source = source
-        """The engine, with the replay endpoint that was found."""
+        """The engine to check. Its replay endpoint is added if the checks find one."""
         self._stop = stop
         self._seconds = seconds
         self._searches = searches and not source.bind
-        self._earlier = 0  # batches before the first received one that cannot be replayed
+        self._earlier = 0  # number of batches before the first received batch that replay does not have
 
     def findings(self) -> Iterator[CheckResult]:
         """Run every check whose preconditions hold, from the address to trust, and yield the findings."""
@@ -101,7 +101,7 @@ class EngineChecks:
             yield losses
 
     def _watch(self, sample: TrafficSample, stop: Stop) -> StreamStatus:
-        """Take the sample and subscribe to the stream: at the same time, or one after the other if the socket must listen."""
+        """Take the sample and subscribe to the stream at the same time, or, if the socket must listen, one after the other."""
         if self.source.bind:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS))
             # Only one socket at a time can listen at an address. The engine then reconnects to the subscriber.
@@ -109,12 +109,12 @@ class EngineChecks:
         with self._subscriber() as subscriber:
             turn = partial(self._turn, subscriber, sample)
             self._repeat(stop, turn)
-            # A replay that is not complete gets the same time again, since trust is unknown before its end.
+            # An incomplete replay gets the same time once more, because trust is unknown until the replay ends.
             self._repeat(stop, turn, lambda: subscriber.statuses()[0].trust != Trust.REPLAYING)
             return subscriber.statuses()[0]
 
     def _subscriber(self) -> Subscriber[Batch] | Subscriber[RawBatch]:
-        """Return a subscriber. With the native module it fills an index, which detects contradictory events."""
+        """Return a subscriber. If there is a native module, it fills an index, which detects contradictions."""
         if find_native() is None:
             return Subscriber(self.source)
         from kvevents.index import PrefixIndex  # noqa: PLC0415 - needs the native module
@@ -138,7 +138,7 @@ class EngineChecks:
                 self._earlier += delivery.last + 1
 
     def _traffic(self, sample: TrafficSample, response: ReplaySample | None, is_connected: bool) -> Iterator[CheckResult]:
-        """Check the received messages. If none arrived, check topics and dialect of the replayed batches instead."""
+        """Check the received messages. If no message arrived, check topics and dialect of the replayed batches instead."""
         yield check_traffic(sample, is_connected=is_connected)
         contents, topics, origin = sample.contents, sample.topics, "live"
         if response is not None and not sample.messages:

@@ -8,7 +8,7 @@ import msgspec
 
 
 class Severity(enum.Enum):
-    """The severity of a finding, the worst last."""
+    """The severity of a finding, in ascending order."""
 
     OK = "ok"
     WARN = "warn"

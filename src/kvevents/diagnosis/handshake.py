@@ -15,9 +15,9 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from kvevents.endpoints import split_tcp
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-"""Signature, version 3.0, mechanism NULL, client role, padding."""
+"""Our greeting: signature, version 3.0, mechanism NULL, client role, padding."""
 HANDSHAKE_TIMEOUT: Final = 3.0
-"""Seconds for connecting and the whole exchange: enough for another continent and for a peer that is swapping."""
+"""Time limit in seconds of connection and exchange: enough for a peer on another continent or a peer that is swapping."""
 
 SIGNATURE: Final = 0xFF
 MAJOR_AT: Final = 10
@@ -26,7 +26,7 @@ MECHANISM: Final = slice(12, 32)
 HandshakeOutcome: TypeAlias = Literal[
     "socket", "curve", "unknown-host", "refused", "unreachable", "timeout", "closed", "silent", "not-zeromq"
 ]
-"""`socket`: a ZeroMQ socket without CURVE. `timeout`: no connection in time. `silent`: a connection, but no bytes in time."""
+"""`socket`: a ZeroMQ socket without CURVE. `timeout`: not connected in time. `silent`: connected, but no bytes came in time."""
 
 
 class Handshake(NamedTuple):
@@ -47,7 +47,7 @@ def perform_handshake(endpoint: str, seconds: float = HANDSHAKE_TIMEOUT) -> Hand
 
 
 def _handshake_of_error(error: OSError | UnicodeError) -> Handshake:
-    """Convert an error that was raised while connecting."""
+    """Return the handshake result for an error that the connection attempt raised."""
     match error:
         case UnicodeError():
             return Handshake("unknown-host", "not a valid host name")
@@ -70,7 +70,7 @@ async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIME
             if address is not None:
                 reader, writer = await asyncio.open_connection(address[0].strip("[]"), address[1])
             else:
-                path = re.sub("^@", "\0", endpoint.removeprefix("ipc://"))  # ZeroMQ writes Linux's abstract names with @
+                path = re.sub("^@", "\0", endpoint.removeprefix("ipc://"))  # ZeroMQ marks Linux's abstract socket names with @
                 reader, writer = await asyncio.open_unix_connection(path)
     except (OSError, UnicodeError) as error:
         return _handshake_of_error(error)
@@ -88,7 +88,7 @@ async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIME
 
 
 async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
-    # Send the greeting only up to the version: a peer closes the connection, and does not name its mechanism, if ours differs.
+    # Send only the version first: if our mechanism differs from the peer's, the peer closes without naming its own.
     writer.write(_GREETING[: MECHANISM.start])
     greeting = await _read_bytes(reader, len(_GREETING))
     if not greeting:
@@ -98,7 +98,7 @@ async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.Stre
     mechanism = greeting[MECHANISM].rstrip(b"\0").decode("ascii", "replace")
     if mechanism != "NULL":
         return Handshake("curve" if mechanism == "CURVE" else "not-zeromq", mechanism)
-    # The peer now names its socket type. If it knew ours, it would close the connection when the types do not fit.
+    # The peer now sends its socket type. Do not send ours: the peer closes the connection if the types do not fit.
     writer.write(_GREETING[MECHANISM.start :])
     head = await _read_bytes(reader, 2)
     body = await _read_bytes(reader, head[1]) if len(head) == 2 else b""
@@ -110,7 +110,7 @@ async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.Stre
 
 
 async def _read_bytes(reader: asyncio.StreamReader, size: int) -> bytes:
-    """Return this number of bytes, or fewer if the peer has closed."""
+    """Return `size` bytes, or fewer if the peer has closed the connection."""
     try:
         return await reader.readexactly(size)
     except asyncio.IncompleteReadError as error:

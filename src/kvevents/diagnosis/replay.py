@@ -15,16 +15,16 @@ from kvevents.wire.decode import begins_with_clear
 from kvevents.zeromq.keys import Curve
 
 PATIENCE: Final = Patience(silence=2.0, seconds=10.0)
-"""Limits of an answer with all batches. Engines pause for 0.2 s at most."""
+"""Time limits for reading an answer with all batches. Engines are silent for at most 0.2 s."""
 COMPARE_PATIENCE: Final = Patience(silence=1.0, seconds=5.0)
-"""Limits of an answer that is compared with live batches."""
+"""Time limits for reading an answer that is compared with live batches."""
 COMPARE_REQUESTS: Final = 3
-"""Maximum number of requests until an answer contains a compared batch. Answers can have holes, and engines publish before they
-store."""
+"""Maximum number of requests for a batch to compare. Answers can have holes, and engines publish a batch before they store
+it."""
 MAX_MISSING: Final = 1_000_000
-"""Maximum number of missing batches that are requested again: a hundred times what an engine keeps by default."""
+"""Maximum number of missing batches to request again: a hundred times the number that an engine keeps by default."""
 _RETRIES: Final = 4
-"""Maximum number of further requests for batches that an answer lacks. A subscriber retries as long as it receives new ones."""
+"""Maximum number of further requests for missing batches. A subscriber retries for as long as new batches arrive."""
 
 USE_REPLAY: Final = (
     'use the engine\'s replay endpoint with --replay; if it has none, start it with "replay_endpoint": "tcp://*:5558" in its'
@@ -33,7 +33,7 @@ USE_REPLAY: Final = (
 
 
 def check_replay(endpoint: str, curve: Curve | None = None) -> tuple[list[CheckResult], ReplaySample | None]:
-    """Request all batches, and request missing ones again. Return findings and the response."""
+    """Request all batches, and request missing batches again. Return findings, and the response or None without a request."""
     if not endpoint.startswith("inproc://") and (fault := check_replay_address(endpoint, curve)) is not None:
         return [fault], None
     sample = sample_replay(endpoint, (0,), PATIENCE, curve)
@@ -151,7 +151,7 @@ def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | 
 def find_replay_endpoint(
     endpoint: str, numbers: SequenceNumbers, wait_for_live: Callable[[], None], curve: Curve | None = None
 ) -> tuple[CheckResult, str | None]:
-    """Look for the replay endpoint of the engine at `endpoint`, at the port after those of its ranks.
+    """Look for the replay endpoint of the engine at `endpoint`, at the port after the ports of the engine's ranks.
 
     Return a finding, and the endpoint if it provably belongs to the stream. `wait_for_live` waits until `numbers` has a batch.
     """

@@ -24,7 +24,7 @@ _SHAPES: Final = {2: "bare end marker", 3: "[seq, payload]", 4: "[topic, seq, pa
 
 
 class Patience(NamedTuple):
-    """Time limits of reading an answer."""
+    """Time limits for reading an answer."""
 
     silence: float
     """Seconds without a message after which an answer has ended."""
@@ -38,7 +38,7 @@ class ReplaySample:
 
     batches: list[ReplayBatch] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
-    """Why messages are malformed."""
+    """For each malformed message, why it is malformed."""
     shapes: set[str] = field(default_factory=set)
     """The layouts of the messages, as text."""
     has_end: bool = False
@@ -53,7 +53,7 @@ class ReplaySample:
 
     @property
     def holes(self) -> list[tuple[int, int]]:
-        """Ranges of sequence numbers that are missing between the first and the last of one answer."""
+        """Missing ranges of sequence numbers, between the first and the last number of the answers."""
         return missing_ranges([batch.seq for batch in self.batches])
 
     def read(self, socket: zmq.Socket[bytes], patience: Patience, *, is_strict: bool = False) -> bool:
@@ -88,11 +88,11 @@ class LiveComparison(NamedTuple):
     agreeing: int
     """Number of live batches that the endpoint has exactly as they were published."""
     difference: str
-    """Why the endpoint belongs to another stream; empty if a batch agrees, or if nothing could be compared."""
+    """Why the endpoint belongs to another stream; empty if a batch agrees, or if there was no batch to compare."""
 
     @classmethod
     def of(cls, sample: ReplaySample, live: dict[int, bytes]) -> LiveComparison:
-        """Compare live batches, by their numbers, with the batches of the answers."""
+        """Compare live batches (payloads by sequence number) with the batches of the answers."""
         stored = {batch.seq: batch.payload for batch in sample.batches}
         absent = [seq for seq in live if seq not in stored]
         different = [seq for seq in live if seq in stored and stored[seq] != live[seq]]
@@ -106,20 +106,20 @@ class LiveComparison(NamedTuple):
 
 
 def missing_ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the first and the last number of each range that is missing in ascending numbers."""
+    """Return the first and the last number of each gap in a sequence of ascending numbers."""
     return [(number + 1, successor - 1) for number, successor in pairwise(numbers) if successor > number + 1]
 
 
 def send_request(socket: zmq.Socket[bytes], start: int) -> None:
-    """Request all batches from number `start` on."""
-    # The message cannot be queued if libzmq has closed the connection, because the peer broke the protocol.
+    """Request all batches whose number is at least `start`."""
+    # If the peer broke the protocol, libzmq has closed the connection and the message cannot be queued.
     with suppress(zmq.Again):
         socket.send_multipart(replay_request_frames(start), zmq.DONTWAIT)
 
 
 @contextmanager
 def open_client(kind: int, endpoint: str, curve: Curve | None) -> Iterator[zmq.Socket[bytes]]:
-    """Open a socket that can connect to `endpoint`, in a context of its own."""
+    """Open a socket that can connect to `endpoint`, in a ZeroMQ context that only this socket uses."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         socket = context.socket(kind)

@@ -17,7 +17,7 @@ from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.text_format import duration, first_names, percentage, plural, size
 
 ENOUGH_LOOKUPS: Final = 20
-"""If none of this many lookups had a hit, that is a fault."""
+"""Number of lookups from which it counts as a fault that no lookup had a hit."""
 _LOG_ADVICE: Final = "see the service's log"
 _NOT_HTTP: Final = frozenset({"timeout", "closed", "not-http"})
 """Errors that a port without an HTTP server can cause."""
@@ -28,7 +28,7 @@ class ServiceChecks:
 
     def __init__(self, client: Client) -> None:
         self.version: str | None = None
-        """Release of the service, after the first response."""
+        """Release of the service; known after the first response."""
         self._client = client
 
     def findings(self) -> Iterator[CheckResult]:
@@ -41,7 +41,7 @@ class ServiceChecks:
             yield finding or fail(check, error.sentence, error.hint or _LOG_ADVICE)
 
     def _other_port(self) -> CheckResult | None:
-        """Return a finding if the port is that of an engine."""
+        """Return a finding if the port belongs to an engine instead of a service."""
         parts = urlsplit(self._client.url)
         place = f"{parts.hostname}:{parts.port}"
         if parts.port is None or perform_handshake(f"tcp://{place}").outcome not in {"socket", "curve"}:
@@ -108,7 +108,7 @@ def check_lookups(stats: StatsAnswer) -> CheckResult:
 
 
 def check_memory(stats: StatsAnswer) -> CheckResult:
-    """Check the memory of the index. From 90% of its limit on, it is a warning."""
+    """Check the memory use of the index. Warn if it is at least 90% of the limit."""
     usage = f"{plural(stats.blocks, 'block')} in {size(stats.index_bytes)}"
     if stats.evicted:
         text = f"{usage}; {plural(stats.evicted, 'block')} were refused at the limit"
@@ -141,13 +141,13 @@ def check_snapshot(stats: StatsAnswer, now: float) -> CheckResult:
 # --- checks of the fleet
 
 MAX_LISTED: Final = 10
-"""Maximum number of sources that one check lists, the worst first; others are counted."""
+"""Maximum number of sources that one check lists, the worst first; further sources are only counted."""
 PATIENCE_SECONDS: Final = 10.0
-"""Time that a source may take to connect or to catch up without a fault. It normally takes seconds."""
+"""Number of seconds that a source may take to connect or catch up. It normally takes seconds."""
 LATE_SECONDS: Final = 1.0
-"""Lag above which there is a warning: with older events a router selects workers for blocks that are gone."""
+"""Lag in seconds above which the check warns: a router with older events selects workers for blocks that are gone."""
 _PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING, Reason.REPLAY_UNPROVEN})
-"""Reasons that are normal for a short time."""
+"""Reasons that are no fault while they last a short time."""
 
 
 def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
@@ -164,7 +164,7 @@ def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
 
 
 def check_ranks(sources: Sequence[SourceView]) -> CheckResult | None:
-    """Check whether a rank is missing below the highest registered one; None if no engine has several ranks."""
+    """Check whether a rank below the highest registered rank of an engine is missing; None if no engine has several ranks."""
     ranks: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for source in sources:
         ranks[source.tenant, source.group, source.instance].add(source.rank)
@@ -182,7 +182,7 @@ def check_ranks(sources: Sequence[SourceView]) -> CheckResult | None:
 
 
 def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[CheckResult]:
-    """Check which sources are not EXACT, why, and since when."""
+    """Report which sources are not EXACT, why, and for how long."""
     exact = sum(source.trust.state == "EXACT" for source in sources)
     findings = [_trust_finding(source, now) for source in sources if source.trust.state != "EXACT"]
     yield from _worst_of(findings, "trust", "source")
@@ -206,7 +206,7 @@ def _trust_finding(source: SourceView, now: float) -> CheckResult:
 
 
 def _worst_of(findings: Sequence[CheckResult], check: str, noun: str) -> Iterator[CheckResult]:
-    """Return the worst findings, and the number of the others."""
+    """Return the worst findings, and one finding with the number of further findings."""
     worst_first = sorted(findings, key=lambda finding: list(Severity).index(finding.verdict), reverse=True)
     yield from worst_first[:MAX_LISTED]
     if others := worst_first[MAX_LISTED:]:
@@ -274,7 +274,7 @@ def _list_lags(seconds: dict[str, float]) -> str:
 
 
 def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[CheckResult]:
-    """Check for sources that have never sent anything, or nothing for ten minutes."""
+    """Check for sources that have never sent an event, or that have not sent one for ten minutes."""
     following = [source for source in sources if source.trust.state in {"EXACT", "DEGRADED"}]
     ages = {source.name: now - source.last_event for source in following if source.last_event is not None}
     without_events = [name for source in following if (name := source.name) not in ages and not source.blocks]

@@ -13,24 +13,24 @@ _SIZES: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10,
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: `1 block`, `2 blocks`, `3 batches`."""
+    """Return a text of a count and its noun, such as `1 block`, `2 blocks`, `3 batches`."""
     suffix = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count:,} {noun}{suffix}"
 
 
 def number_range(first: int, last: int) -> str:
-    """Return a range of sequence numbers: `#3`, `#3 to #5`."""
+    """Return a range of sequence numbers as a text, such as `#3`, `#3 to #5`."""
     return f"#{first}" if first == last else f"#{first} to #{last}"
 
 
 def number_ranges(ranges: Sequence[tuple[int, int]]) -> str:
-    """Return the first ranges of sequence numbers: `#3, #5 to #7, ...`."""
+    """Return the first ranges of sequence numbers as a text, such as `#3, #5 to #7, ...`."""
     text = ", ".join(number_range(first, last) for first, last in ranges[:_MAX_RANGES])
     return f"{text}, ..." if len(ranges) > _MAX_RANGES else text
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the largest unit that fits at least twice: `0.2 s`, `5 min`, `3 h`."""
+    """Return a duration as a text in the largest unit of which it has at least two, such as `0.2 s`, `5 min`, `3 h`."""
     for length, unit in _DURATIONS:
         if abs(seconds) >= 2 * length:
             return f"{seconds / length:,.0f} {unit}"
@@ -54,6 +54,6 @@ def percentage(part: float, total: float) -> str:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Return a text with the first names, and the number of further names."""
     rest_count = len(names) - MAX_NAMES
     return ", ".join(names[:MAX_NAMES]) + (f" and {rest_count:,} more" if rest_count > 0 else "")

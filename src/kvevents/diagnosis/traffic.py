@@ -22,7 +22,7 @@ from kvevents.zeromq.zap import secure_sockets
 
 
 class SequenceNumbers:
-    """The live batches of one stream since its publisher began. Several topics mean several streams: then no batch is kept."""
+    """The live batches of one stream since its publisher began. If there are several topics, no batch is kept."""
 
     def __init__(self, topic: str) -> None:
         self.received: list[int] = []
@@ -31,7 +31,7 @@ class SequenceNumbers:
         self._topics: set[bytes] = set()
 
     def add(self, topic: bytes, seq: int, payload: bytes) -> None:
-        """Add one live batch. A number that is not above the last one begins another incarnation of the publisher."""
+        """Add one live batch. A number that is not above the last number begins another incarnation of the publisher."""
         if not topic.startswith(self._prefix):
             return
         self._topics.add(topic)
@@ -59,9 +59,9 @@ class DecodedContents:
         """The oldest release that can have written all batches; None if it is unknown."""
         self.rejects: Counter[str] = Counter()
         self.undecodable = 0
-        """Payloads without any event that can be decoded."""
+        """Number of payloads that have no decodable event."""
         self.example = ""
-        """Detail of the first rejection."""
+        """Details of the first rejected event, as an example."""
         self.ranks: set[int] = set()
 
     def add(self, payload: bytes) -> None:
@@ -77,19 +77,19 @@ class DecodedContents:
         self.undecodable += bool(decoding.rejected) and not decoding.batch.events
         if decoding.batch.data_parallel_rank is not None:
             self.ranks.add(decoding.batch.data_parallel_rank)
-        if decoding.batch.events and decoding.dialect is not None:  # an empty batch has the same bytes in every release
-            # Older releases, whose rows precede that of the writer, can often have written the same batch.
+        if decoding.batch.events and decoding.dialect is not None:  # an empty batch shows no release
+            # A batch shows the oldest release that could have written it. The rows of older releases precede newer rows.
             self.dialect = max(self.dialect or decoding.dialect, decoding.dialect, key=dialects().index)
 
 
 class TrafficSample:
-    """A SUB socket that receives everything. It is separate from the subscriber, which hides invalid messages."""
+    """A SUB socket that receives all messages. It is separate from the subscriber, which hides invalid messages."""
 
     def __init__(self, source: Source) -> None:
         self.messages = 0
         self.bytes = 0
         self.seconds = 0.0
-        """Time from the start to the last call of `take`."""
+        """Seconds from the start to the last call of `take`."""
         self._began: Final = time.monotonic()
         self.topics: Counter[bytes] = Counter()
         self.malformed: Counter[str] = Counter()
@@ -188,7 +188,7 @@ def check_frames(sample: TrafficSample) -> CheckResult | None:
 
 
 def check_decoding(contents: DecodedContents, origin: str) -> CheckResult | None:
-    """Check whether payloads can be decoded, and which release has written them; None without a batch."""
+    """Check whether payloads can be decoded, and which release can have written them; None without a batch."""
     if not contents.batches:
         return None
     release = f"{contents.dialect} ({contents.batches:,})" if contents.dialect else "unknown"
@@ -205,7 +205,7 @@ def check_decoding(contents: DecodedContents, origin: str) -> CheckResult | None
 
 
 def check_ranks(ranks: set[int], neighbours: int) -> CheckResult | None:
-    """Check the data-parallel ranks here and on the next ports; None without further ranks."""
+    """Check which data-parallel ranks publish at the endpoint and at the next ports; None without further ranks."""
     numbers = ", ".join(map(str, sorted(ranks)))
     if len(ranks) > 1:
         text = f"ranks {numbers} share this endpoint, as behind a relay, which numbers their batches as one stream"
@@ -240,13 +240,13 @@ IDLE_ADVICE: Final = "send the engine a request; the next batch confirms the rep
 
 
 def is_idle(status: StreamStatus) -> bool:
-    """Return whether a stream lacks nothing but a live batch that confirms the replay endpoint."""
+    """Return whether a stream only lacks a live batch that confirms the replay endpoint."""
     is_unproven = status.trust == Trust.DEGRADED and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     return is_unproven and not status.counters.live
 
 
 def check_trust(status: StreamStatus, seconds: float, earlier: int) -> CheckResult:
-    """Check the trust that a subscriber reached. `earlier` batches were sent before it connected, and are not available."""
+    """Check the trust that a subscriber reached. `earlier` is the number of unavailable batches from before it connected."""
     counters, lost = status.counters, status.counters.lost - earlier
     progress = f"after {seconds:g} s: {counters.delivered:,} delivered, {counters.replayed:,} by replay, {lost:,} lost"
     if earlier:
