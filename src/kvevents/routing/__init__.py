@@ -7,8 +7,8 @@
     decision = router.route("request-1", token_ids)
     print(decision.worker, decision.explain())
 
-The guide is the page `guides/routing.md` of the documentation. Policies and `Router` need the compiled module, like
-`kvevents.index`, and raise `MissingDependencyError` without it; the readings of engines' loads do not.
+The guide is the page `guides/routing.md` of the documentation. Policies and `Router` raise `MissingDependencyError` if the
+compiled module is missing, as `kvevents.index` does. Code that reads the loads of engines does not need it.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""The load that an engine reports of itself, as SGLang from 0.5.23 publishes it.
+"""The load that an engine reports, in the format that SGLang publishes from release 0.5.23 on.
 
 `--load-publish-endpoint` opens a second PUB socket per rank. Each message is `[topic "load", sequence number, payload]`. The
-payload is one `LoadStat` (`sglang/srt/managers/scheduler_components/load_publisher.py`). It is sent when it changes, and
-otherwise about once a second. It is a reading, not an event: the next one makes up for a lost one.
+payload is one `LoadStat` (`sglang/srt/managers/scheduler_components/load_publisher.py`). The engine sends it when the load
+changes, and at least about once a second. A message is a reading, not an event: the next message makes up for a lost message.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from kvevents.wire.checked_msgpack import MSGPACK_ERRORS
 
 LOAD_TOPIC: Final = "load"
 MAX_LOAD_BYTES: Final = 4_096
-"""Largest payload that is read. SGLang's has about 60 bytes."""
+"""Maximum size of a payload in bytes; larger ones are rejected. SGLang's payload has about 60 bytes."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class EngineLoad(msgspec.Struct, array_like=True, tag="LoadStat", frozen=True, gc=False):
-    """One reading of an engine's scheduler, with the fields of SGLang's `LoadStat` in wire order. Later fields are ignored."""
+    """One report of an engine's load, with the fields of SGLang's `LoadStat` in wire order. Further fields are ignored."""
 
     running: _Count
-    """Requests in the running batch."""
+    """Number of requests in the running batch."""
     waiting: _Count
-    """Requests in the queue."""
+    """Number of requests in the queue."""
     used_tokens: _Count
-    """Tokens of KV cache in use; 0 if the engine reports neither them nor a share of a known capacity."""
+    """KV cache in use, in tokens; 0 if the engine reports neither this number nor a share of a known capacity."""
     max_tokens: _Count
     """Capacity of the KV cache in tokens; 0 if the engine does not know it."""
     rank: int | None = None
-    """Data-parallel rank, as the engine counts it; for people."""
+    """Data-parallel rank, as the engine numbers it; only for people."""
     waiting_uncached_tokens: _Count | None = None
-    """Prompt tokens of waiting requests that must be computed; None if the engine, such as vLLM, does not report them."""
+    """Number of prompt tokens that waiting requests must compute; None if the engine, such as vLLM, does not report it."""
     total_tokens: _Count = 0
-    """Tokens in use plus tokens of waiting requests."""
+    """Number of tokens in use plus tokens of waiting requests."""
     max_running: _Count = 0
     """Maximum number of requests in the running batch; 0 if unknown."""
     prefill_uncached_tokens: _Count = 0
@@ -54,7 +54,7 @@ _decode: Final = msgspec.msgpack.Decoder(EngineLoad).decode
 
 
 def decode_load(payload: bytes) -> EngineLoad | None:
-    """Return the reading in a payload; None for anything else. It never raises for the input of a peer."""
+    """Return the load report in a payload; None if the payload has another form. It raises for no payload."""
     if len(payload) > MAX_LOAD_BYTES:
         return None
     try:

@@ -28,11 +28,11 @@ HttpErrorKind: TypeAlias = Literal[
 ]
 """`closed`: the connection ended before a response began. `not-http`: the response is malformed or incomplete."""
 MAX_LINE_BYTES: Final = 8_190
-"""Limit of the status line and of each header; aiohttp accepts at most 128 headers."""
+"""Maximum size in bytes of the status line and of each header. Aiohttp accepts at most 128 headers."""
 
 
 class HttpError(ExternalError):
-    """A request without a usable response. The text says what failed, without the URL."""
+    """A request without a usable response. The error's text says what failed, without the URL."""
 
     def __init__(self, kind: HttpErrorKind, detail: str) -> None:
         super().__init__(detail)
@@ -40,7 +40,7 @@ class HttpError(ExternalError):
 
 
 class Answer(NamedTuple):
-    """Status, body, and the location of a redirect."""
+    """A response: its status, its body, and for a redirect its location."""
 
     status: int
     body: bytes
@@ -52,15 +52,15 @@ class RequestLimits:
     """Limits of each request."""
 
     seconds: float
-    """Maximum time for the whole request."""
+    """Maximum number of seconds for the whole request."""
     max_bytes: int
-    """Maximum size of the response's body."""
+    """Maximum size of the response's body in bytes."""
     connect_seconds: float | None = None
-    """Maximum time for name resolution, connection and TLS; if it is given, `seconds` begin after these."""
+    """Maximum number of seconds for name resolution, connection and TLS; if it is given, `seconds` begin only after these."""
 
 
 class HttpConnections(AsyncCloseable):
-    """A pool of connections of one event loop. Each request has the same limits. As a context manager the pool closes itself.
+    """A pool of connections for one event loop. Each request has the same limits. As a context manager the pool closes itself.
 
     An idle connection is reused for `idle_seconds`. `tls` is for `https` URLs; by default the system's certificate authorities
     are trusted.
@@ -75,9 +75,9 @@ class HttpConnections(AsyncCloseable):
             connector=aiohttp.TCPConnector(
                 limit=0,
                 ssl=True if tls is None else tls,
-                resolver=aiohttp.ThreadedResolver(),  # the system's resolver, even if aiodns is installed
+                resolver=aiohttp.ThreadedResolver(),  # use the operating system's resolver, even if aiodns is installed
                 use_dns_cache=False,
-                # Without reuse, connections stay open until `close` aborts them: closing TLS in order takes another round trip.
+                # Without reuse, connections stay open until `close` aborts them: an orderly TLS close takes another round trip.
                 keepalive_timeout=idle_seconds or None,
             ),
             timeout=aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None),
@@ -172,7 +172,7 @@ _ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
 
 
 def _cause_of(error: Exception) -> BaseException:
-    """Return the system's error if aiohttp has wrapped it."""
+    """Return the operating system's error if aiohttp's error wraps one."""
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return error.certificate_error
     if isinstance(error, aiohttp.ClientConnectorError):

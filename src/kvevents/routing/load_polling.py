@@ -1,9 +1,9 @@
 """Polls the HTTP servers of engines that publish no load.
 
-Theory of operation. There is one task for each URL, even if several ranks have the same URL. A task requests the URL, reads the
-load of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and few run at one time, so a
-slow or hostile server affects no load but its own. While a server fails, pauses grow up to `MAX_PAUSE_SECONDS`. The reason of a
-failure is stored with each rank, and is logged when it begins and when it ends.
+Theory of operation. There is one task for each URL, even if several ranks have the same URL. In a loop, the task requests the
+URL, reads the load of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and few run at a
+time, so a slow or hostile server only affects its own load. While requests to a server fail, the pauses between them grow up to
+`MAX_PAUSE_SECONDS`. The reason of a failure is stored with each rank, and is logged when it begins and when it ends.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from kvevents.routing.load_readings import MAX_METRICS_BYTES, LoadError, LoadSet
 
 _logger: Final = logging.getLogger(__name__)
 MAX_PAUSE_SECONDS: Final = 2.0
-"""Longest pause after a failure, unless `poll_seconds` is longer. Within this pause a server that answers again is noticed."""
+"""Maximum pause in seconds after a failure, unless `poll_seconds` is longer."""
 _IDLE_INTERVALS: Final = 4
-"""Number of intervals for which an idle connection is kept for the next request."""
+"""Number of polling intervals for which an idle connection is kept open."""
 _HEADERS: Final = {"Accept": "text/plain, application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
 
 
@@ -59,7 +59,7 @@ class LoadPoller:
         self._http: HttpConnections | None = None
 
     def add(self, readings: Readings) -> None:
-        """Poll the URL of a source, and store the load that the answers have for its rank."""
+        """Poll the URL of a source, and store the load of the source's rank from each answer."""
         url = check_load_url(readings.source.endpoint)
         if url not in self._targets:
             target = self._targets[url] = _Target(url)
@@ -67,7 +67,7 @@ class LoadPoller:
         self._targets[url].ranks.append(readings)
 
     def remove(self, readings: Readings) -> None:
-        """Stop polling for a rank. Does nothing if it is unknown."""
+        """Stop polling for a rank. Does nothing if the rank is unknown."""
         url = check_load_url(readings.source.endpoint)
         target = self._targets.get(url)
         if target is None or readings not in target.ranks:
@@ -105,7 +105,7 @@ class LoadPoller:
                     await asyncio.sleep(jittered(interval, random.random))
         except Exception:
             _logger.exception("polling %s has failed; its load is unknown from now on", target.url)
-            for readings in target.ranks:  # do not exclude the engine for ever
+            for readings in target.ranks:  # a fault that stays would exclude the engine for ever
                 readings.silence = ""
 
     async def _request(self, target: _Target) -> str:

@@ -2,12 +2,12 @@
 
 An HTTP server reports load in the Prometheus metrics of vLLM and SGLang, and in vLLM's `/load`.
 
-vLLM publishes no load. Its server has `/metrics` unless it was started with `--disable-log-stats`
+vLLM publishes no load. vLLM's server has `/metrics` unless it was started with `--disable-log-stats`
 (`vllm/v1/metrics/loggers.py`); each series has the data-parallel rank in the label `engine`. The names are the same in all
 releases from 0.11 to 0.33; those of 0.11 and earlier also have the older `vllm:gpu_cache_usage_perc`. `/load` returns
-`{"server_load": n}`: the requests that this server process has (`vllm/entrypoints/serve/instrumentator/basic.py`). It stays 0
-without `--enable-server-load-tracking`. SGLang's server has `/metrics` with `--enable-metrics`
-(`sglang/srt/observability/metrics_collector.py`).
+`{"server_load": n}`: the number of requests at this server process (`vllm/entrypoints/serve/instrumentator/basic.py`). This
+number stays 0 unless the server has the option `--enable-server-load-tracking`. SGLang's server has `/metrics` with
+`--enable-metrics` (`sglang/srt/observability/metrics_collector.py`).
 """
 
 # Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
@@ -31,24 +31,24 @@ from kvevents.zeromq.keys import Curve
 _logger: Final = logging.getLogger(__name__)
 
 MAX_METRICS_BYTES: Final = 4 << 20
-"""Maximum size of an answer. A vLLM server with two ranks has 80 kB."""
+"""Maximum size of an answer. The answer of a vLLM server with two ranks has 80 kB."""
 MAX_SERIES: Final = 4_096
-"""Maximum number of time series about load in one answer. Each rank has a few."""
+"""Maximum number of time series about load in one answer. Each rank has a few of them."""
 METRICS_PATH: Final = "/metrics"
 _CACHE_INFO: Final = "vllm:cache_config_info"
 _CAPACITY_LABELS: Final = re.compile(r'[{,](engine|num_gpu_blocks|block_size)="([^"]*)"')
-"""The labels of `_CACHE_INFO` that are read. Parsing all its labels would take three times as long as all other series."""
+"""Labels of `_CACHE_INFO` that are read. Parsing all labels of that metric takes three times as long as all other series."""
 
 
 class LoadError(ExternalError):
-    """An answer from which no load can be read. The message says what is wrong with it, as the end of a sentence."""
+    """An answer from which no load can be read. The message says what is wrong with the answer, as the end of a sentence."""
 
 
 class _Names(NamedTuple):
     running: str
     waiting: str
     rank: str
-    """Label with the data-parallel rank."""
+    """Name of the label that has the data-parallel rank."""
     usage: tuple[str, ...]
     """Metrics for the share of the KV cache in use, 0 to 1; the first one that is present counts."""
     used: str | None = None
@@ -84,7 +84,7 @@ def _all_names() -> Iterable[str]:
 
 
 _LINES: Final = re.compile(rb"\n(%b)([ \t{][^\n]*)" % b"|".join(re.escape(name.encode()) for name in _all_names()))
-"""The lines of these metrics. All other lines, which are more than nine tenths of an answer, are not parsed."""
+"""Matches lines of these metrics. All other lines, which are more than nine tenths of an answer, are not parsed."""
 
 
 class _Series(NamedTuple):
@@ -123,7 +123,7 @@ class ReportedLoad:
         return cls(series)
 
     def of_rank(self, rank: int) -> EngineLoad:
-        """Return the load of a data-parallel rank. If there is only one, its number does not matter. Raises `LoadError`."""
+        """Return the load of a data-parallel rank. If there is only one rank, its number is ignored. Raises `LoadError`."""
         if self._server_load is not None:
             return EngineLoad(running=self._server_load, waiting=0, used_tokens=0, max_tokens=0)
         names = next((names for names in _ENGINES if {names.running, names.waiting} & self._series.keys()), None)
@@ -154,7 +154,7 @@ class ReportedLoad:
         return 0.0
 
     def _value(self, names: _Names, name: str, rank: int) -> float | None:
-        """Return the value of a metric for a rank; the largest one if there are several series."""
+        """Return the value of a metric for a rank; the largest value if the rank has several series."""
         return max((row.value for row in self._series_of(names, name, rank)), default=None)
 
     def _series_of(self, names: _Names, name: str, rank: int) -> list[_Series]:
@@ -168,7 +168,7 @@ def _is_number(text: str) -> bool:
 
 
 def _count(value: float) -> int:
-    if not 0 <= value <= 1 << 53:  # larger doubles are not exact
+    if not 0 <= value <= 1 << 53:  # above this limit a double cannot represent every integer
         raise LoadError(f"has the number {value:g} where a count is expected")
     return round(value)
 
@@ -183,7 +183,7 @@ def _parse_metrics(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]
                 if not math.isfinite(sample.value):
                     raise LoadError(f"has {sample.name} {sample.value}")
                 yield sample.name, sample.labels, sample.value
-    except (ValueError, KeyError, IndexError) as error:  # the parser has no error type of its own
+    except (ValueError, KeyError, IndexError) as error:  # the parser defines no error type
         raise LoadError(f"is not in the text format of Prometheus: {error}") from error
 
 
@@ -196,7 +196,7 @@ def _server_load(body: bytes) -> int:
 
 
 def is_load_url(text: str) -> bool:
-    """Whether a setting `load` is the URL of an HTTP server rather than the endpoint of a socket."""
+    """Return whether a setting `load` is the URL of an HTTP server rather than the endpoint of a socket."""
     return text.startswith(("http://", "https://"))
 
 
@@ -219,19 +219,19 @@ class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings for reading the load of engines. Raises `ConfigError`."""
 
     max_age_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_AGE_SECONDS, is_open=True)] = 5.0
-    """Seconds after which the newest load of an engine no longer counts. SGLang repeats an unchanged load every second, but a
+    """Seconds after which the newest load of an engine counts as unknown. SGLang repeats an unchanged load every second, but a
     step of a large prompt delays that by a few seconds."""
     poll_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_AGE_SECONDS, is_open=True)] = 1.0
     """Seconds between two requests to a server that is polled, such as vLLM's `/metrics`. Each request costs the server some
     milliseconds."""
     resolve_seconds: Seconds = 5.0
-    """Seconds without a message after which the host name of an engine that publishes load is resolved again, since it may have
-    another address. This time doubles with each further lookup, up to a minute."""
+    """Seconds without a message after which the host name of an engine that publishes load is resolved again, because its
+    address may have changed. This time doubles with each further lookup, up to a minute."""
     request_seconds: Seconds = 1.5
-    """Longest time for one answer. A server that answered before and now does not gets no more requests from `/v1/select`, by
-    default after less than 3 s: one pause and the time for one answer."""
+    """Time limit of one answer in seconds. If a server stops answering, `/v1/select` stops selecting it, by default within 3 s:
+    one pause and the time for one answer."""
     at_once: Positive = 64
-    """Maximum number of requests at one time."""
+    """Maximum number of concurrent requests."""
     polls_per_second: Positive = 500
     """Maximum number of requests per second to all servers. Each takes about 0.4 ms of CPU. If there are too many servers,
     `poll_seconds` grows, up to four fifths of `max_age_seconds`."""
@@ -245,7 +245,7 @@ class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             )
 
     def interval(self, servers: int) -> float:
-        """Return the seconds between two requests to the same server if this number of servers is polled."""
+        """Return the seconds between two requests to the same server if `servers` servers are polled."""
         max_interval = max(self.poll_seconds, 0.8 * self.max_age_seconds)
         return min(max(self.poll_seconds, servers / self.polls_per_second), max_interval)
 
@@ -255,16 +255,16 @@ class LoadSource(Struct, frozen=True):
 
     endpoint: str
     """Endpoint at which the rank publishes its load, such as `tcp://10.0.0.7:5559`: SGLang's `load_endpoint_port_base` plus the
-    rank. Or the URL of an HTTP server to poll, such as `http://10.0.0.7:8000` with the `/metrics` of vLLM or SGLang, or the URL
-    of vLLM's `/load`. All ranks behind one server have the same URL."""
+    rank. It can also be a URL to poll: that of a server with the `/metrics` of vLLM or SGLang, such as `http://10.0.0.7:8000`,
+    or of vLLM's `/load`. All ranks behind one server have the same URL."""
     name: str
     """Name of the engine, as in `Source.name`."""
     rank: int = 0
     topic: str = LOAD_TOPIC
-    """Prefix of the topics to receive."""
+    """Prefix of the topics to subscribe to."""
     curve: Curve | None = None
     reads_load: bool = True
-    """Whether the load is read from the answers. Otherwise they only show that the server answers (`LoadReading.silence`)."""
+    """Whether the load is read from the answers. If false, answers only show that the server works (`LoadReading.silence`)."""
 
     def __post_init__(self) -> None:
         if is_load_url(self.endpoint):
@@ -284,9 +284,9 @@ class LoadReading(Struct, frozen=True):
     """The newest load of one rank, and counters of its messages."""
 
     load: EngineLoad | None
-    """None if no load has arrived, or if the newest load is older than `max_age_seconds`."""
+    """The newest load; None if no load has arrived, or if it is older than `max_age_seconds`."""
     age: float | None
-    """Seconds since the newest load arrived; None before the first."""
+    """Seconds since the newest load has arrived; None before the first load."""
     received: int
     """Loads so far."""
     rejected: int
@@ -294,7 +294,7 @@ class LoadReading(Struct, frozen=True):
     fault: str
     """Why the newest load is unknown; empty if it is known."""
     silence: str = ""
-    """Why a server that answered before no longer answers; empty if it answers, or has never answered."""
+    """Why a server has stopped answering; empty if it answers, or if it has never answered."""
 
 
 class Readings:
@@ -311,7 +311,7 @@ class Readings:
         self.has_answered = False
         """Whether the server has ever answered."""
         self.silence = ""
-        """Why the server no longer answers although it did before; empty if it answers."""
+        """Why the server has stopped answering; empty if it answers, or if it has never answered."""
         self._newest: tuple[EngineLoad, float] | None = None
 
     def store(self, load: EngineLoad, now: float) -> None:

@@ -1,10 +1,10 @@
-"""Follows the load of engines, and keeps the newest reading of each.
+"""Receives the load reports of engines, and stores the newest report of each engine.
 
-Theory of operation: readings have no time of their own, and only the newest one matters. The event loop of one thread receives
-them at once, so that the age of a reading is the time since its arrival. A reading older than `max_age_seconds` is not
-returned, so a stream that is absent, silent or invalid affects no load but its own. One reading is stored for each source.
-Engines that publish no load are polled in the same loop (`load_polling`). Host names are resolved in threads of their own
-(`zeromq.name_resolver`): while a stream with a name is silent, its socket tries one address of the name after the other.
+Reports have no timestamp, and only the newest report matters. The event loop of one thread receives a report as soon as it
+arrives, so the age of a report is the time since its arrival. Reports older than `max_age_seconds` are not returned, so a
+stream that is absent, silent or invalid affects no other load. One report is stored for each source. Engines that publish no
+load are polled in the same loop (`load_polling`). Host names are resolved in separate threads (`zeromq.name_resolver`). While a
+stream with a host name is silent, its socket tries the addresses of the name one by one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvevents.routing.load_polling import LoadPoller
 
 _MESSAGES_PER_TURN: Final = 64
-"""Maximum number of messages of one stream that are read before other streams have their turn."""
+"""Maximum number of messages that are read from one stream before the other streams have their turn."""
 _OPTIONS: Final = SocketOptions(receive_hwm=_MESSAGES_PER_TURN, max_message_bytes=2 * MAX_LOAD_BYTES)
 _DEFAULT_SETTINGS: Final = LoadSettings()
 
@@ -61,7 +61,7 @@ class _Stream(Readings):
         self._attempts = 0
 
     def connect(self, names: NameResolver[_Stream], now: float) -> None:
-        """If the stream is silent, connect to the next address of its host name. `names` reports when a lookup is done."""
+        """If the stream is silent, connect to the next address of its host name. `names` runs the lookup."""
         if now < self._resolve_at:
             return
         lookup = self._lookup or names.resolve(self.source.endpoint, self)
@@ -77,14 +77,14 @@ class _Stream(Readings):
 
     def _connect_to(self, address: str) -> None:
         if address != self._address:
-            with contextlib.suppress(zmq.ZMQError):  # without an address before
+            with contextlib.suppress(zmq.ZMQError):  # it was not connected before
                 self.socket.disconnect(self._address)
             self.socket.set(zmq.IPV6, int(needs_ipv6(address)))
             connect_or_bind(self.socket, address, bind=False)
             self._address = address
 
     def receive(self, now: float) -> bool:
-        """Read the messages that have arrived, up to a limit. Return whether there may be more."""
+        """Read at most `_MESSAGES_PER_TURN` messages that have arrived. Return whether there may be more."""
         for _ in range(_MESSAGES_PER_TURN):
             try:
                 message = parse_live(self.socket.recv_multipart(zmq.NOBLOCK))
@@ -138,7 +138,7 @@ class LoadSubscriber(Closeable):
         self._thread.start()
 
     def add(self, source: LoadSource) -> None:
-        """Follow the load of a worker. The source replaces the former one of the worker. Raises `EndpointError`."""
+        """Follow the load of a worker. A new source replaces the worker's former source. Raises `EndpointError`."""
         is_polled = is_load_url(source.endpoint)
         readings = Readings(source, self._on_load) if is_polled else self._connect(source)
         with self._lock:
@@ -166,12 +166,12 @@ class LoadSubscriber(Closeable):
         return _Stream(source, socket, security, self._on_load, self._settings.resolve_seconds)
 
     def remove(self, worker: Worker) -> None:
-        """Stop following a worker's load. Does nothing if it is unknown."""
+        """Stop following a worker's load. Does nothing if the worker is unknown."""
         with self._lock:
             self._call(self._end, self._readings.pop(worker, None))
 
     def load(self, worker: Worker) -> EngineLoad | None:
-        """Return the newest load of a worker; None without a load, or if it is older than `max_age_seconds`."""
+        """Return the newest load of `worker`; None if it is older than `max_age_seconds`, or none arrived."""
         readings = self._readings.get(worker)
         return None if readings is None else readings.load(time.monotonic(), self._settings.max_age_seconds)
 
@@ -234,7 +234,7 @@ class LoadSubscriber(Closeable):
             self._poller.add(readings)
 
     def _receive(self, stream: _Stream) -> None:
-        # The descriptor is edge-triggered: it reports only new messages, so all messages are read before the next wait.
+        # The file descriptor is edge-triggered: it only reports new messages, so all messages are read before the next wait.
         if not stream.socket.closed and stream.receive(time.monotonic()):
             self._loop.call_soon(self._receive, stream)
 

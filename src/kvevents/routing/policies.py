@@ -53,13 +53,13 @@ __all__ = [
 ]
 
 TIES: Final = ("rotate", "random", "first")
-"""Ways to break a tie: the worker chosen longest ago, a random one, or the first of the candidates."""
+"""Ways to choose between equal workers: the worker that was chosen longest ago, a random one, or the first candidate."""
 
 A = TypeVar("A")
 
 
 def nearest(candidates: Sequence[A], distances: list[int]) -> Sequence[A]:
-    """Return the candidates with the lowest distance, in their order.
+    """Return the candidates with the lowest distance, in the order of `candidates`.
 
     If `distance_of` returned the distances, a STALE worker is included only if no other worker is connected or connecting.
     """
@@ -68,7 +68,7 @@ def nearest(candidates: Sequence[A], distances: list[int]) -> Sequence[A]:
 
 
 def break_tie(ties: Ties, equal: Sequence[Candidate], tie: str = "rotate") -> Candidate:
-    """Choose one of several equal candidates. In the rotation it is then the last one."""
+    """Choose one of several equal candidates. The chosen candidate moves to the end of the rotation."""
     chosen = equal[ties.pick(tie, [one.worker for one in equal]) if len(equal) > 1 else 0]
     ties.took(chosen.worker)
     return chosen
@@ -81,7 +81,7 @@ DECODING_WEIGHT: Final = 256.0
 
 A step that generates one token for it takes as long as computing about ten prompt tokens, since it reads the keys and values of
 all earlier tokens. An answer takes some hundred steps, and a new prompt waits for a part of them only. The values 64 and 1,024
-are worse, for different kinds of traffic (decision record 0008).
+are worse, each for another kind of traffic (decision record 0008).
 """
 
 
@@ -89,12 +89,12 @@ MEASURES: Final[dict[str, Callable[[Load], float]]] = {
     "requests": lambda load: load.requests,
     "tokens": lambda load: load.waiting_tokens + DECODING_WEIGHT * load.decoding,
 }
-"""Measures of a load, by name."""
+"""Functions that measure a load, by the name of the measure."""
 
 
 @dataclass(frozen=True, slots=True)
 class NoSettings:
-    """The empty settings of a policy without settings."""
+    """The settings of a policy that has no settings."""
 
 
 class RandomChoice:
@@ -121,7 +121,7 @@ class RoundRobin:
         self._ties = Ties(Random(seed))  # noqa: S311 - as above
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - as all policies
-        """Choose the next one in rotation. The rotation starts at a place that depends on the seed."""
+        """Choose the next worker in the rotation. The rotation starts at a place that depends on the seed."""
         return Choice(break_tie(self._ties, candidates), "the next in rotation of {candidates}")
 
 
@@ -130,11 +130,11 @@ class LeastLoadedSettings:
     """Settings of `LeastLoaded`."""
 
     by: str = "tokens"
-    """What is compared: `tokens` (those that wait, plus 256 for each request after its first token), or `requests` in flight.
-    Tokens distinguish prompts of a hundred tokens from prompts of a hundred thousand."""
+    """What to compare: `tokens` (waiting prompt tokens, plus 256 for each request after its first token), or `requests` in
+    flight. Tokens distinguish prompts of a hundred tokens from prompts of a hundred thousand."""
     sample: int = 0
-    """Compare only this many random workers; 0 compares all. 2 is "the power of two choices": many routers that do not know
-    each other's requests do not all send to the same worker."""
+    """Compare only this many random workers; 0 compares all. With 2 ("the power of two choices"), routers that do not know each
+    other's requests do not all choose the same worker."""
 
     def __post_init__(self) -> None:
         check_name("by", self.by, MEASURES)
@@ -142,7 +142,7 @@ class LeastLoadedSettings:
 
 
 class LeastLoaded:
-    """Chooses the worker with the least work in flight; among equal workers it rotates."""
+    """Chooses the worker with the least work in flight; equal workers are chosen in rotation."""
 
     name = "least-loaded"
     uses_index = False
@@ -177,11 +177,11 @@ class SessionAffinitySettings:
     """Settings of `SessionAffinity`."""
 
     factor: float = 1.25
-    """A worker may have this many times the mean number of requests in flight. It is at least 1; with infinity sessions never
-    move. Lower values move more sessions, higher values allow more load on one worker."""
+    """Limit of the requests in flight at a worker, as a multiple of the mean of all workers. At least 1; with infinity,
+    sessions never move. Lower values move more sessions, higher values allow more load on one worker."""
     spare: int = 8
-    """Number of requests that a worker may always have: an engine can answer that many at once, and in a nearly idle fleet one
-    request is many times the mean."""
+    """Minimum of the limit, in requests: an engine can answer this number at a time, and in a nearly idle fleet one request is
+    many times the mean."""
 
     def __post_init__(self) -> None:
         check_range("factor", self.factor, 1)
@@ -200,7 +200,7 @@ class SessionAffinity:
         self._ties = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
-        """Choose the worker whose hash with the session is the highest of all workers below the bound of requests."""
+        """Choose, of the workers below the limit of requests, the one whose hash with the session is the highest."""
         if prompt.session is None:
             fewest = min(one.load.requests for one in candidates)
             equal = [one for one in candidates if one.load.requests == fewest]
@@ -217,7 +217,7 @@ class SessionAffinity:
         raise AssertionError("no worker is below a bound of at least the mean load")  # pragma: no cover
 
     def max_requests(self, requests: int, workers: int) -> float:
-        """Return the bound of requests in flight on one worker, with the new one, if all workers together have `requests`."""
+        """Return the limit of requests in flight at one worker, if all workers have `requests` and the new request is added."""
         if math.isinf(self.settings.factor):
             return math.inf
         return max(self.settings.spare, math.ceil(self.settings.factor * ((requests + 1) / workers)))
@@ -256,18 +256,18 @@ class PrefixAwareSettings:
     wait_weight: float = 0.15
     """Weight of a token that waits, if a token to compute has 1; at least 0. With 1 only the TTFT of this request counts."""
     load_weight: float = 0.05
-    """Cost of a load that equals the mean of all candidates, if computing the whole prompt costs 1; at least 0. If both weights
-    are 0, only caches count."""
+    """Cost of a load that equals the mean of all candidates, relative to computing the whole prompt; at least 0. If both
+    weights are 0, only caches count."""
     decoding_weight: float = DECODING_WEIGHT
-    """Tokens of work that a request counts as once it has its first token; at least 0."""
+    """Number of tokens of work that a request counts as after its first token; at least 0."""
     context_weight: float = 0.0
-    """Tokens of work that each prompt token of such a request counts as, for engines that are short of memory; at least 0. With
-    1 the tokens in memory are balanced rather than those that wait."""
+    """Tokens of work that each prompt token of a request counts as after its first token, for engines short of memory; at least
+    0. With 1, the policy balances tokens in memory rather than waiting tokens."""
     tiers: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TIER_WEIGHTS.items()))
-    """Value of a token by the tier that holds it, from 0 (as bad as computing it) to 1. Missing tiers have their weight in
-    `TIER_WEIGHTS`; unknown tiers have the lowest weight of all."""
+    """Value of a token by the tier that holds it, from 0 (as bad as computing it) to 1. Tiers without a value here have the one
+    in `TIER_WEIGHTS`; unknown tiers have the lowest of all."""
     trust: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TRUST_WEIGHTS.items()))
-    """Factor for tokens that a worker holds, by the state of its stream, 0 to 1. Missing states have that of `TRUST_WEIGHTS`.
+    """Factor for tokens that a worker holds, by the state of its stream, 0 to 1. The default is in `TRUST_WEIGHTS`.
     Tokens that might be gone (`Candidate.uncertain`) have the factor of DEGRADED, or that of the state if it is lower."""
     guard: float = 2.0
     """A worker gets no credit for its cache if it has more requests in flight than `guard_requests`, and more than `guard`
@@ -292,7 +292,7 @@ class PrefixAwareSettings:
 
 
 class PrefixAware:
-    """Chooses the worker with the lowest sum of uncached share and load."""
+    """Chooses the worker with the lowest sum of the uncached share of the prompt and the cost of the load."""
 
     name = "prefix-aware"
     uses_index = True
@@ -329,7 +329,7 @@ class PrefixAware:
     def _sample(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         if not 0 < self.settings.sample < len(candidates) - 1:
             return candidates
-        # Shuffled, so that not always the same one of several equal holders is considered.
+        # Shuffle the candidates: of several that hold the same number of tokens, a random one is then considered.
         order = self._random.sample(candidates, len(candidates))
         longest = max(range(len(order)), key=lambda place: order[place].tokens)
         return [order.pop(longest), *order[: self.settings.sample]]
@@ -363,14 +363,14 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
         PrefixAware.name: _factory(PrefixAware, PrefixAware.name, PrefixAwareSettings),
     }
 )
-"""Factories of policies by name: functions of a seed and of the policy's settings as keywords."""
+"""Factories of policies by name. Their arguments are a seed, and the policy's settings as keywords."""
 
 
 def policy(name: str, seed: int | None = None, **settings: Any) -> Policy:
     """Return a policy by its name. Raises `ConfigError` for an unknown name and for an invalid setting.
 
-    With a seed, equal requests give equal decisions. Without one each policy starts at random, as several routers of one fleet
-    should.
+    With a seed, equal requests give equal decisions. Without a seed each policy starts at random, which several routers of one
+    fleet need.
     """
     if name not in POLICIES:
         raise ConfigError(f"invalid policy {name!r}: expected one of {', '.join(POLICIES)}")

@@ -1,7 +1,7 @@
 """The input and output of policies, and the validation of their settings.
 
-A router makes these objects for each decision, so they are msgspec structs: one costs a tenth of a microsecond, and the garbage
-collector need not track it.
+A router makes these objects for each decision, so they are msgspec structs: a struct takes a tenth of a microsecond, and the
+garbage collector need not track it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Load(Struct, frozen=True, gc=False):
     """
 
     requests: int = 0
-    """Requests in flight."""
+    """Number of requests in flight."""
     waiting_tokens: int = 0
-    """Prompt tokens that the worker must still compute, for requests before their first token."""
+    """Number of prompt tokens that the worker must still compute, for requests before their first token."""
     decoding: int = 0
-    """Requests after their first token."""
+    """Number of requests after their first token."""
     decoding_tokens: int = 0
-    """Prompt tokens of these requests, including cached tokens: their answers attend to all of them."""
+    """Number of prompt tokens of the requests in `decoding`, including cached tokens: answers attend to all."""
 
 
 IDLE = Load()
@@ -43,15 +43,15 @@ class Candidate(Struct, frozen=True, gc=False):
     worker: Worker
     load: Load = IDLE
     tokens: int = 0
-    """Tokens of the longest prefix that it holds, on any tiers; 0 if the policy does not use the index."""
+    """Number of tokens of the longest prefix that the worker holds, on any tiers; 0 if the policy does not use the index."""
     tiers: Mapping[str, int] = {}
-    """Matched tokens by tier, cumulative: `cpu` counts a prefix that starts on the GPU and continues in host memory."""
+    """Cumulative matched tokens by tier: `cpu` counts a prefix that starts on the GPU and continues in host memory."""
     trust: str = "EXACT"
-    """State of its stream, as `kvevents.Trust` names it."""
+    """State of the worker's stream, as `kvevents.Trust` names it."""
     inexact_tiers: tuple[str, ...] = ()
-    """Tiers to which `trust` does not apply, as in `Trust.inexact_tiers`; tokens there count as DEGRADED if it is EXACT."""
+    """Tiers to which `trust` does not apply, as in `Trust.inexact_tiers`; if it is EXACT, tokens there count as DEGRADED."""
     uncertain: int = 0
-    """How many of these tokens, at the end of the prefix, might be gone; `WorkerMatch.certain` counts the others."""
+    """How many of `tokens`, at the end of the prefix, might be gone; `WorkerMatch.certain` counts the others."""
 
 
 class Prompt(Struct, frozen=True, gc=False):
@@ -60,7 +60,7 @@ class Prompt(Struct, frozen=True, gc=False):
     length: int
     """Length in tokens."""
     session: str | None = None
-    """Identifies the conversation, if known."""
+    """ID of the conversation; None if it is unknown."""
 
 
 class ScoredCandidate(Struct, frozen=True, gc=False):
@@ -74,7 +74,7 @@ class ScoredCandidate(Struct, frozen=True, gc=False):
     load: float
     """Part of the score that the load of the worker adds."""
     hot: bool = False
-    """Whether its cache was ignored because it has too many requests."""
+    """Whether the candidate's cache was ignored because the candidate has too many requests."""
 
     @property
     def worker(self) -> Worker:
@@ -87,9 +87,9 @@ class Choice(Struct, frozen=True, gc=False):
 
     chosen: Candidate
     reason: str
-    """Continues the sentence "POLICY chose WORKER, ...", with `{candidates}` and `{equal}` for these numbers."""
+    """End of the sentence "POLICY chose WORKER, ..."; `{candidates}` and `{equal}` stand for the numbers of candidates."""
     equal: int = 1
-    """Number of candidates that are as good as the chosen one, including it."""
+    """Number of candidates that are as good as the chosen candidate, which is counted too."""
     scored: Sequence[ScoredCandidate] = ()
     """All candidates that were scored, in any order; empty if the policy does not score."""
 
@@ -135,7 +135,7 @@ def check_name(name: str, value: str, known: Collection[str]) -> None:
 
 
 def check_weights(name: str, weights: Mapping[str, float], known: Collection[str] | None = None) -> None:
-    """Raise `ConfigError` for a weight outside 0 to 1, and for a key that is not known."""
+    """Raise `ConfigError` for a weight outside of 0 to 1, and for an unknown key."""
     for key, weight in weights.items():
         if known is not None:
             check_name(f"key of {name}", key, known)

@@ -1,4 +1,4 @@
-"""The router: looks up what workers hold, applies a policy to them, and keeps track of their load."""
+"""The router: it looks up what workers hold, chooses one by a policy, and keeps track of their load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvevents.routing.weights import describe_tiers, distance_of
 from kvevents.stream import Trust
 
 MAX_IN_FLIGHT: Final = 65_536
-"""Default limit of requests in flight, about 250 bytes each: four times as many as 64 workers with 256 requests each have."""
+"""Default limit of requests in flight: four times 64 workers with 256 requests each. A request takes about 250 bytes."""
 EXPIRY_SECONDS: Final = 300.0
 """Default time after which a request counts as finished although its end was not reported."""
 HALF_LIFE: Final = 10.0
@@ -30,10 +30,10 @@ MAX_HALVINGS: Final = 16
 
 
 class _WorkerLoad:
-    """The load of a worker. Requests of a removed worker still change its object; a new worker with its name has another.
+    """The load of a worker. Requests of a removed worker change its old object, never that of a new worker with its name.
 
-    A worker that is added while others work begins with their mean load, which is halved regularly. Otherwise every prompt
-    would go to it until it has as many requests as the others, which may count some that have ended.
+    A worker that is added while other workers have requests begins with their mean load, which is halved every `HALF_LIFE`.
+    With no load it would get every prompt until it has as many requests as the others, which may count some that have ended.
     """
 
     __slots__ = ("_added_at", "_initial", "_reading", "_sent_requests", "_sent_tokens", "load")
@@ -45,9 +45,9 @@ class _WorkerLoad:
         self._reading: EngineLoad | None = None
         """The newest load that the engine has reported."""
         self._sent_requests = 0
-        """Number of requests sent since that report."""
+        """Number of requests sent since the engine's newest report."""
         self._sent_tokens = 0
-        """Prompt tokens of these requests that the worker must compute."""
+        """Number of prompt tokens that the worker must compute for the requests sent since the engine's newest report."""
 
     def add(self, tokens: int) -> None:
         """Add a request for which the worker must compute this number of tokens."""
@@ -57,7 +57,7 @@ class _WorkerLoad:
         self._sent_tokens += tokens
 
     def current(self, reading: EngineLoad | None, now: float) -> Load:
-        """Return the load that counts: the engine's report plus requests sent since, or without a report our own count."""
+        """Return the load to use: the engine's report plus requests sent since then; if there is no report, our own count."""
         load = self.load if reading is None else self._combine(reading)
         halvings = int((now - self._added_at) / HALF_LIFE)
         if self._initial is IDLE or halvings > MAX_HALVINGS:
@@ -76,7 +76,7 @@ class _WorkerLoad:
 
 
 class _Request:
-    """A request in flight: of `length` prompt tokens, of which the worker must compute `waiting`."""
+    """A request in flight. Its prompt has `length` tokens, of which the worker must compute `waiting`."""
 
     __slots__ = ("is_decoding", "length", "sent_at", "waiting", "worker")
 
@@ -93,7 +93,7 @@ class NoWorkerError(UsageError):
 
 
 class Decision(Struct, frozen=True):
-    """Where a prompt goes, and why. The explanation is made only when it is read."""
+    """The worker chosen for a prompt, and the reason. `explain` computes the explanation only when it is called."""
 
     policy: str
     """Name of the policy."""
@@ -115,12 +115,12 @@ class Decision(Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt that the worker has cached, according to the index; 0 if it was not queried."""
+        """Number of prompt tokens that the worker has cached, according to the index; 0 if the index was not queried."""
         return self.choice.chosen.tokens
 
     @property
     def tiers(self) -> Mapping[str, int]:
-        """Matched tokens by tier, cumulative."""
+        """Cumulative number of matched tokens by tier."""
         return self.choice.chosen.tiers
 
     @property
@@ -135,7 +135,7 @@ class Decision(Struct, frozen=True):
 
     @property
     def scored(self) -> list[ScoredCandidate]:
-        """The candidates that the policy scored: the chosen one, then by score; empty if it does not score."""
+        """The scored candidates: first the chosen one, then the others by score; empty if the policy does not score."""
         chosen = self.choice.chosen
         return sorted(self.choice.scored, key=lambda s: (s.candidate is not chosen, s.score, s.uncached, s.worker))
 
@@ -181,17 +181,17 @@ class Router:
 
     - `index` is needed by policies that use it. The caller keeps it up to date.
     - `trust` returns the trust in a worker's stream, or the name of its state (`lambda worker: subscriber.trust(*worker)`);
-      without it, EXACT. It must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED. With
+      default: EXACT. It must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED. With
       any policy a STALE worker is chosen only if all are STALE, and a CONNECTING one only if no worker has a connection.
-    - `engine_load` returns the newest load of a worker, or None if that is unknown or too old (`LoadSubscriber.load`). It must
-      not call the router, and must return the same object until the engine reports again. A report counts instead of the
-      router's own count: it includes the requests of other routers, and no requests that ended unnoticed. Requests that this
-      router has sent since are added. For an engine that does not report how many tokens wait, such as vLLM, each waiting
-      request counts as the mean of this router's waiting ones, or as `DECODING_WEIGHT` tokens without any.
+    - `engine_load` returns the newest load of a worker, or None if it is unknown or too old (`LoadSubscriber.load`). It must
+      not call the router. It must return the same object until the engine reports again. A report replaces the router's own
+      count: it includes the requests of other routers, and excludes requests that ended unnoticed. Requests that this router
+      has sent after the report are added. For an engine that does not report how many tokens wait, such as vLLM, each waiting
+      request counts as the mean of this router's waiting requests, or as `DECODING_WEIGHT` tokens if there are none.
     - With `overlay_seconds` above 0, and a policy that uses the index, a prompt counts as cached by the worker that it was sent
       to, for this time or until events confirm it.
-    - `max_in_flight` limits the requests that are remembered; beyond it the oldest count as finished. So does each request
-      `expiry_seconds` after it was routed, because clients hang up and callers may forget `finish`. `request` always calls it.
+    - `max_in_flight` limits the stored requests; above it the oldest request counts as finished. Each request counts as
+      finished `expiry_seconds` after it was routed, since callers may forget `finish`, which `request` always calls.
     - A worker that is added while others work begins with their mean load, of which half is left after `HALF_LIFE`.
     - Without `whole_prompt` the last token of a prompt is not looked up, since engines recompute it with its block.
 
@@ -229,14 +229,14 @@ class Router:
         self._requests: dict[Hashable, _Request] = {}
         self._lock = threading.RLock()
         self.evicted = 0
-        """Requests that counted as finished because of `max_in_flight`: a caller of `route` omits `finish`."""
+        """Number of requests that counted as finished because of `max_in_flight`, since a caller of `route` omits `finish`."""
         self.expired = 0
-        """Requests that counted as finished `expiry_seconds` after they were routed."""
+        """Number of requests that counted as finished `expiry_seconds` after they were routed."""
 
     # --- workers
 
     def add(self, worker: Worker) -> None:
-        """Add a worker to choose from. Does nothing if it was added before."""
+        """Add a worker to choose from. Does nothing if the worker was added before."""
         with self._lock:
             if worker not in self._workers:
                 loads = [astuple(entry.load) for entry in self._workers.values()]
@@ -244,7 +244,7 @@ class Router:
                 self._workers[worker] = _WorkerLoad(mean if mean.requests else IDLE, self._clock())
 
     def remove(self, worker: Worker) -> None:
-        """Remove a worker with its load, but not from the index. Does nothing if it is unknown."""
+        """Remove a worker and its load; the index keeps its blocks. Does nothing if the worker is unknown."""
         with self._lock:
             self._workers.pop(worker, None)
 
@@ -255,7 +255,7 @@ class Router:
             return tuple(self._workers)
 
     def load(self, worker: Worker) -> Load:
-        """Return the known load of a worker. Raises `UnknownSourceError` if it was not added."""
+        """Return the known load of a worker. Raises `UnknownSourceError` if the worker was not added."""
         with self._lock:
             entry = self._workers.get(worker)
         if entry is None:
@@ -274,11 +274,11 @@ class Router:
         without: Collection[Worker] = (),
         ignores_cache: bool = False,
     ) -> Decision:
-        """Choose a worker for a prompt, which is in flight under `key` from then on.
+        """Choose a worker for a prompt. The request is then in flight under `key`.
 
         `tokens` are a sequence or a buffer, as for `PrefixIndex.match`. Workers in `without` are not chosen, for example one
-        that has just failed. With `ignores_cache` the engine will compute the whole prompt, as for `prompt_logprobs`. A key
-        that is in flight already is a retry, and replaces the earlier request. Raises `NoWorkerError` if no worker is left.
+        that has just failed. With `ignores_cache` the engine will compute the whole prompt, as for `prompt_logprobs`. If `key`
+        is in flight already, the call is a retry: it replaces the earlier request. Raises `NoWorkerError` if no worker is left.
         """
         prompt = Prompt(len(tokens), session)
         matches = {} if ignores_cache else self._look_up(tokens, prompt.length, namespace)
@@ -393,7 +393,7 @@ class Router:
             tokens, tiers, uncertain = matches.get(worker, _NOTHING)
             report = "EXACT" if trust is None else trust(worker)
             inexact: tuple[str, ...] = () if isinstance(report, str) else report.inexact_tiers
-            # The replay endpoint of an idle engine is still unproven, but nothing contradicts it.
+            # An idle engine has not proven its replay endpoint yet, but no event contradicts it.
             state = report if isinstance(report, str) else "EXACT" if report.unproven else report.name
             candidates.append(Candidate(worker, load, tokens, tiers, state, inexact, uncertain))
         return candidates

@@ -30,16 +30,16 @@ _DISTANCE: Final[Mapping[str, int]] = {"CONNECTING": 1, "STALE": 2}
 DISTANCE_SILENT: Final = 1
 """Distance of a worker whose stream is connected but whose server does not answer."""
 DISTANCE_LOST: Final = 2
-"""Distance of a worker whose connection is lost, or that cannot be reached."""
+"""Distance of a worker that cannot be reached, or whose stream has lost its connection."""
 
 
 def distance_of(state: str) -> int:
-    """Return the distance of a worker by its trust state: 0 connected, 1 not yet connected, 2 lost. Unknown states are 0."""
+    """Return the distance of a worker by its trust state: 0 connected, 1 not yet connected, 2 lost, 0 for an unknown state."""
     return _DISTANCE.get(state, 0)
 
 
 def tokens_by_tier(tiers: Mapping[str, int]) -> dict[str, int]:
-    """Return how many tokens of a prefix each tier adds to the faster tiers, from cumulative counts. Their sum is the prefix.
+    """Return how many tokens each tier adds to the faster tiers, from cumulative counts. The sum is the length of the prefix.
 
     Tiers that add nothing are omitted.
     """
