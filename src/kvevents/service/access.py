@@ -20,14 +20,14 @@ from msgspec import Struct
 from kvevents.errors import ConfigError, reason_of
 
 MIN_TOKEN_BYTES: Final = 16
-"""Minimum length: 64 random bits as hexadecimal digits, or 96 bits as base64. That is too much to guess over a network."""
+"""Minimum length: 64 random bits as hexadecimal digits, or 96 bits as base64. So many bits cannot be guessed over a network."""
 MAX_TOKEN_BYTES: Final = 4096
-"""Maximum length that common servers and proxies accept in a header."""
+"""Maximum length of a token, which common servers and proxies accept in a header."""
 _HINT: Final = "create one with `openssl rand -base64 32`"
 
 
 Role: TypeAlias = Literal["none", "read", "register"]
-"""Permissions of a caller; each role includes those before it."""
+"""Permissions of a caller; each role includes the permissions of the roles before it."""
 
 
 class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,11 +36,11 @@ class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     role: Literal["read", "register"]
     """`read` for queries, `register` to register and unregister engines as well."""
     token: str | None = None
-    """The token itself; a file or a variable keeps it out of the configuration."""
+    """The token itself. Use `token_file` or `token_env` to keep the token out of the configuration."""
     token_file: str | None = None
-    """File with the token, read when the service starts; surrounding white space is removed."""
+    """File with the token, which is read when the service starts; surrounding white space is removed."""
     token_env: str | None = None
-    """Environment variable with the token."""
+    """Name of the environment variable that contains the token."""
     name: str | None = None
     """Name in logs for the user of the token."""
 
@@ -54,7 +54,7 @@ class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"<TokenSettings {', '.join(f'{name} {value!r}' for name, value in self.__rich_repr__())}>"
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
-        """Fields for printing, without the token."""
+        """Return the names and values of the fields to print, without the token."""
         names = ("role", "name", "token_file", "token_env")
         return [(name, value) for name in names if (value := getattr(self, name)) is not None]
 
@@ -77,17 +77,17 @@ class AccessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Token(Struct, frozen=True):
-    """A token as the data plane compares it."""
+    """A token in the form that the data plane compares with requests."""
 
     digest: tuple[int, ...]
-    """The bytes of the SHA-256 digest."""
+    """The bytes of the token's SHA-256 digest."""
     role: Role
     name: str
     """Name in logs for the user of the token."""
 
 
 def read_tokens(config: AccessSettings, environ: Mapping[str, str] = os.environ) -> tuple[Token, ...]:
-    """Read the tokens. The service does this once, so a changed token needs a restart.
+    """Read the tokens. The service reads them once, so a changed token needs a restart.
 
     Raises `ConfigError` for a token that cannot be read, has an invalid length or character, or occurs twice.
     """
@@ -129,7 +129,7 @@ _HOST_PATTERN: Final = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?", r
 
 
 def address_of(host: str) -> Address | None:
-    """Return `host` as an address; None for a name."""
+    """Return `host` parsed as an IP address; None if it is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -143,7 +143,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Hosts(Struct, frozen=True):
-    """A set of hosts, in lower case."""
+    """A set of hosts; names are in lower case."""
 
     names: list[str]
     suffixes: list[str]
@@ -181,13 +181,13 @@ class Client(NamedTuple):
     """The sender of a request."""
 
     caller: str
-    """Name of its token."""
+    """Name of the token that the request has."""
     peer: str
     """Address of the client."""
 
 
 REFUSALS_PER_SECOND: Final = 10
-"""Maximum number of refused requests logged per second. Further ones are only counted, so that no client can fill a disk."""
+"""Maximum number of refused requests logged per second. More are only counted, so that no client can fill a disk."""
 
 MAX_REASON: Final = 800
 """Maximum number of characters of a reason, which can quote the request."""

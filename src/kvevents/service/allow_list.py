@@ -23,7 +23,7 @@ from kvevents.service.errors import ServiceError
 
 _PRIVATE: Final = ("127.0.0.0/8", "[::1]", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "[fc00::/7]")
 DEFAULT_ALLOW: Final = tuple(f"tcp://{network}:*" for network in _PRIVATE)
-"""Patterns that apply if none is configured: loopback, private (RFC 1918, unique local IPv6) and carrier-grade NAT."""
+"""Patterns that apply by default: loopback, private (RFC 1918, unique local IPv6) and carrier-grade NAT addresses."""
 
 _FORBIDDEN: Final = tuple(
     (ipaddress.ip_network(text), what)
@@ -40,12 +40,12 @@ _FORBIDDEN: Final = tuple(
     }.items()
     for text in texts
 )
-"""Networks whose addresses are allowed only by a pattern for exactly one address."""
+"""Networks with descriptions. A pattern only allows an address in these networks if the pattern is exactly that address."""
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 
 _PORT: Final = r"[1-9][0-9]{0,4}"
 _LOCATION: Final = re.compile(rf"(?:\[(?P<six>[^\[\]%]*)\]|(?P<host>[^:\[\]]+)):(?P<ports>\*|{_PORT}(?:-{_PORT})?)")
-"""A host and its port; patterns can also have a network, and a range of ports."""
+"""Matches a host and its port, and in patterns also a network and a range of ports."""
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMERIC: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
 """Hosts whose last label is a number: some parsers read them as IPv4 addresses (`inet_aton`, WHATWG's URL standard)."""
@@ -54,7 +54,7 @@ _UNCOVERED: Final = "no pattern of the allow-list covers"
 
 
 class EndpointRefusedError(ServiceError):
-    """A registration over HTTP must not name this endpoint."""
+    """Raised for an endpoint that registrations over HTTP must not name."""
 
     def __init__(self, endpoint: str, reason: str, hint: str) -> None:
         text = endpoint if len(endpoint) <= MAX_NAME_BYTES else f"{endpoint[:64]}..."
@@ -72,11 +72,11 @@ class _Target(NamedTuple):
 
 
 class _TcpPattern(NamedTuple):
-    """A pattern for tcp: a network, or one or more names, and ports."""
+    """A pattern for TCP endpoints: a network or one or more names, together with ports."""
 
     network: Network | None
     name: str
-    """A host name, or a suffix of names that begins with a dot; empty for a network."""
+    """A host name, or a suffix of host names that begins with a dot; empty if the pattern is for a network."""
     ports: range
 
     def has_name(self, target: _Target) -> bool:
@@ -88,10 +88,10 @@ class EndpointAllowList:
     """Endpoints that registrations over HTTP may name.
 
     A pattern is `tcp://HOST:PORT`, `ipc:///PATH` or `inproc://NAME`. HOST is a name, `*.SUFFIX`, an IP address or a network
-    such as `10.1.0.0/16` or `[fd00:1::/64]`; PORT is a number, a range `5000-6000` or `*`. In paths `*` and `?` match
-    anything but a slash. Without patterns `DEFAULT_ALLOW` applies. A host name is allowed if a pattern names it, or if
-    patterns allow all addresses that it resolves to. Link-local, multicast, unspecified and broadcast addresses, and those of
-    metadata services, need a pattern for exactly that address. Raises `ConfigError` for an invalid pattern.
+    such as `10.1.0.0/16` or `[fd00:1::/64]`; PORT is a number, a range `5000-6000` or `*`. In paths, `*` and `?` do not match a
+    slash. If there are no patterns, `DEFAULT_ALLOW` applies. A host name is allowed if a pattern names it, or if patterns allow
+    all addresses that it resolves to. Link-local, multicast, unspecified and broadcast addresses, and those of metadata
+    services, need a pattern that is exactly this address. Raises `ConfigError` for an invalid pattern.
     """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
@@ -103,8 +103,8 @@ class EndpointAllowList:
     def check(self, endpoint: str, addresses: Iterable[str | Address] | None = None) -> bool:
         """Raise `EndpointRefusedError` for an endpoint that is invalid or that no pattern allows.
 
-        Return whether its host is a name. If so, it must be checked once more with all `addresses` of the name: there must be
-        at least one, and all must be allowed.
+        Return whether its host is a name. If it is a name, call this again with all `addresses` of the name. There must be at
+        least one, and all must be allowed.
         """
         if len(endpoint) > MAX_NAME_BYTES:
             raise EndpointRefusedError(endpoint, f"it has more than {MAX_NAME_BYTES} characters", f"write {_FORMS}")
@@ -187,7 +187,7 @@ def _normalize_address(address: Address) -> Address:
 
 
 def _forbidden_kind(address: Address) -> str | None:
-    """Return the kind of a forbidden address, also of one that NAT64 or 6to4 translates to a forbidden IPv4 address."""
+    """Return the kind of a forbidden address. NAT64 and 6to4 addresses are forbidden if their IPv4 address is."""
     aliases: list[Address] = [address]
     if isinstance(address, IPv6Address):
         aliases += [address.sixtofour] if address.sixtofour else []

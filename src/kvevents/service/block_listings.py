@@ -1,8 +1,8 @@
 """Listings of one worker's blocks, in pages.
 
-The index has no order of blocks, so a page could not begin at a block. Therefore the request for the first page copies all
-blocks of the worker, in 32 bytes each, and all pages together show the blocks of one moment. A listing is dropped after its
-last page, after some time without a request, and when newer listings need the memory; the client then starts over.
+Blocks in the index have no order, so a page could not continue after a given block. Therefore the request for the first page
+copies all blocks of the worker, 32 bytes each. All pages together show the blocks at the time of the copy. A listing is dropped
+after its last page, after some time without a request, and when newer listings need the memory; the client then starts over.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Listing:
         return len(self._numbers) // 4
 
     def page(self, start: int, limit: int) -> list[BlockView]:
-        """Return at most `limit` blocks from block number `start`."""
+        """Return at most `limit` blocks, the first of which has the index `start`."""
         numbers = self._numbers[4 * start : 4 * (start + limit)]
         return [
             BlockView(
@@ -56,10 +56,10 @@ class _Listing:
 
 
 class BlockListings:
-    """The listings that have further pages. Only one thread may use this object.
+    """The listings of which further pages can be requested. Only one thread may use this object.
 
-    All listings together have at most `max_blocks` blocks, except that the newest one may be larger. Each is dropped `seconds`
-    after its last request.
+    All listings together have at most `max_blocks` blocks; only the newest listing alone may exceed this. A listing is dropped
+    `seconds` after the last request for one of its pages.
     """
 
     def __init__(self, max_blocks: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,7 +79,7 @@ class BlockListings:
         return self._page(secrets.token_hex(8), listing, 0, limit)
 
     def next(self, key: Key, cursor: str, limit: int) -> BlocksAnswer:
-        """Return the page at a cursor that this worker has. Raises `NotFoundError` if the listing of the cursor was dropped."""
+        """Return the page of the worker `key` at a cursor. Raises `NotFoundError` if the listing of the cursor was dropped."""
         self._expire()
         name, _, place = cursor.partition(".")
         listing = self._listings.pop(name, None)

@@ -46,7 +46,7 @@ class CertificateFiles:
         self._reload: Final = reload
         self._loaded_stamps = self._newest_stamps = self._stamps()
         self.fault: str | None = None
-        """Why the newest files are not used; None if they are."""
+        """Why the newest files cannot be used; None if the server uses them."""
 
     async def watch(self) -> None:
         """Check the files regularly."""
@@ -55,7 +55,7 @@ class CertificateFiles:
             await asyncio.to_thread(self.check)
 
     def check(self) -> None:
-        """Read the files again if they changed before the last check but not since then, so that they are written completely.
+        """Read the files again if they have changed, but not since the last check, because then they are written completely.
 
         If the new files cannot be used, the old certificate stays in use, and `fault` has the reason.
         """

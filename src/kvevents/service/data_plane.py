@@ -2,7 +2,7 @@
 
 The data plane answers queries and probes without the Python interpreter, from the index and a *routing table*.
 Whenever the fleet changes, `DataPlane.publish` writes the changed parts of this table. The data plane forwards all other
-requests to `kvevents.service.http.app`, and also queries that it does not fully understand, so that one place writes their
+requests to `kvevents.service.http.app`, and also queries that it does not fully understand, so that one module writes the
 errors. Forwarded queries without an error come back to `DataPlane.answer`. If spans are recorded, all queries are forwarded.
 """
 
@@ -25,13 +25,13 @@ from kvevents.service.fleet.registration import Scope
 from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0
-"""Time for clients to read the last responses after the control plane stopped."""
+"""Number of seconds for clients to read the last responses after the control plane has stopped."""
 REFRESH_PAUSE: Final = 20
-"""Least pause between two refreshes of the responses to probes for changes of the fleet, as a multiple of the time of one."""
+"""Shortest pause before a change of the fleet refreshes the responses to probes again, as a multiple of a refresh's duration."""
 DURATION_BOUNDS: Final = (0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.0256, 0.1, 0.5, 2.0)
-"""Bounds of the histogram of response times, in seconds from a request's headers to its response."""
+"""Bucket bounds of the histogram of response times, in seconds between a request's headers and its response."""
 MATCH_RATIO_BOUNDS: Final = (0.0, 0.01, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
-"""Bounds of the histogram of the fraction of a prompt's tokens that the best worker holds."""
+"""Bucket bounds of the histogram of match ratios: the fraction of a prompt's tokens that the best worker holds."""
 
 
 class HistogramCounts(msgspec.Struct):
@@ -42,14 +42,14 @@ class HistogramCounts(msgspec.Struct):
 
 
 class PathCounts(msgspec.Struct):
-    """Responses of one path."""
+    """Numbers of responses for one path, and their response times."""
 
     by_status: dict[int, int]
     seconds: HistogramCounts
 
 
 class Answers(msgspec.Struct):
-    """Responses that the data plane computed itself."""
+    """Counters of the responses that the data plane computed itself."""
 
     lookups: int = 0
     hits: int = 0
@@ -68,7 +68,7 @@ class Counts(msgspec.Struct):
     received: int = 0
     unread: int = 0
     reservations: dict[str, int] = {}
-    """Number of open reservations, and of ended ones by outcome."""
+    """Number of open reservations, and numbers of ended reservations by outcome."""
 
 
 _decode_counts = msgspec.json.Decoder(Counts).decode
@@ -77,7 +77,7 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Answered(NamedTuple):
-    """The response to a query."""
+    """The response to a forwarded query."""
 
     body: bytes
     longest: int
@@ -98,7 +98,7 @@ class DataPlane:
         self._published_version: tuple[Any, ...] | None = None
         self._published_adapters: frozenset[Scope] = frozenset()
         self._places: dict[Member, int] = {}
-        """The place of each worker in the routing table, so that only changed workers are written."""
+        """The index of each worker in the routing table, which allows writing only workers that changed."""
         self._free_places: list[int] = []
         self._next_refresh = 0.0
         """Time from which a change of the table also refreshes the responses to probes; until then the timer does."""
@@ -106,10 +106,10 @@ class DataPlane:
     def start(
         self, listening: socket.socket, handle: Callable[[_native.Request | int], None], settings: Mapping[str, Any]
     ) -> None:
-        """Serve at a listening socket. Only the event loop may call this.
+        """Serve at a listening socket. Only the event loop may call this method.
 
-        `handle` is called with each forwarded request, and with the number of a response in pieces when it has room for another
-        piece or its client has left. `settings` are the fields of `native/server/src/settings.rs`.
+        `handle` is called with each forwarded request, and with the number of a response in pieces when this response has room
+        for another piece, or when its client has left. `settings` are the fields of `native/server/src/settings.rs`.
         """
         wakes, waker = socket.socketpair()
         wakes.setblocking(False)
@@ -125,13 +125,13 @@ class DataPlane:
     # --- from the control plane
 
     def publish(self) -> None:
-        """Write to the routing table what has changed in the fleet."""
+        """Write the changes of the fleet to the routing table."""
         native = self._native
         if native is None:
             return
         with self._lock:
             fleet = self._fleet
-            # Read the version before the fleet, so that a concurrent change is published by the next call.
+            # Read the version before the fleet: if the fleet changes during this call, the next call publishes the change.
             version = (fleet.revision.number, fleet.adapters, fleet.failure, fleet.index)
             if version == self._published_version:
                 return
@@ -166,7 +166,7 @@ class DataPlane:
         }
 
     def refresh(self) -> None:
-        """Replace the responses to probes."""
+        """Replace the stored responses to probes by new ones."""
         native = self._native  # `close` may set it to None in another thread at any moment
         if native is None:
             return
@@ -190,8 +190,8 @@ class DataPlane:
     ) -> Answered | None:
         """Answer a query by the fields of its body, and the token ids of its prompt.
 
-        Returns None if no worker serves the model, or the fleet has failed. Raises `ServiceError` if the fleet does not permit
-        the request, and `OverflowError` for a number of more than 64 bits.
+        Return None if no worker serves the model, or if the fleet has failed. Raises `ServiceError` if the fleet does not
+        permit the request, and `OverflowError` for a number of more than 64 bits.
         """
         native = self._native
         if native is None:
@@ -245,7 +245,7 @@ class DataPlane:
 
 
 def _take_all(native: _native.DataPlane, wakes: socket.socket, handle: Callable[[_native.Request | int], None]) -> None:
-    wakes.recv(64)  # one byte for each time at which the empty queue got an item
+    wakes.recv(64)  # contains one byte for each time that the queue was empty and got an item
     for item in native.take():
         handle(item)
 

@@ -18,7 +18,7 @@ from kvevents.errors import UsageError
 
 
 class ServiceError(UsageError):
-    """An error response: a sentence about what failed, a reason code, and a hint about what to do."""
+    """An error response: a sentence that says what failed, a reason code, and a hint that says what to do."""
 
     status: ClassVar[int] = 400
 

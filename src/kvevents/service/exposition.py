@@ -1,6 +1,6 @@
 """Writes the service's metrics in Prometheus' text format.
 
-Every label has a bounded set of values. Peers cannot add values:
+Every label has a bounded set of values. Peers cannot add label values:
 
 - `engine`, `rank`, `model`, `tenant`, `group`: from the first `limits.max_metric_sources` registrations. The label `engine` has
   the instance: Prometheus uses the label `instance` for the address that it scrapes
@@ -41,11 +41,11 @@ STATES: Final[tuple[TrustState, ...]] = get_args(TrustState)
 _CLOSE_REASONS: Final = dict.fromkeys(
     ("full", "evicted", "silent", "idle", "unread", "unread-bytes", "not-closed", "left", "handshake", "draining"), 0
 )
-"""Connections that the data plane has closed, by reason: 0 for each reason."""
+"""Initial counts (0) of connections that the data plane has closed, by reason."""
 _REJECT_REASONS: Final = dict.fromkeys(
     ("too-slow", "headers-too-large", "malformed-request", "too-much-at-once", "too-many-clients", "not-a-proxy"), 0
 )
-"""Requests that the data plane has rejected before it knew their path, by reason: 0 for each reason."""
+"""Initial counts (0) of requests that the data plane has rejected before it knew their path, by reason."""
 
 
 def exposition(service: Service) -> bytes:
@@ -56,7 +56,7 @@ def exposition(service: Service) -> bytes:
 def _collect(service: Service) -> Iterator[Metric]:
     limit, members = service.settings.limits.max_metric_sources, list(service.fleet.members.values())
     sources = [(_labels(member), member) for member in members[:limit]]
-    # A source has one stream, which can carry the blocks of several ranks.
+    # The stream of a source can carry the blocks of further ranks, each of which is a worker.
     ranks = [rank for member in members for rank in (member, *member.carried)]
     workers = [(_labels(rank), rank) for rank in ranks[:limit]]
     yield from _source_families(_SOURCES, sources)
@@ -89,7 +89,7 @@ def _source_families(table: Table[T], sources: list[tuple[Labels, T]]) -> Iterat
 def _histogram(
     name: str, text: str, bounds: tuple[float, ...], histograms: Mapping[str, HistogramCounts], *labels: str
 ) -> Metric:
-    """Return a family of histograms by the value of their label, if they have one."""
+    """Return a metric family of histograms, one for each value of their label (if they have a label)."""
     metric = HistogramMetricFamily(name, text, labels=labels)
     for value, histogram in histograms.items():
         buckets = list(zip([*map(str, bounds), "+Inf"], accumulate(histogram.counts), strict=True))
@@ -176,7 +176,7 @@ _STREAMS: Final[Table[StreamCounters]] = {
 
 
 class _Scrape(NamedTuple):
-    """The sources of the service's metrics."""
+    """The objects from which the values of the service's metrics are read."""
 
     service: Service
     stats: StatsAnswer

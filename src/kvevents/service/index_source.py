@@ -1,4 +1,4 @@
-"""The source of the service's index: the engines that the service follows itself, or another source, such as a log."""
+"""The source of the index's content: the engines that the service itself follows, or another source, such as a log."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 
 class IndexSource(Protocol):
-    """Fills the index of a fleet and registers its engines. All but `run` may be called at any time."""
+    """Fills the index of a fleet and registers its engines. All methods except `run` may be called at any time."""
 
     @property
     def registration_advice(self) -> str:
-        """What clients that register an engine should do instead; empty if the service follows the engines itself."""
+        """Advice for clients that try to register an engine; empty if the service follows the engines itself."""
         ...
 
     @property
     def why_incomplete(self) -> str:
-        """Why engines, and so their models, may be unknown at present; empty without a reason."""
+        """Why engines, and so their models, may be unknown at present; empty if all are known."""
         ...
 
     @property
     def is_partial(self) -> bool:
-        """Whether queries are answered, without a time limit, even if engines are missing."""
+        """Whether the service answers queries even if engines are missing, without waiting for a deadline."""
         ...
 
     @property
     def has_found_engines(self) -> bool:
-        """Whether every way in which engines are found has answered once."""
+        """Whether every provider of engines has answered once."""
         ...
 
     async def run(self) -> None:
@@ -51,7 +51,7 @@ class IndexSource(Protocol):
 
 
 OpenIndexSource = Callable[[Fleet], IndexSource]
-"""Returns the source of the index of a fleet."""
+"""Function that returns the index source for a fleet."""
 
 
 class FollowedEngines:
@@ -75,9 +75,9 @@ class FollowedEngines:
         await asyncio.gather(self._prober.run(), self._discovery.run(), self._registrations.end_leases())
 
     def warnings(self) -> Iterable[str]:
-        """Return the faults of the providers. The faults of an engine are shown with that engine."""
+        """Return the faults of the providers. Answers show the faults of an engine with that engine."""
         return self._discovery.provider_faults()
 
     def collect(self) -> Iterator[Metric]:
-        """Return nothing: the fleet has the metrics of the engines."""
+        """Return no metrics: the fleet reports the metrics of the engines."""
         return iter(())

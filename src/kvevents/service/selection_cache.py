@@ -1,4 +1,4 @@
-"""Selections of Dynamo's `/select` that a later `/reservations` books by their names."""
+"""Selections that Dynamo's `/select` made, and that a later request to `/reservations` reserves by their names."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from kvevents.service.fleet.registration import Scope
 
 SECONDS: Final = 120.0
-"""Time for which a selection waits for its reservation, as in Dynamo."""
+"""Number of seconds for which a selection waits for its reservation, the same as in Dynamo."""
 MAX_SELECTIONS: Final = 4_096
 MAX_BYTES: Final = 64 << 20
 """Maximum size in bytes of the token ids of all selections."""
 _Key: TypeAlias = tuple[tuple[str, str, str], str]
-"""Model, tenant and group, and the name of a selection."""
+"""Key of a selection: model, tenant, group and the name of the selection."""
 
 
 class PendingSelection(NamedTuple):
-    """A selection that is not booked yet."""
+    """A selection that is not reserved yet."""
 
     instance: str
     rank: int
@@ -47,7 +47,7 @@ class SelectionCache:
         self._entries: Final[OrderedDict[_Key, tuple[float, PendingSelection]]] = OrderedDict()
         self._bytes = 0
         self.booking: Final = threading.Lock()
-        """Held while a name is booked, so that two requests with one name do not both find it free."""
+        """Held while a name is reserved, so that two requests do not both find the same name free."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -72,7 +72,7 @@ class SelectionCache:
             return None if entry is None or self._clock() - entry[0] > SECONDS else entry[1]
 
     def discard(self, scope: Scope, name: str) -> None:
-        """Remove a selection if it is stored."""
+        """Remove a selection, if it is stored."""
         with self._lock:
             self._remove(_key(scope, name))
 

@@ -23,29 +23,29 @@ from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpCl
 from kvevents.service.discovery.provider import DEFAULT_TEMPLATE, Finding, Template, bracket_host
 
 MIN_SECONDS: Final = 5.0
-"""Shortest pause between two lookups, however short the TTL. CoreDNS sends a TTL of 5 for a headless service, some servers
-0."""
+"""Minimum pause in seconds between two lookups, even if the TTL is shorter. CoreDNS sends a TTL of 5 for a headless service,
+some servers send 0."""
 MAX_SECONDS: Final = 60.0
-"""Longest pause between two lookups, however long the TTL. A new engine is found after this time at the latest."""
+"""Maximum pause in seconds between two lookups, even if the TTL is longer. After it at the latest, a new engine is found."""
 _SCHEMES: Final = ("tcp", "http", "https")
 
 
 class ResolveError(ExternalError):
-    """A name does not resolve. The message says why."""
+    """Raised if a name does not resolve. The message says why."""
 
 
 class Resolved(NamedTuple):
     """The result of a lookup."""
 
     hosts: tuple[tuple[str, int | None], ...]
-    """Distinct hosts in order, each with its port if the record has one."""
+    """Distinct hosts in sorted order, each with a port if the DNS record has one."""
     ttl: float = 0.0
     """Seconds for which the result is valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class DnsResolver:
-    """Looks up names at the nameservers of `/etc/resolv.conf`, or at given ones.
+    """Looks up names at `nameservers`, by default those in `/etc/resolv.conf`.
 
     Raises `MissingDependencyError` if dnspython is not installed. Its methods raise `ResolveError` if no nameserver answers or
     the name does not exist.
@@ -53,9 +53,9 @@ class DnsResolver:
 
     nameservers: tuple[str, ...] = ()
     port: int = 53
-    """Port of the given nameservers."""
+    """Port of the nameservers in `nameservers`."""
     seconds: float = 5.0
-    """Maximum time for one lookup, with all its nameservers and repetitions."""
+    """Maximum number of seconds for one lookup, including all nameservers and repeated queries."""
     hosts: Path = Path("/etc/hosts")
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class DnsResolver:
             raise MissingDependencyError("discovery by DNS needs dnspython", "service")
 
     async def addresses(self, name: str) -> Resolved:
-        """Return IPv4 addresses, or IPv6 addresses if there is no IPv4 address. So a host that has both is one engine."""
+        """Return IPv4 addresses, or IPv6 addresses if there is no IPv4 address. So a host with both counts as one engine."""
         listed = await asyncio.to_thread(_addresses_in, self.hosts, name)
         if listed:
             return Resolved(listed)
@@ -74,7 +74,7 @@ class DnsResolver:
         raise ResolveError(f"{name} has no addresses")
 
     async def services(self, name: str) -> Resolved:
-        """Return targets, without the final dot, and ports."""
+        """Return the targets of the SRV records (without the final dot) and their ports."""
         resolved = await self._look_up(name, "SRV")
         if not resolved.hosts:
             raise ResolveError(f"{name} has no SRV records")
@@ -88,7 +88,7 @@ class DnsResolver:
         from dns.resolver import NXDOMAIN  # noqa: PLC0415
 
         try:
-            # A new resolver for each lookup reads a changed resolv.conf.
+            # Create a resolver for each lookup, because it reads resolv.conf only once.
             resolver = AsyncResolver(configure=not self.nameservers)
             if self.nameservers:
                 resolver.nameservers, resolver.port = list(self.nameservers), self.port
@@ -107,12 +107,12 @@ class DnsResolver:
             hosts = {(str(record.target).rstrip("."), record.port) for record in records} - {("", 0)}
         else:
             hosts = {(record.address, None) for record in records}
-        # Sorted, because nameservers rotate the order of records.
+        # Sort the hosts, because nameservers rotate the order of records.
         return Resolved(tuple(sorted(hosts)), float(answer.chaining_result.minimum_ttl))
 
 
 def _addresses_in(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
-    """Return the addresses of a name in a hosts file. An address in place of a name is returned as it is."""
+    """Return the addresses of a name in a hosts file. If the name is an address, return this address."""
     address = name.removeprefix("[").removesuffix("]")
     if ":" in address or address.replace(".", "").isdecimal():
         return ((address, None),)
@@ -134,7 +134,7 @@ class DnsTarget(NamedTuple):
     """`tcp` for the events of an engine, `http` or `https` for a server that describes an engine."""
     host: str
     port: int | None
-    """None if the port is in the SRV record."""
+    """Port of the server; None if the SRV record has the port."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -164,7 +164,7 @@ class DnsProvider:
     template: Template = DEFAULT_TEMPLATE
     resolver: DnsResolver = field(default_factory=DnsResolver)
     max_stale: float = 300.0
-    """Seconds for which engines stay after their name no longer resolves: a dead nameserver must not empty the index."""
+    """Seconds for which engines are kept after their name stops resolving: a dead nameserver must not empty the index."""
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
 
@@ -179,7 +179,7 @@ class DnsProvider:
         return f"dns {self.target}"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield the engines behind the name. While it does not resolve, yield a fault, and for `max_stale` the last engines."""
+        """Yield the engines behind the name. Without a result, yield a fault, and for `max_stale` the last engines."""
         _, host, port = DnsTarget.parse(self.target)
         backoff = Backoff(self.clock.random)
         yielded, last = None, Finding()
@@ -189,7 +189,7 @@ class DnsProvider:
                 resolved = await (self.resolver.services(host) if port is None else self.resolver.addresses(host))
             except ResolveError as error:
                 pause = backoff.next_delay()
-                # Engines that would exceed `max_stale` during the pause are dropped before the pause.
+                # If the age of the engines would exceed `max_stale` during the pause, drop them before the pause.
                 if self.clock.now() + pause - resolved_at > self.max_stale:
                     last = Finding()
                 known = len(last.registrations) + len(last.providers)
@@ -211,7 +211,7 @@ class DnsProvider:
         if scheme == "tcp":
             ranks_by_address = [self.template.registrations(address, f"tcp://{address}") for address in addresses]
             return Finding(registrations=tuple(registration for ranks in ranks_by_address for registration in ranks))
-        # Check certificates for the DNS name: they contain no addresses.
+        # Expect the DNS name in certificates, because certificates do not contain the addresses.
         http = replace(self.http, server_name=self.http.server_name or name.strip("[]")) if port is not None else self.http
         urls = [f"{scheme}://{address}" for address in addresses]
         return Finding(providers=tuple(EngineProvider(url, self.template, http=http, clock=self.clock) for url in urls))

@@ -1,4 +1,4 @@
-"""Discovery of engines that describe themselves: vLLM and SGLang, queried over HTTP.
+"""Discovery of engines by HTTP queries. vLLM and SGLang describe their endpoints.
 
 vLLM, from 0.31 on (`vllm/entrypoints/serve/instrumentator/basic.py`, 0.33): `GET /kv_event_sources` returns the publisher's
 resolved configuration of each data-parallel rank that this server has started, by rank, and `{}` if events are off. Behind an
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from kvevents.routing.http_client import Answer
 
 _SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
-"""Settings with which an engine publishes events and answers replay requests."""
+"""Settings of an engine that enable events and replay."""
 _START_VLLM: Final = f"start vLLM with --kv-events-config '{{\"enable_kv_cache_events\": true, {_SOCKETS}}}'"
 _START_SGLANG: Final = f"start SGLang with --kv-events-config '{{{_SOCKETS}}}'"
 
@@ -66,10 +66,10 @@ class EngineInfo(Struct):
 
     endpoints: list[RankEndpoint] = []
     missing: dict[int, str] = {}
-    """Ranks that cannot be followed, with the reason as the end of a sentence: `rank 3 of ENGINE ...`."""
+    """Ranks that cannot be followed, each with the reason as the end of a sentence: `rank 3 of ENGINE ...`."""
     model: str | None = None
     has_metrics: bool = False
-    """Whether the server, like vLLM's, has metrics of its load by default."""
+    """Whether the server has metrics about its load by default, as vLLM's server does."""
     off_reason: str | None = None
     """Why the engine publishes no events at all, as the end of a sentence."""
 
@@ -191,9 +191,9 @@ def _sglang_rank(rank: int, descriptor: _Descriptor, host: str) -> RankEndpoint:
     own = bracket_host(descriptor.endpoint_host or "*")
     replay_port = descriptor.replay_endpoint_port_base
     endpoint = replace_wildcard_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)
-    # The replay socket is always bound on the host of the HTTP server, whatever host events are sent to.
+    # The engine always binds the replay socket on the host of the HTTP server, even if it sends events to another host.
     replay = None if replay_port is None else replace_wildcard_host(f"tcp://*:{replay_port + rank}", host)
-    # If the load port cannot be used, only the load is missing.
+    # If the load port cannot be used, only the load is missing, so follow the rank without it.
     load_port = (descriptor.load_endpoint_port_base or 0) + rank if descriptor.load_endpoint_port_base else 0
     load = replace_wildcard_host(f"tcp://{own}:{load_port}", host) if 0 < load_port <= MAX_PORT else None
     topic, size = descriptor.topic or "", descriptor.block_size or None
@@ -223,9 +223,9 @@ INFO_PATHS: Final = (
 )
 """Paths at which engines describe themselves, and the parsers of the answers. The first path that exists is used."""
 RETRY_SECONDS: Final = 2.0
-"""Longest pause between two queries to an engine that does not answer. Within this time a started engine is found."""
+"""Maximum pause in seconds between two queries to an engine that does not answer; it delays finding a started engine."""
 RESOLVE_SECONDS: Final = 2.0
-"""Longest time to resolve the name of a host."""
+"""Maximum number of seconds for resolving a host name."""
 MAX_REDIRECTS: Final = 3
 _UNREADABLE: Final = "{url} does not answer in HTTP, or not to the end ({error})"
 _HTTP_ERRORS: Final = {
@@ -237,16 +237,16 @@ _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity", 
 
 
 class EngineHttpClient(Struct, frozen=True):
-    """Sends GET requests to engines, each over a new connection and within these limits."""
+    """Sends GET requests to engines, each over a new connection, and applies these limits."""
 
     connect_seconds: float = 2.0
-    """Longest time for resolving the name, connecting and TLS."""
+    """Maximum number of seconds for resolving the name, connecting and TLS."""
     read_seconds: float = 5.0
-    """Longest time for the whole answer."""
+    """Maximum number of seconds for the whole answer."""
     max_bytes: int = 1 << 20
-    """Maximum size of the body of an answer. The largest answer, that of SGLang's `/server_info`, has some tens of kB."""
+    """Maximum number of bytes in an answer's body. The largest, that of SGLang's `/server_info`, has some tens of kB."""
     max_connections: int = 256
-    """Maximum number of open connections of all clients in one event loop; the first client in the loop sets it. More
+    """Maximum number of open connections of all clients in one event loop; the first client in the loop sets this limit. More
     connections would need many file descriptors, and would time out because of the loop instead of the engines. If 4,096
     engines are dead, each is queried every 32 s."""
     tls: ssl.SSLContext | None = None
@@ -255,7 +255,7 @@ class EngineHttpClient(Struct, frozen=True):
     """Name that the certificate must have; by default the URL's host."""
 
     async def get(self, url: BaseUrl, *, other_hosts: bool = False) -> "Answer":
-        """Return the answer after redirects within a host and port, or also to others. Raises `EngineQueryError`."""
+        """Return the answer. Follow redirects, to other hosts or ports only if `other_hosts`. Raises `EngineQueryError`."""
         for _ in range(1 + MAX_REDIRECTS):
             answer = await self._get(url)
             if answer.status not in {301, 302, 303, 307, 308} or not answer.location:
@@ -264,7 +264,7 @@ class EngineHttpClient(Struct, frozen=True):
         raise EngineQueryError(f"{url} redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: BaseUrl) -> "Answer":
-        # aiohttp is a third of what a service imports. A service to which all engines are registered does not need it.
+        # Import aiohttp late: it is a third of what a service imports, and services need it only if they query engines.
         from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits  # noqa: PLC0415
 
         bounds = RequestLimits(self.read_seconds, self.max_bytes, self.connect_seconds)
@@ -285,7 +285,7 @@ _SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] =
 
 
 async def is_same_host(host: str, other: str) -> bool:
-    """Whether all addresses of a host are addresses of `other`. If that is loopback, it has all addresses of this machine."""
+    """Whether all addresses of `host` belong to `other`. If `other` is loopback, all addresses of this machine belong to it."""
     try:
         addresses, others = await resolve(host), await resolve(other)
     except (OSError, UnicodeError):
@@ -302,7 +302,7 @@ async def resolve(host: str) -> set[str]:
 
 
 def _is_own_address(address: str) -> bool:
-    """Whether an address belongs to this machine: a socket can be bound to it only if it does."""
+    """Whether an address belongs to this machine. Only then a socket can be bound to the address."""
     with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return True
@@ -310,11 +310,11 @@ def _is_own_address(address: str) -> bool:
 
 
 class Declaration(Struct, frozen=True):
-    """Facts about an engine from another place, such as labels of its pod. The engine's own answers take precedence."""
+    """Facts about an engine from elsewhere, such as labels of its pod. The engine's own answers take precedence."""
 
     model: str | None = None
     names_model: bool = False
-    """Whether the engine must serve a model with exactly this name; otherwise `model` can be a nickname."""
+    """Whether `model` must be a name under which the engine serves; if false, `model` can be a nickname."""
     events_port: int | None = None
     """Port of the first rank's events, if it is declared."""
     replay_port: int | None = None
@@ -322,7 +322,7 @@ class Declaration(Struct, frozen=True):
     """Port of the first rank's events if neither the engine nor a declaration names it."""
     assumed_replay_port: int | None = None
     is_relay: bool = False
-    """Whether the ports belong to relays beside the engine, which are followed in place of the engine."""
+    """Whether the ports belong to relays in the engine's pod, which are followed in place of the engine."""
 
     def endpoints(self, host: str, template: Template) -> list[RankEndpoint]:
         """Return the endpoints of all ranks of an engine at `host` that does not name its endpoints."""
@@ -334,7 +334,7 @@ class Declaration(Struct, frozen=True):
         return ranks
 
     def contradictions(self, first: RankEndpoint, models: set[str]) -> Iterator[str]:
-        """Yield sentences about declared values that the engine contradicts. `first` is its first rank, which need not be 0."""
+        """Yield sentences about declared values that the engine contradicts. `first` is its first rank, maybe not 0."""
         if self.names_model and models and self.model not in models:
             yield f"it is declared to serve {self.model}, but serves {', '.join(sorted(models))}"
         replay = first.replay_endpoint or "no endpoint"
@@ -352,13 +352,13 @@ class EngineProvider(Struct, frozen=True):
     base_url: str
     template: Template = DEFAULT_TEMPLATE
     instance: str | None = None
-    """Name of the engine for routers; by default host and port of the URL."""
+    """Name of the engine for routers; default: host and port of the URL."""
     interval: float = 15.0
-    """Seconds between two queries to an engine that answers. A change of its ports is noticed after this time."""
+    """Seconds between two queries to an engine that answers. A change of the engine's ports is noticed after this time."""
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = SYSTEM_CLOCK
     declared: Declaration | None = None
-    """What is known of the engine from elsewhere. It is used if the engine does not describe itself, or requires a key."""
+    """Facts about the engine from elsewhere. They are used if the engine does not describe itself, or if it requires a key."""
 
     def __post_init__(self) -> None:
         BaseUrl.parse(self.base_url)
@@ -370,11 +370,11 @@ class EngineProvider(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The instance of the ranks."""
+        """The field `instance` of all ranks."""
         return self.instance or BaseUrl.parse(self.base_url).address
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield what the engine reports. While the engine does not answer, yield the last report with a fault."""
+        """Yield the ranks that the engine reports. While the engine does not answer, yield the last ranks with a fault."""
         backoff = Backoff(self.clock.random, maximum=RETRY_SECONDS)
         yielded, last = None, Finding()
         while True:
@@ -392,7 +392,7 @@ class EngineProvider(Struct, frozen=True):
             await self.clock.sleep(pause)
 
     async def query(self) -> Finding:
-        """Return what the engine reports now. Raises `EngineQueryError`."""
+        """Query the engine, and return the ranks that it reports. Raises `EngineQueryError`."""
         url = BaseUrl.parse(self.base_url)
         for path, parse in INFO_PATHS:
             answer = await self._get(url.join(path))
@@ -455,14 +455,14 @@ class EngineProvider(Struct, frozen=True):
 
     @staticmethod
     def _follow_relays(relays: list[RankEndpoint], info: EngineInfo) -> None:
-        """Replace the engine's endpoints by those of relays. Then only the relays need to reach the engine."""
+        """Replace the engine's endpoints by those of relays. Then only the relays need to reach the engine's endpoints."""
         known = {each.rank: each for each in info.endpoints}
         pairs = [(relay, known.get(relay.rank, relay)) for relay in relays]
         info.endpoints = [replace(relay, topic=own.topic, block_size=own.block_size, load=own.load) for relay, own in pairs]
         info.missing = {}
 
     async def _drop_foreign_endpoints(self, url: BaseUrl, info: EngineInfo) -> None:
-        """Mark ranks as missing if one of their endpoints is not at the queried host."""
+        """Mark a rank as missing if one of its endpoints is not at the queried host."""
         hosts: dict[str, bool] = {url.host: True}
         for rank in list(info.endpoints):
             named = [rank.endpoint]
@@ -479,7 +479,7 @@ class EngineProvider(Struct, frozen=True):
                     break
 
     async def _models(self, url: BaseUrl, *, is_needed: bool) -> list[_Model]:
-        """Return the models of `/v1/models`, none after an error. Raises `EngineQueryError` if they are needed."""
+        """Return the models of `/v1/models`. After an error, raise `EngineQueryError` if `is_needed`; else return no model."""
         try:
             answer = await self._get(url.join("/v1/models"))
             return [] if answer is None else msgspec.convert(answer, _Models).data

@@ -17,19 +17,19 @@ from kvevents.service.discovery.provider import Finding, SourceTable, parse_tabl
 from kvevents.settings import parse_toml
 
 CHECK_SECONDS: Final = 1.0
-"""Pause between two checks of a file for changes. A check is one `stat`. Unlike inotify it also works over NFS and through the
-symlinks of a Kubernetes ConfigMap."""
+"""Pause between two checks of a file for changes. A check is one `stat`, which, unlike inotify, also works over NFS and through
+the symlinks of a Kubernetes ConfigMap."""
 MAX_FILE_BYTES: Final = 8 << 20
-"""Maximum size of a file: several times that of 4,096 full tables."""
+"""Maximum size of a file in bytes: several times the size of 4,096 tables that have all fields."""
 MAX_FAULTS: Final = 16
 """Maximum number of invalid tables of one file that are reported one by one."""
 
 _Stamp: TypeAlias = tuple[int, ...] | None
-"""Values of `stat` for a file, which differ after each change and each replacement. None if `stat` fails."""
+"""Values of `stat` for a file, which change when the file is changed or replaced. None if `stat` fails."""
 
 
 def build_finding(tables: Iterable[SourceTable]) -> Finding:
-    """Return the registrations of tables, and a provider for each engine that is to be queried."""
+    """Return the registrations in `tables`, and a provider for each engine that must be queried."""
     found = tuple(tables)
     return Finding(
         registrations=tuple(each for table in found for each in table.static_registrations()),
@@ -49,7 +49,7 @@ class StaticProvider(Struct, frozen=True):
 
 
 class FileProvider(Struct, frozen=True):
-    """Finds the engines of a watched file. If the file is invalid or missing, there are faults, and the former engines stay."""
+    """Finds the engines of a watched file. If the file cannot be used, findings have faults and the former engines."""
 
     path: Path
     only_sources: bool = True
@@ -64,14 +64,14 @@ class FileProvider(Struct, frozen=True):
         return f"file {self.path}"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield the engines of the file, at first and after each change."""
+        """Yield the engines in the file: once at the start, and then after each change."""
         finding = Finding()
         read_stamp: _Stamp | str = "never"
         while True:
             stamp = await asyncio.to_thread(file_stamp, self.path)
             if stamp != read_stamp:
                 newest = await asyncio.to_thread(self._load, finding)
-                # If the file was written during the read, it may have been read in part. Then the next check reads it again.
+                # If the file was written during the read, the content may be incomplete. The next check then reads it again.
                 if stamp == await asyncio.to_thread(file_stamp, self.path):
                     read_stamp, finding = stamp, newest
                     yield finding
@@ -86,7 +86,7 @@ class FileProvider(Struct, frozen=True):
 
 
 def file_stamp(path: Path) -> _Stamp:
-    """Return a value for the content of a file, which differs after each change and each replacement."""
+    """Return a value that changes when the file is changed or replaced."""
     try:
         status = path.stat()
     except OSError:
@@ -97,7 +97,7 @@ def file_stamp(path: Path) -> _Stamp:
 def read_sources(path: Path, *, only_sources: bool = True, max_bytes: int = MAX_FILE_BYTES) -> list[SourceTable]:
     """Return the tables of a file.
 
-    Raises an `ExceptionGroup` of `ConfigError`: one for each invalid table, or one for the file.
+    Raises an `ExceptionGroup` with one `ConfigError` for each invalid table, or with one for the whole file.
     """
     try:
         raw = _read(path, only_sources=only_sources, max_bytes=max_bytes)

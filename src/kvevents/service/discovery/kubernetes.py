@@ -4,11 +4,11 @@
 |---|---|
 | was Ready once | followed |
 | no longer Ready | followed, since its cache still exists; gets no requests while another engine can take them |
-| has a deletion timestamp | drains: no answer names it any more |
+| has a deletion timestamp | drains: answers no longer name it |
 | failed (evicted, out of memory) | gone, with a fault until the pod is deleted |
 | deleted | gone |
 
-Each namespace has one watch of pods, and one watch of pools if pools are named, whatever the number of engines.
+Independent of the number of engines, each namespace has one watch of pods, and one watch of pools if pools are configured.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from kvevents.service.discovery.provider import Finding
 from kvevents.service.settings import KubernetesSettings
 
 SETTLE_SECONDS: Final = 0.1
-"""Pause after a finding, so that the changes of a rollout are reported together."""
+"""Pause in seconds after a finding, so that the changes of a rollout are reported together."""
 MAX_FAULTS: Final = 16
-"""Maximum number of pods with a fault that are reported one by one."""
+"""Maximum number of faults of pods that are reported one by one; further pods are only counted."""
 
 
 class _Reading(NamedTuple):
-    """What was read from one version of a pod."""
+    """The facts that were read from one version of a pod."""
 
     pod: Pod
     pool: InferencePool | None = None
     engine: PodEngine | None = None
     was_ready: bool = False
-    """Whether the pod was Ready once, so that its engine is followed."""
+    """Whether the pod has ever been Ready. If so, its engine is followed."""
     why_not_ready: str = ""
     fault: str = ""
 
@@ -94,7 +94,7 @@ class KubernetesProvider:
 
 
 class _Namespace:
-    """The pods of one namespace, and what was read from them."""
+    """The pods of one namespace, and the facts that were read from them."""
 
     def __init__(self, name: str, settings: KubernetesSettings, clock: Clock, on_change: Callable[[], None]) -> None:
         config = settings.kubeconfig
@@ -137,13 +137,13 @@ class _Namespace:
         if not pod.status.pod_ip or pod.status.phase == "Succeeded":
             return _Reading(pod, pool)
         ports = () if pool is None else pool.ports
-        # Pods of different namespaces can have the same name.
+        # Add the namespace if there are several: their pods can have the same names.
         instance = f"{metadata.name}.{self.name}" if len(self._settings.namespaces) > 1 else metadata.name
         try:
             engine = read_engine(pod, instance, self.name, ports, self._settings)
         except ConfigError as error:
             return _Reading(pod, pool, fault=str(error))
-        if before is not None and before.engine == engine:  # keep the object of the running provider, for fast comparisons
+        if before is not None and before.engine == engine:  # equal providers are compared faster if they are the same object
             engine = before.engine
         return _Reading(pod, pool, engine, was_ready, reason)
 

@@ -1,10 +1,10 @@
-"""The objects of one kind in one namespace of a Kubernetes API server: list, then watch.
+"""Follows the objects of one kind in one namespace of a Kubernetes API server: it lists them, and then watches for changes.
 
-The watch begins at the version of the list, so it contains every change since, deletions included. When a watch ends, the next
+The watch begins at the version of the list, so it contains every later change, including deletions. When a watch ends, the next
 one begins at the last version that the former watch received. Bookmarks keep this version recent while nothing changes. When
 the server no longer has the changes since that version (status 410, after etcd is compacted), the objects are listed again, and
-those that are no longer listed are gone. So no deletion is missed, however long the server was away; until it is back the
-objects stay. The section "Efficient detection of changes" of "Kubernetes API Concepts" has the rules.
+those that are no longer listed are gone. So no deletion is missed, even if the server was away for long. While the server is
+away, the objects stay. The section "Efficient detection of changes" of "Kubernetes API Concepts" has the rules.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from kvevents.settings import build_decoder_now
 log = logging.getLogger(__name__)
 
 PAGE_SIZE: Final = 500
-"""Number of objects in one answer to a list request, as kubectl requests them."""
+"""Maximum number of objects in one answer to a list request; the same as in kubectl."""
 WATCH_SECONDS: Final = 300
-"""Time after which the server ends a watch, so that connections move to other servers; client-go takes 5 to 10 minutes."""
+"""Seconds after which the server ends a watch, so that connections move to other servers; client-go uses 5 to 10 minutes."""
 SILENCE_SECONDS: Final = 12.0
-"""Time without data after which a watch begins again, and time without an answer after which the server counts as away. Without
-it a stopped server would look like one without changes, since bookmarks come only about every minute."""
+"""Seconds without data after which a watch begins again, and seconds without an answer after which the server counts as away. A
+stopped server would otherwise look like a server without changes: bookmarks come only about once a minute."""
 CONNECT_SECONDS: Final = 10.0
-"""Longest time to connect for a watch."""
+"""Maximum number of seconds to connect for a watch."""
 LIST_SECONDS: Final = 30.0
-"""Longest time of a list request."""
+"""Maximum number of seconds for a list request."""
 STEADY_SECONDS: Final = 5.0
-"""Minimum duration of a watch after which the next one begins without a pause."""
+"""Duration in seconds from which a watch counts as normal, so that the next watch begins without a pause."""
 MAX_PAUSE_SECONDS: Final = 5.0
-"""Longest pause between two attempts. Within this time changes are followed again after the server is back."""
+"""Maximum pause in seconds between two attempts to reach the server."""
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _IN_CLUSTER: Final = "KUBERNETES_SERVICE_HOST"
 
@@ -59,7 +59,7 @@ class Metadata(Struct, frozen=True, rename="camel"):
 
 @build_decoder_now
 class KubernetesObject(Struct, frozen=True):
-    """What all objects have. A kind adds the fields to read."""
+    """The fields that objects of all kinds have. Each kind adds the fields to read."""
 
     metadata: Metadata = Metadata()
 
@@ -92,7 +92,7 @@ class ApiServerError(ExternalError):
 
 
 class _ExpiredError(ApiServerError):
-    """The server no longer has the changes since a version, or the further pages of a list."""
+    """Raised if the server no longer has the changes since a version, or the further pages of a list."""
 
 
 T = TypeVar("T", bound=KubernetesObject)
@@ -100,13 +100,13 @@ T = TypeVar("T", bound=KubernetesObject)
 
 @dataclass(frozen=True, slots=True)
 class ObjectKind(Generic[T]):
-    """A kind of objects."""
+    """A kind of Kubernetes objects."""
 
     plural: str
-    """Its name in paths, such as `pods`."""
+    """Name of the kind in paths, such as `pods`."""
     struct: type[T]
     group: str = ""
-    """Its API group; empty for the core group."""
+    """API group of the kind; empty for the core group."""
 
     def request(self, api: Any, namespace: str, **parameters: Any) -> Any:
         """Return an awaitable that sends a list or watch request. The caller reads the response."""
@@ -128,14 +128,14 @@ async def connect(kubeconfig: str | None) -> AsyncGenerator[Any, None]:
         config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     else:
         await config.load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)
-    # Python 3.13 demands fields that the certificates of some clusters lack; kubectl does not check them.
+    # Python 3.13 rejects certificates without some fields, which some clusters use and kubectl accepts.
     configuration.disable_strict_ssl_verification = True
     async with client.ApiClient(configuration) as api:
         yield api
 
 
 def own_namespace(kubeconfig: str | None) -> str:
-    """Return the namespace of the pod, or of the kubeconfig's context; `default` if neither names one."""
+    """Return the namespace of this pod, or that of the kubeconfig's context; `default` if neither names one."""
     from kubernetes_asyncio import config  # noqa: PLC0415
 
     try:
@@ -229,7 +229,7 @@ class ObjectWatch(Generic[T]):
         self._on_change()
 
     async def _watch(self, api: Any) -> bool:
-        """Apply changes until the server ends the watch or is silent. Return whether any event arrived."""
+        """Apply changes until the server ends the watch or becomes silent. Return whether any event arrived."""
         from aiohttp import ClientTimeout, SocketTimeoutError  # noqa: PLC0415
 
         request = self._kind.request(
@@ -249,7 +249,7 @@ class ObjectWatch(Generic[T]):
             if self.fault is not None:
                 self.fault = None
                 self._on_change()
-            with suppress(SocketTimeoutError):  # the next watch finds out whether the server answers
+            with suppress(SocketTimeoutError):  # the next watch shows whether the server answers
                 while (line := await response.content.readline()).endswith(b"\n"):
                     self._apply(msgspec.json.decode(line, type=_Event))
                     has_events = True
@@ -260,7 +260,7 @@ class ObjectWatch(Generic[T]):
             _check(msgspec.json.decode(event.object, type=_Status).code, event.object)
         metadata = msgspec.json.decode(event.object, type=KubernetesObject).metadata
         self._version = metadata.resource_version
-        if event.type == "BOOKMARK":  # it has a version and no other values
+        if event.type == "BOOKMARK":  # a bookmark only has a version
             return
         if event.type == "DELETED":
             self.objects.pop(metadata.name, None)
@@ -269,7 +269,7 @@ class ObjectWatch(Generic[T]):
         self._on_change()
 
     def _put(self, raw: Raw) -> None:
-        """Store an object. An object of an unexpected shape counts as deleted, so that it does not end the watch."""
+        """Store an object. An object that cannot be decoded counts as deleted, so that it does not end the watch."""
         try:
             decoded = self._decoder.decode(raw)
         except msgspec.ValidationError as error:

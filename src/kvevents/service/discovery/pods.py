@@ -1,8 +1,8 @@
-"""What a pod declares about its engine by labels, annotations and ports, in the conventions of projects that deploy engines.
+"""Reads what a pod declares about its engine by labels, annotations and ports, in the conventions of deployment projects.
 
 Keys of kvevents begin with `kvevents/` and can be annotations or labels: `model`, `tenant`, `group`, `role`, `zone`,
-`http-port`, `events-port`, `replay-port`, `ranks`, `stores-only` and `drafts`. If a key is missing, the table `CONVENTIONS`
-applies, and then the names of container ports. Values that the engine itself reports over HTTP take precedence (`Declaration`).
+`http-port`, `events-port`, `replay-port`, `ranks`, `stores-only` and `drafts`. If a pod lacks a key, the table `CONVENTIONS`
+applies, then the names of container ports. Values that the engine itself reports over HTTP take precedence (`Declaration`).
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = "kvevents/"
 _ZONE: Final = "topology.kubernetes.io/zone"
-"""Kubernetes copies this label from nodes to pods from 1.35 on, and from 1.33 on with `PodTopologyLabelsAdmission`."""
+"""Label for the zone. Kubernetes copies it from nodes to pods from 1.35 on, from 1.33 with `PodTopologyLabelsAdmission`."""
 _ROLES: Final = frozenset({"encode", "prefill", "decode", "both"})
-"""Parts of the roles that conventions name, such as llm-d's `prefill-decode`. Dynamo also has workers without a role."""
+"""Parts of known roles, which are joined by hyphens, as in llm-d's `prefill-decode`. Dynamo also has workers without a role."""
 _HTTP_PORTS: Final = ("http", "api", "container-port", "modelserver", "vllm", "sglang", "serve")
-"""Names of container ports with an engine's HTTP server. If no port has one of them, the first port of unknown name is used."""
+"""Names of the container port of an HTTP server. If no port has such a name, the first port with an unknown name is used."""
 _EVENTS_PORTS: Final = ("kv-events", "kv-event", "zmq-kv")
 _REPLAY_PORTS: Final = ("kv-replay", "kv-events-replay")
 _RELAY: Final = "kvevents-relay"
-"""Beginning of the names of containers that relay the engine's events. Their ports have the same names as an engine's."""
+"""Prefix of the names of containers that relay the engine's events. Their ports have the same names as those of engines."""
 
 
 class Convention(NamedTuple):
@@ -42,30 +42,30 @@ class Convention(NamedTuple):
 
     project: str
     mark: str
-    """Beginning of a label that pods of this project have."""
+    """Prefix of a label that all pods of this project have."""
     model: str
     """Label or annotation with the model."""
     names_model: bool = False
-    """Whether the engine serves exactly this name; otherwise it can be a nickname."""
+    """Whether the engine serves the model under exactly this name; if false, the name can be a nickname."""
     roles: tuple[str, ...] = ()
-    """Labels with the role, the most specific one first."""
+    """Labels with the role, the most specific label first."""
     http_port: str = ""
     """Label with the port of the HTTP server."""
     events_port: int | None = None
-    """Port of the events in the project's manifests; None for the port in the settings."""
+    """Port for events in the project's manifests; None if the port in the settings applies."""
     is_queried: bool = True
-    """Whether its engines have an HTTP server of vLLM or SGLang."""
+    """Whether the project's engines have an HTTP server of vLLM or SGLang."""
 
 
 CONVENTIONS: Final = (
     # AIBrix: pkg/constants/model.go, samples/quickstart/model-with-kv-events.yaml (`--served-model-name` must equal the label),
-    # pkg/plugins/gateway/algorithms/pd_disaggregation.go (`role-name`). Its ports are named kv-events and kv-replay.
+    # pkg/plugins/gateway/algorithms/pd_disaggregation.go (`role-name`). AIBrix names the ports kv-events and kv-replay.
     Convention("AIBrix", "model.aibrix.ai/", "model.aibrix.ai/name", True, ("role-name",), "model.aibrix.ai/port", 5557),
     # llm-d: guides/precise-prefix-cache-routing/modelserver/gpu/vllm/base (5556, label llm-d.ai/model: Qwen3-32B for the served
-    # Qwen/Qwen3-32B), llm-d-router pkg/plugins/filter (llm-d.ai/role: prefill, decode, both). Its port is named kv-events.
+    # Qwen/Qwen3-32B), llm-d-router pkg/plugins/filter (llm-d.ai/role: prefill, decode, both). The port is named kv-events.
     Convention("llm-d", "llm-d.ai/", "llm-d.ai/model", roles=("llm-d.ai/role",), events_port=5556),
     # Dynamo: deploy/operator/internal/consts/consts.go, internal/dynamo (the model is an annotation, since it can have a
-    # slash), internal/gms (DYN_VLLM_KV_EVENT_PORT from 20080 on). Its workers take requests over its own runtime.
+    # slash), internal/gms (DYN_VLLM_KV_EVENT_PORT from 20080 on). Dynamo's workers take requests over Dynamo's runtime.
     Convention(
         "Dynamo", "nvidia.com/dynamo-", "nvidia.com/dynamo-base-model", True,
         ("nvidia.com/dynamo-sub-component-type", "nvidia.com/dynamo-component-type"), events_port=20_080, is_queried=False,
@@ -75,7 +75,7 @@ CONVENTIONS: Final = (
     # SGLang: docker/k8s-sglang-service.yaml (model, containerPort 30000), the gateway's --prefill-selector (component=prefill).
     Convention("SGLang", "", "model", roles=("component",)),
 )  # fmt: skip
-"""For each pod the first row whose mark the pod has; the last row is for all other pods."""
+"""The first row whose mark a pod has applies to the pod; the last row is for all other pods."""
 
 
 class _Port(Struct, frozen=True, rename="camel"):
@@ -108,7 +108,7 @@ class _Reason(Struct, frozen=True):
 class _ContainerStatus(Struct, frozen=True):
     name: str
     state: dict[str, _Reason] = {}
-    """By `running`, `waiting` or `terminated`."""
+    """The container's state; the key is `running`, `waiting` or `terminated`."""
 
 
 class _PodStatus(Struct, frozen=True, rename="camel"):
@@ -138,7 +138,7 @@ class Pod(KubernetesObject, frozen=True):
 
     @property
     def failure(self) -> str:
-        """Why the pod has failed; empty unless it has."""
+        """Why the pod has failed; empty if it has not failed."""
         if self.status.phase != "Failed":
             return ""
         reasons = [self.status.reason, self.status.message, *self._container_reasons]
@@ -158,26 +158,26 @@ class Pod(KubernetesObject, frozen=True):
 
     @property
     def relays(self) -> list[_Container]:
-        """The relays of kvevents beside the engine, one for each rank."""
+        """The containers with kvevents relays beside the engine, one for each rank."""
         containers = [*self.spec.init_containers, *self.spec.containers]
         return [container for container in containers if container.name.startswith(_RELAY)]
 
 
 class _PoolSpec(Struct, frozen=True, rename="camel"):
     selector: dict[str, dict[str, str]] = {}
-    """The labels, under the key `matchLabels`."""
+    """The labels that select pods, under the key `matchLabels`."""
     target_ports: list[dict[str, int]] = []
-    """One map for each port, which is under the key `number`."""
+    """One map for each port, with the port under the key `number`."""
 
 
 @build_decoder_now
 class InferencePool(KubernetesObject, frozen=True):
-    """An `InferencePool` of the Gateway API Inference Extension, v1: the labels of its pods, and their ports."""
+    """An `InferencePool` of the Gateway API Inference Extension, v1: the labels and the ports of its pods."""
 
     spec: _PoolSpec = _PoolSpec()
 
     def selects(self, labels: Mapping[str, str]) -> bool:
-        """Whether a pod with these labels belongs to the pool. A pool without labels has no pods, rather than all pods."""
+        """Whether a pod with these labels belongs to the pool. If the selector is empty, no pod belongs to the pool."""
         selector = self.spec.selector.get("matchLabels", {})
         return bool(selector) and selector.items() <= labels.items()
 
@@ -192,7 +192,7 @@ POOLS: Final = ObjectKind("inferencepools", InferencePool, "inference.networking
 
 
 class PodEngine(NamedTuple):
-    """The engine of a pod: the providers that query it, or its ranks if it cannot be queried."""
+    """The engine of a pod: providers that query the engine, or registrations of its ranks if it cannot be queried."""
 
     source: str
     """Name of the engine's streams."""
@@ -229,7 +229,7 @@ def read_engine(pod: Pod, instance: str, namespace: str, ports: Sequence[int], s
 
 
 class _Facts:
-    """The values that labels, annotations and ports of a pod have."""
+    """The values in the labels, annotations and ports of a pod."""
 
     def __init__(self, pod: Pod, convention: Convention) -> None:
         self._pod = pod
@@ -241,11 +241,11 @@ class _Facts:
         }
 
     def text(self, name: str, *others: str) -> str:
-        """Return the value of `kvevents/NAME`, or of the first one of the other keys that the pod has; empty without any."""
+        """Return the value of `kvevents/NAME`, or of the first of the keys `others` that the pod has; empty if it has none."""
         return self._own.get(name) or next((value for key in others if (value := self._value(key))), "")
 
     def texts(self, name: str) -> list[str]:
-        """Return the parts of a value, separated by commas. Labels cannot contain commas."""
+        """Return the comma-separated parts of a value. Only annotations can contain commas."""
         return [part for text in self.text(name).split(",") if (part := text.strip())]
 
     @property
@@ -273,7 +273,7 @@ class _Facts:
 
     @property
     def role(self) -> str:
-        """The role, such as `prefill` or `decode`; empty without one."""
+        """The role of the engine, such as `prefill` or `decode`; empty if the pod declares no role."""
         values = map(self._value, self._convention.roles)
         return self.text("role") or next((value for value in values if _ROLES.issuperset(value.split("-"))), "")
 

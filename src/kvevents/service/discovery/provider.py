@@ -1,4 +1,4 @@
-"""What discovery providers have in common: their interface, and the settings of the engines that they find.
+"""The common interface of discovery providers, and the settings of the engines that they find.
 
 A provider is one way to find engines. To add one, write a module with a class that has a name and a `watch()` that yields
 findings. A finding contains registrations (`Template.registrations` makes those of all ranks of an engine). It can also contain
@@ -25,7 +25,7 @@ from kvevents.settings import Range, build_decoder_now, convert
 
 
 class Finding(Struct, frozen=True):
-    """All that one provider knows now. Registrations that are in no newer finding of the provider are removed."""
+    """All that one provider knows at a time. Registrations that are not in the provider's newest finding are removed."""
 
     registrations: tuple[Registration, ...] = ()
     faults: tuple[str, ...] = ()
@@ -33,10 +33,10 @@ class Finding(Struct, frozen=True):
     providers: tuple[Provider, ...] = ()
     """Further providers, such as engines to query. A provider runs for as long as the newest finding contains an equal one."""
     adapters: tuple[tuple[Scope, str | None], ...] = ()
-    """LoRA adapters that requests can name as their model. Each has the engine's scope, with the name of the adapter as `lora`,
-    and the path of its weights, or None if the engine does not list the path."""
+    """LoRA adapters that requests can name as their model. Each consists of the engine's scope with the adapter's name as
+    `lora`, and the path of the adapter's weights (None if the engine does not list the path)."""
     unready: tuple[tuple[str, str], ...] = ()
-    """Names of sources that should get no requests, each with the reason."""
+    """Pairs of the name of a source that should get no requests, and the reason."""
 
 
 class Provider(Protocol):
@@ -50,8 +50,8 @@ class Provider(Protocol):
     def watch(self) -> AsyncGenerator[Finding, None]:
         """Yield the first finding, and another one after each change, until the generator is closed or its task is cancelled.
 
-        It does not raise for failures outside this process. Such failures are faults of a finding, which keeps the
-        registrations that the provider knew before. If the generator ends, its last finding stays valid.
+        The generator does not raise for failures outside of this process. Such failures become faults of a finding that keeps
+        the registrations that the provider knew before. If the generator ends, its last finding stays valid.
         """
         ...
 
@@ -71,7 +71,7 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 
 class RankEndpoint(Struct, frozen=True):
-    """The endpoints of one rank, and what the engine says about its events."""
+    """The endpoints of one rank, and what the engine reports about the rank's events."""
 
     rank: int
     endpoint: str
@@ -82,7 +82,7 @@ class RankEndpoint(Struct, frozen=True):
     replay_is_proven: bool = False
     """Whether the engine itself has named both endpoints."""
     url: str | None = None
-    """Where the engine takes requests."""
+    """URL at which the engine takes requests."""
 
 
 def bracket_host(host: str) -> str:
@@ -144,7 +144,7 @@ class BaseUrl(Struct, frozen=True):
     """An address or a name; an IPv6 address has no brackets."""
     port: int
     path: str = ""
-    """Path before the path of each request, without a slash at its end."""
+    """Path prefix of all requests, without a slash at its end."""
     query: str = ""
 
     @classmethod
@@ -200,12 +200,12 @@ class BaseUrl(Struct, frozen=True):
 
 
 class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of an engine except its address. All addresses of one DNS name share one template."""
+    """Settings of an engine without its address. All engines behind one DNS name share one template."""
 
     ranks: Annotated[int, Range(1, MAX_RANKS)] = 1
-    """Number of data-parallel ranks; their ports are consecutive. A queried engine must have at least this number of ranks."""
+    """Number of data-parallel ranks, which have consecutive ports. A queried engine must have at least this number of ranks."""
     rank: Annotated[int, Range()] = 0
-    """Number of the first rank."""
+    """Rank number of the first rank."""
     replay_endpoint: str | None = None
     """Replay endpoint of the first rank. A wildcard host, as in `tcp://*:5558`, means the engine's own host."""
     other_hosts: bool = False
@@ -263,12 +263,12 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
-        """Return the replay endpoint of a rank: the rank `index` after the first one, which publishes at `endpoint`."""
+        """Return the replay endpoint of a rank that publishes at `endpoint`; its number is the first rank plus `index`."""
         replay = offset_endpoint_port(self.replay_endpoint, index)
         return None if replay is None else _on_host_of(replay, endpoint)
 
     def _load_of(self, index: int, endpoint: str) -> str | None:
-        """Return where the load of a rank is read: the rank `index` after the first one, which publishes at `endpoint`."""
+        """Return the place of the load of a rank that publishes at `endpoint`; its number is the first rank plus `index`."""
         if self.load is None or self.load == NO_LOAD:
             return self.load
         load = self.load if is_load_url(self.load) else offset_endpoint_port(self.load, index) or self.load
@@ -276,18 +276,18 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 DEFAULT_TEMPLATE: Final = Template()
-"""The template of an engine of which only the address is known."""
+"""The template for an engine of which only the address is known."""
 
 
 @build_decoder_now
 class SourceTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine: its endpoint, or the URL of its HTTP server, which is queried for the endpoints.
+    """One engine, named by its endpoint, or by the URL of its HTTP server, which is queried for the endpoints.
 
-    Raises `ConfigError` if it has both or neither, or if a field is invalid.
+    Raises `ConfigError` if both or neither are set, or if a field is invalid.
     """
 
     instance: str | None = None
-    """Name of the engine for routers; by default the address of the engine."""
+    """Name of the engine for routers; default: the address of the engine."""
     endpoint: str | None = None
     """Endpoint at which the first rank publishes: `tcp://HOST:PORT`."""
     base_url: str | None = None
@@ -302,7 +302,7 @@ class SourceTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         self.static_registrations()
 
     def static_registrations(self) -> tuple[Registration, ...]:
-        """Return the registrations of all ranks; none for an engine that is queried."""
+        """Return the registrations of all ranks; empty if the engine must be queried for them."""
         if self.endpoint is None:
             return ()
         return self.registrations(self.instance or self.endpoint.removeprefix("tcp://"), self.endpoint)

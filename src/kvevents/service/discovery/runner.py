@@ -24,9 +24,9 @@ from kvevents.stream import Checkpoint
 log = logging.getLogger(__name__)
 
 RECONCILE_SECONDS: Final = 2.0
-"""Pause after which the engines found are compared with those followed even if no provider yields a new finding."""
+"""Pause in seconds between two comparisons of engines found and engines followed while no provider yields a new finding."""
 SETTLE_SECONDS: Final = 0.05
-"""Delay after a change, so that the answers of a thousand engines are reported together."""
+"""Delay in seconds after a change, so that the answers of a thousand engines are reported together."""
 
 
 # --- merging
@@ -37,9 +37,9 @@ class MergedFindings(Struct):
 
     registrations: dict[Key, Registration] = {}
     faults: dict[str, tuple[str, ...]] = {}
-    """Faults by the name of the provider; only providers that have faults."""
+    """Faults by the name of the provider. Providers without a fault are omitted."""
     waiting: tuple[str, ...] = ()
-    """Names of providers without a finding so far. Their engines are missing from the registrations."""
+    """Names of providers that have not yielded a finding yet. Their engines are missing from the registrations."""
     adapters: set[Scope] = set()
     """LoRA adapters that requests can name as their model."""
     origins: dict[Key, str] = {}
@@ -53,7 +53,7 @@ class MergedFindings(Struct):
 def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = Limits().max_sources) -> MergedFindings:
     """Merge findings, given with the names of their providers in order of decreasing precedence. A finding can be None.
 
-    If two findings name the same rank differently, the first one takes effect and the provider of the other gets a fault.
+    If two findings have different registrations of a rank, the first takes effect, and the provider of the second gets a fault.
     """
     merged = MergedFindings()
     for name, finding in findings:
@@ -92,7 +92,7 @@ def _too_many(count: int, noun: str, limit: int) -> str:
 
 
 class _Branch:
-    """A running provider, and the providers of its finding."""
+    """A running provider, and the running providers that its newest finding contains."""
 
     def __init__(self, provider: Provider) -> None:
         self.provider: Final = provider
@@ -101,7 +101,7 @@ class _Branch:
         self.task: asyncio.Task[None]
 
     def findings(self) -> Iterator[tuple[str, Finding | None]]:
-        """Yield the findings of the provider and of the providers below it, in order."""
+        """Yield the findings of this provider, and then of the providers below it."""
         yield self.provider.name, self.finding
         for child in self.children.values():
             yield from child.findings()
@@ -116,7 +116,7 @@ class _Branch:
 class ProviderRunner:
     """Runs providers, and the providers that they find, and reports all findings together after each change.
 
-    `on_change` is called in the event loop and must not block. Earlier providers take precedence over later ones.
+    `on_change` is called in the event loop and must not block. Earlier providers take precedence over later providers.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ProviderRunner:
     async def run(self) -> None:
         """Run until cancelled.
 
-        An error of a provider or of `on_change` ends all providers and is raised in an `ExceptionGroup`.
+        An error in a provider or in `on_change` ends all providers, and is raised in an `ExceptionGroup`.
         """
         async with asyncio.TaskGroup() as group:
             self._branches = [self._start(group, provider) for provider in self._providers]
@@ -175,7 +175,7 @@ class ProviderRunner:
                 self._changed.set()
 
     def _adjust_children(self, group: asyncio.TaskGroup, branch: _Branch, providers: Iterable[Provider]) -> int:
-        """Run exactly these providers below a branch, in this order. Return how many do not run because of `max_sources`."""
+        """Run exactly `providers` below a branch, in this order. Return how many are not run because of `max_sources`."""
         wanted = dict.fromkeys(providers)
         for gone in branch.children.keys() - wanted.keys():
             branch.children.pop(gone).cancel()
@@ -196,7 +196,7 @@ class ProviderRunner:
 
 
 class RegistrationTarget(Protocol):
-    """Follows the engines that discovery finds: the service's `Fleet`, or a bridge."""
+    """Interface of objects that follow the engines found by discovery: the service's `Fleet`, or a bridge."""
 
     adapters: frozenset[Scope]
     unready: Mapping[str, str]
@@ -227,16 +227,16 @@ class EngineDiscovery:
         self._runner = ProviderRunner(self._providers, self._register, max_sources=max_sources)
         self._merged = MergedFindings(waiting=tuple(provider.name for provider in self._providers))
         self._adapter_paths: dict[tuple[str, str], str] = {}
-        """The last known path of each adapter, even if the engine does not list the adapter at present."""
+        """The last known path of each adapter, including adapters that the engine does not list at present."""
         self._refused: list[str] = []
         self._logged: set[str] = set()
-        """Sentences of the faults that were logged and are not resolved."""
+        """Sentences of the faults that were logged and still exist."""
 
     async def run(self) -> None:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._runner.run())
-            while True:  # refused engines become possible: clients unregister others, and endpoints become free
+            while True:  # retry refused engines: other engines may have been unregistered, or endpoints released
                 await asyncio.sleep(RECONCILE_SECONDS)
                 self._register(self._merged)
 
@@ -273,11 +273,11 @@ class EngineDiscovery:
         return self._merged.origins.get(key)
 
     def provider_faults(self) -> list[str]:
-        """Return sentences about the faults of the configured providers, without the faults of engines that they have found."""
+        """Return sentences about the faults of the configured providers, but not of engines that these have found."""
         return [sentence for provider in self._providers for sentence in self._merged.faults.get(provider.name, ())]
 
     def faults(self) -> dict[str, list[str]]:
-        """Return sentences about all faults, by provider. Engines that cannot be followed are under the name `fleet`."""
+        """Return sentences about all faults, by provider. Those of engines that are not followed have the name `fleet`."""
         faults = {name: list(sentences) for name, sentences in self._merged.faults.items()}
         if refused := [*self._refused, *list(self._target.follow_errors.values())]:
             faults["fleet"] = refused
@@ -287,7 +287,7 @@ class EngineDiscovery:
 def build_providers(config: EngineSources, watched: Path | None) -> list[Provider]:
     """Return the providers of a configuration in order of decreasing precedence.
 
-    `watched` is a file that contains other settings beside its sources. Raises `ConfigError`.
+    `watched` is a file that also contains other settings than sources. Raises `ConfigError`.
     """
     providers: list[Provider] = []
     if watched is not None:
@@ -329,7 +329,7 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
         except ConflictError as error:
             raise ConfigError(f"{error}; {error.hint}") from error
         for name, endpoint in (("endpoint", registration.endpoint), ("replay_endpoint", registration.replay_endpoint)):
-            # Several ranks can publish at the same endpoint, each under its own topic.
+            # Several ranks can publish at one endpoint if their topics differ.
             topic = registration.topic if name == "endpoint" else ""
             other, of_other = sockets.setdefault((registration.key[0], endpoint or "", topic), (registration, name))
             if endpoint is not None and (other, of_other) != (registration, name):
