@@ -16,7 +16,7 @@ from kvevents.client.schemas import TrustStatus
 from kvevents.stream import TrustState
 
 MAX_KEPT: Final = 1_024
-"""Number of events that are kept for clients that are slow or reconnect. Of older events such clients receive the number."""
+"""Number of events that are kept for clients that are slow or reconnect. Clients receive a count of older events."""
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -42,7 +42,7 @@ class BatchesEvent(_Event, frozen=True, kw_only=True, tag="batches"):
     """Number of batches since the service began to follow the source."""
     last_seq: int
     blocks: int
-    """Blocks that the source holds now."""
+    """Number of blocks that the source holds now."""
 
 
 class SnapshotEvent(_Event, frozen=True, kw_only=True, tag="snapshot"):
@@ -63,15 +63,15 @@ StreamEvent: TypeAlias = SourceEvent | BatchesEvent | SnapshotEvent | LossEvent
 
 
 class EventBus:
-    """Numbers the events of all sources, and keeps the newest ones for the clients in the event loop."""
+    """Numbers the events of all sources, and stores the newest events for the clients in the event loop."""
 
     def __init__(self) -> None:
         self.name: Final = token_hex(4)
-        """Part of all ids, because the next process counts its events from 0 again."""
+        """Random part of all event ids, because every process counts its events from 0."""
         self._lock: Final = threading.Lock()
         self._newest: Final = deque[StreamEvent](maxlen=MAX_KEPT)
         self._count = 0
-        """Number of all events so far."""
+        """Number of events that have been published."""
         self._subscriptions: Final = set[Subscription]()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_closed = False
@@ -86,7 +86,7 @@ class EventBus:
             self._newest.append(event)
             self._count += 1
         if self._subscriptions and self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
@@ -100,9 +100,9 @@ class EventBus:
 
     @contextmanager
     def subscribe(self, last_id: str | None = None) -> Iterator[Subscription]:
-        """Return a context with a subscription to the events after the one with `last_id`. Call it in the event loop.
+        """Return a context with a subscription to the events after the event `last_id`. Call it in the event loop.
 
-        Without an id it begins with the next event, and with the id of another process with the first event of this process.
+        If there is no id, it begins with the next event. If the id is from another process, it begins with the first event.
         """
         self._loop = asyncio.get_running_loop()
         name, _, number = (last_id or "").partition("-")
@@ -117,7 +117,7 @@ class EventBus:
             self._subscriptions.discard(subscription)
 
     def read(self, position: int) -> StreamEvent | int | None:
-        """Return the event with a number; None if it is yet to come. If it is no longer kept, return how many are missing."""
+        """Return the event with the number `position`; None before its time. If it was dropped, return how many are missing."""
         with self._lock:
             first = self._count - len(self._newest)
             if position < first:
@@ -126,14 +126,14 @@ class EventBus:
 
 
 class Subscription:
-    """The events that one client has not received."""
+    """The position of one client among the events of a bus."""
 
     def __init__(self, bus: EventBus, position: int) -> None:
         self.bus: Final = bus
         self._position = position
         """Number of the next event."""
         self.has_events: Final = asyncio.Event()
-        """Set when an event arrives, and when the bus is closed."""
+        """It is set when an event arrives, and when the bus is closed."""
 
     @property
     def last_id(self) -> str:
@@ -141,7 +141,7 @@ class Subscription:
         return f"{self.bus.name}-{self._position}"
 
     async def get(self, pause: float) -> StreamEvent | int | None:
-        """Return the next event, or the number of events that this client missed; None after `pause` seconds without one."""
+        """Return the next event, or the number of events that this client missed; None if none arrives for `pause` seconds."""
         self.has_events.clear()
         event = self.bus.read(self._position)
         if event is None:

@@ -36,24 +36,24 @@ DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
 TOPIC: Final = "topic"
 """Origin of the registrations of engines that have connected and were found by their topic."""
 TRUST_SECONDS: Final = 0.1
-"""Pause between two updates of the trust of all members. A lost connection is noticed after this time at the latest."""
+"""Pause in seconds between two updates of the trust of all members; the longest delay until a lost connection is noticed."""
 LOSS_LOG_SECONDS: Final = 10.0
-"""Pause between two log lines about losses of one stream: a network that loses every other batch must not fill the disk."""
+"""Minimum seconds between two log lines about losses of one stream, so that a network with many losses cannot fill the disk."""
 REFRESH_SECONDS: Final = 0.25
-"""Pause between two refreshes of the members that received events: blocks, orphans, rejected stores."""
+"""Pause in seconds between two refreshes of the data (blocks, orphans, rejected stores) of members that received events."""
 REFRESHES_PER_ROUND: Final = 8
-"""Number of refreshes in a round, which together refresh all members once. A refresh delays queries."""
+"""Number of refreshes in a round. A round refreshes each member once. It is split because a refresh delays queries."""
 MAX_REFRESHED: Final = 64
-"""Maximum number of members without events of one refresh. With more than 512 members a round has more refreshes."""
+"""Maximum number of members without events in one refresh. If there are more than 512 members, rounds have more refreshes."""
 MAX_PEERS: Final = 64
-"""Maximum number of streams of a scope with whose mean load a new stream begins."""
+"""Maximum number of streams of the same scope from which the initial load of a new stream is averaged."""
 LISTING_HINT: Final = "`kvevents sources` or /v1/sources lists the engines"
 DRAINING: Final = "it is drained: a client of /v1/drain has excluded it from selections"
-"""Why no selection chooses a stream although it is followed."""
+"""The reason why selections exclude a drained stream, which is still followed."""
 
 
 Resume: TypeAlias = Callable[[Key], Checkpoint | None]
-"""Returns the checkpoint from which a stream resumes; None for its beginning."""
+"""Function that returns the checkpoint from which a stream resumes; None if the stream begins anew."""
 
 
 class Fleet(Listener):
@@ -62,13 +62,13 @@ class Fleet(Listener):
     adapters: frozenset[Scope] = frozenset()
     """LoRA adapters that requests may name as their model, as engines list them."""
     unready: Mapping[str, str] = {}
-    """Why some sources should get no requests although they are followed, by the names of the sources."""
+    """For each source that should get no requests although it is followed, by its name, the reason."""
     is_discovery_complete: bool = False
     """Whether every provider has answered, and none has a fault."""
     failure: str | None = None
     """The error that ended the follower; None while it runs."""
     _registration_of: Callable[[str], Registration]
-    """Returns the registration of the engine with a topic. Only set if engines can connect."""
+    """Function that returns the registration for an engine's topic. It is only set if engines can connect to the service."""
 
     def __init__(
         self,
@@ -86,17 +86,17 @@ class Fleet(Listener):
         self.members: dict[Key, Member] = {}
         """The registered members."""
         self.workers: dict[Key, Member] = {}
-        """The members, and further ranks that their streams carry."""
+        """The members, and the further ranks that the members' streams carry."""
         self._engines: dict[str, dict[Key, Member]] = {}
         """The workers by the names of their sources."""
         self._endpoints: dict[str, dict[Key, Member]] = {}
         """The members by their endpoints."""
         self.drained: dict[Key, Member] = {}
-        """The drained members, including members of discovery that are not followed at present."""
+        """The drained members, including members found by discovery that are not followed at present."""
         self.counts: dict[tuple[str, str], int] = {}
-        """Rejected events by dialect and reason, for `kvevents_rejected_events`."""
+        """Number of rejected events by dialect and reason, for `kvevents_rejected_events`."""
         self.follow_errors: dict[Key, str] = {}
-        """Why engines of discovery are not followed, such as an endpoint that cannot be bound."""
+        """Why engines that discovery found are not followed, for example because an endpoint cannot be bound."""
         self._max_sources = max_sources
         self._hide_stale_seconds = hide_stale_seconds
         self.curve = curve
@@ -104,28 +104,28 @@ class Fleet(Listener):
         self._clock = clock
         self._lock = threading.Lock()
         self.revision: Final = Revision()
-        """Changes with each change of members that is visible in answers."""
+        """The number changes after each change of members that is visible in answers."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when the revision might have changed."""
         self._published_batches: dict[Key, int] = {}
         self.scopes = Scopes()
         self.why_incomplete: Callable[[], str] = str
-        """Returns why engines of any model may be missing; empty if all are known."""
+        """Returns why engines may be missing, of whatever model; returns an empty text if all engines are known."""
         self._changed_members: set[Key] = set()
         """Members that received events since the last refresh."""
         self._reported_members: set[Key] = set()
-        """Members whose subscriber has reported another trust since the last update of all that are outdated."""
+        """Members for which the subscriber has reported another trust since the last update of all outdated members."""
         self._pending_refresh: list[Key] = []
-        """Members that must still be refreshed in the current round over all members."""
+        """Members that the current round, which refreshes all members, has not refreshed yet."""
         self._refresh_due = self._trust_due = 0.0
         self.loads: Final = LoadFollower(load, max_reservations)
         self.topic_faults: dict[str, str] = {}
-        """Why some engines that have connected are not followed, by the topics of the engines."""
+        """For each engine that has connected but is not followed, by its topic, the reason."""
         sink = IndexSink(index, self)
         self.follower = Follower(Subscriber(decode=False, sink=sink, on_found=self._on_found), sink)
 
     def replace_index(self, follower: Follower, index: PrefixIndex) -> Follower:
-        """Answer from another index, to which `follower` writes. Return the previous follower, which the caller must stop.
+        """Use another index for answers, to which `follower` writes. Return the previous follower, which the caller must stop.
 
         The registrations stay. The streams of both indexes must have the same names.
         """
@@ -175,7 +175,7 @@ class Fleet(Listener):
         return list(self._endpoints.get(endpoint, {}).values())
 
     def follow_topics(self, finder: Source, registration_of: Callable[[str], Registration]) -> Future[None]:
-        """Register the engines that connect to the endpoint of `finder`, as `registration_of` returns them for their topics.
+        """Register the engines that connect to the endpoint of `finder`; `registration_of` returns registrations for topics.
 
         The future raises `EndpointError` if the endpoint cannot be bound.
         """
@@ -183,7 +183,7 @@ class Fleet(Listener):
         return self.follower.submit(lambda: self.follower.subscriber.add(finder))
 
     def _on_found(self, found: Source) -> Source | None:
-        """Register an engine that was found by its topic, in the follower's thread. Return None if that is impossible."""
+        """Register an engine that was found by its topic, in the follower's thread. Return None if that fails."""
         try:
             member = self._add(self._registration_of(found.topic), TOPIC)
         except (ConfigError, ServiceError) as error:
@@ -196,7 +196,7 @@ class Fleet(Listener):
         return self._prepare(member, None)
 
     def _end_topics(self) -> None:
-        """Unregister engines that were found by their topic and have long had no connection, and retry refused ones."""
+        """Unregister engines that were found by their topic and have long been disconnected. Retry refused engines."""
         for member in [member for member in list(self.members.values()) if member.origin == TOPIC and member.is_hidden]:
             if self.follower.subscriber.trust(*member.registration.key) == Trust.STALE:
                 log.info("%s: its topic has had no connection for long", member.registration.label)
@@ -258,7 +258,7 @@ class Fleet(Listener):
         return member
 
     def set_draining(self, key: Key, *, is_draining: bool) -> Future[None]:
-        """Exclude a stream, which is still followed, from selections, or end that. Answers show it when the future is done.
+        """Exclude a stream, which stays followed, from selections, or include it again. The future ends after the change.
 
         Raises `NotFoundError`.
         """
@@ -271,12 +271,12 @@ class Fleet(Listener):
 
     def _refuse(self, member: Member, error: BaseException) -> None:
         sentence = f"cannot follow {member.registration.label}: {error}"
-        if self.follow_errors.get(member.registration.key) != sentence:  # discovery retries every few seconds
+        if self.follow_errors.get(member.registration.key) != sentence:  # discovery retries all the time
             log.error("%s", sentence)
         with self._lock:
             if self.members.get(member.registration.key) is member:
                 self._drop(member)
-            if member.origin != HTTP:  # clients receive the error in their answer
+            if member.origin != HTTP:  # a client receives the error in the answer
                 self.follow_errors[member.registration.key] = sentence
 
     def _drop(self, member: Member) -> None:
@@ -287,10 +287,10 @@ class Fleet(Listener):
         del members[member.registration.key]
         if not members:
             del self._endpoints[member.registration.endpoint]
-        if member.origin in {HTTP, TOPIC}:  # for other origins discovery might find it again
+        if member.origin in {HTTP, TOPIC}:  # an engine of another origin might be found again
             self.drained.pop(member.registration.key, None)
         self._collect_workers(member.registration.key[0])
-        self.on_change()  # before its blocks are removed: otherwise an answer could show it as EXACT without blocks
+        self.on_change()  # before its blocks are removed, so that no answer shows it as EXACT without blocks
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
@@ -298,7 +298,7 @@ class Fleet(Listener):
         self.loads.leave((name, rank))
         with suppress(LookupError):
             self.follower.subscriber.trust(name, rank)
-            return 0  # a stream of a log has joined again in the meantime
+            return 0  # a stream of a log has joined again before this task ran
         blocks = self.index.remove_worker((name, rank))
         if not self.members_of(name):
             self.index.set_model(name, None)
@@ -307,7 +307,7 @@ class Fleet(Listener):
         return blocks
 
     def replace_registrations(self, origin: str, registrations: Iterable[Registration], resume: Resume) -> list[str]:
-        """Make `registrations` the only ones of `origin`. Return sentences about the registrations that failed.
+        """Replace all registrations of `origin` by `registrations`. Return sentences about the registrations that failed.
 
         A client's registration that is equal to one of them becomes a registration of `origin`.
         """
@@ -344,7 +344,7 @@ class Fleet(Listener):
     # --- answers
 
     def why_unanswered(self, scope: Scope) -> ServiceError:
-        """Return why a recent routing table has no worker of a scope. A worker may have been added since."""
+        """Return the error for a scope of which a recent routing table has no worker, even if a worker was added since then."""
         if self.failure is not None:
             return UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
         if reason := self.why_incomplete():
@@ -354,7 +354,7 @@ class Fleet(Listener):
     # --- callbacks of the follower
 
     def on_received(self, keys: Iterable[Key]) -> None:
-        """Lower the trust in these streams if their deliveries require it, before the index contains the deliveries."""
+        """Lower the trust in the streams `keys` if their deliveries require it, before the index contains the deliveries."""
         for key in keys:
             member = self.members.get(key)
             if member is None or member.trust != Trust.EXACT:
@@ -421,11 +421,11 @@ class Fleet(Listener):
             self.counts[dialect, rejection.reason] = self.counts.get((dialect, rejection.reason), 0) + rejection.count
 
     def on_tasks_done(self) -> None:
-        """Publish the members that submitted tasks added or removed, all at once and before the futures are done."""
+        """Publish all members that submitted tasks have added or removed at once, before the futures are done."""
         self.on_change()
 
     def on_tick(self) -> None:
-        """Update trust and refresh members if that is due. Called about every `TICK_SECONDS`."""
+        """Update trust and refresh members if their times have come. Called about every `TICK_SECONDS`."""
         now, instant = self._clock(), time.monotonic()
         if instant >= self._refresh_due:
             self._refresh_due = instant + REFRESH_SECONDS
@@ -444,7 +444,7 @@ class Fleet(Listener):
         self.on_change()
 
     def on_failure(self, error: BaseException) -> None:
-        """Mark all members as STALE: the follower's thread has ended with an error."""
+        """Mark all members as STALE, because the follower's thread has ended with an error."""
         self.failure = f"{type(error).__name__}: {error}"
         trust = Trust.STALE.with_reason(f"the service no longer follows engines: {self.failure}")
         for member in list(self.workers.values()):
@@ -469,7 +469,7 @@ class Fleet(Listener):
             if (report := (trust.name, trust.reason, trust.attested)) != member.report:
                 self._reported_members.add(registration.key)
                 member.report = report
-                member.status = self.follower.subscriber.status(*registration.key)  # with the reasons for this trust
+                member.status = self.follower.subscriber.status(*registration.key)  # has the reasons for this trust
         except LookupError:  # its order is on its way
             return
         codes, why_not_ready = member.trust_status.reason_codes, self._why_not_ready(registration.key, member)
@@ -481,7 +481,7 @@ class Fleet(Listener):
                 worker.update_trust(trust, now)
             if worker.update_reach(why_not_ready):
                 log.warning("%s: %s", worker.registration.label, worker.why_unreachable or "it can be reached again")
-        self.on_change()  # one by one: listings must not be newer than the routing table for long
+        self.on_change()  # called for each member, since listings must not be newer than the routing table for long
         if former is not None:
             self._changed_members.add(registration.key)
             is_wrong = trust in {Trust.DEGRADED, Trust.STALE} and not member.is_caught_up
@@ -523,7 +523,7 @@ class Fleet(Listener):
             self._announce(BatchesEvent, member, now, **fields)
 
     def _refresh_carried(self, member: Member, status: StreamStatus, info: WorkerInfo | None, hidden_before: float) -> None:
-        """Refresh the further ranks that a member's stream carries, and add or remove them if they have changed."""
+        """Refresh the further ranks that a member's stream carries; add new ranks, and remove ranks that are gone."""
         name, _ = member.registration.key
         ranks = [] if info is None else [rank for rank in info.carried_ranks if (name, rank) not in self.members]
         carried = {worker.registration.rank: worker for worker in member.carried}
@@ -543,7 +543,7 @@ class Fleet(Listener):
             self._update_trust(member, self._clock())
 
     def _collect_workers(self, name: str, *new: Member) -> None:
-        """Update the workers of a source, which has new members or other ones of them, and record which come and go."""
+        """Update the workers of a source whose members have changed, and record which workers were added or removed."""
         members = [*self.members_of(name), *new]
         former = self._engines.pop(name, {})
         engine = {worker.registration.key: worker for member in members for worker in member.carried}

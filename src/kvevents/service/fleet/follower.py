@@ -30,17 +30,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.02
-"""Longest wait for the network. Within this time submitted tasks run, and trust and rates are updated."""
+"""Maximum seconds to wait for the network, and so until submitted tasks run and trust and rates are updated."""
 MIN_TURN_SECONDS: Final = 0.001
-"""Minimum time from the start of a turn with deliveries to the next turn. So, with hundreds of engines, one turn receives the
-batches of a dozen of them, which saves about a quarter of the CPU. An event that arrives alone is received at once (decision
-record 0015)."""
+"""Minimum seconds from the start of a turn with deliveries to the next turn. With hundreds of engines, one turn then receives
+the batches of a dozen engines, which saves about a quarter of the CPU. A single event is received at once (decision record
+0015)."""
 RATE_SECONDS: Final = 10
-"""Period over which the rate of batches is averaged."""
+"""Period in seconds over which the rate of batches is averaged."""
 
 
 class Listener:
-    """Callbacks that a follower calls in its own thread. They do nothing here; `Fleet` overrides them."""
+    """Callbacks that a follower calls in its own thread. The methods here do nothing; `Fleet` overrides them."""
 
     def on_received(self, keys: Iterable[tuple[str, int]]) -> None: ...
     def on_rejected(self, batch: RawBatch, events: tuple[Rejected, ...]) -> None: ...
@@ -51,15 +51,15 @@ class Listener:
 
 
 class IndexSink:
-    """Writes a subscriber's deliveries to the index, and calls the listener before that and for rejected events.
+    """Writes a subscriber's deliveries to the index, and calls the listener before each write and for rejected events.
 
-    It is the `Sink` of the subscriber, and returns the outcomes of batches for the subscriber's streams.
+    The object is the `Sink` of the subscriber. It returns the outcomes of batches to the subscriber's streams.
     """
 
     def __init__(self, index: PrefixIndex, listener: Listener | None = None) -> None:
         self._index: Final = index
         self.listener = listener or Listener()
-        """It may be replaced at any time."""
+        """Receives the callbacks. It may be replaced at any time."""
 
     def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> list[ApplyResult]:
         """Apply the deliveries in this order and return one outcome for each."""
@@ -72,7 +72,7 @@ class IndexSink:
 
 
 class StreamSubscriber(Protocol):
-    """The part of a `Subscriber` that a follower and a fleet use. Before it returns deliveries, it applies them to a sink."""
+    """The part of a `Subscriber` that a follower and a fleet use. It applies deliveries to a sink before it returns them."""
 
     def receive_many(self, *, timeout: float | None = None) -> Sequence[RawDelivery]: ...
     def add(self, source: Source, resume: Checkpoint | None = None) -> None: ...
@@ -97,12 +97,12 @@ class Follower(threading.Thread):
         self._per_second: deque[tuple[int, int]] = deque(maxlen=RATE_SECONDS + 1)
         self._began = int(time.monotonic())
         self.batches = 0
-        """Batches applied to the index."""
+        """Number of batches that were applied to the index."""
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in the thread between two turns. The index then contains everything received before.
+        """Run `work` in the thread, between two turns. The index then contains everything that the subscriber has received.
 
-        Before `start` and after the end of the thread, run it in the calling thread.
+        If the thread has not started or has ended, run `work` in the calling thread.
         """
         future: Future[T] = Future()
         self._tasks.append((work, future))
@@ -135,7 +135,7 @@ class Follower(threading.Thread):
             began = time.monotonic()
             if deliveries:
                 self._count(deliveries)
-            # Now the index contains all that the subscriber has received, so tasks see both of them in the same state.
+            # The index contains all that the subscriber has received, so tasks see both objects in the same state.
             self._run_tasks()
             now = time.monotonic()
             if now >= due:
@@ -189,28 +189,28 @@ _decode_items = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 
 
 def timestamp_of(payload: bytes) -> float | None:
-    """Return the engine's timestamp of an encoded batch; None if the payload is not an array that begins with one."""
+    """Return the engine's timestamp of an encoded batch; None if the payload is not an array that begins with a number."""
     try:
         first = _decode_items(payload)[0]
         return msgspec.msgpack.decode(first, type=float)
-    except (msgspec.MsgspecError, IndexError, ValueError, RecursionError):  # RecursionError: deeply nested lists
+    except (msgspec.MsgspecError, IndexError, ValueError, RecursionError):  # RecursionError is raised for deeply nested lists
         return None
 
 
 class LoadFollower:
-    """Receives the load of the ranks that report load. `follow` and `leave` are called in the follower's thread."""
+    """Receives the loads of ranks that report their load. `follow` and `leave` are called in the follower's thread."""
 
     def __init__(self, settings: LoadSettings, max_reservations: int) -> None:
         self._settings = settings
         self._subscriber: LoadSubscriber | None = None
-        """Opened for the first rank with a load or a server. A server without a load is polled under `_server_of`."""
+        """Opened for the first rank with a load or a server. A server from which no load is read is polled as `_server_of`."""
         self.requests: Final = _native.Loads(settings.max_age_seconds, max_reservations)
-        """The requests that engines report, and reservations and selections, by the name and rank of the source."""
+        """Loads by the name and rank of the source: the requests that engines report, reservations, and selections."""
 
     def follow(self, registration: Registration, curve: Curve | None) -> Callable[[], LoadReading | None]:
-        """Receive the load of a rank if its registration names a place. Return a function that returns the newest load.
+        """Receive the load of a rank if its registration has `load`. Return a function that returns the newest load.
 
-        `curve` has the keys for registrations without keys. If the endpoint cannot be used, only the load is missing.
+        `curve` has the keys for registrations without keys. If the endpoint cannot be used, the load has a fault.
         """
         name, rank = registration.key
         if registration.load is None:
@@ -224,9 +224,9 @@ class LoadFollower:
         return lambda: subscriber.reading((name, rank))
 
     def watch(self, registration: Registration) -> Callable[[], str]:
-        """Poll the server at which a rank takes requests. Return a function that returns why it no longer answers, or "".
+        """Poll the server at which a rank takes requests. Return a function that returns why the server is silent, or "".
 
-        Without a URL this is the server of the load. A server is not polled twice if the load is read from it too.
+        A rank without a URL takes requests at the server of its load. That server is polled only once for both purposes.
         """
         load, worker = registration.load or "", registration.key
         url = registration.url or load

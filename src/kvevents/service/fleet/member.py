@@ -29,16 +29,16 @@ HTTP: Final = "http"
 ENDPOINT_FAULTS: Final = frozenset(
     map(Reason, ("unresolved", "refused", "unanswered", "unreachable", "not-zeromq", "wrong-socket", "keys", "no-peer"))
 )
-"""Faults of an endpoint that make events impossible."""
+"""Faults of an endpoint with which no events can arrive."""
 CODES_OF_DEGRADED_REASONS: Final[dict[DegradedReason, Reason]] = {
     reason: Reason(reason.name.lower().replace("_", "-")) for reason in DegradedReason
 }
 _REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
-"""The reason for a state if there is no other reason."""
+"""For each state, its reason if there is no other reason."""
 _STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
 _REGISTERED: Final = ("instance", "rank", "model", "tenant", "group", "endpoint", "replay_endpoint", "url")
 _COUNTED: Final = ("replayed", "lost", "compacted", "resets", "reconnects")
-"""Fields of a registration and of counters that answers have under the same names."""
+"""Fields of a registration, and of its counters, that have the same names in answers."""
 _CONNECTING: Final = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
 
 
@@ -56,7 +56,7 @@ class Revision:
         self._next = count(1)
         self.number = 0
         self.changed_members: dict[Member, None] = {}
-        """The members that have changed, or were added or removed; a reader removes a member from here before it reads it."""
+        """The members that have changed, or were added or removed; a reader removes an entry before it reads the member."""
 
     def advance(self, member: Member) -> None:
         """Change the number. `member` is the member that has changed, or was added or removed."""
@@ -73,26 +73,26 @@ class Member(Struct, eq=False):
     since: float
     """Unix time at which the current state began."""
     revision: Revision = field(default_factory=Revision)
-    """The revision of the fleet."""
+    """The revision of the fleet, which advances if this member changes."""
     carried: tuple[Member, ...] = ()
-    """Further ranks that the stream of this rank carries. They share its trust, and are not registered themselves."""
+    """Further ranks that the stream of this rank carries. They share the rank's trust, and have no registrations."""
     is_hidden: bool = False
-    """Whether it has long had no connection. Then HTTP endpoints whose clients might ignore trust omit it."""
+    """Whether the rank has long had no connection. HTTP endpoints whose clients might ignore trust then omit the rank."""
     is_draining: bool = False
-    """Whether a client has excluded it from selections."""
+    """Whether a client has excluded the rank from selections."""
     lease: Lease | None = None
-    """The lease with which the registration ends; None for a registration without a lease."""
+    """The lease at whose end the registration ends; None if the registration has no lease."""
     trust: Trust = Trust.CONNECTING
     trust_status: TrustStatus = _CONNECTING
-    """Trust with its reasons, for answers."""
+    """The trust with its reasons, as answers contain it."""
     trust_inputs: tuple[object, ...] = ()
     """The values from which the trust was derived."""
     silence: str = ""
-    """The fault of the server that takes its requests, at the last update."""
+    """The fault, as of the last update, of the server that takes this rank's requests; empty if it has none."""
     why_not_ready: str = ""
-    """Why it should get no requests although it is followed, at the last update; empty if it should."""
+    """As of the last update, why the rank should get no requests although it is followed; empty if it should get requests."""
     report: tuple[str, str, bool] = ("", "", False)
-    """State and sentence of the subscriber's last report, and whether it was attested."""
+    """The subscriber's last report: state, reason, and whether the state was attested."""
     faults: Mapping[str, SourceFault] = {}
     """Faults of `endpoint` and `replay_endpoint` that the prober found."""
     status: StreamStatus | None = None
@@ -103,7 +103,7 @@ class Member(Struct, eq=False):
     load: Callable[[], LoadReading | None] = lambda: None
     """Returns the newest load that the rank has reported; None if no load is read."""
     silence_of_server: Callable[[], str] = str
-    """Returns why the server for requests no longer answers, if it answered before; otherwise empty."""
+    """Returns why the server for requests has stopped answering; empty if it answers, or if it has never answered."""
     why_unreachable: str = ""
     """Why no requests are routed to the rank although its stream is connected; empty if requests are routed to it."""
     evicted: int = 0
@@ -111,7 +111,7 @@ class Member(Struct, eq=False):
     index_faults: tuple[SourceFault, ...] = ()
     """Faults that the index reports about this stream."""
     log_muted_until: float = 0.0
-    """Monotonic time until which losses are not logged."""
+    """Time of the monotonic clock until which losses are not logged."""
     _was_exact: bool = False
 
     @property
@@ -120,7 +120,7 @@ class Member(Struct, eq=False):
         return self.registration.instance, self.registration.rank
 
     def is_outdated(self, why_not_ready: str) -> bool:
-        """Return whether an update of trust or reach is due although the subscriber has no other report."""
+        """Return whether trust or reach must be updated even if the subscriber's report is unchanged."""
         if self.silence != self.silence_of_server() or self.why_not_ready != why_not_ready:
             return True
         if self.trust_inputs[1:] != self._faults:
@@ -142,13 +142,13 @@ class Member(Struct, eq=False):
         if trust == Trust.EXACT and self.index_faults:
             trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.index_faults]
         if trust.attested and any(blocks for tier, blocks in self.tiers.items() if tier != "gpu"):
-            trust = replace(trust, attested=False)  # attestations cover only the GPU, but answers count all tiers
+            trust = replace(trust, attested=False)  # attestations cover only the GPU, but answers cover all tiers
         fault = self.faults.get("endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint")
         faults = [] if fault is None or trust == Trust.EXACT else [fault]
         if faults and self.status is not None and self.status.error:  # the prober's fault is more precise than `error`
             sentences = [sentence] if (sentence := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         reasons = self._reasons_of(trust, faults)
-        # Read these tiers from the registration: a replica reads its streams from a log, which does not have them.
+        # Read these tiers from the registration, because a replica reads its streams from a log, which does not contain them.
         if trust == Trust.EXACT and (inexact := self.registration.stores_only):
             reasons += (Reason.STORES_ONLY,)
             sentences.append(f"no removals are announced from {', '.join(inexact)}: what it holds there is not exact")
@@ -167,10 +167,10 @@ class Member(Struct, eq=False):
         return tuple(dict.fromkeys(reasons)) or (Reason.OTHER,)
 
     def update_reach(self, why_not_ready: str = "") -> bool:
-        """Find out whether the engine can take requests, unless `why_not_ready` says why not. Return whether that has changed.
+        """Update `why_unreachable`: why the engine cannot take requests. Return whether it has become reachable or unreachable.
 
-        A stream alone does not show that: the server for requests is another process, and a stopped process keeps its
-        connections. A stopped process has a replay endpoint that answered before and no longer does, while no event arrives.
+        A connected stream is not enough: the server for requests is another process, and a stopped process keeps its
+        connections. An engine counts as stopped if its replay endpoint has stopped answering and no event arrives.
         """
         self._was_exact |= self.trust_status.state == "EXACT"
         self.why_not_ready, self.silence = why_not_ready, self.silence_of_server()
@@ -234,12 +234,12 @@ class Member(Struct, eq=False):
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether no batch is known to be missing: it is EXACT, or lacks only a live batch to confirm its replay."""
+        """Whether no batch is known to be missing: the state is EXACT, or only a live batch must still confirm the replay."""
         return self.trust_status.state == "EXACT" or self.trust_status.reason_codes == (Reason.REPLAY_UNPROVEN,)
 
     @property
     def distance(self) -> int:
-        """Reachability, lower is better, as `kvevents.routing.weights` defines it."""
+        """Reachability as `kvevents.routing.weights` defines it; lower is better."""
         state = self.trust_status.state
         if self.why_unreachable:
             return max(DISTANCE_SILENT, distance_of(state))
@@ -248,12 +248,12 @@ class Member(Struct, eq=False):
 
     @property
     def block_sizes(self) -> list[int]:
-        """Tokens per block in its events."""
+        """Numbers of tokens per block in the rank's events."""
         return self.info.block_sizes if self.info is not None else []
 
     @property
     def expected_block_sizes(self) -> list[int]:
-        """Tokens per block in its events; as registered if no event has shown them."""
+        """Numbers of tokens per block in the rank's events; as registered if no event has shown them."""
         declared = self.registration.block_size
         return self.block_sizes or ([declared] if declared else [])
 
@@ -313,4 +313,4 @@ class Member(Struct, eq=False):
 
 
 _REASONS_OF_ESTIMATES: Final = {"set-aside": Reason.SET_ASIDE, "unknown-parents": Reason.UNKNOWN_PARENTS}
-"""The kinds of estimates that have their own code."""
+"""Codes by the kind of estimate. The other kinds share one code."""

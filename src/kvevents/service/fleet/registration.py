@@ -25,24 +25,24 @@ _SCHEMES: Final = frozenset({"http", "https", "grpc"})
 _NAMES: Final = frozenset({"instance", "endpoint", "model", "tenant", "group"})
 """Fields of a registration that must not be empty."""
 SEPARATOR: Final = "\x1f"
-"""Separates the parts of a name inside the index. No part can contain it."""
+"""Separates the parts of a name in the index. No part can contain this character."""
 
 
 Key: TypeAlias = tuple[str, int]
-"""Name of a stream in subscriber and index: source and rank."""
+"""Key of a stream in subscriber and index: the name of its source, and its rank."""
 
 
 class Scope(NamedTuple):
     """The boundary of prefix matches: one model of one tenant and routing group.
 
-    An engine that is registered with a LoRA or salt, because its events have none, has a scope of its own.
+    If an engine's events have no LoRA or salt, the engine can be registered with these, and then has a separate scope.
     """
 
     model: str
     tenant: str = DEFAULT_GROUP
     group: str = DEFAULT_GROUP
     lora: str | int | None = None
-    """Name of the LoRA, or its number for engines whose events do not have the name (vLLM before 0.14)."""
+    """Name of the LoRA, or the LoRA's number for engines whose events do not have the name (vLLM before 0.14)."""
     salt: str | None = None
 
     @property
@@ -59,43 +59,43 @@ class GroupFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Settings of one engine, or of all engines that connect to one endpoint."""
 
     model: str | None = None
-    """Name of the model; required unless the engine itself names it."""
+    """Name of the model; required unless the engine reports the name itself."""
     block_size: Annotated[int | None, Range(1, MAX_BLOCK_SIZE)] = None
-    """Tokens of a block. If the engine sends blocks of another size, it is DEGRADED."""
+    """Number of tokens in a block. If the engine sends blocks of another size, it is DEGRADED."""
     tenant: str = DEFAULT_GROUP
     """Tenant of the engine: prompts of other tenants do not match its blocks."""
     group: str = DEFAULT_GROUP
     """Routing group of the engine, which separates fleets of one model."""
     curve: Curve | None = None
-    """CURVE keys for this engine, instead of those of all engines."""
+    """CURVE keys for this engine, which replace the keys for all engines."""
     stores_only: tuple[str, ...] = ()
-    """Tiers, such as `cpu`, for which the engine announces stores but no removals. Blocks there count, but are not EXACT."""
+    """Tiers, such as `cpu`, for which the engine announces stores but no removals. Blocks on them count, but are not EXACT."""
 
 
 class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The fields of an engine, in settings and registrations, beside its name and endpoints.
+    """The fields of an engine except its name and endpoints, in settings and registrations.
 
     Raises `ConfigError` for an invalid field.
     """
 
     topic: str = ""
-    """Prefix of the topics to receive; the default receives all."""
+    """Prefix of the topics to subscribe to; by default all topics."""
     bind: bool = False
-    """Whether to listen at the endpoint, for an engine that connects."""
+    """Whether to listen at the endpoint. Use it for an engine that connects."""
     lora_name: str | None = None
     """LoRA of all events that do not name a LoRA."""
     salt: str | None = None
     """Cache salt that a query must contain to match this engine."""
     load: str | None = None
-    """Where the load is read: `tcp://HOST:PORT` at which the first rank publishes it (SGLang: --load-publish-endpoint), or
-    `http://HOST:PORT` of a server with metrics, which is polled (vLLM). A wildcard host, as in `http://*:8000`, means the
-    engine's own host. A queried engine reports the place itself. With `none` no load is read."""
+    """Address from which the load is read: `tcp://HOST:PORT` where the first rank publishes it (SGLang:
+    --load-publish-endpoint), or `http://HOST:PORT` of a server with metrics to poll (vLLM). A wildcard host, as in
+    `http://*:8000`, means the engine's own host. A queried engine reports the address itself. With `none` no load is read."""
     drafts: tuple[int, ...] | None = None
     """KV cache groups of its draft model (EAGLE, MTP); an empty list means all groups. In these groups the engine recomputes
-    the last block of a hit. None, the default, means no draft model: events do not show whether there is a draft model."""
+    the last block of a match. None, the default, means no draft model: events do not show whether there is a draft model."""
     url: str | None = None
     """URL at which the engine takes requests, such as `http://10.0.0.7:8000`; answers return it. A wildcard host, as in
-    `http://*:8000`, means the engine's own host. For a queried engine the default is its base URL."""
+    `http://*:8000`, means the engine's own host. Default for a queried engine: its base URL."""
     labels: Mapping[str, str] = {}
     """Labels by name, such as `role = "decode"`. Answers return them, and `/v1/select` filters by them."""
 
@@ -112,12 +112,12 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
 
 @build_decoder_now
 class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One data-parallel rank of one engine, and the scope of prompts that can match it. Its load and URL have no wildcard."""
+    """One data-parallel rank of one engine, and the scope of prompts that can match it. `load` and `url` have no wildcard."""
 
     instance: str
-    """Name of the engine, as routers know it."""
+    """Name of the engine, as routers use it."""
     endpoint: str
-    """Endpoint at which it publishes: `tcp://HOST:PORT`."""
+    """Endpoint at which the rank publishes: `tcp://HOST:PORT`."""
     model: str  # pyright: ignore[reportGeneralTypeIssues]  # required here; all fields are given by name
     rank: Annotated[int, Range(0, (1 << 32) - 1)] = 0
     replay_endpoint: str | None = None
@@ -139,12 +139,12 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def key(self) -> Key:
-        """Name in subscriber and index. If two tenants use the same instance name, these are two streams."""
+        """Name of the stream in subscriber and index. Two tenants that use the same instance name have two streams."""
         return source_name(self.tenant, self.group, self.instance), self.rank
 
     @property
     def scope(self) -> Scope:
-        """The scope of the prompts that can match it."""
+        """The scope of the prompts that can match this rank."""
         return Scope(self.model, self.tenant, self.group, self.lora_name, self.salt)
 
     @property
@@ -155,9 +155,9 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
     def differences(self, other: "Registration") -> list[str]:
         """Return the names of the fields in which another registration of this rank differs.
 
-        Whether the engine itself named the endpoints makes no difference.
+        `replay_is_proven` is not compared.
         """
-        if self == other:  # the usual case, in a tenth of the time
+        if self == other:  # compares the usual case in a tenth of the time
             return []
         names = (name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name))
         return sorted(name for name in names if name != "replay_is_proven")
@@ -183,13 +183,13 @@ def source_name(tenant: str, group: str, instance: str) -> str:
 
 
 class Lease(NamedTuple):
-    """The time at which a registration ends unless it is renewed."""
+    """The time at which a registration ends unless the client renews it."""
 
     seconds: int
     ends: float
-    """Time of the monotonic clock."""
+    """The time on the monotonic clock."""
     expires_at: float
-    """Unix time, for answers."""
+    """The same time as Unix time, for answers."""
 
     @classmethod
     def of(cls, seconds: int | None) -> "Lease | None":
