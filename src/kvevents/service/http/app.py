@@ -1,7 +1,7 @@
 """The control plane's part of the HTTP server: it handles requests that the data plane forwards, by the table of endpoints.
 
 It uses no framework: dispatch is a dictionary lookup, and errors are a few lines here for all endpoints. The data plane has
-already determined the endpoint and the caller of a request, and whether it is refused (`native/server/src/policy.rs`).
+already determined the endpoint and the caller of a request, and whether the request is refused (`native/server/src/policy.rs`).
 
 Requests have OpenTelemetry spans if an SDK is configured. The service uses only OpenTelemetry's API, and only if that is
 installed. It looks for an SDK once, when the application is built, so the SDK must be configured before, as
@@ -63,7 +63,7 @@ class App:
         task.add_done_callback(self._tasks.discard)
 
     def __call__(self, item: _native.Request | int) -> None:
-        """Begin to handle a request, or continue the response in pieces with this number."""
+        """Begin to handle a request, or continue the response in pieces whose number is `item`."""
         if not isinstance(item, int):
             self.handle(item)
         elif (response := self._open_streams.get(item)) is not None:
@@ -72,7 +72,7 @@ class App:
             response.has_room.set()
 
     async def stop(self, seconds: float) -> None:
-        """Wait for the requests in progress; cancel those that are not complete after `seconds`."""
+        """Wait for the requests in progress, and cancel requests that are not complete after `seconds`."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
         for task in self._tasks:
@@ -83,11 +83,11 @@ class App:
         has_body = request.method != "HEAD"
         try:
             response = await self._respond_with_span(request)
-        except asyncio.CancelledError:  # only when the service stops
+        except asyncio.CancelledError:  # requests are only cancelled when the service stops
             response = problem(UnavailableError("the service stopped before the request was complete", "ending", "retry"))
         if isinstance(response, Response):
             headers = [*response.headers]
-            if response.status != HTTPStatus.NOT_MODIFIED:  # 304 has no body, and no headers about a body
+            if response.status != HTTPStatus.NOT_MODIFIED:  # status 304 has no body and no headers about a body
                 headers += [(b"content-type", response.kind), (b"content-length", b"%d" % len(response.body))]
             request.respond(response.status, headers, response.body if has_body else b"")
             return
@@ -147,7 +147,7 @@ class App:
             return problem(ServiceError("internal error", "internal", hint, status=500))
 
     async def _handle(self, endpoint: Route, native: _native.Request, span: Span | None) -> AnyResponse:
-        """Handle a request. Log it if its caller is refused, or if a request for a change fails."""
+        """Handle a request. Log the request if its caller is refused, or if it is a failed request for a change."""
         headers, path, limits = Headers(native.headers), native.path, self.service.settings.limits
         try:
             if native.refusal is not None:
@@ -187,7 +187,7 @@ class App:
 
 
 def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
-    """Set the parameters of the query string. Raises `RefusedError` for unknown ones, except at public endpoints."""
+    """Set the parameters of the query string. Raises `RefusedError` for unknown parameters, except at public endpoints."""
     if not request.query or endpoint.role is None:
         return
     has_body = endpoint.takes is not None and not (endpoint.raw and request.headers.kind == RAW)
@@ -202,7 +202,7 @@ MAX_SHOWN: Final = 80
 _BROWSER_HINT: Final = "a browser may send requests only from the service's own page"
 _TOKEN_HINT: Final = "send `Authorization: Bearer TOKEN`"  # noqa: S105 - it has none
 _REFUSALS: Final[Mapping[str, tuple[int, str, str, str]]] = {
-    # Status, reason, sentence and hint by the reasons of `native/server/src/policy.rs`.
+    # Keys: the reasons in `native/server/src/policy.rs`. Values: status, reason, sentence and hint.
     "unknown-host": (
         421,
         "unknown-host",
@@ -219,7 +219,7 @@ _REFUSALS: Final[Mapping[str, tuple[int, str, str, str]]] = {
 
 
 def _refusal(why: str, endpoint: Route, headers: Headers, limit: int) -> ServiceError:
-    """Return the error of a request that the data plane refuses."""
+    """Return the error response for a request that the data plane refuses."""
     status, reason, sentence, hint = _REFUSALS[why]
     fields = {"host": _quotable(headers.host), "origin": _quotable(headers.origin), "role": endpoint.role, "limit": limit}
     return ServiceError(sentence.format(**fields), reason, hint.format(**fields), status=status)
@@ -234,15 +234,15 @@ def _quotable(value: bytes) -> str:
 MAX_PATH: Final = 256
 """Maximum number of characters of a path in a span, since clients choose the path."""
 _OTHER_METHOD: Final = "_OTHER"
-"""Name of unknown methods in OpenTelemetry's conventions."""
+"""Name in OpenTelemetry's conventions for all unknown methods."""
 _KNOWN_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
 _UNTRACED: Final = frozenset(path for path, routes in ROUTES.items() if any(route.tag == "probes" for route in routes.values()))
-"""Endpoints for probes, scrapes and the page, which are requested every few seconds."""
+"""Paths without spans: probes, scrapes and the page, which are requested every few seconds."""
 
 
 def find_tracer() -> Tracer | None:
-    """Return the tracer of the configured SDK; None without an SDK."""
-    if (trace := sys.modules.get("opentelemetry.trace")) is None:  # code that configures an SDK imports this module
+    """Return the tracer of the configured SDK; None if no SDK is configured."""
+    if (trace := sys.modules.get("opentelemetry.trace")) is None:  # configuring an SDK imports this module
         return None
     provider: TracerProvider = trace.get_tracer_provider()
     if isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider)):
@@ -251,7 +251,7 @@ def find_tracer() -> Tracer | None:
 
 
 def start_span(tracer: Tracer, request: _native.Request) -> AbstractContextManager[Span]:
-    """Return the span of a request by the conventions for HTTP servers: a child of the span in the headers."""
+    """Return a span for a request, by OpenTelemetry's conventions for HTTP servers. Its parent is the span in the headers."""
     from opentelemetry.propagate import extract  # noqa: PLC0415 - it might not be installed
     from opentelemetry.trace import SpanKind  # noqa: PLC0415
 

@@ -1,7 +1,7 @@
 """Types of the requests and responses of Dynamo's selection service, as released in the crate `dynamo-kv-router` 1.6.1.
 
-Their names and defaults are those of `services/selection/types.rs` and `input.rs`. Fields without an effect here are ignored,
-like unknown ones.
+The names and defaults of the fields are the same as in `services/selection/types.rs` and `input.rs`. Fields that have no effect
+here are ignored, as are unknown fields.
 """
 
 # Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
@@ -18,14 +18,14 @@ Session = Annotated[str, Meta(max_length=MAX_NAME_BYTES)]
 
 
 class WorkerRank(Struct, frozen=True):
-    """A rank of a worker. Without `dp_rank` this is rank 0, or in `affinity_target` any rank."""
+    """A rank of a worker. If `dp_rank` is missing, this is rank 0, or in `affinity_target` any rank."""
 
     worker_id: WorkerId
     dp_rank: Rank | None = None
 
 
 class RoutingTokens(Struct, frozen=True):
-    """The tokens of a prompt with images. Its images are not read, so a match ends before the first one."""
+    """The tokens of a prompt with images. The service does not read its images, so a match ends before the first image."""
 
     routing_token_ids: list[Token]
 
@@ -34,7 +34,7 @@ class RouterOverride(Struct, frozen=True):
     """Settings of Dynamo's router for one request."""
 
     overlap_score_credit: float | None = None
-    """With 0 caches do not count; other values have no effect."""
+    """If this is 0, caches do not count; other values have no effect."""
     track_prefill_tokens: bool | None = None
     """False for a request that does not wait for its prefill."""
 
@@ -46,7 +46,7 @@ class SessionContext(Struct, frozen=True):
 
 
 class RoutingConstraints(Struct, frozen=True):
-    """Workers by their labels."""
+    """Restricts the workers by their labels."""
 
     required_taints: Annotated[list[RequestName], Meta(max_length=MAX_LABELS)] = []
     """Labels as `NAME=VALUE`; `NAME` alone means `NAME=true`."""
@@ -68,7 +68,7 @@ class PromptRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SelectWorkerRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
-    """A request of `/select` and `/select_and_reserve`."""
+    """A request to `/select` or `/select_and_reserve`."""
 
     selection_id: ReservationId | None = None
     session_id: Session | None = None
@@ -80,12 +80,12 @@ class SelectWorkerRequest(PromptRequest, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def session(self) -> str | None:
-        """The name of the conversation; None without a name."""
+        """The name of the conversation; None if the request has no name for it."""
         return (self.session_id if self.session_context is None else self.session_context.session_id) or None
 
 
 class BookRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
-    """A reservation under `selection_id`: of the worker `worker_id`, or by default of the worker selected under this id."""
+    """A request to reserve a worker under `selection_id`: `worker_id`, or by default the worker selected under this id."""
 
     selection_id: ReservationId
     worker_id: WorkerId | None = None
@@ -95,14 +95,14 @@ class BookRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
 
 
 class OutputBlockRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """One more block of output."""
+    """A report that a request has one more block of output."""
 
     decay_fraction: Annotated[float, Meta(ge=0, le=1)] | None = None
     """Has no effect."""
 
 
 class TieredQueryRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A query with the hash of each block, as Dynamo's routers send to a remote index."""
+    """A query with the hash of each block, as Dynamo's routers send it to a remote index."""
 
     block_hashes: list[Hash]
     model_name: str
@@ -111,7 +111,7 @@ class TieredQueryRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Overlap(Struct, frozen=True, kw_only=True):
-    """Tokens that a worker holds, cumulative by tier, and the tokens that each rank holds on the device."""
+    """Cumulative number of tokens by tier that a worker holds, and the number of tokens that each rank holds on the device."""
 
     longest_matched: int
     gpu: int
@@ -121,7 +121,7 @@ class Overlap(Struct, frozen=True, kw_only=True):
 
 
 class PlacedRequest(Struct, frozen=True, kw_only=True):
-    """The worker of a request."""
+    """The worker to which a request was assigned."""
 
     model_name: str
     routing_group: str
@@ -146,7 +146,7 @@ class SelectedWorker(PlacedRequest, frozen=True, kw_only=True):
     overlap: Overlap
     effective_prefill_tokens: int
     potential_decode_blocks: int
-    """Blocks of this prompt; `/loads` has the blocks of all requests."""
+    """Number of blocks of this prompt. `/loads` has the blocks of all requests."""
 
 
 class Done(Struct, frozen=True):
@@ -156,7 +156,7 @@ class Done(Struct, frozen=True):
 
 
 class PotentialLoad(Struct, kw_only=True):
-    """Load of a rank by the reservations of the service."""
+    """The load of a rank, as the service's reservations show it."""
 
     worker_id: int
     dp_rank: int
@@ -166,7 +166,7 @@ class PotentialLoad(Struct, kw_only=True):
 
 
 class ModelLoad(Struct, frozen=True, kw_only=True):
-    """Loads of the ranks of one model. Requests are not queued, so none are pending."""
+    """Loads of the ranks of one model. The service does not queue requests, so no request is pending."""
 
     model_name: str
     routing_group: str
@@ -176,7 +176,7 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
 
 
 class WorkerOverlap(Struct, frozen=True, kw_only=True):
-    """Blocks of a prompt that a rank holds."""
+    """Numbers of blocks of a prompt that a rank holds, by tier."""
 
     worker_id: int
     dp_rank: int
@@ -189,7 +189,7 @@ class WorkerOverlap(Struct, frozen=True, kw_only=True):
 
 
 class SharedCache(Struct, frozen=True, kw_only=True):
-    """A shared cache, which the service does not have."""
+    """Constant answer about a shared cache: the service has none."""
 
     enabled: bool = False
     total_hit_blocks: int = 0
@@ -198,7 +198,7 @@ class SharedCache(Struct, frozen=True, kw_only=True):
 
 
 class OverlapScores(Struct, frozen=True, kw_only=True):
-    """Blocks of a prompt that the ranks hold."""
+    """Numbers of blocks of a prompt that the ranks of a model hold."""
 
     block_size: int
     num_blocks: int
@@ -207,7 +207,7 @@ class OverlapScores(Struct, frozen=True, kw_only=True):
 
 
 class CatalogWorker(Struct, frozen=True, kw_only=True):
-    """A worker of `/ready`."""
+    """A worker in the response of `/ready`."""
 
     worker_id: int
     model_name: str
@@ -224,7 +224,7 @@ class CatalogWorker(Struct, frozen=True, kw_only=True):
 
 
 class ReadyWorkers(Struct, frozen=True, kw_only=True):
-    """Whether a worker can be selected, and all workers."""
+    """The response of `/ready`: whether any worker can be selected, and all workers."""
 
     ready: bool
     schedulable_workers: int
@@ -232,14 +232,14 @@ class ReadyWorkers(Struct, frozen=True, kw_only=True):
 
 
 class DeviceScores(Struct, frozen=True, kw_only=True):
-    """Blocks on the device by rank."""
+    """Number of matched blocks on the device, by rank."""
 
     scores: list[tuple[WorkerRank, int]]
     frequencies: list[int] = []
 
 
 class TierHits(Struct, frozen=True, kw_only=True):
-    """Blocks by rank that continue the prefix of the faster tiers."""
+    """Number of blocks, by rank, that continue the prefix on the faster tiers."""
 
     hits: list[tuple[WorkerRank, int]]
 
@@ -265,6 +265,6 @@ _PROMPT: Final = [
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     PromptRequest: {"anyOf": _PROMPT},
     SelectWorkerRequest: {"anyOf": _PROMPT},
-    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # a selection has the prompt already
+    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # the selection contains the prompt
 }
 """JSON Schema rules that the types of these bodies do not express."""

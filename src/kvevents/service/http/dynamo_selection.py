@@ -1,7 +1,7 @@
 """The API of Dynamo's selection service (crate `dynamo-kv-router` 1.6.1, `services/selection/server.rs`) for its front ends.
 
-Requests become selections and reservations of `/v1`. Dynamo numbers its workers: the number of an instance is its name if that
-is a number, and otherwise a hash of its name. `endpoint` is the `url` of the registration, or empty.
+This module translates requests to selections and reservations of `/v1`. Dynamo identifies workers by numbers. The number of an
+instance is its name if the name is a number, else a hash of the name. `endpoint` is the `url` of the registration, or empty.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _decode_reservations = msgspec.json.Decoder(schemas.ReservationsAnswer).decode
 
 @lru_cache(65_536)
 def worker_id(instance: str) -> int:
-    """Return the number of a worker: its name if that is a number, else a hash of 63 bits, which all clients can read."""
+    """Return the number of a worker: its name if the name is a number, else a hash of 63 bits, which all clients can read."""
     number = id_of(instance)
     if isinstance(number, int) and number < 1 << 64:
         return number
@@ -49,7 +49,7 @@ def worker_id(instance: str) -> int:
 
 
 class _Held(NamedTuple):
-    """Tokens of a prompt that a worker holds, cumulative by tier."""
+    """Cumulative number of tokens of a prompt, by tier, that a worker holds."""
 
     device: int = 0
     host: int = 0
@@ -60,7 +60,7 @@ _NOTHING: Final = _Held()
 
 
 class _Prompt(NamedTuple):
-    """A prompt as token ids, or as hashes of its blocks and its length."""
+    """A prompt: its length in tokens, and either its token ids or the hashes of its blocks."""
 
     length: int
     tokens: Any
@@ -68,7 +68,7 @@ class _Prompt(NamedTuple):
 
 
 def _placeholder(count: int) -> memoryview:
-    """Return token ids for a selection that only counts tokens (`ignores_cache`)."""
+    """Return `count` arbitrary token ids, for a selection that only counts them (`ignores_cache`)."""
     return memoryview(bytes(4 * count)).cast("I")
 
 
@@ -85,12 +85,12 @@ def _read_prompt(service: Service, body: messages.PromptRequest, tokens: Any) ->
 
 
 def _members_of(service: Service, scope: Scope) -> dict[Worker, Member]:
-    """Return the workers of one model."""
+    """Return the members that serve the model of `scope`."""
     return {member.worker: member for member in service.members().values() if member.registration.scope[:3] == scope[:3]}
 
 
 def _block_size(member: Member | None, default: int = 1) -> int:
-    """Return the tokens of a worker's block; `default` if the worker has left or has no blocks."""
+    """Return the number of tokens in a worker's block; `default` if the worker has left, 1 if the size is unknown."""
     if member is None:
         return default
     return next(iter(member.expected_block_sizes), 1)
@@ -109,11 +109,11 @@ class _Fleet:
         self.block_size: int = min(sizes, default=1)
 
     def workers(self, number: int, rank: int | None = None) -> list[Worker]:
-        """Return the ranks of a worker, or one rank; empty if the worker is unknown."""
+        """Return all ranks of the worker `number`, or only `rank`; empty if the worker is unknown."""
         return [worker for worker in self.members if worker_id(worker[0]) == number and rank in {None, worker[1]}]
 
     def fields(self, **others: Any) -> dict[str, Any]:
-        """Return the body of a query of `/v1`."""
+        """Return the fields of a query to `/v1`."""
         scope_fields = {name: value for name, value in self.scope._asdict().items() if value is not None}
         return scope_fields | {name: value for name, value in others.items() if value is not None}
 
@@ -129,7 +129,7 @@ class _Fleet:
         return _decode_selection(response.body)
 
     def match(self, prompt: _Prompt) -> dict[Worker, _Held]:
-        """Return what the workers hold of a prompt."""
+        """Return how many tokens of a prompt each worker holds."""
         if prompt.hashes is not None:
             return self._held_by_hash(prompt.hashes)
         body = ask(self.service, self.scope, "/v1/match", self.fields(), prompt.tokens).body
@@ -137,7 +137,7 @@ class _Fleet:
         return {(worker.instance, worker.rank): _by_tier(worker.tiers, worker.tokens) for worker in workers}
 
     def _held_by_hash(self, hashes: list[int]) -> dict[Worker, _Held]:
-        """Return the matches of hashes. Dynamo's answer has matches on the device by rank, and Mooncake's on all tiers."""
+        """Return the matches of block hashes. Dynamo's answer has matches on the device by rank, Mooncake's on all tiers."""
         if not hashes:
             return {}
         model, tenant, group = self.scope[:3]
@@ -166,7 +166,7 @@ class _Fleet:
         }
 
     def block_size_of(self, worker: Worker) -> int:
-        """Return the tokens of a worker's block."""
+        """Return the number of tokens in a worker's block."""
         return _block_size(self.members.get(worker), self.block_size)
 
 
@@ -189,7 +189,7 @@ def _fleet(service: Service, body: Any) -> _Fleet:
 
 
 _Choice: TypeAlias = tuple[PendingSelection, Mapping[Worker, _Held]]
-"""A selected worker, and the tokens of the prompt that its ranks hold."""
+"""A selected worker, and for each of its ranks the number of tokens of the prompt that the rank holds."""
 
 
 class _Chooser:
@@ -209,7 +209,7 @@ class _Chooser:
         }
 
     def choose(self, name: str | None = None) -> _Choice:
-        """Return a worker that can be reached, reserved under `name`. Raises `ServiceError`."""
+        """Select a worker that can be reached, and reserve it if `name` is given. Raises `ServiceError`."""
         target = self._body.affinity_target
         if target is not None:
             targets = self._fleet.workers(target.worker_id, target.dp_rank)
@@ -258,10 +258,10 @@ class _Chooser:
         return selection
 
     def _choose_by_hash(self, workers: list[Worker] | None, name: str | None) -> _Choice:
-        """Choose by the scores of a selection without caches, minus the share of the prompt that workers hold by its hashes."""
+        """Choose by the scores of a selection that ignores caches, minus the share of the prompt that the hashes match."""
         matches = self._fleet.match(self._prompt)
         length = self._prompt.length
-        draft = f"draft-{uuid4()}"  # an ended reservation does not count as load, a selection alone does
+        draft = f"draft-{uuid4()}"  # selections count as load, but ended reservations do not
         first = self._select(_placeholder(length), workers, draft, ignores_cache=True)
         reservations.ask(self._fleet.service, "DELETE", draft)
 
@@ -279,7 +279,7 @@ class _Chooser:
 
 
 def _waits(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> bool:
-    """Return whether a request waits for its first token at the worker."""
+    """Return whether the worker must still compute the first token of a request."""
     override = body.router_config_override
     if tracks_prefill is None and override is not None:
         tracks_prefill = override.track_prefill_tokens
@@ -287,7 +287,7 @@ def _waits(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> 
 
 
 def _read(service: Service, request: HttpRequest) -> tuple[Any, _Fleet, _Prompt]:
-    """Return the body of a request about a prompt, the workers of its model, and the prompt."""
+    """Return the body of a request about a prompt, the workers of the requested model, and the prompt."""
     body, tokens = request.read_tokens("token_ids")
     fleet = _fleet(service, body)
     prompt = _read_prompt(service, body, tokens)
@@ -308,7 +308,7 @@ def select(service: Service, request: HttpRequest) -> Response:
 
 
 def select_and_reserve(service: Service, request: HttpRequest) -> Response:
-    """Select a worker and reserve it under `selection_id`, or a new name."""
+    """Select a worker, and reserve it under `selection_id` or under a new name."""
     body, fleet, prompt = _read(service, request)
     name = str(uuid4()) if body.selection_id is None else body.selection_id
     with service.selections.booking:
@@ -374,7 +374,7 @@ def book(service: Service, request: HttpRequest) -> Response:
         refusal = _unknown_worker(worker_id(pending.instance), pending.rank, pending.scope)
         if pending.worker not in fleet.members:
             raise refusal
-        fleet = _Fleet(service, pending.scope)  # this request does not repeat the LoRA and salt
+        fleet = _Fleet(service, pending.scope)  # the request has no LoRA and no salt
         terms = {"reserve": {"id": name}, "ignores_cache": pending.ignores_cache, "session": pending.session}
         if not fleet.select(pending.tokens, [pending.worker], **terms).usable:
             raise refusal
@@ -385,7 +385,7 @@ def book(service: Service, request: HttpRequest) -> Response:
 
 
 def _explicit(service: Service, fleet: _Fleet, body: messages.BookRequest, tokens: Any) -> PendingSelection:
-    """Return a selection of the worker that the request names."""
+    """Return the selection for a request that names its worker."""
     prompt = _read_prompt(service, body, tokens)
     number = body.worker_id or 0
     workers = fleet.workers(number, body.dp_rank or 0)
@@ -416,7 +416,7 @@ def prefill_complete(service: Service, request: HttpRequest) -> Response:
 def output_block(service: Service, request: HttpRequest) -> Response:
     """Record that a request has one more block of output."""
     request.read()
-    with service.selections.booking:  # so that concurrent requests add a block each
+    with service.selections.booking:  # held so that each of several concurrent requests adds a block
         now = _decode_reservation(reservations.ask(service, "GET", request.item))
         member = _members_of(service, Scope(now.model, now.tenant, now.group)).get((now.instance, now.rank))
         changes = schemas.ReservationUpdate(output_tokens=now.output_tokens + _block_size(member))
@@ -434,7 +434,7 @@ def free(service: Service, request: HttpRequest) -> Response:
 
 
 def _loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> list[messages.PotentialLoad]:
-    """Return the loads of workers by the open reservations of their model."""
+    """Return the load of each member, as the open reservations of the model show it."""
     body = service.data_plane.reservations(service.settings.limits.max_reservations)
     zeros = {"potential_prefill_tokens": 0, "potential_decode_blocks": 0, "active_requests": 0}
     sums = {place: messages.PotentialLoad(worker_id=worker_id(place[0]), dp_rank=place[1], **zeros) for place in members}
@@ -451,7 +451,7 @@ def _loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> 
 
 
 def loads(service: Service, request: HttpRequest) -> Response:
-    """List the load of each rank by the open reservations, for each model."""
+    """List, for each model, the load of each rank as the open reservations show it."""
     scopes: dict[Scope, dict[Worker, Member]] = {}
     for member in list_members(service, {"tenant": schemas.DEFAULT_GROUP, **request.arguments}):
         scopes.setdefault(Scope(*member.registration.scope[:3]), {})[member.worker] = member
@@ -463,7 +463,7 @@ def loads(service: Service, request: HttpRequest) -> Response:
 
 
 def potential_loads(service: Service, request: HttpRequest) -> Response:
-    """List the load that each rank would have with one more prompt."""
+    """List the load that each rank would have if it got one more prompt."""
     body, fleet, prompt = _read(service, request)
     matches = fleet.match(prompt)
     potential = _loads(service, fleet.scope, fleet.members)
@@ -475,7 +475,7 @@ def potential_loads(service: Service, request: HttpRequest) -> Response:
 
 
 def overlap_scores(service: Service, request: HttpRequest) -> Response:
-    """Return how many blocks of a prompt each rank holds, by tier."""
+    """Return, by tier, how many blocks of a prompt each rank holds."""
     _, fleet, prompt = _read(service, request)
     matches = fleet.match(prompt)
     workers = [_overlap(fleet, worker, matches.get(worker, _NOTHING)) for worker in {**fleet.members, **matches}]
@@ -502,7 +502,7 @@ def _overlap(fleet: _Fleet, worker: Worker, held: _Held) -> messages.WorkerOverl
 
 
 def query_tiered_by_hash(service: Service, request: HttpRequest) -> Response:
-    """Return the blocks of a prompt that each rank holds, as Dynamo's routers query a remote index."""
+    """Return how many blocks of a prompt each rank holds, in the form that Dynamo's routers expect from a remote index."""
     body: messages.TieredQueryRequest = request.read()
     fleet = _fleet(service, body)
     hashes = read_hashes(service, body.block_hashes)

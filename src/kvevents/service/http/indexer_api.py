@@ -2,7 +2,7 @@
 
 Both APIs derive from one draft and differ in names. A request with `model_name` gets a response in Dynamo's form. A request
 with `model` (`modelname` to register) gets a response in Mooncake's form. Unknown fields are ignored, as in both projects, and
-counted. Unknown fields that resemble a field of the scope are rejected (`kvevents.service.scope_fields`).
+counted. Unknown fields with a name similar to that of a scope field are rejected (`kvevents.service.scope_fields`).
 """
 
 # Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
@@ -37,7 +37,7 @@ def _hint() -> str:
 
 
 class IndexerRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
-    """The fields of both kinds of query."""
+    """The fields that both kinds of queries have."""
 
     instance_id: EngineId | None = None
     block_size: Annotated[int, Meta(gt=0, extra_json_schema={"maximum": (1 << 64) - 1})] | None = None
@@ -56,8 +56,8 @@ class QueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True):
 class HashQueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True):
     """A query with the hashes of a prompt's blocks.
 
-    `block_hashes` (Dynamo) are hashes of each block alone, `seq_hashes` (Mooncake) are rolling hashes. They are signed or
-    unsigned numbers, or strings with decimal digits, or `0x` and hexadecimal digits.
+    `block_hashes` (Dynamo) are hashes of single blocks, `seq_hashes` (Mooncake) are rolling hashes. A hash is a signed or
+    unsigned number, or a string with decimal digits, or with `0x` and hexadecimal digits.
     """
 
     block_hashes: list[Hash] | None = None
@@ -156,7 +156,7 @@ def _registration(body: RegisterRequest) -> Registration:
 
 
 async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registration, ...]:
-    """Return the ranks that the engine at `url` reports."""
+    """Return the registrations of the ranks that the engine at `url` reports."""
     if not body.url:
         raise ServiceError("neither endpoint nor url is given", "bad-shape", _hint(), status=422)
     provider = EngineProvider(body.url, Template(model=pick(body, MODEL), **_facts(body)), str(body.instance_id))
@@ -173,7 +173,7 @@ async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registra
 
 
 async def unregister(service: Service, request: HttpRequest) -> Response:
-    """Unregister a rank of an engine and drop its blocks; without `dp_rank` all ranks of the instance."""
+    """Unregister a rank of an engine and drop its blocks; if there is no `dp_rank`, unregister all ranks of the instance."""
     body: UnregisterRequest = request.read()
     scope = pick(body, MODEL), *owner_of(body), pick(body, LORA), pick(body, SALT)
     query = InstanceQuery(str(body.instance_id), body.dp_rank, *scope)
@@ -194,7 +194,7 @@ def query(service: Service, request: HttpRequest) -> Response:
 
 
 def query_by_hash(service: Service, request: HttpRequest) -> Response:
-    """Return how much of a prompt each worker holds, by the hashes of its blocks.
+    """Return how much of a prompt each worker holds. The prompt is given by the hashes of its blocks.
 
     The hashes include the salt, and the LoRA if the engine's events name it.
     """
@@ -208,12 +208,12 @@ def query_by_hash(service: Service, request: HttpRequest) -> Response:
 
 
 def _instance(body: IndexerRequest) -> str | None:
-    """Return the instance of a query as text, since a number may have any length."""
+    """Return the instance of a query as text, because instances that are numbers may have any length."""
     return None if body.instance_id is None else str(body.instance_id)
 
 
 def read_hashes(service: Service, hashes: list[int | str]) -> list[int]:
-    """Return the hashes of a query as unsigned numbers. Raises `ServiceError` for too many or too large ones."""
+    """Return the hashes of a query as unsigned numbers. Raises `ServiceError` for too many or too large hashes."""
     if len(hashes) > (limit := service.settings.limits.max_hashes):
         raise TooMuchError(f"{len(hashes)} hashes were sent", "too-many-hashes", f"limits.max_hashes is {limit}")
     return [_to_unsigned(value) for value in hashes]

@@ -1,7 +1,7 @@
 """The indexer API's listings: registered workers as Dynamo and Mooncake list them, and a dump of the index.
 
-`/dump` serves one client at a time. It keeps in memory the blocks of one worker, about 200 bytes each, and one piece of the
-response. It encodes the next piece when the client has read the previous one.
+`/dump` serves one client at a time. A dump keeps in memory the blocks of one worker, about 200 bytes each, and one piece of the
+response. The service encodes a piece of the response when the client has read the previous piece.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvevents.service.service import Service
 from kvevents.stream import trust_order
 
 _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}
-"""Status of Dynamo's `/workers` by trust state."""
+"""For each trust state, the status in Dynamo's `/workers`."""
 
 
 def workers(service: Service, request: HttpRequest) -> Response:
@@ -39,7 +39,7 @@ def workers(service: Service, request: HttpRequest) -> Response:
 
 
 def list_members(service: Service, filters: Mapping[str, str]) -> Iterator[Member]:
-    """Return the workers, in order, that have the model, tenant and group in `filters`; a missing filter accepts all."""
+    """Return the workers, in order, that have the model, tenant and group in `filters`; a missing filter accepts any value."""
     return (member for _, member in sorted(service.members().items()) if matches(member.registration, filters))
 
 
@@ -73,7 +73,7 @@ def _listener(member: Member) -> dict[str, Any]:
 
 
 def id_of(instance: str) -> int | str:
-    """Return an instance id as Dynamo's clients sent it: as a number if it is one."""
+    """Return an instance id in the form that Dynamo's clients sent: as a number if it is a number."""
     return int(instance) if instance.isascii() and instance.isdecimal() and str(int(instance)) == instance else instance
 
 
@@ -84,7 +84,7 @@ def services(service: Service, request: HttpRequest) -> Response:
 
 
 def _scope_fields(registration: Registration) -> dict[str, Any]:
-    """Return the fields that separate workers, under Mooncake's names."""
+    """Return the scope fields, which separate workers, under Mooncake's names."""
     return {
         "modelname": registration.model,
         "tenant_id": registration.tenant,
@@ -119,7 +119,7 @@ def global_view(service: Service, request: HttpRequest) -> Response:
 
 
 PIECE_BLOCKS: Final = 1_024
-"""Maximum number of blocks of one piece. Such a piece is smaller than 1 MiB."""
+"""Maximum number of blocks in one piece of a dump. A piece is smaller than 1 MiB."""
 _DOMAINS: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
 
 
@@ -127,7 +127,7 @@ async def dump(service: Service, _: HttpRequest) -> StreamingResponse:
     """Return events that rebuild the index, as Dynamo's replicas request them from each other.
 
     Each event has one block, in no order. The index stores no parents, so `parent_hash` is null. `tokens_hash` is the rolling
-    key, which for a root block is the hash of its tokens. Other clients wait while one reads its dump.
+    key, which for a root block is the hash of its tokens. While one client reads its dump, other clients wait.
     """
     total = sum(member.blocks for member in list(service.fleet.workers.values()))
     limit = service.settings.limits.max_dump_blocks
@@ -159,7 +159,7 @@ async def _pieces(service: Service) -> AsyncIterator[bytes]:
 
 
 def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
-    """Return the trust of each worker, also of workers without blocks.
+    """Return the trust of each worker, including workers without blocks.
 
     If several tenants have workers with the same name, the lowest trust counts.
     """
@@ -170,7 +170,7 @@ def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
 
 
 def _encode(member: Member, blocks: Iterator[tuple[int, Block]]) -> bytes:
-    """Encode the next events without the brackets of the array; empty after the last event."""
+    """Encode events as the inside of a JSON array, without its brackets; empty if there is no event."""
     events = [_event(member, number, block) for number, block in islice(blocks, PIECE_BLOCKS)]
     return msgspec.json.encode(events)[1:-1]
 

@@ -25,14 +25,14 @@ PROBLEM: Final = b"application/problem+json"
 """Media type of errors (RFC 9457), regardless of the media types that the request accepts."""
 MSGPACK: Final = b"application/msgpack"
 MSGPACK_BEFORE: Final = b"application/x-msgpack"
-"""Name of the same type before it was registered."""
+"""Name of the media type of msgpack before it was registered."""
 RAW: Final = b"application/octet-stream"
 _WEIGHT: Final = re.compile(rb"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
-"""A weight in an `Accept` header."""
+"""Matches a weight in an `Accept` header."""
 _REFUSED: Final = (0.0, 0)
-"""Weight and place of a type that a client does not accept."""
+"""Weight and position of a media type that a client does not accept."""
 MAX_ERROR: Final = 800
-"""Maximum number of characters of an error's sentence, which may quote the request. The response repeats the sentence."""
+"""Maximum number of characters of an error's sentence, which may quote the request. Responses contain the sentence twice."""
 
 _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
@@ -57,7 +57,7 @@ class Headers:
 def prefers_msgpack(accept: bytes) -> bool:
     """Return whether a client prefers msgpack to JSON, by its `Accept` header (RFC 9110, 12.5.1).
 
-    Wildcards mean JSON. Of two types with the same weight the first one counts.
+    Wildcards mean JSON. Of two types with the same weight, the first type counts.
     """
     ranks: dict[bytes, tuple[float, int]] = {}
     for position, entry in enumerate(accept.lower().split(b",")):
@@ -76,7 +76,7 @@ class Decoders(msgspec.Struct, frozen=True):
     json: Any = None
     msgpack: Any = None
     known_fields: frozenset[str] | None = None
-    """The known fields, if unknown ones are ignored; None if unknown fields are rejected."""
+    """Names of the known fields, if unknown fields are ignored; None if unknown fields are rejected."""
 
 
 class HttpRequest(Struct, eq=False):
@@ -93,11 +93,11 @@ class HttpRequest(Struct, eq=False):
     client: Client
     """The sender, for the audit log."""
     item: str = ""
-    """The part of the path at the place of `{id}` in the route's path."""
+    """The part of the path that stands for `{id}` in the route's path."""
     ignored_fields: tuple[str, ...] = ()
     """Unknown fields of the body that were ignored."""
     arguments: Mapping[str, str] = {}
-    """Parameters of the query string that the endpoint knows, under their names of `/v1`."""
+    """Parameters of the query string that the endpoint knows, by their names in `/v1`."""
     span_attributes: dict[str, str | int] = {}
     """Attributes about the query, for the span of the request."""
 
@@ -123,13 +123,13 @@ class HttpRequest(Struct, eq=False):
             return self._decode(self.decoders.msgpack, self.body)
         if kind == JSON or kind.endswith(b"+json"):
             return self._decode(self.decoders.json, self.body)
-        # Browsers send forms, text and bodies without a type to other origins without a preflight request.
+        # Require a content type: browsers send forms, text and untyped bodies to other origins without a preflight request.
         sentence = f"unsupported content type {kind.decode('latin-1')!r}"
         hint = "send Content-Type: application/json or application/msgpack"
         raise ServiceError(sentence, "unsupported-media-type", hint, status=415)
 
     def read_tokens(self, name: str) -> tuple[Any, Any]:
-        """Return the body, and the token ids in its field `name`, as a buffer if possible. Raises `ServiceError`."""
+        """Return the body, and the token ids in its field `name`, which are a buffer if possible. Raises `ServiceError`."""
         extracted_parts = extract_token_array(self.body, name) if self.headers.kind == JSON else None
         if extracted_parts is not None:
             return self._decode(self.decoders.json, extracted_parts[0]), extracted_parts[1]
@@ -142,14 +142,14 @@ class HttpRequest(Struct, eq=False):
             raise TooMuchError(f"the body has {len(body)} bytes beside its token ids", "too-large", hint)
         try:
             value = _decode(decoder, body)
-        except ServiceError:  # only now: unknown fields, and numbers such as 1.0, are rare
+        except ServiceError:  # done only after a failure, since unknown fields and numbers such as 1.0 are rare
             known = self._without_unknown(decoder, body)
             if decoder is self.decoders.json and len(known) <= MAX_REWRITTEN:
                 known = _with_integers(known)
             if known is body:
                 raise
             value = _decode(decoder, known, self.ignored_fields)
-        try:  # of two fields with the same name programs use different ones, and it can be the tenant
+        try:  # programs differ in which of two equal fields counts, and the field can be the tenant
             _native.check_names(body, decoder is self.decoders.msgpack)
         except ValueError as error:
             raise RefusedError(f"malformed body: {error}", "malformed-body", "send each field once") from error
@@ -196,7 +196,7 @@ def answer(value: Any, request: HttpRequest | None = None, *, status: int = 200)
 
 
 def answer_json(body: bytes, request: HttpRequest) -> Response:
-    """Return a value, which is JSON already, in the same forms as `answer`."""
+    """Return a value that is encoded as JSON, or as msgpack if the request prefers it."""
     return answer(msgspec.json.decode(body), request) if request.headers.wants_msgpack else Response(body)
 
 
@@ -211,11 +211,11 @@ def _shorten(text: str) -> str:
 
 
 MAX_REWRITTEN: Final = 1 << 16
-"""Maximum number of bytes of JSON in which numbers such as `1.0` are replaced: about 10 ms."""
+"""Maximum size in bytes of JSON in which numbers such as `1.0` are replaced, which takes about 10 ms for this size."""
 
 
 def _with_integers(body: bytes) -> bytes:
-    """Return JSON with integers instead of numbers such as `1.0`, which JSON Schema takes for integers."""
+    """Return JSON in which integers replace numbers such as `1.0`, which are integers by JSON Schema."""
 
     def read(text: str) -> int | msgspec.Raw:
         return int(value) if (value := float(text)).is_integer() and abs(value) < 1 << 63 else raw(text)
@@ -230,7 +230,7 @@ def _with_integers(body: bytes) -> bytes:
 
 
 def _decode(decoder: Any, body: bytes, ignored_fields: Iterable[str] = ()) -> Any:
-    """Return a decoded body. The error for a missing field names an ignored field with a similar name."""
+    """Return a decoded body. If a field is missing, the error names an ignored field with a similar name."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:

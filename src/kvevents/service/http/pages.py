@@ -16,19 +16,19 @@ from kvevents.service.http.messages import HttpRequest, Response
 T = TypeVar("T")
 
 MAX_LISTED: Final = 10_000
-"""Maximum length of a page, and the length without `limit` in listings of the fleet; more than twice the default of
+"""Maximum number of items on a page, and the default of `limit` in listings of the fleet. It is more than twice the default of
 `max_sources`."""
 CURSOR: Final = re.compile(r"^((?:[0-9a-f]{2})+\.[0-9]{1,10})?$")
-"""Form of a cursor of a listing of the fleet: the key of the last item before the page; empty for the first page."""
+"""Pattern of the cursor in listings of the fleet: the key of the last item before the page; empty for the first page."""
 _FILTERS: Final = ("instance", "model", "tenant", "group")
 
 
 def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: int, minimum: int = 1) -> int:
-    """Return a number of the query string. Raises `RefusedError` unless it is from `minimum` to `maximum`."""
+    """Return a number from the query string. Raises `RefusedError` unless it is from `minimum` to `maximum`."""
     text = arguments.get(name)
     if text is None:
         return default
-    # Python does not parse very long numbers.
+    # Python raises an error for very long numbers.
     if not text.isascii() or not text.isdecimal() or len(text) > 10 or not minimum <= int(text) <= maximum:
         sentence = f"invalid {name} {text[:MAX_SHOWN]!r}: expected a number from {minimum} to {maximum}"
         raise RefusedError(sentence, "bad-parameter", "see /openapi.json")
@@ -36,7 +36,7 @@ def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: 
 
 
 def read_cursor(arguments: Mapping[str, str], pattern: re.Pattern[str]) -> str:
-    """Return the cursor of the query string. Raises `RefusedError` for a cursor of another form."""
+    """Return the cursor from the query string. Raises `RefusedError` for a cursor that `pattern` does not match."""
     cursor = arguments.get("cursor", "")
     if pattern.fullmatch(cursor) is None:
         raise RefusedError(f"invalid cursor {cursor[:MAX_SHOWN]!r}", "bad-parameter", "send `next` of the previous page")

@@ -1,4 +1,4 @@
-"""Queries that the data plane has forwarded: they are checked here, and then answered by the data plane.
+"""Queries that the data plane has forwarded. This module checks a query, and then the data plane answers it.
 
 The data plane answers a query itself if it understands all of the request. All other queries arrive here: those with an error,
 those from browsers, those with a content type or fields that only this plane reads, and every query if spans are recorded.
@@ -23,13 +23,13 @@ _PROMPTS: Final = frozenset({"tokens", "token_ids"})
 
 
 def check_tokens(service: Service, count: int) -> None:
-    """Raise `TooMuchError` for more tokens than one request may have."""
+    """Raise `TooMuchError` if `count` is more tokens than one request may have."""
     if count > (limit := service.settings.limits.max_tokens):
         raise TooMuchError(f"{count} tokens were sent", "too-many-tokens", f"limits.max_tokens allows {limit}")
 
 
 def answer_query(service: Service, request: HttpRequest, query: Struct, tokens: Any = (), **changes: Any) -> Response:
-    """Answer a query whose body was decoded, with the token ids of its prompt, if it has one.
+    """Answer a query, given by its decoded body, and by the token ids of its prompt if it has a prompt.
 
     `changes` replace fields of the body. Raises `ServiceError`.
     """

@@ -1,4 +1,4 @@
-"""Reservations of `/v1`, and the sample of selections. The data plane has both; this module checks forwarded requests."""
+"""Reservations of `/v1`, and the sample of selections. The data plane stores both; this module checks forwarded requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def show(service: Service, request: HttpRequest) -> Response:
 
 
 def update(service: Service, request: HttpRequest) -> Response:
-    """Change a reservation, and restart its time."""
+    """Change a reservation, and restart its time to expiry."""
     return _answer(service, request, request.read())
 
 
@@ -37,7 +37,7 @@ def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) 
 
 
 def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _UNCHANGED) -> bytes:
-    """Return a reservation that was read, changed or ended, as JSON. Raises `NotFoundError` if it is not open."""
+    """Read, change or end a reservation, and return it as JSON. Raises `NotFoundError` if it is not open."""
     if len(name) > MAX_RESERVATION_ID or not re.fullmatch(RESERVATION_ID, name):
         sentence = f"no reservation {name[:MAX_RESERVATION_ID]!r} is open"
         raise NotFoundError(sentence, "no-such-reservation", "use the `id` of the reservation")

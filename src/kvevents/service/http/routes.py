@@ -28,11 +28,11 @@ from kvevents.service.service import Service
 from kvevents.stream import TrustState
 
 Handler: TypeAlias = "Callable[[Service, HttpRequest], AnyResponse | Awaitable[AnyResponse]]"
-"""Handles a request, in the thread pool of its route, or in the event loop."""
+"""Function that handles a request, in the thread pool of its route or in the event loop."""
 
 
 class Route(Struct, frozen=True):
-    """One row of the table."""
+    """One row of the table of endpoints."""
 
     method: str
     path: str
@@ -50,13 +50,13 @@ class Route(Struct, frozen=True):
     raw: bool = False
     """Whether the body may also be raw token ids: 32-bit unsigned little-endian numbers."""
     probe: bool = False
-    """Whether orchestrators send this request: with any host name, and even while no other clients are accepted."""
+    """Whether orchestrators send this request. It may have any host name, and is accepted even if `max_clients` is reached."""
     pool: PoolName | None = None
-    """The thread pool that runs the handler, if it may take longer than a match; None for the event loop."""
+    """The thread pool that runs the handler, if the handler may take longer than a match; None if the event loop runs it."""
     parameters: tuple[Mapping[str, Any], ...] = ()
-    """Parameters of the query string, and headers that change the response, as in OpenAPI documents.
+    """Parameters of the query string, and headers that change the response, in the form of OpenAPI documents.
 
-    An endpoint with a body accepts a query string only with raw bodies. Other parameters are rejected, except at public
+    An endpoint with a body accepts a query string only with raw bodies. Unknown parameters are rejected, except at public
     endpoints.
     """
     media: str = "application/json"
@@ -66,7 +66,7 @@ class Route(Struct, frozen=True):
 
     @property
     def known_fields(self) -> frozenset[str] | None:
-        """Fields of the body, if unknown ones are ignored, as Dynamo and Mooncake do; None if unknown ones are rejected."""
+        """Fields of the body, if unknown ones are ignored, as Dynamo and Mooncake do; None if unknown fields are rejected."""
         return None if self.takes is None or self.tag == "v1" else frozenset(self.takes.__struct_fields__)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class Route(Struct, frozen=True):
 
 
 def _parameter(name: str, description: str, place: str = "query", *, required: bool = False, **schema: Any) -> dict[str, Any]:
-    """Return a parameter as in OpenAPI documents; without a JSON Schema its value is any text."""
+    """Return a parameter in the form of OpenAPI documents. If `schema` is missing, its value is any text."""
     fields = {"name": name, "in": place, "required": required, "description": description}
     return fields | {"schema": schema or {"type": "string"}}
 
@@ -104,7 +104,7 @@ _RAW: Final = (
     ),
 )
 _TAGGED: Final = _parameter("If-None-Match", "entity tag (`ETag`) of the answer that the client has", "header")
-"""Header of an endpoint whose responses have an entity tag."""
+"""The header parameter of endpoints whose responses have an entity tag."""
 _PAGE: Final = (
     _limit(f"; default {pages.MAX_LISTED}"),
     _parameter("cursor", "where the page begins", type="string", pattern=pages.CURSOR.pattern),
@@ -134,7 +134,7 @@ def health(service: Service, request: HttpRequest) -> Response:
 
 
 def ready(service: Service, request: HttpRequest) -> Response:
-    """Return whether the service can be queried: enough sources are EXACT or the deadline has passed; 503 before."""
+    """Return whether enough sources are EXACT, or the deadline has passed, so that the service can be queried; else 503."""
     readiness = service.readiness()
     return answer(readiness, request, status=200 if readiness.ready else 503)
 
@@ -261,7 +261,7 @@ ITEM: Final = "{id}"
 
 
 def item_of(path: str, path_of_request: str) -> str:
-    """Return the part of a requested path that is in the place of `{id}` in the path of the route; empty without `{id}`."""
+    """Return the part of a requested path that stands for `{id}` in the path of the route; empty if the route has no `{id}`."""
     prefix, _, suffix = path.partition(ITEM)
     return path_of_request.removeprefix(prefix).removesuffix(suffix)
 

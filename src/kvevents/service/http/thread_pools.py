@@ -53,7 +53,7 @@ def thread_pools(max_waiting: int) -> dict[PoolName, ThreadPool]:
 
 
 class BoundedLock:
-    """A lock for work that is done for one client at a time. At most `max_waiting` others wait, each for a bounded time."""
+    """A lock for work that is done for one client at a time. At most `max_waiting` clients wait, each for a bounded time."""
 
     def __init__(self, name: str, max_waiting: int) -> None:
         self._name: Final = name
@@ -62,7 +62,7 @@ class BoundedLock:
         self._lock: Final = asyncio.Lock()
 
     async def acquire(self, seconds: float) -> None:
-        """Acquire the lock within this time. Raises `UnavailableError` if that is impossible or too many clients wait."""
+        """Acquire the lock within `seconds`. Raises `UnavailableError` after this time, or if too many clients wait."""
         if self._waiting < self._max_waiting or not self._lock.locked():
             self._waiting += 1
             try:

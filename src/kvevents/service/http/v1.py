@@ -22,10 +22,10 @@ from kvevents.service.registrations import InstanceQuery
 from kvevents.service.service import Service
 
 CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
-"""Form of a cursor of `/v1/blocks`; empty for the first page."""
+"""Pattern of the cursor of `/v1/blocks`; empty for the first page."""
 HEARTBEAT_SECONDS: Final = 15.0
-"""Longest pause of `/v1/events`, after which a comment is sent. The comment keeps proxies from closing the connection, reveals
-clients that have left, and advances the last id of a client for which no event has passed the filters."""
+"""Maximum pause in seconds of `/v1/events`, after which a comment is sent. The comment keeps proxies from closing the
+connection, reveals clients that have left, and advances the last id of a client for which no event has passed the filters."""
 
 
 # --- prompts
@@ -65,7 +65,7 @@ def match_many(service: Service, request: HttpRequest) -> Response:
 
 
 def select(service: Service, request: HttpRequest) -> Response:
-    """Select the worker for a prompt by what each worker holds, its trust and its load."""
+    """Select the worker for a prompt by the prefix that each worker holds, and by each worker's trust and load."""
     query, tokens = request.read_tokens("tokens")
     candidates = query.candidates or ()
     if len(candidates) > (limit := service.settings.limits.max_candidates):
@@ -92,7 +92,7 @@ def sources(service: Service, request: HttpRequest) -> Response:
 
 
 async def drain(service: Service, request: HttpRequest) -> Response:
-    """Exclude an engine, or one rank of it, from selections while its stream is followed; `draining: false` ends that."""
+    """Exclude an engine, or one rank of it, from selections; `draining: false` includes it again. Its stream stays followed."""
     body: schemas.DrainRequest = request.read()
     query = InstanceQuery(str(body.instance), body.rank, body.model, body.tenant, body.group)
     ranks = await service.registrations.drain(query, request.client, is_draining=body.draining)
@@ -106,7 +106,7 @@ def stats(service: Service, request: HttpRequest) -> Response:
 
 
 def blocks(service: Service, request: HttpRequest) -> Response:
-    """List the blocks of one worker at one moment, in pages and in no order."""
+    """List the blocks that one worker holds at one moment, in pages and in no order."""
     arguments = request.arguments
     if (instance := arguments.get("instance")) is None:
         raise RefusedError("parameter instance is missing", "bad-parameter", "send an instance of /v1/sources")
@@ -127,13 +127,13 @@ def blocks(service: Service, request: HttpRequest) -> Response:
 def events(service: Service, request: HttpRequest) -> StreamingResponse:
     """Stream server-sent events: changes of trust, losses, and up to four times a second the batches of each source.
 
-    Events have ids. With `Last-Event-ID` the stream continues after that event, or reports how many were missed.
+    Events have ids. If `Last-Event-ID` is sent, the stream continues after that event, or reports how many events were missed.
     """
     if len(service.fleet.event_bus) >= (limit := service.settings.limits.max_listeners):
         sentence = f"{limit} clients are connected to /v1/events already"
         raise UnavailableError(sentence, "too-many-listeners", "raise limits.max_listeners, or poll /v1/sources")
     context = ExitStack()
-    # Subscribe now rather than in the generator, so that the limit above counts this client.
+    # Subscribe before the generator starts, so that the limit above counts this client.
     subscription = context.enter_context(service.fleet.event_bus.subscribe(request.headers.last_event_id))
     return StreamingResponse(_events(subscription, request.arguments), b"text/event-stream", release=context.close)
 
@@ -150,6 +150,6 @@ async def _events(subscription: Subscription, filters: Mapping[str, str]) -> Asy
         elif time.monotonic() - sent_at >= HEARTBEAT_SECONDS:
             lines = b": still here"
         else:
-            continue  # no event, or one that the filters exclude
+            continue  # there was no event, or the filters exclude it
         yield b"%b\nid: %b\n\n" % (lines, subscription.last_id.encode())
         sent_at = time.monotonic()
