@@ -1,7 +1,7 @@
 """Probes of endpoints without a connection or without replay, and the check that a client may register an endpoint.
 
-ZeroMQ reconnects without end and reports no errors. So the prober opens connections of its own and exchanges ZeroMQ's greeting;
-`Probing` sets how often. A fault becomes part of the source's trust, and is logged when it begins and when it ends.
+ZeroMQ reconnects without end and reports no errors. So the prober opens separate connections and exchanges ZeroMQ's greeting;
+`Probing` has the intervals. A fault becomes part of the source's trust, and is logged when it begins and when it ends.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from kvevents.zeromq.name_resolver import has_name
 log = logging.getLogger(__name__)
 
 ROUND_SECONDS: Final = 0.1
-"""Pause between two searches for endpoints to probe."""
+"""Pause in seconds between two searches for endpoints to probe."""
 FULL_RATE_ENDPOINTS: Final = 256
-"""Number of endpoints up to which the pauses between probes are as set. With more, they are longer in proportion."""
+"""Number of probed endpoints above which the pauses between probes become longer than configured, in proportion."""
 AUDIT_SECONDS: Final = 30.0
-"""Pause between two checks of all endpoints that clients registered, because a name can resolve to another address later."""
+"""Seconds between two checks of all endpoints that clients registered, because a name can later resolve to another address."""
 
 _LOAD_PATHS: Final = frozenset({"", "/", METRICS_PATH, "/load"})
 
 
 async def check_allowed(allow_list: EndpointAllowList, *endpoints: str) -> None:
-    """Raise `EndpointRefusedError` if the allow list excludes one of these endpoints, or an address of its host name.
+    """Raise `EndpointRefusedError` if the allow-list excludes one of `endpoints`, or an address of its host name.
 
-    A name that does not resolve is allowed. The prober checks it again later.
+    An endpoint whose name does not resolve is allowed, because the prober checks it again later.
     """
     for endpoint in endpoints:
         if allow_list.check(endpoint) and (target := split_tcp(endpoint)) is not None:
@@ -56,9 +56,9 @@ async def check_allowed(allow_list: EndpointAllowList, *endpoints: str) -> None:
 
 
 def endpoints_of(registration: Registration) -> list[str]:
-    """Return the endpoints to which a client's registration makes the service connect.
+    """Return the endpoints to which the service connects because of a client's registration.
 
-    Raises `EndpointRefusedError` for a URL of a load with a path at which no load is read.
+    Raises `EndpointRefusedError` if `load` is a URL with a path other than those from which loads are read.
     """
     endpoints = [tcp_of(registration.endpoint), registration.replay_endpoint]
     if (load := registration.load) is not None:
@@ -72,7 +72,7 @@ def endpoints_of(registration: Registration) -> list[str]:
 
 
 def load_target(load: str) -> str:
-    """Return the endpoint from which a load is read; for a URL, the endpoint of its server."""
+    """Return the endpoint from which a load is read; if `load` is a URL, the TCP endpoint of its server."""
     if not is_load_url(load):
         return load
     parts = urlsplit(load)
@@ -86,7 +86,7 @@ class _Probe(Struct):
     """The schedule of the probes of one endpoint."""
 
     since: float
-    """Time from which the endpoint has needed probes."""
+    """Time of the event loop's clock since which the endpoint has needed probes."""
     due: float
     backoff: Backoff
 
@@ -128,7 +128,7 @@ class Prober:
         for target in targets:
             probe = self._probes.get(target)
             if probe is None:
-                # Wait for a replay, which usually arrives after a moment. A connection is established at once or not at all.
+                # Wait before probing a replay endpoint, which usually answers soon. A connection is made at once or not at all.
                 wait = 0.0 if target[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
                 backoff = Backoff(maximum=self._settings.pause_seconds)
                 probe = self._probes[target] = _Probe(now, now + wait, backoff)
@@ -144,7 +144,7 @@ class Prober:
     async def _try(self, member: Member, field: EndpointField, *, is_patient: bool) -> None:
         if await self._may_stay(member):
             fault = await self._fault_of(member, field, is_patient=is_patient)
-            if (member, field) in self._probes:  # otherwise it has connected in the meantime
+            if (member, field) in self._probes:  # if it is missing, the source has connected during the probe
                 self._note(member, field, fault)
 
     async def _fault_of(self, member: Member, field: EndpointField, *, is_patient: bool) -> SourceFault | None:
@@ -166,7 +166,7 @@ class Prober:
                 await self._may_stay(member)
 
     async def _may_stay(self, member: Member) -> bool:
-        """Unregister a client's engine if its name now resolves to an excluded address. Return whether it stays."""
+        """Unregister a client's engine if its host name now resolves to an excluded address. Return whether it stays."""
         if member.origin != HTTP:
             return True
         try:
@@ -191,10 +191,10 @@ class Prober:
 
 
 def _endpoint_to_probe(member: Member) -> EndpointField | None:
-    """Return which endpoint of a member must be probed; None without one. A gRPC client reports its own errors."""
+    """Return the field of the member's endpoint that must be probed; None without one. A gRPC client reports its own errors."""
     if member.registration.endpoint.startswith(GRPC):
         return None
-    if member.trust.name in ("CONNECTING", "STALE"):  # the hash of a trust costs more than all the rest
+    if member.trust.name in ("CONNECTING", "STALE"):  # hashing a `Trust` would take too long
         return "endpoint"
     if member.registration.replay_endpoint is None:
         return None
@@ -211,11 +211,11 @@ _MEANINGS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
     "closed": (Reason.UNREACHABLE, "what listens at {endpoint} closes connections at once"),
     "not-zeromq": (Reason.NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),
 }
-"""The reason and the sentence for each outcome of a handshake that found no ZeroMQ socket."""
+"""For each outcome of a handshake that found no ZeroMQ socket, the reason code and the sentence."""
 
 
 async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Probe an endpoint. Return why it delivers no events, or no replay; None without a fault."""
+    """Probe an endpoint. Return the fault that prevents events or replay; None if there is no fault."""
     handshake, is_replay = await perform_handshake_async(endpoint, seconds), field == "replay_endpoint"
     fault = _fault_of(handshake, endpoint, seconds, has_keys=has_keys)
     is_router = handshake.detail == "ROUTER"
@@ -233,7 +233,7 @@ async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_key
 
 
 def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Return why nothing can be received from an endpoint: it is no ZeroMQ socket, or its keys differ; None without a fault."""
+    """Return why an endpoint cannot be used: it is no ZeroMQ socket, or either end lacks CURVE keys; None without a fault."""
     if handshake.outcome in _MEANINGS:
         reason, sentence = _MEANINGS[handshake.outcome]
         host = (split_tcp(endpoint) or ("",))[0]

@@ -34,11 +34,11 @@ from kvevents.service.settings import Limits, ServiceSettings
 from kvevents.zeromq.sockets import raise_descriptor_limit
 
 RESERVED_FILES: Final = 256
-"""Number of descriptors for other uses than client connections. The subscriber checks the limit for its engines itself."""
+"""Number of file descriptors that are not for client connections. The subscriber itself checks the limit for its engines."""
 
 
 def fit_clients(limits: Limits) -> tuple[Limits, str]:
-    """Raise the soft limit of open files, and fit `max_clients` into it.
+    """Raise the soft limit of open files, and lower `max_clients` if it does not fit.
 
     Returns the limits and a warning, which is empty if `max_clients` did not have to be lowered.
     """
@@ -56,15 +56,15 @@ def fit_clients(limits: Limits) -> tuple[Limits, str]:
 log = logging.getLogger(__name__)
 
 STOP_SECONDS: Final = 1.0
-"""Maximum time to finish the requests in progress after the data plane has drained."""
+"""Maximum number of seconds to finish requests in progress after the data plane has drained."""
 SEND_BYTES: Final = 1 << 18
-"""Size of a connection's send buffer. The system's default is megabytes for each client that does not read."""
+"""Size of a connection's send buffer in bytes. The system's default is megabytes for each client that does not read."""
 KEEP_ALIVE: Final[Mapping[str, int]] = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""TCP options of clients' connections, as far as the system has them: a dead client is noticed after 60 s."""
+"""TCP options of clients' connections, if the system has them. They detect a dead client after 60 s."""
 MAX_THREADS: Final = 8
-"""Maximum number of threads of the data plane; it has one for each CPU up to this number."""
+"""Maximum number of threads of the data plane. It has one thread for each CPU, up to this number."""
 HEAP_RESERVE_BYTES: Final = 64 << 20
-"""Maximum size of freed memory that the process keeps, for the next large request, instead of returning it to the system."""
+"""Maximum size in bytes of freed memory that the process keeps for the next large request."""
 
 
 def serve(
@@ -73,9 +73,9 @@ def serve(
     announce: Callable[[str], None],
     open_source: OpenIndexSource | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, with the sources of a `sources_file` beside those of `config`.
+    """Serve until SIGTERM or SIGINT, with the sources in `config` and those in the file `sources_file`.
 
-    `announce` is called with the URL. `open_source` opens another source of the index than the engines of the settings.
+    `announce` is called with the URL. `open_source` opens a source of the index in place of the engines in the settings.
     Raises `ConfigError` for settings that are impossible on this machine.
     """
     check_settings(config, sources_file)
@@ -92,7 +92,7 @@ def serve(
 
 
 def check(config: ServiceSettings, sources_file: Path | None) -> None:
-    """Raise `ConfigError` for settings with which `serve` fails. A state folder in use by another process is accepted."""
+    """Raise `ConfigError` for settings with which `serve` fails. The state folder may be in use by another process."""
     check_settings(config, sources_file)
     _listen(config.host, config.port).close()
 
@@ -110,7 +110,7 @@ def check_settings(config: ServiceSettings, sources_file: Path | None) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check that the folder can be created and written, and remove everything that the check created."""
+    """Check that the folder can be created and written. Remove everything that the check created."""
     created_folders: list[Path] = []
     try:
         for path in reversed((folder, *folder.parents)):
@@ -130,7 +130,7 @@ def _check_folder(folder: Path) -> None:
 class _Server:
     """The running service, from its start to a signal.
 
-    At a signal it accepts no new connections, finishes the requests in progress and saves the state.
+    After a signal the server accepts no new connections, finishes the requests in progress and saves the state.
     """
 
     def __init__(self, service: Service, announce: Callable[[str], None], url: str) -> None:
@@ -152,7 +152,7 @@ class _Server:
                 listening.listen(1_024)
                 settings = data_plane_settings(service, answers_queries=not self._app.has_spans)
                 service.data_plane.start(listening, self._app, settings)
-                listening.close()  # the data plane has a copy
+                listening.close()  # the data plane has a copy of the socket
                 self._announce(self._url)
             await self._end_requested.wait()
             await service.data_plane.drain(service.settings.limits.drain_seconds)
@@ -162,7 +162,7 @@ class _Server:
             await service.stop()
 
     def _stop(self, number: int) -> None:
-        """On SIGTERM, report not ready and end after the grace period. On SIGINT, or a second signal, end at once."""
+        """After SIGTERM, report not ready, and end after the grace period. After SIGINT or a second signal, end at once."""
         service = self._service
         grace = service.settings.ready.grace_seconds if number == signal.SIGTERM and not service.is_ending else 0.0
         service.is_ending = True
@@ -181,7 +181,7 @@ class _Server:
 
 
 def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[str, Any]:
-    """Return the settings of the data plane, as `native/server/src/settings.rs` reads them."""
+    """Return the settings of the data plane, in the form that `native/server/src/settings.rs` reads."""
     config = service.settings
     policy = {
         "tokens": service.tokens,
@@ -210,7 +210,7 @@ def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[s
 
 
 def _keep_heap() -> None:
-    """Make glibc keep the memory of large bodies. Returning it after each body would cost more than the request."""
+    """Make glibc keep the memory of large bodies. Returning it after each body would take longer than the request itself."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-3, HEAP_RESERVE_BYTES // 2)  # M_MMAP_THRESHOLD

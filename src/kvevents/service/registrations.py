@@ -1,4 +1,4 @@
-"""Registrations by clients: which are allowed, which of them a request to unregister means, and their file.
+"""Registrations by clients: the rules for registering and unregistering, leases, and the file of registrations.
 
 The handlers of `service/http/` translate requests and answers. The rules, which are the same for all APIs, are here.
 """
@@ -26,11 +26,11 @@ from kvevents.service.state_store import SavedRegistration, StateStore
 from kvevents.stream import Checkpoint
 
 LEASE_CHECK_SECONDS: Final = 0.2
-"""Pause between two searches for leases that have ended."""
+"""Pause in seconds between two searches for leases that have ended."""
 
 
 class InstanceQuery(NamedTuple):
-    """The ranks of one instance that a request to unregister means. None accepts any value."""
+    """The ranks of one instance that a request selects, for example to unregister them. None accepts any value."""
 
     instance: str
     rank: int | None = None
@@ -45,38 +45,38 @@ class RegistrationOutcome(NamedTuple):
     """The effect of a request to register."""
 
     is_new: bool
-    """False if an equal registration existed already."""
+    """False if an equal registration already existed."""
     warning: str = ""
-    """A sentence for the client; empty without a warning."""
+    """A warning for the client, as a sentence; empty if there is none."""
 
 
 class Registrations(Struct, eq=False, kw_only=True):
-    """Adds clients' engines to a fleet and removes them. Methods are called in the event loop and raise `ServiceError`."""
+    """Adds and removes engines of clients. Methods are called in the event loop and raise `ServiceError`."""
 
     fleet: Fleet
     allow_list: EndpointAllowList
     store: StateStore | None
     audit: AuditLog
     advice: str
-    """What clients should do if the service follows no engines itself; empty if the service does."""
+    """Advice for clients if the service does not follow engines itself; empty if it does."""
     owner_of: Callable[[Key], str | None]
-    """Returns the discovery provider that has found a rank."""
+    """Returns the name of the discovery provider that has found a rank."""
     resume: Callable[[Key], Checkpoint | None]
-    """Returns the checkpoint from which a rank continues."""
+    """Returns the checkpoint from which the stream of a rank continues."""
     report_fault: Callable[[str], None]
-    """Called after each write, with a sentence about its fault or with an empty text."""
+    """Called after each write, with a sentence that says why the write failed, or with an empty text."""
     were_saved: bool = False
-    """Whether the file had registrations when the service started."""
+    """Whether the file contained registrations by clients when the service started."""
     ended_leases: int = 0
     """Number of ranks that were unregistered because their leases had ended."""
     _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _changes: int = 0
     """Number of calls of `save`."""
     _saved_changes: int = 0
-    """Number of calls of `save` before the newest write began."""
+    """Value of `_changes` when the newest write began."""
 
     def restore(self, report_lost: Callable[[str], None]) -> None:
-        """Restore the registrations in the file. Call `report_lost` for each that cannot be restored."""
+        """Restore the registrations in the file. Call `report_lost` for each registration that cannot be restored."""
         if self.store is None:
             return
         try:
@@ -92,7 +92,7 @@ class Registrations(Struct, eq=False, kw_only=True):
                 continue
             try:
                 for endpoint in endpoints_of(registration):
-                    self.allow_list.check(endpoint)  # the allow-list may have changed since
+                    self.allow_list.check(endpoint)  # the allow-list may have changed since the registration
                 self.fleet.register(registration, HTTP, resume=self.resume)
                 self._grant_lease(registration.key, entry.lease_seconds)
                 if entry.is_draining:
@@ -105,7 +105,7 @@ class Registrations(Struct, eq=False, kw_only=True):
     ) -> RegistrationOutcome:
         """Follow an engine's rank, if its endpoints are allowed and no equal registration exists already.
 
-        The newest registration decides whether the rank has a lease, which begins now. Registrations of discovery have none.
+        The newest registration decides whether the rank has a lease, which begins now. Discovery gives no leases.
         """
         self._check_follows()
         await check_allowed(self.allow_list, *endpoints_of(registration))
@@ -130,7 +130,7 @@ class Registrations(Struct, eq=False, kw_only=True):
         return RegistrationOutcome(is_new=True, warning=self._describe_twin(registration))
 
     def _describe_twin(self, new: Registration) -> str:
-        """Return a warning if the same engine is registered under another name too; otherwise an empty text."""
+        """Return a warning if the same engine is also registered under another name; else an empty text."""
         for other in [member.registration for member in self.fleet.members_at(new.endpoint)]:
             if other.topic == new.topic and other.scope == new.scope and other.instance != new.instance:
                 return f"{other.label} has the same endpoint and topic: one engine counts as two, and is chosen twice as often"
@@ -145,11 +145,11 @@ class Registrations(Struct, eq=False, kw_only=True):
         return RegistrationOutcome(is_new=False, warning=f"{current.label} is named by {owner}, which decides when it ends")
 
     def _grant_lease(self, key: Key, seconds: int | None) -> None:
-        if (member := self.fleet.members.get(key)) is not None:  # otherwise the follower has refused it
+        if (member := self.fleet.members.get(key)) is not None:  # None if the follower has refused it
             member.lease = Lease.of(seconds)
 
     async def end_leases(self) -> None:
-        """Unregister each rank whose lease ends. Run until cancelled."""
+        """Unregister each rank whose lease has ended. Run until cancelled."""
         while True:
             leases = [(lease, member.registration) for member in list(self.fleet.members.values()) if (lease := member.lease)]
             due = [(lease, registration) for lease, registration in leases if lease.ends <= time.monotonic()]
@@ -215,7 +215,7 @@ class Registrations(Struct, eq=False, kw_only=True):
             raise ConflictError("this service follows no engines itself", "replica", self.advice)
 
     async def save(self) -> None:
-        """Write the registrations to the disk. The next write contains all changes made during a write."""
+        """Write the registrations to the disk. Changes that are made during a write are in the next write."""
         if self.store is None:
             return
         self._changes += 1
@@ -226,7 +226,7 @@ class Registrations(Struct, eq=False, kw_only=True):
             newest, fault = self._changes, ""
             try:
                 await asyncio.to_thread(self.store.save_registrations, self._list_registrations)
-            except SnapshotError as error:  # the next snapshot tries again
+            except SnapshotError as error:  # the next snapshot writes them again
                 fault = str(error)
             self._saved_changes = newest
             self.report_fault(fault)

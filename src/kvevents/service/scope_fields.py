@@ -1,7 +1,7 @@
 """The request fields that name the scope of a prompt, under the names that Dynamo, Mooncake, vLLM and `/v1` use.
 
-A misread name would mix prompts of two tenants. So each of these fields is accepted under any of its names. Two names with
-different values are rejected, and so is an unknown name that is similar to one of them.
+If a name were misread, prompts of two tenants would be mixed. Therefore each field is accepted under any of its names. Two
+names with different values are rejected, and unknown names that are similar to one of these names are rejected too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvevents.service.fleet.registration import Key, Scope
 class Scopes:
     """The streams of each scope.
 
-    Any thread may read it. A thread that changes it holds the fleet's lock.
+    Any thread may read this object. A thread that changes it holds the fleet's lock.
     """
 
     def __init__(self) -> None:
@@ -58,15 +58,15 @@ class Scopes:
 
 MODEL, TENANT, GROUP, LORA, SALT = SCOPE_NAMES.values()
 _CANONICAL: Final = {alias: name for name, aliases in SCOPE_NAMES.items() for alias in aliases}
-"""For each accepted name, the name in `/v1`, which handlers read."""
+"""For each accepted name, the name in `/v1`, under which handlers read the value."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
-"""Words that occur only in names of scope fields: an unknown field whose name contains one must not be ignored."""
+"""Words that occur only in names of scope fields. An unknown field whose name contains such a word must not be ignored."""
 _ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
-"""The names of all scope fields except the model, by their letters."""
+"""The names of all scope fields except the model, by the names without underscores."""
 MAX_UNKNOWN: Final = 64
-"""Maximum number of unknown fields of one request, because each one is compared with the known ones."""
+"""Maximum number of unknown fields in one request, because each of them is compared with the known names."""
 MAX_COMPARED: Final = 40
-"""Longest name in characters that is compared with the known ones."""
+"""Maximum length, in characters, of names that are compared with the known names."""
 
 
 def model_of(request: Any) -> str:
@@ -85,13 +85,13 @@ def scope_of(request: Any) -> Scope:
 
 
 def owner_of(request: Any) -> tuple[str, str]:
-    """Return the tenant and the routing group of a request, or the defaults of those that are not given."""
+    """Return the tenant and the routing group of a request; a missing one has its default."""
     tenant, group = pick(request, TENANT), pick(request, GROUP)
     return DEFAULT_GROUP if tenant is None else tenant, DEFAULT_GROUP if group is None else group
 
 
 def pick(request: Any, names: tuple[str, ...]) -> str | None:
-    """Return the value that a request has under one of `names`; None without a value. Raises `RefusedError` for two values.
+    """Return the value that a request has under `names`; None if it has none. Raises `RefusedError` for different values.
 
     An empty LoRA or salt means no value; an empty tenant, group or model is a value.
     """
@@ -107,7 +107,7 @@ def pick(request: Any, names: tuple[str, ...]) -> str | None:
 
 
 def check_unknown(names: Collection[str], given: Collection[str]) -> None:
-    """Raise `RefusedError` for too many unknown names, or one like a scope field (like the model only if none is given)."""
+    """Raise `RefusedError` for too many unknown names, or one similar to a scope field (to the model only if it is missing)."""
     if len(names) > MAX_UNKNOWN:
         sentence = f"{len(names)} fields are unknown, more than {MAX_UNKNOWN}"
         raise RefusedError(sentence, "too-many-fields", "leave them out; see /openapi.json")
@@ -134,7 +134,7 @@ def _similar_field(name: str, aliases: Mapping[str, str]) -> str | None:
 def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], *, beside: str = "") -> dict[str, str]:
     """Return the parameters of a query string, with the scope fields under their `/v1` names.
 
-    `known_names` are the parameters of the endpoint, accepted under all their names. Raises `RefusedError` for others, since
+    `known_names` are the parameters of the endpoint, accepted under all their names. Raises `RefusedError` for other names:
     ignoring a tenant would return the blocks of other tenants. `beside` ends the hint if the endpoint takes no parameters.
     """
     accepted_names = {_CANONICAL.get(name, name) for name in known_names}

@@ -37,11 +37,11 @@ from kvevents.stream import Checkpoint
 log = logging.getLogger(__name__)
 
 CLAIM_SECONDS: Final = 120.0
-"""Time for which the blocks of a snapshot wait for the registration of their stream, before they are removed."""
+"""Seconds for which restored blocks wait for the registration of their stream before they are removed."""
 REFRESH_SECONDS: Final = 0.25
-"""Pause between two updates of the answers to probes."""
+"""Pause in seconds between two updates of the answers to probes."""
 STANDING_SECONDS: Final = 10.0
-"""Longest time for which a snapshot waits for the checkpoints of the streams."""
+"""Maximum seconds for which a snapshot waits for the checkpoints of the streams."""
 
 
 class Service:
@@ -49,9 +49,9 @@ class Service:
 
     snapshot_at: float | None = None
     limit_warning = ""
-    """A sentence about a limit that was lowered to what the process can have; empty if no limit was lowered."""
+    """A sentence about a limit that was lowered because the process cannot have more; empty if no limit was lowered."""
     is_ending = False
-    """Whether the process is ending, so that it still answers requests but is not ready."""
+    """Whether the process is ending. Then it still answers requests, but reports that it is not ready."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class Service:
         self.fleet.why_incomplete = self._why_incomplete
         self.pools = thread_pools(config.limits.max_waiting)
         self.dump = BoundedLock("dump", config.limits.max_waiting)
-        """Held by the client that reads `/dump`."""
+        """Lock that the client that reads `/dump` holds."""
         self.ignored_fields = Counter[str]()
-        """Unknown fields of request bodies that were ignored, by path."""
+        """Number of unknown fields in request bodies that were ignored, by path."""
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
         self.data_plane = DataPlane(self.fleet, self.health, self.readiness)
         self.selections = SelectionCache()
@@ -80,7 +80,7 @@ class Service:
         self.restore_faults: list[str] = []
         """Sentences about saved state that could not be restored."""
         self._save_faults: dict[str, str] = {}
-        """For each part of the state, why its newest write has failed; empty if it has not."""
+        """For each part of the state, why its newest write has failed; empty if the write succeeded."""
         self._checkpoints: dict[Key, Checkpoint] = {}
         external = None if open_source is None else open_source(self.fleet)
         self._discovery = EngineDiscovery(config, sources_file, self.fleet, self._resume, config.limits.max_sources)
@@ -105,7 +105,7 @@ class Service:
 
     @property
     def index(self) -> PrefixIndex:
-        """The index that queries are answered from."""
+        """The index from which queries are answered."""
         return self.fleet.index
 
     # --- start and stop
@@ -135,7 +135,7 @@ class Service:
             self.data_plane.refresh()
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """Log the error of a task, which is a defect of the service, and mark the service as failed."""
+        """If a task ended with an error, which is a defect of the service, log the error and mark the service as failed."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("a part of the service has failed", exc_info=error)
@@ -193,7 +193,7 @@ class Service:
             await self.registrations.save()
 
     def save(self) -> None:
-        """Write a snapshot. A failure becomes a warning in `/health`."""
+        """Write a snapshot. If it fails, `/health` shows a warning."""
         if self.state_store is None:
             return
         fault = ""
@@ -204,12 +204,12 @@ class Service:
         self._report_fault("snapshot", fault)
 
     def _current_checkpoints(self) -> list[Checkpoint]:
-        """Return the checkpoints of followed streams, and of restored streams that are not registered again yet."""
+        """Return the checkpoints of followed streams, and of restored streams that have not been registered again."""
         checkpoints = self.fleet.follower.submit(self.fleet.follower.subscriber.checkpoints).result(STANDING_SECONDS)
         return [*checkpoints, *self._checkpoints.values()]
 
     def _report_lost(self, sentence: str) -> None:
-        """Log a failure to restore, and keep it as a warning: a client must register the missing engines again."""
+        """Log that state could not be restored, and keep this as a warning: clients must register the missing engines again."""
         self.restore_faults.append(sentence)
         log.error("%s", sentence)
 
@@ -220,17 +220,17 @@ class Service:
 
     @property
     def snapshot_fault(self) -> str | None:
-        """Why a part of the state could not be written; None if all of it was."""
+        """Why a part of the state could not be written; None if all parts were written."""
         return next(filter(None, self._save_faults.values()), None)
 
     # --- answers
 
     def members(self) -> Mapping[Key, Member]:
-        """Return the members of the fleet, with the further ranks that their streams carry."""
+        """Return the members of the fleet, including the further ranks that the members' streams carry."""
         return dict(self.fleet.workers)
 
     def blocks(self, key: Key) -> Iterable[Block]:
-        """Return the blocks that a worker has at one moment, in no order."""
+        """Return the blocks that a worker holds at one moment, in no order."""
         try:
             return self.index.blocks(key)
         except LookupError:  # no event has arrived yet
@@ -307,7 +307,7 @@ class Service:
         return "engines are expected, and none is registered or found so far" if expects and not self.fleet.members else ""
 
     def _what_is_missing(self, members: int, exact: int, caught_up: int) -> str:
-        """Return a condition of readiness that is not met (all of them count until the deadline only); empty if all are met."""
+        """Return a condition of readiness that is not met; empty if all are met. Conditions only count until the deadline."""
         if not self.index_source.has_found_engines:
             return "not every way of discovery has answered"
         if members < (count := self.settings.ready.expected):
@@ -322,13 +322,13 @@ class Service:
         return text + (f", and {expected} were expected" if members < expected else "")
 
     def stats(self) -> StatsAnswer:
-        """Return the numbers of `/v1/stats`."""
+        """Return the response of `/v1/stats`."""
         members = list(self.fleet.members.values())
         stats, answers = self.index.stats(), self.data_plane.counts().answers
         tiers: Counter[str] = Counter()
         blocks = 0
         for info in [worker.info for worker in list(self.fleet.workers.values()) if worker.info is not None]:
-            blocks += info.blocks  # from the same refresh as its tiers
+            blocks += info.blocks  # added with the tiers, which are from the same refresh
             tiers.update(info.tiers)
         return StatsAnswer(
             version=VERSION,
@@ -361,7 +361,7 @@ def _make_fleet(config: ServiceSettings) -> Fleet:
 
 
 def _names_engines(config: ServiceSettings, sources_file: Path | None) -> bool:
-    """Return whether the settings, or the watched file, name engines. A selector does not count: it may select no pod."""
+    """Return whether the settings or the watched file name engines. Selectors do not count, since they may select no pod."""
     if config.sources or config.source_files or config.dns:
         return True
     try:

@@ -43,65 +43,65 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits of the resources that peers and clients can use. The error at a limit contains the limit's name."""
 
     max_body_bytes: Bytes = 16 << 20
-    """Maximum size of the body of a request. The default has room for two million token ids as JSON."""
+    """Maximum size in bytes of the body of a request. The default has room for two million token ids as JSON."""
     max_tokens: Positive = 2_000_000
-    """Maximum number of tokens of one prompt, and of all prompts of one request."""
+    """Maximum number of tokens of one prompt, and of all prompts in one request together."""
     max_json_bytes: Bytes = 2 << 20
-    """Maximum size of a JSON or msgpack body, not counting the token ids of a JSON prompt. Python decodes it in one piece, in
-    about 5 ms."""
+    """Maximum size in bytes of a JSON or msgpack body, not counting the token ids of a JSON prompt. Python decodes it in one
+    piece, in about 5 ms."""
     max_hashes: Positive = 131_072
-    """Maximum number of hashes of one `/query_by_hash`. The default covers two million tokens in blocks of 16."""
+    """Maximum number of hashes in one request to `/query_by_hash`. The default covers two million tokens in blocks of 16."""
     max_candidates: Positive = 4_096
-    """Maximum number of candidates of one `/v1/select`. The default equals `max_sources`."""
+    """Maximum number of candidates in one request to `/v1/select`. The default equals `max_sources`."""
     max_rows: Positive = 262_144
-    """Maximum number of matches of a worker in one answer of `/v1/match_many`: 50 MB of JSON."""
+    """Maximum number of matches, each of one worker, in an answer of `/v1/match_many`. The default is 50 MB of JSON."""
     max_sources: Positive = 4_096
     """Maximum number of registered ranks."""
     max_metric_sources: Positive = 128
-    """Maximum number of ranks that have their own series at `/metrics`, of 5 kB each: the ranks that were registered first."""
+    """Maximum number of ranks with series at `/metrics`, about 5 kB each. The ranks registered first have series."""
     max_clients: Positive = 1_024
-    """Maximum number of open connections. A further connection replaces an idle one if there is one."""
+    """Maximum number of open connections. A further connection replaces an idle connection, if there is one."""
     reserved_clients: Positive = 32
-    """Further connections beyond `max_clients`, on which only probes and `/metrics` are answered."""
+    """Number of connections beyond `max_clients`, on which the service only answers probes and `/metrics`."""
     max_received_bytes: Bytes = 256 << 20
-    """Maximum memory of all requests that are being received or answered, not counting the first 64 KiB of each."""
+    """Maximum memory of all requests that are being received or answered, not counting the first 64 KiB of each request."""
     max_unread_bytes: Bytes = 256 << 20
-    """Maximum memory of all answers that clients have not read. Above it the connection with the largest part is closed."""
+    """Maximum memory of all answers that clients have not read. Above it, the connection with the most is closed."""
     max_listeners: Positive = 64
-    """Maximum number of clients of `/v1/events` at one time."""
+    """Maximum number of concurrent clients of `/v1/events`."""
     max_reservations: Positive = 65_536
-    """Maximum number of open reservations, about 500 bytes each. Above it a selection that reserves is refused."""
+    """Maximum number of open reservations, about 500 bytes each. Further reservations are refused."""
     reservation_seconds: Annotated[float, Unit.SECONDS, Range(1, MAX_RESERVATION_SECONDS)] = 300.0
-    """Seconds after which a reservation expires, unless its request or an update has another time."""
+    """Seconds after which a reservation expires, unless its request or an update states another time."""
     max_waiting: Positive = 64
-    """Maximum number of requests of one kind that wait for a thread, and of clients that wait for a `/dump`."""
+    """Maximum number of requests of one kind that wait for a thread, and maximum number of clients that wait for a `/dump`."""
     max_dump_blocks: Positive = 1_000_000
     """Maximum number of blocks that `/dump` returns. Larger indexes are read page by page from `/v1/blocks`."""
     max_listed_blocks: Positive = 4_000_000
-    """Maximum number of blocks stored for further pages of `/v1/blocks`, 32 bytes each. The newest listing is always stored."""
+    """Maximum number of blocks stored for further pages of `/v1/blocks`, 32 bytes each. The newest listing may have more."""
     listing_seconds: Seconds = 60.0
     """Seconds for which a listing is stored after its last page was requested."""
     request_seconds: Seconds = 10.0
-    """Longest time for a client to send a request after its first byte, and to send the first byte after it connects."""
+    """Maximum seconds for a client to send its first byte after it connects, and then the rest of the request."""
     idle_seconds: Seconds = 75.0
-    """Time after which an idle connection is closed. It is longer than in common client pools, so that clients close first."""
+    """Seconds after which an idle connection is closed. Common client pools have less, so that clients close first."""
     unread_seconds: Seconds = 10.0
-    """Longest time for a client to read an answer, or a part of it and 1 MiB in all, and to answer an HTTP/2 ping."""
+    """Seconds within which a client must read an answer, or a part of it and 1 MiB in all, and must answer an HTTP/2 ping."""
     drain_seconds: Seconds = 5.0
-    """Longest time for requests in progress after the service received a stop signal."""
+    """Maximum seconds for requests in progress after the service has received a stop signal."""
 
 
 class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When `/readyz` returns 200."""
+    """The conditions for `/readyz` to return 200."""
 
     quorum: Annotated[float, Range(0, 1)] = 1.0
     """Share of the sources that must be EXACT, 0 to 1."""
     deadline_seconds: Annotated[float, Unit.SECONDS, Range()] = 30.0
     """Seconds after the start from which `/readyz` returns 200 although sources are not EXACT. The answer lists these sources.
-    At least one source is required if engines are expected by settings, by registrations before a restart or by `expected`. A
-    selector of pods does not count once the pods were listed."""
+    At least one source is still required if the settings, registrations before a restart or `expected` name engines. A selector
+    of pods does not count once the pods were listed."""
     expected: Annotated[int, Range()] = 0
-    """Number of sources that clients will register over HTTP. Until the deadline `/readyz` requires this number of sources."""
+    """Number of sources that clients will register over HTTP. `/readyz` requires this number until the deadline."""
     grace_seconds: Annotated[float, "--grace-seconds", Unit.SECONDS, Range(0, 3_600)] = 0.0
     """Seconds after SIGTERM for which /readyz returns 503 while all other requests are answered, so that load balancers
     react."""
@@ -114,13 +114,13 @@ class Probing(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """
 
     connect_seconds: Seconds = 2.0
-    """Longest time of a probe: connecting and ZeroMQ's greeting."""
+    """Maximum seconds for a probe: connecting and exchanging ZeroMQ's greeting."""
     pause_seconds: Seconds = 5.0
-    """Longest pause between two probes of one endpoint; the first pauses are shorter."""
+    """Maximum pause in seconds between two probes of one endpoint; the first pauses are shorter."""
     patience_seconds: Seconds = 3.0
-    """Time after which a missing replay answer, a missing connection of an engine or a failed CURVE handshake is a fault."""
+    """Seconds after which a missing replay answer, a missing connection of an engine or a failed CURVE handshake is a fault."""
     at_once: Positive = 64
-    """Maximum number of probes at one time."""
+    """Maximum number of concurrent probes."""
 
 
 class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,21 +129,21 @@ class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     certificate: FilePath
     """PEM file of the certificate of the HTTP server."""
     key: FilePath
-    """PEM file of the certificate's key."""
+    """PEM file of the certificate's private key."""
     client_ca: FilePath | None = None
-    """PEM file of authorities. Clients need a certificate that one of them has signed."""
+    """PEM file of certificate authorities. Clients need a certificate that one of these has signed."""
 
 
 class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A DNS name that resolves to several engines."""
 
     target: str
-    """`HOST:PORT` for addresses, `_kv._tcp.NAME` for an SRV record. With a leading `http://` each engine is asked for its
-    endpoints."""
+    """`HOST:PORT` to look up addresses, `_kv._tcp.NAME` to look up SRV records. If it begins with `http://`, each engine is
+    queried for its endpoints."""
 
 
 class TopicSettings(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Engines that connect to the service, as in llm-d. Each is found by its topic: `kv@INSTANCE@MODEL`."""
+    """Engines that connect to the service, as in llm-d. The service finds an engine by its topic: `kv@INSTANCE@MODEL`."""
 
     endpoint: Annotated[Endpoint, "--listen"]
     """Listen at this endpoint for engines that connect, such as `tcp://*:5557`; their topics are kv@INSTANCE@MODEL."""
@@ -156,11 +156,11 @@ class TopicSettings(GroupFields, frozen=True, kw_only=True, forbid_unknown_field
         self.registration_of("kv@engine@model")
 
     def source(self, curve: Curve | None) -> Source:
-        """Return the source that finds the engines. `curve` has the keys if this table has none."""
+        """Return the source that listens for the engines. `curve` has the keys to use if this table has no keys."""
         return Source(self.endpoint, topic=self.topic, bind=True, by_topic=True, curve=self.curve or curve)
 
     def registration_of(self, topic: str) -> Registration:
-        """Return the registration of the engine with a topic. Raises `ConfigError`."""
+        """Return the registration of the engine that publishes under a topic. Raises `ConfigError`."""
         _, *names = topic.split("@", 2)
         instance, model = names if len(names) == 2 else (topic, "")
         if not (self.model or model):
@@ -176,11 +176,11 @@ class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fie
     selector: str | None = None
     """Follow the engines in pods with these labels, such as `app=vllm` or `app in (vllm,sglang)`."""
     namespaces: Annotated[tuple[Name, ...], "--kubernetes-namespace"] = ()
-    """Namespace of the pods, by default that of the service; can be repeated."""
+    """Namespace of the pods, by default the service's own; can be repeated."""
     pools: Annotated[tuple[Name, ...], "--kubernetes-pool"] = ()
-    """Follow the engines in pods of this `InferencePool`; can be repeated. With a selector, only pods that both select."""
+    """Follow the engines in pods of this `InferencePool`; can be repeated. With a selector too, both must select a pod."""
     kubeconfig: Annotated[FilePath | None, "--kubeconfig"] = None
-    """Kubeconfig to use instead of the pod's service account; outside of a cluster the default is that of kubectl."""
+    """Kubeconfig to use instead of the pod's service account; outside of a cluster the default is kubectl's."""
     http_port: Port = 8000
     """Port of the HTTP server in pods that do not name it."""
     events_port: Port = 5557
@@ -203,19 +203,19 @@ class EngineSources(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """The engines that the service follows."""
 
     curve: Curve | None = None
-    """CURVE keys for engines whose source has none."""
+    """CURVE keys for engines whose source has no keys."""
     sources: list[SourceTable] = field(default_factory=list)
-    """Engines. If a configuration file lists them, it is read again when it changes."""
+    """Engines to follow. A configuration file that lists engines is read again when it changes."""
     source_files: Annotated[list[FilePath], "--sources"] = field(default_factory=list)
-    """TOML file of [[sources]], read again when it changes; can be repeated."""
+    """TOML file of [[sources]], which is read again when it changes; can be repeated."""
     dns: list[DnsTable] = field(default_factory=list)
     """DNS names that resolve to several engines."""
     kubernetes: KubernetesSettings | None = None
-    """Pods of Kubernetes with engines."""
+    """Kubernetes pods with engines."""
 
     @property
     def names_engines(self) -> bool:
-        """Whether any engine, or any place where engines are found, is named."""
+        """Whether the settings name any engine, or any way to find engines."""
         return bool(self.sources or self.source_files or self.dns or self.kubernetes)
 
 
@@ -226,21 +226,21 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     host: Host = "127.0.0.1"
     """Address to listen at."""
     port: Port = 8090  # the port of Dynamo's standalone indexer
-    """Port to listen at; 0 takes a free one."""
+    """Port to listen at; 0 means any free port."""
     insecure: bool = False
     """Allow requests without a token even if other machines can reach the address."""
     allowed_hosts: Annotated[list[Host], "--allowed-host"] = field(default_factory=list)
-    """Host name of the service for clients, in addition to its addresses: HOST or *.SUFFIX; can be repeated. Pages of these
-    hosts can send requests from browsers. While requests need no token, their `Host` must be one of these or an address."""
+    """Host name of the service for clients, in addition to its addresses: HOST or *.SUFFIX; can be repeated. Pages from these
+    hosts can send requests from browsers. If requests need no token, their header `Host` must be one of these or an address."""
     state_dir: FolderPath | None = None
-    """Folder for snapshots and registrations, which a restart loads; without it a restart begins empty."""
+    """Folder for snapshots and registrations, which the service loads at its start; without a folder it starts empty."""
     snapshot_seconds: Seconds = 60.0
     """Seconds between two snapshots."""
     memory_limit: Bytes | None = None
     """Maximum memory of the index, for example 8GiB. At the limit new blocks are refused, and their workers become DEGRADED."""
     hide_stale_seconds: Seconds = 300.0
     """Seconds without a connection after which a worker is omitted from /query and /query_by_hash, whose clients might ignore
-    trust."""
+    the trust."""
     ready: Readiness = Readiness()
     limits: Limits = Limits()
     probe: Probing = Probing()

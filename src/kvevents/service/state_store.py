@@ -1,8 +1,8 @@
 """State that outlives the process: a snapshot of the index, the checkpoint of each stream, and clients' registrations.
 
 A state folder contains `current`, which names one generation, and the two files of that generation. A generation is written
-completely before `current` names it, so a crash at any moment leaves the previous one. Only the owner can read the files: a
-snapshot can contain token ids, and registrations contain salts.
+completely before `current` names it, so a crash at any moment leaves the previous generation. Only the owner can read the
+files: a snapshot can contain token ids, and registrations contain salts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SavedRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
     registration: Registration
     lease_seconds: int | None = None
-    """Length of its lease, which begins again when the service starts."""
+    """Length of the registration's lease, which begins again when the service starts."""
     is_draining: bool = False
     origin: str = HTTP
 
@@ -52,10 +52,10 @@ _REGISTRATIONS: Final = msgspec.json.Decoder(list[SavedRegistration])
 
 
 class StateStore:
-    """The state folder of a service, locked by this process. Only one process at a time can open it.
+    """The state folder of a service, which this process has locked. Only one process at a time can open the folder.
 
-    Any thread may call any method: snapshots are written one after the other, and so are registrations. Methods raise
-    `SnapshotError` if a file cannot be read or written.
+    Any thread may call any method. Concurrent writes of snapshots happen one after the other, and so do those of registrations.
+    Methods raise `SnapshotError` if a file cannot be read or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -75,9 +75,9 @@ class StateStore:
                     path.unlink()
 
     def save(self, index: PrefixIndex, read_checkpoints: Callable[[], list[Checkpoint]]) -> float:
-        """Write a generation of the index and of the streams' checkpoints. If another thread is saving, wait until it is done.
+        """Write a generation of the index and of the streams' checkpoints. If another thread is saving, wait for it.
 
-        Return the Unix time at which the reading began: the generation contains all that was known then.
+        Return the Unix time at which reading the index began. The generation contains all that was known at that time.
         """
         generation = secrets.token_hex(8)
         streams = self.folder / _STREAMS.format(generation)
@@ -86,8 +86,8 @@ class StateStore:
             try:
                 former = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in read_checkpoints()}
                 _write_index(index, self.folder / _INDEX.format(generation))
-                # The streams have advanced during the snapshot. Batches that it already contains are delivered again, and the
-                # index recognises them by their sequence numbers.
+                # The streams have advanced during the snapshot. After a restart, batches that it already contains are delivered
+                # again, and the index recognises these by their sequence numbers.
                 points = {(point.source, point.rank): point for point in read_checkpoints()}
                 checkpoints = [former[key].merge_later(point) for key, point in points.items() if key in former]
                 _write(streams, msgspec.msgpack.encode(checkpoints))
@@ -101,9 +101,9 @@ class StateStore:
             return began
 
     def restore(self, index: PrefixIndex) -> dict[Key, Checkpoint]:
-        """Load the current generation into the index and return its checkpoints; empty without a generation.
+        """Load the current generation into the index and return its checkpoints; empty if there is no generation.
 
-        Raises `SnapshotError` if it cannot be read.
+        Raises `SnapshotError` if the generation cannot be read.
         """
         generation = self._generation()
         if generation is None:
@@ -117,7 +117,7 @@ class StateStore:
         return {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in checkpoints}
 
     def save_registrations(self, registrations: Callable[[], list[SavedRegistration]]) -> None:
-        """Write the registrations of clients. `registrations` is called just before that, so the newest list is written."""
+        """Write the registrations of clients. `registrations` is called just before the write."""
         try:
             with self._registrations_lock:
                 _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(registrations())))
@@ -170,7 +170,7 @@ class StateStore:
 
 
 def _write_index(index: PrefixIndex, path: Path) -> None:
-    """Write a snapshot that only its owner can read. The file stays in a private folder until it has its mode."""
+    """Write a snapshot that only its owner can read. The file is in a private folder until its mode is set."""
     with tempfile.TemporaryDirectory(prefix=".", suffix=".tmp", dir=path.parent) as private:
         temporary = Path(private) / path.name
         index.snapshot(temporary)
