@@ -615,7 +615,7 @@ def test_full_memory_and_old_snapshots_are_warnings() -> None:
     assert near == ("warn", "12,345 blocks in 3.0 MiB, 100% of the limit of 3.0 MiB")
     assert "7 blocks were refused" in one(checks.check_memory(stats(evicted=7)))[1]
     assert one(checks.check_snapshot(stats(snapshot_fault="the disk is full"), 10.0)) == ("fail", "the disk is full")
-    assert one(checks.check_snapshot(stats(snapshot_at=10.0), 20.0)) == ("ok", "the last one is 10 s old")
+    assert one(checks.check_snapshot(stats(snapshot_at=10.0), 20.0)) == ("ok", "the newest snapshot is 10 s old")
     assert one(checks.check_snapshot(stats(snapshot_at=10.0), 4_000.0))[0] == "warn"
 
 

@@ -332,9 +332,9 @@ async def test_what_the_engine_says_takes_effect_and_contradictions_are_faults()
     [registration] = found.registrations
     assert (registration.endpoint, registration.replay_endpoint, registration.model) == ("tcp://127.0.0.1:6001", None, "llama")
     assert sentences(found) == [
-        "e: it is declared to serve Qwen/Qwen3-0.6B, but serves llama; what it says takes effect",
-        "e: its events port is declared as 5557, but it names tcp://127.0.0.1:6001; what it says takes effect",
-        "e: its replay port is declared as 5558, but it names no endpoint; what it says takes effect",
+        "e: it is declared to serve Qwen/Qwen3-0.6B, but serves llama; what the engine reports takes effect",
+        "e: its events port is declared as 5557, but it names tcp://127.0.0.1:6001; what the engine reports takes effect",
+        "e: its replay port is declared as 5558, but it names no endpoint; what the engine reports takes effect",
     ]
 
 

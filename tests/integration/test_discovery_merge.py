@@ -84,7 +84,7 @@ def test_the_first_of_two_conflicting_entries_is_used_and_the_other_is_a_fault()
         "b rank 0": "tcp://h:1",
     }
     (fault,) = found.faults["dns x"]
-    assert fault == "a rank 0 is named twice, with another endpoint: the one of config takes effect"
+    assert fault == "a rank 0 is named twice, with different endpoint: the value in config takes effect"
 
 
 def test_equal_entries_do_not_conflict() -> None:

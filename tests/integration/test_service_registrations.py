@@ -121,7 +121,7 @@ def test_an_engine_that_discovery_names_cannot_be_unregistered(tmp_path: Path) -
             wait_for("the engine", service.sources)
             answer = service.post("/unregister", instance_id="e")
             assert (answer.status, answer.reason) == (409, "named-by-discovery")
-            assert answer.json["detail"] == f"e rank 0 is named by file {path}"
+            assert answer.json["detail"] == f"e rank 0 was found by file {path}"
             assert service.register("e", nowhere, 1).status == 201
             assert service.post("/unregister", instance_id="e").reason == "named-by-discovery"
             assert list(service.sources()) == [("e", 0), ("e", 1)]
@@ -137,12 +137,12 @@ def test_who_registers_what_discovery_names_learns_who_owns_it(tmp_path: Path) -
         with serving("--sources", path, "--state-dir", tmp_path / "state") as service:
             wait_for("the engine", service.sources)
             answer = service.register("e", nowhere, lease_seconds=1)
-            warning = f"e rank 0 is named by file {path}, which decides when it ends"
+            warning = f"e rank 0 was found by file {path}, which decides when it ends"
             assert (answer.status, answer.json) == (200, {"status": "ok", "warnings": [warning]})
             assert service.source("e")["lease_expires_at"] is None
             answer = service.register("e", nowhere, topic="t")
             assert (answer.status, answer.reason) == (409, "named-by-discovery")
-            assert answer.json["detail"] == f"e rank 0 is named by file {path}, with another topic"
+            assert answer.json["detail"] == f"e rank 0 was found by file {path}, with a different topic"
             assert service.source("e")["origin"] == "discovery"
 
 

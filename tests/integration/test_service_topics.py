@@ -70,7 +70,7 @@ def test_an_engine_that_stays_away_is_removed_and_found_again(tmp_path: Path) ->
                 store_until_found(service, made, "10.0.0.7:8000", prompt(1), model="org/model", tenant="t")
                 answer = service.post("/unregister", instance_id="10.0.0.7:8000", tenant_id="t")
                 assert (answer.status, answer.reason) == (409, "named-by-discovery")
-                assert answer.json["detail"] == f"10.0.0.7:8000 rank 0 is named by its topic at {endpoint}"
+                assert answer.json["detail"] == f"10.0.0.7:8000 rank 0 was found by its topic at {endpoint}"
             wait_for("its removal", lambda: not service.sources())
             wait_for("no blocks", lambda: service.get("/v1/stats").json["blocks"] == 0)
 

@@ -69,7 +69,7 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
 def add_curve(parser: ArgumentParser | Group) -> None:
     """Declare CURVE keys, which `read_curve` reads. Secret keys are in files, since all users can read arguments."""
     parser.add_argument("--curve-key", metavar="FILE", help="own CURVE keys: a file NAME.key_secret of `kvevents keys`")
-    text = "public key of the peer, or a file of it (NAME.key), if the peer is the CURVE server, as engines are"
+    text = "public key of the peer, or a file with it (NAME.key), if the peer is the CURVE server, as engines are"
     parser.add_argument("--curve-server-key", metavar="FILE|KEY", help=text)
     text = "file or folder of the public keys that are accepted, if this end is the CURVE server (default: all keys)"
     parser.add_argument("--curve-allow", metavar="FILE", help=text)
@@ -78,7 +78,7 @@ def add_curve(parser: ArgumentParser | Group) -> None:
 def read_curve(args: Namespace) -> Curve | None:
     """Return the keys that the options of `add_curve` name; None if none are given. Raises as `make_curve` does."""
     if args.curve_key is not None and args.curve_server_key is None and getattr(args, "bind", True) is False:
-        raise CommandLineError("--curve-key needs --curve-server-key: the engine's public key, or a file of it (NAME.key)")
+        raise CommandLineError("--curve-key needs --curve-server-key: the engine's public key, or a file with it (NAME.key)")
     return make_curve(args.curve_key, args.curve_server_key, args.curve_allow)
 
 

@@ -123,7 +123,7 @@ def _read(file: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
     if len(content) > MAX_PROMPT_BYTES:
-        raise ConfigError(f"{file} has more than {MAX_PROMPT_BYTES >> 20} MiB, more than any prompt")
+        raise ConfigError(f"{file} is too large for a prompt: expected at most {MAX_PROMPT_BYTES >> 20} MiB")
     return content
 
 

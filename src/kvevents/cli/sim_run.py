@@ -103,7 +103,7 @@ def run(args: Namespace) -> int:
 def note_delay(behind: float, console: Console) -> None:
     """Print a note if the fleet was more than a second `behind` the clock. Its results are then worse than they should be."""
     if behind > 1.0:
-        advice = f"it was up to {behind:.1f} s late; use fewer engines, or a smaller --time-scale"
+        advice = f"the fleet was up to {behind:.1f} s late; use fewer engines, or a smaller --time-scale"
         console.note(Span("this machine is too slow for this fleet: ", "warn"), advice)
 
 

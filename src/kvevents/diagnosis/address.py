@@ -134,7 +134,7 @@ def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handsha
     """Return the handshake if the address has a socket that accepts the keys (or needs none); else a finding with the fault."""
     handshake = perform_handshake(endpoint)
     if curve is not None and handshake.outcome == "socket":
-        text = "it does not use CURVE, but keys are given"
+        text = f"{endpoint} does not use CURVE, but keys are given"
         advice = (
             "configure keys in the engine (curve in its KV events configuration), or omit --curve-key and --curve-server-key"
         )

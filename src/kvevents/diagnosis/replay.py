@@ -65,8 +65,8 @@ def _report_reply(endpoint: str, sample: ReplaySample) -> CheckResult:
 def _losses(endpoint: str, sample: ReplaySample, curve: Curve | None) -> list[CheckResult]:
     findings: list[CheckResult] = []
     if sample.is_cut:
-        text = f"the response was cut off after {plural(len(sample.batches), 'batch')}, since it does not end"
-        findings.append(warn("replay", text, "subscribers cut it off as well; check what listens there"))
+        text = f"reading stopped after {plural(len(sample.batches), 'batch')}, since the response does not end"
+        findings.append(warn("replay", text, f"subscribers stop reading too; check what listens at {endpoint}"))
     elif not sample.has_end:
         text = "the end marker is missing: engines lose it when their send queue is full"
         advice = "kvevents detects the end by a timeout; a client that waits for the marker would hang"
@@ -89,7 +89,7 @@ def _holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> CheckRes
         advice = "kvevents requests them again; other clients lose them. vLLM 0.33 has a larger send queue"
         return warn("replay", f"{text}; a second request returned them: the engine's send queue overflows", advice)
     if len(lost_numbers) < len(numbers):
-        advice = "kvevents requests them again as long as it receives new ones, and reports the rest as a gap: see trust below"
+        advice = "kvevents requests missing batches again while some arrive, then reports a gap: see the check `trust` below"
         return warn("replay", f"{text}; after {_RETRIES} more requests {len(lost_numbers):,} of them are missing", advice)
     advice = "the engine could not encode these batches, or its buffer lost them: see its log"
     return warn("replay", f"{text}, also in further responses: these batches are lost", advice)

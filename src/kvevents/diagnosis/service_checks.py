@@ -82,9 +82,9 @@ def check_health(health: HealthAnswer, stats: StatsAnswer) -> Iterator[CheckResu
 def check_ready(ready: ReadyAnswer) -> Iterator[CheckResult]:
     """Check whether the service is ready for routers."""
     if not ready.ready:
-        advice = f"it will be ready {ready.deadline_seconds:g} s after its start at the latest; the reasons are below"
+        advice = f"the service will be ready at most {ready.deadline_seconds:g} s after its start; the reasons are below"
         if not ready.sources:
-            advice = "it becomes ready when an engine is registered: register one, or see the faults of discovery below"
+            advice = "register an engine, which makes the service ready, or see the faults of discovery below"
         yield warn("ready", f"not yet: {ready.why}, and the quorum is {ready.quorum:g}", advice)
     elif ready.exact < ready.quorum * ready.sources:
         yield warn("ready", f"yes, though {ready.why}", "the sources that are not EXACT are below")
@@ -127,14 +127,14 @@ def check_snapshot(stats: StatsAnswer, now: float) -> CheckResult:
         advice = "check the space and the permissions of the directory; without snapshots a restart begins with less"
         return fail("snapshot", stats.snapshot_fault, advice)
     if stats.snapshot_seconds is None:
-        advice = "set a directory with --state-dir to enable them"
+        advice = "set a directory with --state-dir to enable snapshots"
         return ok("snapshot", "disabled: after a restart the index is built from the engines again", advice)
     if stats.snapshot_at is None:
         return ok("snapshot", f"none yet; the interval is {duration(stats.snapshot_seconds)}")
     age = max(now - stats.snapshot_at, 0.0)
-    text = f"the last one is {duration(age)} old"
+    text = f"the newest snapshot is {duration(age)} old"
     if age > 3 * stats.snapshot_seconds:
-        return warn("snapshot", text, "see its log and --snapshot-seconds")
+        return warn("snapshot", text, "see the service's log and its setting --snapshot-seconds")
     return ok("snapshot", text)
 
 
@@ -240,7 +240,7 @@ def check_lag(sources: Sequence[SourceView]) -> CheckResult | None:
         text = f"clocks are ahead of the service's: {_list_lags(ahead)}"
         return warn("lag", text, "synchronise the clocks (chrony, ntpd), without which lag cannot be measured")
     if delays:
-        advice = "check the CPU of the service, the network and that clock; `kvevents top --sort lag` shows whether it grows"
+        advice = "check the service's CPU, the network and the clock; `kvevents top --sort lag` shows whether the lag grows"
         return warn("lag", f"the newest batch was late: {_list_lags(delays)}", advice)
     return ok("lag", f"the newest batches came within {1000 * max(0.0, *lags.values()):,.0f} ms")
 
@@ -250,7 +250,7 @@ def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
     loads = [source.load for source in sources if source.load is not None]
     faults = [f"{source.name}: {source.load_fault}" for source in sources if source.load_fault is not None]
     if faults:
-        advice = "until it is known, selections assume the mean load of the other engines; check the setting load, or remove it"
+        advice = "until it is known, selections assume the mean load of the other engines; check the setting `load`"
         return warn("load", f"unknown of {first_names(faults)}", advice)
     if not loads:
         return None
@@ -296,7 +296,7 @@ def check_losses(sources: Sequence[SourceView], now: float) -> CheckResult | Non
     if not recent:
         text = f"permanently lost, none of them within the last hour: {_list_losses(with_losses)}"
         return ok("losses", text) if with_losses else None
-    advice = "a replay endpoint repairs losses, a larger buffer_steps more of them; check whether service or network pauses"
+    advice = "use a replay endpoint with a large `buffer_steps` to repair losses; check whether service or network pauses"
     return warn("losses", f"permanently lost, some within the last hour: {_list_losses(recent)}", advice)
 
 
@@ -311,5 +311,5 @@ def check_rejected(sources: Sequence[SourceView]) -> CheckResult | None:
         return None
     reasons = [", ".join(f"{reason} ({count:,})" for reason, count in source.rejected.items()) for source in affected]
     counts = first_names([f"{source.name}: {text}" for source, text in zip(affected, reasons, strict=True)])
-    advice = f"kvevents doctor {affected[0].endpoint} shows which release has written them; it may be newer than kvevents"
+    advice = f"kvevents doctor {affected[0].endpoint} shows which release wrote the events: it may be newer than kvevents"
     return warn("decoding", f"events could not be used: {counts}", advice)

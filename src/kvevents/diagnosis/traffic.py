@@ -152,9 +152,9 @@ def check_traffic(sample: TrafficSample, *, is_connected: bool) -> CheckResult:
         amount = f"{plural(sample.messages, 'message')}, {sample.bytes:,} bytes in {seconds:g} s"
         return ok("traffic", f"{amount} ({sample.messages / seconds:.1f} a second)")
     if not is_connected:
-        advice = "with --bind, configure this host's address as the engine's endpoint; without, see address above"
+        advice = "with --bind, configure this host's address as the engine's endpoint; else see the check `address` above"
         return fail("traffic", f"nothing arrived in {seconds:g} s, and there was no connection", advice)
-    advice = "send it a request meanwhile (a prompt shorter than a block stores nothing), or raise --duration"
+    advice = "send it a request during the check (a prompt shorter than a block stores nothing), or raise --duration"
     return warn("traffic", f"nothing arrived in {seconds:g} s: an idle engine publishes nothing", advice)
 
 

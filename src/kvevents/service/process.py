@@ -233,5 +233,5 @@ def _listen(host: str, port: int) -> socket.socket:
         if listening is not None:
             listening.close()
         reason = error.strerror or error
-        raise ConfigError(f"cannot listen at {host} port {port}: {reason}; name another with --host and --port") from error
+        raise ConfigError(f"cannot listen at {host} port {port}: {reason}; choose another with --host and --port") from error
     return listening

@@ -140,9 +140,9 @@ class Registrations(Struct, eq=False, kw_only=True):
         """Return the outcome for a rank that discovery found. Raises `ConflictError` if the client's registration differs."""
         owner = self.owner_of(current.key) or "discovery"
         if different := current.differences(registration):
-            sentence = f"{current.label} is named by {owner}, with another {' and '.join(different)}"
+            sentence = f"{current.label} was found by {owner}, with a different {' and '.join(different)}"
             raise ConflictError(sentence, "named-by-discovery", "change it there")
-        return RegistrationOutcome(is_new=False, warning=f"{current.label} is named by {owner}, which decides when it ends")
+        return RegistrationOutcome(is_new=False, warning=f"{current.label} was found by {owner}, which decides when it ends")
 
     def _grant_lease(self, key: Key, seconds: int | None) -> None:
         if (member := self.fleet.members.get(key)) is not None:  # None if the follower has refused it
@@ -172,7 +172,7 @@ class Registrations(Struct, eq=False, kw_only=True):
         members = self._find(query)
         for member in members:
             if member.origin != HTTP and (owner := self.owner_of(member.registration.key)) is not None:
-                sentence = f"{member.registration.label} is named by {owner}"
+                sentence = f"{member.registration.label} was found by {owner}"
                 raise ConflictError(sentence, "named-by-discovery", "remove it there; it would be followed again at once")
         self._check_follows()
         ranks = [member.registration for member in members]

@@ -402,7 +402,7 @@ class EngineProvider(Struct, frozen=True):
             ranks = self.declared.endpoints(bracket_host(url.host), self.template)
             return await self._finding(url, EngineInfo(ranks, has_metrics=True))  # as vLLM before 0.31
         paths = "neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang)"
-        raise EngineQueryError(f"{url} has {paths}: name its endpoint instead")
+        raise EngineQueryError(f"cannot ask {url} for its endpoints: it has {paths}; name the engine by its endpoint")
 
     async def _get(self, url: BaseUrl) -> Any:
         """Return the JSON at a URL; None if the path does not exist."""
@@ -434,7 +434,7 @@ class EngineProvider(Struct, frozen=True):
         faults = []
         if info.endpoints:
             wrong = declared.contradictions(info.endpoints[0], {model, *(served.id for served in models)})
-            faults += [f"{self.label}: {sentence}; what it says takes effect" for sentence in wrong]
+            faults += [f"{self.label}: {sentence}; what the engine reports takes effect" for sentence in wrong]
         self._add_configured_ranks(info)
         if not self.template.other_hosts:
             await self._drop_foreign_endpoints(url, info)

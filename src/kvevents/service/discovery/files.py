@@ -120,7 +120,7 @@ def _read(path: Path, *, only_sources: bool, max_bytes: int) -> list[Any]:
     with path.open("rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise ConfigError(f"it has more than {max_bytes} bytes")
+        raise ConfigError(f"the file has more than {max_bytes} bytes")
     fields = parse_toml(content.decode("utf-8"))
     if not only_sources:
         fields.setdefault("sources", [])

@@ -71,7 +71,7 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
             known = merged.registrations.get(registration.key)
             if known is not None and known.differences(registration):
                 differing, origin = ", ".join(known.differences(registration)), merged.origins[known.key]
-                faults.append(f"{known.label} is named twice, with another {differing}: the one of {origin} takes effect")
+                faults.append(f"{known.label} is named twice, with different {differing}: the value in {origin} takes effect")
             elif known is None and len(merged.registrations) >= max_sources:
                 ignored += 1
             elif known is None:
