@@ -84,7 +84,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--only", metavar="TEXT", action="append", default=[], help=text)
     parser.add_argument("--scenarios", metavar="PATH", type=Path, help="a scenario file or a folder of them (default: ours)")
     text = "let all engines send as RELEASE does, such as sglang-0.5.9; scenarios that it cannot express are skipped"
-    parser.add_argument("--dialect", metavar="NAME", type=_dialect, help=text)
+    parser.add_argument("--dialect", metavar="NAME", type=_parse_dialect, help=text)
     parser.add_argument("--title", metavar="TEXT", help="name of the target in results (default: its name and version)")
     parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
     parser.add_argument("-j", "--jobs", type=positive_int, default=JOBS, help="scenarios at a time")
@@ -101,7 +101,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Play scenarios. Return `FAILED` if an answer was wrong or missing without a report, or too many reports were needless."""
     console = Console()
-    scenarios = _choose(args)
+    scenarios = _choose_scenarios(args)
     if args.list:
         for scenario in scenarios:
             if not write_record({"name": scenario.name, "title": scenario.title}, args.output, console):
@@ -109,7 +109,7 @@ def run(args: Namespace) -> int:
         return OK
     for path in args.save:
         check_directory(path)
-    driver = _driver(args)
+    driver = _make_driver(args)
     plays = _play_functions(scenarios, driver)
     if not plays:
         raise ConfigError(f"none of these scenarios is for {driver.title}; --list prints all scenarios")
@@ -142,7 +142,7 @@ def _play_functions(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list
     return [partial(play, scenario, driver) for scenario in scenarios if isinstance(scenario, Scenario)]
 
 
-def _choose(args: Namespace) -> Sequence[AnyScenario]:
+def _choose_scenarios(args: Namespace) -> Sequence[AnyScenario]:
     if args.scenarios is None:
         known = list(shipped_scenarios())
     else:
@@ -162,14 +162,14 @@ def _choose(args: Namespace) -> Sequence[AnyScenario]:
     return chosen
 
 
-def _dialect(text: str) -> Dialect:
+def _parse_dialect(text: str) -> Dialect:
     dialect = resolve_dialect(text)
     if dialect is None:
         raise ConfigError("expected a release, such as sglang-0.5.9")
     return dialect
 
 
-def _driver(args: Namespace) -> AnyDriver:
+def _make_driver(args: Namespace) -> AnyDriver:
     if args.indexer is not None:
         return RunningIndexer(args.indexer, kind=APIS[args.api])
     if args.publisher is not None:

@@ -52,10 +52,10 @@ class LineFormat:
     def batch(self, batch: Batch) -> list[list[Part]]:
         """Return the line of a batch; with the details `events` and `tokens` also a line for each event."""
         has_event_lines = self._detail in {"events", "tokens"}
-        body = _totals(batch.events) if has_event_lines else _inline(batch.events)
+        body = _event_totals(batch.events) if has_event_lines else _inline_events(batch.events)
         path: Part = Span("replay ", "warn") if batch.replayed else Span("live   ", "dim")
-        head = self._head(batch.ts, batch.source, batch.rank)
-        lines = [[*head, f"{f'#{batch.seq}':>7}  ", path, body, *_rejected(batch)]]
+        head = self._line_head(batch.ts, batch.source, batch.rank)
+        lines = [[*head, f"{f'#{batch.seq}':>7}  ", path, body, *_format_rejected(batch)]]
         if has_event_lines:
             lines += [[" " * 14, *_event_line(event, tokens=self._detail == "tokens")] for event in batch.events]
         return lines
@@ -80,12 +80,12 @@ class LineFormat:
         """Return the line of a change of trust."""
         return [*self._now(source, rank), "trust   ", Span(str(trust), TRUST_STYLES[trust.name])]
 
-    def _head(self, ts: float, source: str, rank: int) -> list[Part]:
+    def _line_head(self, ts: float, source: str, rank: int) -> list[Part]:
         return [Span(f"{clock(ts)}  ", "dim"), Span(f"{f'{source}/{rank}':<{self._width}}  ", "name")]
 
     def _now(self, source: str, rank: int) -> list[Part]:
         # The spaces are as wide as the sequence number and the path (live or replayed) in the line of a batch.
-        return [*self._head(time.time(), source, rank), " " * 9]
+        return [*self._line_head(time.time(), source, rank), " " * 9]
 
 
 def clock(ts: float) -> str:
@@ -95,15 +95,15 @@ def clock(ts: float) -> str:
     return datetime.fromtimestamp(ts, UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
 
 
-def _inline(events: Sequence[KVEvent]) -> str:
+def _inline_events(events: Sequence[KVEvent]) -> str:
     if not events:
         return "no events"
-    shown = "; ".join(_brief(event) for event in events[:MAX_EVENTS_INLINE])
+    shown = "; ".join(_short_event_text(event) for event in events[:MAX_EVENTS_INLINE])
     rest = events[MAX_EVENTS_INLINE:]
-    return f"{shown}; and {_totals(rest)}" if rest else shown
+    return f"{shown}; and {_event_totals(rest)}" if rest else shown
 
 
-def _totals(events: Sequence[KVEvent]) -> str:
+def _event_totals(events: Sequence[KVEvent]) -> str:
     stored = sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored))
     tokens = sum(len(event.token_ids) for event in events if isinstance(event, BlockStored))
     removed = sum(len(event.block_hashes) for event in events if isinstance(event, BlockRemoved))
@@ -116,36 +116,36 @@ def _totals(events: Sequence[KVEvent]) -> str:
     return f"{plural(len(events), 'event')}: {', '.join(part for part in parts if part) or 'nothing in them'}"
 
 
-def _brief(event: KVEvent) -> str:
+def _short_event_text(event: KVEvent) -> str:
     if isinstance(event, BlockStored):
         parent = "the root" if event.parent_block_hash is None else short_hash(event.parent_block_hash)
-        blocks = f"+{plural(len(event.block_hashes), 'block')}{_hashes(event.block_hashes)}"
-        return f"{blocks} after {parent}, {plural(len(event.token_ids), 'token')}{_medium(event.medium, 'on')}"
+        blocks = f"+{plural(len(event.block_hashes), 'block')}{_hash_list(event.block_hashes)}"
+        return f"{blocks} after {parent}, {plural(len(event.token_ids), 'token')}{_medium_of(event.medium, 'on')}"
     if isinstance(event, BlockRemoved):
-        return f"-{plural(len(event.block_hashes), 'block')}{_hashes(event.block_hashes)}{_medium(event.medium, 'from')}"
+        return f"-{plural(len(event.block_hashes), 'block')}{_hash_list(event.block_hashes)}{_medium_of(event.medium, 'from')}"
     return "ALL BLOCKS CLEARED"
 
 
-def _hashes(hashes: Sequence[int]) -> str:
+def _hash_list(hashes: Sequence[int]) -> str:
     if len(hashes) <= MAX_HASHES_INLINE:
         return "".join(f" {short_hash(value)}" for value in hashes)
     return f" {short_hash(hashes[0])} {short_hash(hashes[1])} .. {short_hash(hashes[-1])}"
 
 
-def _medium(medium: str | None, word: str) -> str:
+def _medium_of(medium: str | None, word: str) -> str:
     return "" if medium in {None, MEDIUM_GPU} else f" {word} {medium}"
 
 
 def _event_line(event: KVEvent, *, tokens: bool) -> list[Part]:
     style = _EVENT_STYLES[type(event)]
-    details = [f"{name} {value}" for name, value in _details(event)]
-    parts: list[Part] = [Span(_brief(event), style), *([Span(f"  {', '.join(details)}", "dim")] if details else [])]
+    details = [f"{name} {value}" for name, value in _detail_text(event)]
+    parts: list[Part] = [Span(_short_event_text(event), style), *([Span(f"  {', '.join(details)}", "dim")] if details else [])]
     if tokens and isinstance(event, BlockStored):
         parts.append(f"  tokens {list(event.token_ids)}")
     return parts
 
 
-def _details(event: KVEvent) -> list[tuple[str, object]]:
+def _detail_text(event: KVEvent) -> list[tuple[str, object]]:
     """Return the fields of an event that its line omits, except salts and extra keys, which identify tenants."""
     names = ("lora_name", "group_idx", "kv_cache_spec_kind", "locality", "ownership", "session_id")
     fields = [(name, getattr(event, name, None)) for name in names]
@@ -156,7 +156,7 @@ def _details(event: KVEvent) -> list[tuple[str, object]]:
     return [(name, value) for name, value in fields if value is not None]
 
 
-def _rejected(batch: Batch) -> list[Part]:
+def _format_rejected(batch: Batch) -> list[Part]:
     if not batch.rejected:
         return []
     first = batch.rejected[0]
@@ -173,14 +173,14 @@ BATCH_KEYS: Final = (*_STREAM_KEYS, "seq", "ts", "replayed", "events", "rejected
 def delivery_record(delivery: Delivery) -> dict[str, Any]:
     """Return the record of a delivery. Events are maps with a `type`, and omit fields with default values, as in vLLM."""
     if isinstance(delivery, Batch):
-        rejected = [_fields(item, ("reason", "detail", "index", "count")) for item in delivery.rejected]
-        return {"kind": "batch", **_fields(delivery, BATCH_KEYS), "rejected": rejected}
+        rejected = [_select_fields(item, ("reason", "detail", "index", "count")) for item in delivery.rejected]
+        return {"kind": "batch", **_select_fields(delivery, BATCH_KEYS), "rejected": rejected}
     if isinstance(delivery, Reset):
-        return {"kind": "reset", **_fields(delivery, (*_STREAM_KEYS, "reason"))}
-    return {"kind": "gap", **_fields(delivery, (*_STREAM_KEYS, "first", "last", "compacted"))}
+        return {"kind": "reset", **_select_fields(delivery, (*_STREAM_KEYS, "reason"))}
+    return {"kind": "gap", **_select_fields(delivery, (*_STREAM_KEYS, "first", "last", "compacted"))}
 
 
-def _fields(item: object, keys: Iterable[str]) -> dict[str, Any]:
+def _select_fields(item: object, keys: Iterable[str]) -> dict[str, Any]:
     return {key: getattr(item, key) for key in keys}
 
 
@@ -200,7 +200,7 @@ SETTLE_SECONDS: Final = 1.0
 
 
 def _count(totals: Counter[str], delivery: Delivery) -> None:
-    """Add a delivery to the counts of its stream, which `_summary` prints."""
+    """Add a delivery to the counts of its stream, which `_summarize` prints."""
     if isinstance(delivery, Batch):
         totals.update(batches=1, replayed=delivery.replayed, unreadable=bool(delivery.rejected))
     elif isinstance(delivery, Reset):
@@ -258,9 +258,9 @@ class DeliveryLoop:
 
     def print_summary(self, console: Console) -> int:
         """Print a note about each stream, and return the exit code."""
-        self._settle()
+        self._wait_for_replays()
         for status in self._subscriber.statuses():
-            console.note(*_summary(status, self._totals[status.source, status.rank]))
+            console.note(*_summarize(status, self._totals[status.source, status.rank]))
             if is_idle(status):
                 console.note(f"nothing came live: {IDLE_ADVICE}")
         if any(self._totals.values()) or self._idle_timeout is None or self._stop.requested:
@@ -270,7 +270,7 @@ class DeliveryLoop:
         console.note(Span(text, "warn"))
         return NOTHING_ARRIVED
 
-    def _settle(self) -> None:
+    def _wait_for_replays(self) -> None:
         """Wait until no stream is REPLAYING, so that its trust is known. Discard deliveries that arrive during the wait."""
         until = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < until:  # a second signal ends the wait
@@ -279,7 +279,7 @@ class DeliveryLoop:
             self._subscriber.receive(timeout=POLL_SECONDS)
 
 
-def _summary(status: StreamStatus, totals: Counter[str]) -> list[Part]:
+def _summarize(status: StreamStatus, totals: Counter[str]) -> list[Part]:
     counts = f"{plural(totals['batches'], 'batch')}, {totals['replayed']} replayed, "
     lost = Span(f"{plural(totals['gaps'], 'gap')}, {totals['lost']} lost", "bad" if totals["gaps"] else "plain")
     parts: list[Part] = [Span(f"{status.source}/{status.rank}: ", "name"), counts, lost]

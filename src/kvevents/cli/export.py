@@ -106,11 +106,11 @@ def _run_query(args: Namespace, console: Console) -> int:
             console.note("the query returned no rows")
         columns = enumerate(answer.columns)
         left = {title for at, title in columns if all(isinstance(row[at], str | None) for row in answer.rows)}
-        console.lines(table(answer.columns, [[_cell(value) for value in row] for row in answer.rows], left))
+        console.lines(table(answer.columns, [[_format_cell(value) for value in row] for row in answer.rows], left))
     return OK
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):

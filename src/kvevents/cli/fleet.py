@@ -59,7 +59,7 @@ class FleetCommand(NamedTuple):
         return OK
 
 
-def _label(text: str) -> tuple[str, str]:
+def _parse_label(text: str) -> tuple[str, str]:
     key, separator, value = text.partition("=")
     if not key or not separator:
         raise ConfigError(f"invalid label {text!r}: expected KEY=VALUE")
@@ -81,7 +81,7 @@ def _add_register(parser: ArgumentParser) -> None:
     parser.add_argument("--replay", type=endpoint, help="its replay endpoint (default: none)")
     parser.add_argument("--block-size", type=positive_int, help="tokens per block (default: as received)")
     parser.add_argument("--lease", type=positive_int, metavar="S", help="unregister it after S seconds unless it is renewed")
-    parser.add_argument("--label", type=_label, action="append", default=[], metavar="KEY=VALUE", help="can be repeated")
+    parser.add_argument("--label", type=_parse_label, action="append", default=[], metavar="KEY=VALUE", help="can be repeated")
 
 
 def _register(client: Client, args: Namespace) -> Any:

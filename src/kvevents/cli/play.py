@@ -117,7 +117,7 @@ def _print_runs(streams: dict[RecordedEndpoint, list[LiveBatch]], output: str, c
     return OK
 
 
-def _speed(text: str) -> float | str:
+def _parse_speed(text: str) -> float | str:
     return text if text == "max" else number(text, expected="max, or a factor above 0, such as 1.0")
 
 
@@ -125,7 +125,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("file", metavar="FILE", type=Path, help="recording to publish")
     add_publisher(parser)
-    parser.add_argument("--speed", type=_speed, default=1.0, metavar="X", help="times faster than recorded, or max")
+    parser.add_argument("--speed", type=_parse_speed, default=1.0, metavar="X", help="times faster than recorded, or max")
     parser.add_argument("--repeat", type=positive_int, default=1, help="publish the recording N times, with increasing numbers")
     parser.add_argument("--run", dest="run_name", metavar="NAME", help="publish this run only (default: all, as restarts)")
     parser.add_argument("--list", action="store_true", help="list the runs of FILE and exit")

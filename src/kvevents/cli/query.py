@@ -154,11 +154,11 @@ def run(args: Namespace) -> int:
     tokens = read_prompt(args)
     client, console = make_client(args), Console()
     scope = {name: getattr(args, name) or DEFAULT_GROUP for name in ("tenant", "group")}
-    model = args.model or _only_model(client, scope)
+    model = args.model or _find_only_model(client, scope)
     prompt = {"tokens": tokens, "lora": args.lora, "salt": args.salt, "whole_prompt": args.whole_prompt}
     body: Any = {"model": model, **scope, **prompt}
     answer = client.select(SelectRequest(**body, explain=True)) if args.select else client.match(MatchRequest(**body))
-    if write_record(_record(answer), args.output, console):
+    if write_record(_make_record(answer), args.output, console):
         return OK
     is_wide = args.output == "wide"
     if isinstance(answer, Selection):
@@ -175,7 +175,7 @@ def run(args: Namespace) -> int:
     return OK
 
 
-def _record(answer: MatchAnswer | Selection) -> dict[str, Any]:
+def _make_record(answer: MatchAnswer | Selection) -> dict[str, Any]:
     """Return an answer with the number of tokens that each tier adds, since cumulative counts look like separate copies."""
     record: dict[str, Any] = msgspec.to_builtins(answer)
     for worker in record.get("workers") or record.get("considered") or []:
@@ -183,7 +183,7 @@ def _record(answer: MatchAnswer | Selection) -> dict[str, Any]:
     return record
 
 
-def _only_model(client: Client, scope: dict[str, str]) -> str:
+def _find_only_model(client: Client, scope: dict[str, str]) -> str:
     """Return the only model of the fleet. Raises `ExternalError` without a model, and `ConfigError` if there are several."""
     models = sorted({source.model for source in client.sources(deadline=None, **scope).sources})
     place = " ".join(f"{name} {value}" for name, value in scope.items())

@@ -138,7 +138,7 @@ class RelayStatusLogger:
         self._poll_at = now + 0.5
         status = self._status()
         self._log_hints(status, now)
-        self._logger.log_changes(_states(status))
+        self._logger.log_changes(_list_states(status))
 
     def _log_hints(self, status: RelayStatus, now: float) -> None:
         """Log, once for each upstream, why there may be no connection although the engine runs."""
@@ -153,7 +153,7 @@ class RelayStatusLogger:
                 )
 
 
-def _states(status: RelayStatus) -> Iterator[tuple[str, str, int]]:
+def _list_states(status: RelayStatus) -> Iterator[tuple[str, str, int]]:
     """Yield the states of a relay's parts for `StateLogger.log_changes`."""
     for each in status.upstreams:
         yield f"{each.source} rank {each.rank}", str(each.trust), logging.INFO

@@ -205,12 +205,12 @@ class SettingsParser(Generic[T]):
     def read(self, args: Namespace, environ: Mapping[str, str] = os.environ) -> SettingsValues[T]:
         """Return the values of the file, the environment and the options. Raises `ConfigError`."""
         given = SettingsValues(self, args.config)
-        given.put(self._variables(environ))
+        given.put(self._read_variables(environ))
         options = {path: GivenValue(getattr(args, path), each.flag) for path, each in self.settings.items() if path in args}
         given.put(options)
         return given
 
-    def _variables(self, environ: Mapping[str, str]) -> dict[str, GivenValue]:
+    def _read_variables(self, environ: Mapping[str, str]) -> dict[str, GivenValue]:
         known = {each.variable: each for each in self.settings.values()}
         values: dict[str, GivenValue] = {}
         for name, text in environ.items():
@@ -234,7 +234,7 @@ class SettingsParser(Generic[T]):
             flag = "--" + re.sub(r"[._]", "-", f"{prefix}.{field.name}" if prefix else field.name)
             variable = self._prefix + (path if prefix else field.name).upper().replace(".", "_")
             default = self.defaults.get(path, field.default)
-            setting = Setting(path, flag, variable, field.type, default, partial(_text, kind, field.name))
+            setting = Setting(path, flag, variable, field.type, default, partial(_help_text, kind, field.name))
             setting.flag = self._flags.get(path, setting.flag)
             yield setting
 
@@ -266,11 +266,11 @@ class SettingsValues(Generic[T]):
         """Set values, by the paths of their settings."""
         if not values.keys().isdisjoint(self._parser.alternatives):
             for path in self._parser.alternatives:
-                table, name = self._place(path)
+                table, name = self._find_table(path)
                 table.pop(name, None)
                 self._origins.pop(path, None)
         for path, (value, origin) in values.items():
-            table, name = self._place(path, make=True)
+            table, name = self._find_table(path, make=True)
             known = table.get(name, [])
             if not self._parser.settings[path].is_appended:
                 table[name] = value
@@ -280,7 +280,7 @@ class SettingsValues(Generic[T]):
 
     def __contains__(self, path: str) -> bool:
         """Whether a setting or a table has a value that is not its default."""
-        table, name = self._place(path)
+        table, name = self._find_table(path)
         return bool(table.get(name))
 
     def origin(self, path: str) -> str | None:
@@ -294,7 +294,7 @@ class SettingsValues(Generic[T]):
         except msgspec.ValidationError as error:
             raise self._error(fault_of(error, self._parser.kind)) from error
 
-    def _place(self, path: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
+    def _find_table(self, path: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
         """Return the table of a setting, and its key there. A value in place of a table stays, so that an error reports it."""
         table = self._tables
         *tables, name = path.split(".")
@@ -327,18 +327,18 @@ class SettingsValues(Generic[T]):
 
 def field_docstring(kind: type, name: str) -> str:
     """Return the docstring below a field of a class or of its bases, on one line; empty without a docstring."""
-    written = next((found for each in kind.__mro__ if (found := _docstrings(each.__module__).get((each.__name__, name)))), "")
+    written = next((text for each in kind.__mro__ if (text := _docstrings_of(each.__module__).get((each.__name__, name)))), "")
     return " ".join(written.split())
 
 
-def _text(kind: type, name: str) -> str:
+def _help_text(kind: type, name: str) -> str:
     """Return the first sentence of a field's docstring, without the capital letter and the full stop."""
     sentence = re.split(r"\.(?:\s|$)", field_docstring(kind, name), maxsplit=1)[0]
     return sentence[:1].lower() + sentence[1:] if not sentence[1:2].isupper() else sentence
 
 
 @cache
-def _docstrings(module: str) -> dict[tuple[str, str], str]:
+def _docstrings_of(module: str) -> dict[tuple[str, str], str]:
     """Return the docstrings below fields, by class and field; empty if the source file does not exist."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))

@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_source(parser)
     add_limits(parser)
     text = "print only events of these types: stored, removed, cleared (default: all)"
-    parser.add_argument("--type", type=_event_types, metavar="TYPE[,TYPE]", help=text)
+    parser.add_argument("--type", type=_parse_event_types, metavar="TYPE[,TYPE]", help=text)
     parser.add_argument("--medium", help="print only events on this medium; events without one are on the GPU (default: all)")
     add_output(parser, "one object per batch, gap, reset or change of trust, with token ids; wide has a line for each event")
     detail = parser.add_mutually_exclusive_group()
@@ -44,7 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     detail.add_argument("--token-ids", action="store_true", help=text)
 
 
-def _event_types(text: str) -> tuple[type[KVEvent], ...]:
+def _parse_event_types(text: str) -> tuple[type[KVEvent], ...]:
     try:
         return tuple(EVENT_TYPES[name] for name in text.split(","))
     except KeyError as error:

@@ -32,34 +32,34 @@ class SourceColumn:
     style: Callable[[PolledSource], Style] = lambda _: "plain"
 
 
-def _count(value: int) -> str:
+def _format_count(value: int) -> str:
     return f"{value:,}" if value else "-"
 
 
-def _rate(value: float | None) -> str:
+def _format_rate(value: float | None) -> str:
     return "" if value is None else f"{value:,.1f}" if value < 10 else f"{value:,.0f}"
 
 
-def _lag(source: PolledSource, _now: float) -> str:
+def _format_lag(source: PolledSource, _now: float) -> str:
     seconds = source.lag_seconds
     return "-" if seconds is None else f"{1000 * seconds:.0f} ms" if abs(seconds) < 1 else duration(seconds)
 
 
-def _age(source: PolledSource, now: float) -> str:
+def _format_age(source: PolledSource, now: float) -> str:
     return "never" if source.last_event is None else duration(max(now - source.last_event, 0.0))
 
 
-def _load(source: PolledSource, _now: float) -> str:
+def _format_load(source: PolledSource, _now: float) -> str:
     if source.load is None:
         return "?" if source.load_fault is not None else ""
     return f"{source.load.running:,} / {source.load.waiting:,}"
 
 
-def _trust(source: PolledSource, _now: float) -> str:
+def _format_trust(source: PolledSource, _now: float) -> str:
     return f"{source.trust.state} attested" if source.trust.attested else source.trust.state
 
 
-def _tiers(source: PolledSource, _now: float) -> str:
+def _format_tiers(source: PolledSource, _now: float) -> str:
     return " ".join(f"{tier} {blocks:,}" for tier, blocks in source.tiers.items() if blocks)
 
 
@@ -73,16 +73,16 @@ MIN_ISSUES: Final = 16
 COLUMNS: Final = (
     SourceColumn("worker", lambda source, _: source.name, 0, lambda _: "name"),
     SourceColumn("model", lambda source, _: source.model, 9),
-    SourceColumn("trust", _trust, 0, lambda source: TRUST_STYLES[source.trust.state]),
+    SourceColumn("trust", _format_trust, 0, lambda source: TRUST_STYLES[source.trust.state]),
     SourceColumn("blocks", lambda source, _: f"{source.blocks:,}", 2),
-    SourceColumn("tiers", _tiers, 10),
-    SourceColumn("batches/s", lambda source, _: _rate(source.rate), 4),
-    SourceColumn("running / waiting", _load, 6, lambda source: "bad" if source.load_fault is not None else "plain"),
-    SourceColumn("lag", _lag, 6),
-    SourceColumn("last", _age, 5),
-    SourceColumn("lost", lambda source, _: _count(source.lost), 3, lambda source: _count_style(source.lost)),
-    SourceColumn("gaps", lambda source, _: _count(source.gap_count), 8, lambda source: _count_style(source.gap_count)),
-    SourceColumn("restarts", lambda source, _: _count(source.resets), 7),
+    SourceColumn("tiers", _format_tiers, 10),
+    SourceColumn("batches/s", lambda source, _: _format_rate(source.rate), 4),
+    SourceColumn("running / waiting", _format_load, 6, lambda source: "bad" if source.load_fault is not None else "plain"),
+    SourceColumn("lag", _format_lag, 6),
+    SourceColumn("last", _format_age, 5),
+    SourceColumn("lost", lambda source, _: _format_count(source.lost), 3, lambda source: _count_style(source.lost)),
+    SourceColumn("gaps", lambda source, _: _format_count(source.gap_count), 8, lambda source: _count_style(source.gap_count)),
+    SourceColumn("restarts", lambda source, _: _format_count(source.resets), 7),
     ISSUES,
 )
 WIDE_COLUMNS: Final = (
@@ -111,7 +111,7 @@ class TopView:
         if frame.error is None:
             self._last = frame
         shown = self._last
-        lines = [*_failure_lines(frame, shown), *([] if shown is None else _head(shown, width))]
+        lines = [*_failure_lines(frame, shown), *([] if shown is None else _head_lines(shown, width))]
         if shown is not None and shown.sources:
             room = len(shown.sources) if height is None else max(height - len(lines) - 3, 1)
             rows = shown.sources[: min(room, self._limit or room)]
@@ -133,7 +133,7 @@ def _failure_lines(frame: PollResult, last: PollResult | None) -> list[Line]:
     return lines if last is None else [*lines, [Span("its last state:", "dim")]]
 
 
-def _head(frame: PollResult, width: int) -> list[Line]:
+def _head_lines(frame: PollResult, width: int) -> list[Line]:
     stats, ready = frame.stats, frame.ready
     if stats is None or ready is None:
         return []
@@ -144,18 +144,18 @@ def _head(frame: PollResult, width: int) -> list[Line]:
     return [
         [Span(frame.service, "bold"), release, state, f": {ready.why}"],
         [Span(plural(len(frame.sources), "source"), "bold"), *counted],
-        *_wrap_facts(_facts(frame, stats), width),
+        *_wrap_facts(_list_facts(frame, stats), width),
         *fault_lines(frame.faults),
     ]
 
 
-def _facts(frame: PollResult, stats: StatsAnswer) -> list[Part]:
+def _list_facts(frame: PollResult, stats: StatsAnswer) -> list[Part]:
     limit = "" if stats.memory_limit is None else f" of {size(stats.memory_limit)}"
-    rate = "" if frame.lookups_per_second is None else f" ({_rate(frame.lookups_per_second)}/s)"
+    rate = "" if frame.lookups_per_second is None else f" ({_format_rate(frame.lookups_per_second)}/s)"
     facts: list[Part] = [
         f"{plural(stats.blocks, 'block')} ({stats.unique_blocks:,} unique)",
         f"{size(stats.index_bytes)}{limit}",
-        f"{_rate(stats.batches_per_second)} batches/s",
+        f"{_format_rate(stats.batches_per_second)} batches/s",
         f"{plural(stats.lookups, 'lookup')}{rate}, {percentage(stats.hits, stats.lookups)} hit",
     ]
     if stats.tiers:

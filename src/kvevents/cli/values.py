@@ -71,20 +71,20 @@ def size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _integer(text: str, expected: str, least: int = 0, most: float = math.inf, noun: str = "value") -> int:
+def _parse_integer(text: str, expected: str, least: int = 0, most: float = math.inf, noun: str = "value") -> int:
     """Return a whole number from `least` to `most`; `expected` describes it."""
     if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
         raise ConfigError(f"invalid {noun} {text!r}: expected {expected}")
     return int(text)
 
 
-port: Final = partial(_integer, expected=f"a number from 0 to {MAX_PORT}", most=MAX_PORT, noun="port")
-positive_int: Final = partial(_integer, expected="a whole number above 0", least=1)
-whole_number: Final = partial(_integer, expected="a whole number, 0 or more")
-ranks: Final = partial(_integer, expected=f"from 1 to {MAX_RANKS} ranks", least=1, most=MAX_RANKS)
+port: Final = partial(_parse_integer, expected=f"a number from 0 to {MAX_PORT}", most=MAX_PORT, noun="port")
+positive_int: Final = partial(_parse_integer, expected="a whole number above 0", least=1)
+whole_number: Final = partial(_parse_integer, expected="a whole number, 0 or more")
+ranks: Final = partial(_parse_integer, expected=f"from 1 to {MAX_RANKS} ranks", least=1, most=MAX_RANKS)
 
 
-def _url(text: str, owner: str) -> str:
+def _parse_url(text: str, owner: str) -> str:
     """Return the URL of an HTTP server. `HOST:PORT` means `http://HOST:PORT`."""
     url = text if "://" in text else f"http://{text}"
     parts = split_url(url, HTTP_SCHEMES)
@@ -93,8 +93,8 @@ def _url(text: str, owner: str) -> str:
     return url.rstrip("/")
 
 
-service_url: Final = partial(_url, owner="service")
-engine_url: Final = partial(_url, owner="engine")
+service_url: Final = partial(_parse_url, owner="service")
+engine_url: Final = partial(_parse_url, owner="engine")
 PLACEHOLDERS: Final[dict[Any, str]] = {
     **dict.fromkeys((positive_int, whole_number, ranks), "N"),
     **dict.fromkeys((positive_seconds, seconds), "S"),
