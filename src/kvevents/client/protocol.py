@@ -93,17 +93,17 @@ def post(
     path: str, request: msgspec.Struct, kind: type[T], *, accepted_status: int = OK, is_repeatable: bool = True
 ) -> Call[T]:
     """Return a call that sends a request. It omits fields with default values, so that the service's own defaults apply."""
-    given = ((field, getattr(request, field.name)) for field in _fields(type(request)))
-    body = {field.encode_name: value for field, value in given if value is not msgspec.UNSET and value != _default(field)}
+    given = ((field, getattr(request, field.name)) for field in _fields_of(type(request)))
+    body = {field.encode_name: value for field, value in given if value is not msgspec.UNSET and value != _default_of(field)}
     return Call("POST", path, kind, msgspec.json.encode(body), accepted_status, is_repeatable)
 
 
 @cache
-def _fields(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
+def _fields_of(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(kind)  # cached, because reading annotations takes long
 
 
-def _default(field: msgspec.structs.FieldInfo) -> object:
+def _default_of(field: msgspec.structs.FieldInfo) -> object:
     factory: Any = field.default_factory
     return field.default if factory is msgspec.NODEFAULT else factory()
 
@@ -219,7 +219,7 @@ class Endpoint:
         """Path prefix of the service, which precedes the paths of calls."""
         self.host = parts.hostname
         self.max_bytes = max_response_bytes
-        self.tls = _tls(ca_file) if parts.scheme == "https" else None
+        self.tls = _make_tls_context(ca_file) if parts.scheme == "https" else None
         self.headers = {"Accept": "application/json", "Accept-Encoding": "identity", "Content-Type": "application/json"}
         if token is not None:
             self.headers["Authorization"] = f"Bearer {token}"
@@ -289,7 +289,7 @@ _TRANSPORT_ERRORS: Final[dict[HttpErrorKind, tuple[str, str]]] = {
 }
 
 
-def _tls(ca_file: Path | None) -> ssl.SSLContext:
+def _make_tls_context(ca_file: Path | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file)
     except (OSError, ValueError) as error:
@@ -329,17 +329,17 @@ class Attempts(Generic[T]):
             error = self._endpoint.response_error(status, content)
             # A proxy that refuses may have forwarded the request. If the service itself refuses, the request had no effect.
             if self._call.is_repeatable or error.reason != "not-kvevents":
-                return self._pause(error)
+                return self._next_pause(error)
         return self._endpoint.decode(self._call, status, content)
 
     def on_error(self, kind: HttpErrorKind, detail: str) -> Pause:
         """Return the pause before the next attempt. Raises `ServiceRequestError`."""
         error = self._endpoint.transport_error(kind, detail, self._seconds)
         if kind == "refused" or (kind in {"closed", "unreachable"} and self._call.is_repeatable):
-            return self._pause(error)
+            return self._next_pause(error)
         raise error
 
-    def _pause(self, error: ServiceRequestError) -> Pause:
+    def _next_pause(self, error: ServiceRequestError) -> Pause:
         seconds = self._backoff.next_delay()
         if not self._retries_left or self._now() + seconds >= self._end:
             raise error

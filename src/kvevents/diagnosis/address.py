@@ -120,7 +120,7 @@ def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
     target = split_tcp(endpoint)
     if target is not None and (target[0] == "0.0.0.0" or target[1] == 0):  # noqa: S104 - compared, not bound
         return fail("address", f"{endpoint} is an address to listen at", "use the engine's host and port, or --bind")
-    result = _reach("address", endpoint, curve, zmq.SUB)
+    result = _check_reach("address", endpoint, curve, zmq.SUB)
     if isinstance(result, CheckResult):
         return result
     if result.outcome == "curve":
@@ -130,7 +130,7 @@ def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
     return ok("address", f"{endpoint} is a publisher ({result.detail} socket)")
 
 
-def _reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handshake | CheckResult:
+def _check_reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handshake | CheckResult:
     """Return the handshake if the address has a socket that accepts the keys (or needs none); else a finding with the fault."""
     handshake = perform_handshake(endpoint)
     if curve is not None and handshake.outcome == "socket":
@@ -166,7 +166,7 @@ def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
 
 def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResult | None:
     """Return why `endpoint` cannot answer replay requests; None if it is a ROUTER socket."""
-    result = _reach("replay", endpoint, curve, zmq.DEALER)
+    result = _check_reach("replay", endpoint, curve, zmq.DEALER)
     if isinstance(result, CheckResult):
         return result
     if result.outcome == "curve" or result.detail == "ROUTER":

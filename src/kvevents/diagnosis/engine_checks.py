@@ -71,9 +71,9 @@ class EngineChecks:
                 findings, response = check_replay(self.source.replay_endpoint, self.source.curve)
                 replay += findings
             status = self._watch(sample, stop)
-        yield from self._traffic(sample, response, status.trust != Trust.CONNECTING)
+        yield from self._check_sample(sample, response, status.trust != Trust.CONNECTING)
         yield from replay
-        yield from self._comparisons(sample, response)
+        yield from self._check_comparisons(sample, response)
         yield check_trust(status, self._seconds, self._earlier)
 
     def _find_replay(self, sample: TrafficSample, stop: Stop) -> CheckResult:
@@ -89,7 +89,7 @@ class EngineChecks:
         self.source = replace(source, replay_endpoint=found)
         return finding
 
-    def _comparisons(self, sample: TrafficSample, response: ReplaySample | None) -> Iterator[CheckResult]:
+    def _check_comparisons(self, sample: TrafficSample, response: ReplaySample | None) -> Iterator[CheckResult]:
         """Check whether the replay endpoint belongs to the stream, and whether live batches were lost."""
         endpoint, replay = None, self.source.replay_endpoint
         if replay is not None and response is not None and response.is_answered:
@@ -106,14 +106,14 @@ class EngineChecks:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS))
             # Only one socket at a time can listen at an address. The engine then reconnects to the subscriber.
             sample.close()
-        with self._subscriber() as subscriber:
+        with self._make_subscriber() as subscriber:
             turn = partial(self._turn, subscriber, sample)
             self._repeat(stop, turn)
             # An incomplete replay gets the same time once more, because trust is unknown until the replay ends.
             self._repeat(stop, turn, lambda: subscriber.statuses()[0].trust != Trust.REPLAYING)
             return subscriber.statuses()[0]
 
-    def _subscriber(self) -> Subscriber[Batch] | Subscriber[RawBatch]:
+    def _make_subscriber(self) -> Subscriber[Batch] | Subscriber[RawBatch]:
         """Return a subscriber. If there is a native module, it fills an index, which detects contradictions."""
         if find_native() is None:
             return Subscriber(self.source)
@@ -137,7 +137,7 @@ class EngineChecks:
             if isinstance(delivery, Gap) and delivery.first == 0 and not delivery.compacted:
                 self._earlier += delivery.last + 1
 
-    def _traffic(self, sample: TrafficSample, response: ReplaySample | None, is_connected: bool) -> Iterator[CheckResult]:
+    def _check_sample(self, sample: TrafficSample, response: ReplaySample | None, is_connected: bool) -> Iterator[CheckResult]:
         """Check the received messages. If no message arrived, check topics and dialect of the replayed batches instead."""
         yield check_traffic(sample, is_connected=is_connected)
         contents, topics, origin = sample.contents, sample.topics, "live"

@@ -43,7 +43,7 @@ def check_replay(endpoint: str, curve: Curve | None = None) -> tuple[list[CheckR
             "the engine may hang or be overloaded, or this is the port of another service; try again, then restart the engine"
         )
         return [fail("replay", text, advice)], sample
-    return [_report_reply(endpoint, sample), *_losses(endpoint, sample, curve)], sample
+    return [_report_reply(endpoint, sample), *_report_losses(endpoint, sample, curve)], sample
 
 
 def _report_reply(endpoint: str, sample: ReplaySample) -> CheckResult:
@@ -62,7 +62,7 @@ def _report_reply(endpoint: str, sample: ReplaySample) -> CheckResult:
     return warn("replay", f"{contents}; batches before #{first} are gone", advice)
 
 
-def _losses(endpoint: str, sample: ReplaySample, curve: Curve | None) -> list[CheckResult]:
+def _report_losses(endpoint: str, sample: ReplaySample, curve: Curve | None) -> list[CheckResult]:
     findings: list[CheckResult] = []
     if sample.is_cut:
         text = f"reading stopped after {plural(len(sample.batches), 'batch')}, since the response does not end"
@@ -72,11 +72,11 @@ def _losses(endpoint: str, sample: ReplaySample, curve: Curve | None) -> list[Ch
         advice = "kvevents detects the end by a timeout; a client that waits for the marker would hang"
         findings.append(warn("replay", text, advice))
     if sample.holes:
-        findings.append(_holes(endpoint, sample, curve))
+        findings.append(_report_holes(endpoint, sample, curve))
     return findings
 
 
-def _holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> CheckResult:
+def _report_holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> CheckResult:
     count = sum(last - first + 1 for first, last in sample.holes)
     text = f"{plural(count, 'batch')} missing inside the response ({number_ranges(sample.holes)})"
     if count > MAX_MISSING:

@@ -34,13 +34,13 @@ class ServiceChecks:
     def findings(self) -> Iterator[CheckResult]:
         """Run all checks until a request fails, and yield the findings."""
         try:
-            yield from self._findings()
+            yield from self._run_checks()
         except ServiceRequestError as error:
             check = "access" if error.status in {401, 403} else "service"
-            finding = self._other_port() if error.reason in _NOT_HTTP else None
+            finding = self._check_port() if error.reason in _NOT_HTTP else None
             yield finding or fail(check, error.sentence, error.hint or _LOG_ADVICE)
 
-    def _other_port(self) -> CheckResult | None:
+    def _check_port(self) -> CheckResult | None:
         """Return a finding if the port belongs to an engine instead of a service."""
         parts = urlsplit(self._client.url)
         place = f"{parts.hostname}:{parts.port}"
@@ -49,7 +49,7 @@ class ServiceChecks:
         text = f"{self._client.url} uses ZeroMQ instead of HTTP: it is the port of an engine"
         return fail("service", text, f"use the service's port, 8090 by default; kvevents doctor {place} checks the engine")
 
-    def _findings(self) -> Iterator[CheckResult]:
+    def _run_checks(self) -> Iterator[CheckResult]:
         health = self._client.get("/health", HealthAnswer, accepted_status=UNAVAILABLE)
         ready = self._client.ready()
         yield from check_ready(ready)

@@ -129,7 +129,7 @@ class HttpConnections(AsyncCloseable):
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             cause = _cause_of(error)
             kind: HttpErrorKind = next(kind for error_type, kind in _ERROR_KINDS if isinstance(cause, error_type))
-            raise HttpError(kind, _detail(cause)) from error
+            raise HttpError(kind, _describe_error(cause)) from error
 
     async def _exchange(self, method: str, url: URL, options: dict[str, Any]) -> Answer:
         async with self._session.request(method, url, allow_redirects=False, **options) as response:
@@ -180,7 +180,7 @@ def _cause_of(error: Exception) -> BaseException:
     return error
 
 
-def _detail(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     if isinstance(error, aiohttp.ClientResponseError):
         return " ".join(error.message.split())
     return reason_of(error)

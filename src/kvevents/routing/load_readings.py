@@ -77,13 +77,13 @@ _SGLANG: Final = _Names(
 _ENGINES: Final = (_VLLM, _SGLANG)
 
 
-def _all_names() -> Iterable[str]:
+def _list_names() -> Iterable[str]:
     for names in _ENGINES:
         optional = (names.used, names.capacity, names.cache_info)
         yield from (names.running, names.waiting, *names.usage, *(name for name in optional if name is not None))
 
 
-_LINES: Final = re.compile(rb"\n(%b)([ \t{][^\n]*)" % b"|".join(re.escape(name.encode()) for name in _all_names()))
+_LINES: Final = re.compile(rb"\n(%b)([ \t{][^\n]*)" % b"|".join(re.escape(name.encode()) for name in _list_names()))
 """Matches lines of these metrics. All other lines, which are more than nine tenths of an answer, are not parsed."""
 
 
@@ -111,7 +111,7 @@ class ReportedLoad:
         Raises `LoadError`, and `MissingDependencyError` without prometheus_client.
         """
         if body.lstrip()[:1] == b"{":
-            return cls({}, _server_load(body))
+            return cls({}, _parse_server_load(body))
         lines: list[tuple[bytes, bytes]] = _LINES.findall(b"\n" + body)
         if len(lines) > MAX_SERIES:
             raise LoadError(f"has more than {MAX_SERIES} series of load")
@@ -129,31 +129,31 @@ class ReportedLoad:
         names = next((names for names in _ENGINES if {names.running, names.waiting} & self._series.keys()), None)
         if names is None:
             raise LoadError(f"has no {_VLLM.running} and no {_SGLANG.running}")
-        running, waiting = self._value(names, names.running, rank), self._value(names, names.waiting, rank)
+        running, waiting = self._value_of(names, names.running, rank), self._value_of(names, names.waiting, rank)
         if running is None or waiting is None:
             metric = names.running if running is None else names.waiting
             raise LoadError(f"has no {metric} of rank {rank}")
-        capacity = self._capacity(names, rank)
-        used = None if names.used is None else self._value(names, names.used, rank)
-        usage = next((value for name in names.usage if (value := self._value(names, name, rank)) is not None), 0.0)
+        capacity = self._capacity_of(names, rank)
+        used = None if names.used is None else self._value_of(names, names.used, rank)
+        usage = next((value for name in names.usage if (value := self._value_of(names, name, rank)) is not None), 0.0)
         return EngineLoad(
-            running=_count(running),
-            waiting=_count(waiting),
-            used_tokens=_count(usage * capacity if used is None else used),
-            max_tokens=_count(capacity),
+            running=_to_count(running),
+            waiting=_to_count(waiting),
+            used_tokens=_to_count(usage * capacity if used is None else used),
+            max_tokens=_to_count(capacity),
             rank=rank,
         )
 
-    def _capacity(self, names: _Names, rank: int) -> float:
+    def _capacity_of(self, names: _Names, rank: int) -> float:
         if names.capacity is not None:
-            return self._value(names, names.capacity, rank) or 0.0
+            return self._value_of(names, names.capacity, rank) or 0.0
         for row in self._series_of(names, names.cache_info or "", rank):
             blocks, size = row.labels.get("num_gpu_blocks", ""), row.labels.get("block_size", "")
             if _is_number(blocks) and _is_number(size):
                 return float(blocks) * float(size)
         return 0.0
 
-    def _value(self, names: _Names, name: str, rank: int) -> float | None:
+    def _value_of(self, names: _Names, name: str, rank: int) -> float | None:
         """Return the value of a metric for a rank; the largest value if the rank has several series."""
         return max((row.value for row in self._series_of(names, name, rank)), default=None)
 
@@ -167,7 +167,7 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 16
 
 
-def _count(value: float) -> int:
+def _to_count(value: float) -> int:
     if not 0 <= value <= 1 << 53:  # above this limit a double cannot represent every integer
         raise LoadError(f"has the number {value:g} where a count is expected")
     return round(value)
@@ -187,12 +187,12 @@ def _parse_metrics(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]
         raise LoadError(f"is not in the text format of Prometheus: {error}") from error
 
 
-def _server_load(body: bytes) -> int:
+def _parse_server_load(body: bytes) -> int:
     try:
         count = msgspec.json.decode(body, type=_ServerLoad).server_load
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise LoadError(f"is neither metrics nor vLLM's /load: {error}") from error
-    return _count(count)
+    return _to_count(count)
 
 
 def is_load_url(text: str) -> bool:

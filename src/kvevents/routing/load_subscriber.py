@@ -148,8 +148,8 @@ class LoadSubscriber(Closeable):
                 self._poller = LoadPoller(self._settings)
             former = self._readings.pop(source.worker, None)
             self._readings[source.worker] = readings
-            self._call(self._end, former)
-            self._call(self._begin, readings)
+            self._run_in_thread(self._end, former)
+            self._run_in_thread(self._begin, readings)
 
     def _connect(self, source: LoadSource) -> _Stream:
         with contextlib.ExitStack() as undo:
@@ -168,7 +168,7 @@ class LoadSubscriber(Closeable):
     def remove(self, worker: Worker) -> None:
         """Stop following a worker's load. Does nothing if the worker is unknown."""
         with self._lock:
-            self._call(self._end, self._readings.pop(worker, None))
+            self._run_in_thread(self._end, self._readings.pop(worker, None))
 
     def load(self, worker: Worker) -> EngineLoad | None:
         """Return the newest load of `worker`; None if it is older than `max_age_seconds`, or none arrived."""
@@ -189,7 +189,7 @@ class LoadSubscriber(Closeable):
 
     def close(self) -> None:
         """Close all connections and end the thread. Idempotent."""
-        self._call(self._has_ended.set)
+        self._run_in_thread(self._has_ended.set)
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -198,7 +198,7 @@ class LoadSubscriber(Closeable):
 
     # --- the thread
 
-    def _call(self, call: Callable[..., None], *arguments: object) -> None:
+    def _run_in_thread(self, call: Callable[..., None], *arguments: object) -> None:
         with contextlib.suppress(RuntimeError):  # the thread has ended
             self._loop.call_soon_threadsafe(call, *arguments)
 

@@ -317,7 +317,7 @@ class PrefixAware:
             [one.tokens - one.uncertain for one in sampled],
             [one.tiers for one in sampled],
             [self._trust.get(one.trust, 0.0) for one in sampled],
-            [self._work(load) for load in loads],
+            [self._work_of(load) for load in loads],
             [load.requests for load in loads],
             {place: one.inexact_tiers for place, one in enumerate(sampled) if one.inexact_tiers and one.trust == "EXACT"},
         )
@@ -334,7 +334,7 @@ class PrefixAware:
         longest = max(range(len(order)), key=lambda place: order[place].tokens)
         return [order.pop(longest), *order[: self.settings.sample]]
 
-    def _work(self, load: Load) -> float:
+    def _work_of(self, load: Load) -> float:
         decoding = self.settings.decoding_weight * load.decoding + self.settings.context_weight * load.decoding_tokens
         return load.waiting_tokens + decoding
 
@@ -342,7 +342,7 @@ class PrefixAware:
 # --- names
 
 
-def _factory(kind: Callable[[int | None, Any], Policy], name: str, settings: type[Any]) -> Callable[..., Policy]:
+def _make_factory(kind: Callable[[int | None, Any], Policy], name: str, settings: type[Any]) -> Callable[..., Policy]:
     known = [field.name for field in fields(settings)]
 
     def make(seed: int | None = None, **given: Any) -> Policy:
@@ -356,11 +356,11 @@ def _factory(kind: Callable[[int | None, Any], Policy], name: str, settings: typ
 
 POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
     {
-        RandomChoice.name: _factory(RandomChoice, RandomChoice.name, NoSettings),
-        RoundRobin.name: _factory(RoundRobin, RoundRobin.name, NoSettings),
-        LeastLoaded.name: _factory(LeastLoaded, LeastLoaded.name, LeastLoadedSettings),
-        SessionAffinity.name: _factory(SessionAffinity, SessionAffinity.name, SessionAffinitySettings),
-        PrefixAware.name: _factory(PrefixAware, PrefixAware.name, PrefixAwareSettings),
+        RandomChoice.name: _make_factory(RandomChoice, RandomChoice.name, NoSettings),
+        RoundRobin.name: _make_factory(RoundRobin, RoundRobin.name, NoSettings),
+        LeastLoaded.name: _make_factory(LeastLoaded, LeastLoaded.name, LeastLoadedSettings),
+        SessionAffinity.name: _make_factory(SessionAffinity, SessionAffinity.name, SessionAffinitySettings),
+        PrefixAware.name: _make_factory(PrefixAware, PrefixAware.name, PrefixAwareSettings),
     }
 )
 """Factories of policies by name. Their arguments are a seed, and the policy's settings as keywords."""

@@ -285,7 +285,7 @@ class Router:
         with self._lock:
             self.finish(key)
             self._expire()
-            all_candidates = self._candidates(matches, without)
+            all_candidates = self._make_candidates(matches, without)
             if not all_candidates:
                 if not self._workers:
                     raise NoWorkerError("the router has no workers: add one first")
@@ -381,7 +381,7 @@ class Router:
             for source, rank, gpu, cpu, disk, tokens_held, certain, _ in match.rows()
         }
 
-    def _candidates(
+    def _make_candidates(
         self, matches: Mapping[Worker, tuple[int, Mapping[str, int], int]], without: Collection[Worker]
     ) -> Sequence[Candidate]:
         trust, engine_load, now = self._trust, self._engine_load, self._clock()
