@@ -97,8 +97,8 @@ class EndpointAllowList:
     def __init__(self, patterns: Iterable[str] = ()) -> None:
         self.patterns = tuple(patterns) or DEFAULT_ALLOW
         split = [(pattern, *pattern.partition("://")[::2]) for pattern in self.patterns]
-        self._tcp_patterns = [_tcp_pattern(pattern, location) for pattern, transport, location in split if transport == "tcp"]
-        self._paths = [_path(pattern, transport, location) for pattern, transport, location in split if transport != "tcp"]
+        self._tcp_patterns = [_parse_tcp(pattern, location) for pattern, kind, location in split if kind == "tcp"]
+        self._paths = [_parse_path(pattern, kind, location) for pattern, kind, location in split if kind != "tcp"]
 
     def check(self, endpoint: str, addresses: Iterable[str | Address] | None = None) -> bool:
         """Raise `EndpointRefusedError` for an endpoint that is invalid or that no pattern allows.
@@ -114,7 +114,7 @@ class EndpointAllowList:
         if transport != "tcp":
             self._check_path(endpoint, transport, location)
             return False
-        target = _target(endpoint, location)
+        target = _parse_target(endpoint, location)
         if target.address is not None:
             self._check_address(endpoint, target, target.address)
         elif addresses is not None:
@@ -126,7 +126,7 @@ class EndpointAllowList:
         elif not any(
             pattern.has_name(target) or (pattern.network and target.port in pattern.ports) for pattern in self._tcp_patterns
         ):
-            raise EndpointRefusedError(endpoint, f"{_UNCOVERED} it", _hint(target.host, target.port))
+            raise EndpointRefusedError(endpoint, f"{_UNCOVERED} it", _make_hint(target.host, target.port))
         return target.address is None
 
     def _check_address(self, endpoint: str, target: _Target, address: Address) -> None:
@@ -140,7 +140,7 @@ class EndpointAllowList:
             raise EndpointRefusedError(endpoint, f"{subject} is {kind}", exact)
         if not networks and not any(pattern.has_name(target) for pattern in self._tcp_patterns):
             reason = f"{_UNCOVERED} it" if target.address else f"{subject} {_UNCOVERED}"
-            raise EndpointRefusedError(endpoint, reason, _hint(str(address), target.port))
+            raise EndpointRefusedError(endpoint, reason, _make_hint(str(address), target.port))
 
     def _check_path(self, endpoint: str, transport: str, location: str) -> None:
         parts = _plain_parts(transport, location)
@@ -155,7 +155,7 @@ class EndpointAllowList:
 # --- endpoints --------------------------------------------------------------------------------------------------------------
 
 
-def _target(endpoint: str, location: str) -> _Target:
+def _parse_target(endpoint: str, location: str) -> _Target:
     match = _LOCATION.fullmatch(location)
     if match is None or not match["ports"].isdecimal() or int(match["ports"]) > MAX_PORT:
         hint = "write one host and one port, and an IPv6 address in brackets, without a zone"
@@ -206,7 +206,7 @@ def _plain_parts(transport: str, location: str) -> list[str]:
     return parts if is_known and not {"", ".", ".."} & set(parts) else []
 
 
-def _hint(host: str, port: int) -> str:
+def _make_hint(host: str, port: int) -> str:
     example = _format(host, port)
     return f"add a pattern such as {example} to `allow` in the service's configuration, or name the engine there"
 
@@ -218,28 +218,28 @@ def _format(host: str, port: int) -> str:
 # --- patterns ---------------------------------------------------------------------------------------------------------------
 
 
-def _tcp_pattern(pattern: str, location: str) -> _TcpPattern:
+def _parse_tcp(pattern: str, location: str) -> _TcpPattern:
     match = _LOCATION.fullmatch(location)
     if match is None:
         raise _pattern_error(pattern, "expected tcp://HOST:PORT, where PORT is a number, a range such as 5000-6000, or *")
-    ports = _ports(pattern, match["ports"])
+    ports = _parse_ports(pattern, match["ports"])
     host = (match["host"] or "").lower().removesuffix(".")
     if match["six"] is not None or "/" in host or _NUMERIC.fullmatch(host):
-        return _TcpPattern(_network(pattern, match["six"], host), "", ports)
+        return _TcpPattern(_parse_network(pattern, match["six"], host), "", ports)
     if not _is_name(host.removeprefix("*.")):
         forms = "a name, *.SUFFIX, address or network"
         raise _pattern_error(pattern, f"expected {forms} instead of {host!r}; all addresses are 0.0.0.0/0 and [::/0]")
     return _TcpPattern(None, host.removeprefix("*"), ports)
 
 
-def _ports(pattern: str, text: str) -> range:
+def _parse_ports(pattern: str, text: str) -> range:
     first, _, last = ("1", "", str(MAX_PORT)) if text == "*" else text.partition("-")
     if not int(first) <= int(last or first) <= MAX_PORT:
         raise _pattern_error(pattern, f"expected ports from 1 to {MAX_PORT}, the smaller first")
     return range(int(first), int(last or first) + 1)
 
 
-def _network(pattern: str, ipv6: str | None, host: str) -> Network:
+def _parse_network(pattern: str, ipv6: str | None, host: str) -> Network:
     try:
         network = IPv4Network(host) if ipv6 is None else IPv6Network(ipv6)
     except ValueError as error:
@@ -249,7 +249,7 @@ def _network(pattern: str, ipv6: str | None, host: str) -> Network:
     return network
 
 
-def _path(pattern: str, transport: str, location: str) -> tuple[str, list[str]]:
+def _parse_path(pattern: str, transport: str, location: str) -> tuple[str, list[str]]:
     if not (parts := _plain_parts(transport, location)):
         raise _pattern_error(pattern, f"expected {_FORMS}")
     return transport, parts

@@ -21,7 +21,7 @@ def check_tls(tls: Tls) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     file = tls.certificate
     try:
-        for file in _files(tls):
+        for file in _files_of(tls):
             Path(file).read_bytes()
         file = tls.certificate
         context.load_cert_chain(tls.certificate, tls.key, password=lambda: "")
@@ -34,7 +34,7 @@ def check_tls(tls: Tls) -> None:
         raise ConfigError(f"tls cannot be used: {file}: {reason}; {hint}") from error
 
 
-def _files(tls: Tls) -> list[str]:
+def _files_of(tls: Tls) -> list[str]:
     return [tls.certificate, tls.key, *([tls.client_ca] if tls.client_ca is not None else [])]
 
 
@@ -44,7 +44,7 @@ class CertificateFiles:
     def __init__(self, tls: Tls, reload: Callable[[], None]) -> None:
         self._tls: Final = tls
         self._reload: Final = reload
-        self._loaded_stamps = self._newest_stamps = self._stamps()
+        self._loaded_stamps = self._newest_stamps = self._read_stamps()
         self.fault: str | None = None
         """Why the newest files cannot be used; None if the server uses them."""
 
@@ -59,7 +59,7 @@ class CertificateFiles:
 
         If the new files cannot be used, the old certificate stays in use, and `fault` has the reason.
         """
-        former, self._newest_stamps = self._newest_stamps, self._stamps()
+        former, self._newest_stamps = self._newest_stamps, self._read_stamps()
         if self._newest_stamps == self._loaded_stamps or self._newest_stamps != former:
             return
         self._loaded_stamps, self.fault = self._newest_stamps, None
@@ -72,5 +72,5 @@ class CertificateFiles:
         else:
             log.info("the TLS certificate %s was read again", self._tls.certificate)
 
-    def _stamps(self) -> list[object]:
-        return [file_stamp(Path(file)) for file in _files(self._tls)]
+    def _read_stamps(self) -> list[object]:
+        return [file_stamp(Path(file)) for file in _files_of(self._tls)]

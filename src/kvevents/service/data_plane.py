@@ -154,7 +154,7 @@ class DataPlane:
                 if place is None:
                     place = self._free_places.pop() if self._free_places else len(self._places)
                 self._places[member] = place
-                workers[place] = _worker(member)
+                workers[place] = _describe_worker(member)
             elif place is not None:
                 removed.append(place)
                 self._free_places.append(place)  # a change removes workers before it adds others
@@ -250,7 +250,7 @@ def _take_all(native: _native.DataPlane, wakes: socket.socket, handle: Callable[
         handle(item)
 
 
-def _worker(member: Member) -> Mapping[str, Any]:
+def _describe_worker(member: Member) -> Mapping[str, Any]:
     registration = member.registration
     source, rank = registration.key
     scope = registration.scope

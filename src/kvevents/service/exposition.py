@@ -55,10 +55,10 @@ def exposition(service: Service) -> bytes:
 
 def _collect(service: Service) -> Iterator[Metric]:
     limit, members = service.settings.limits.max_metric_sources, list(service.fleet.members.values())
-    sources = [(_labels(member), member) for member in members[:limit]]
+    sources = [(_labels_of(member), member) for member in members[:limit]]
     # The stream of a source can carry the blocks of further ranks, each of which is a worker.
     ranks = [rank for member in members for rank in (member, *member.carried)]
-    workers = [(_labels(rank), rank) for rank in ranks[:limit]]
+    workers = [(_labels_of(rank), rank) for rank in ranks[:limit]]
     yield from _source_families(_SOURCES, sources)
     yield from _source_families(_WORKERS, workers)
     yield from _source_families(_STREAMS, [(labels, member.status.counters) for labels, member in sources if member.status])
@@ -67,14 +67,14 @@ def _collect(service: Service) -> Iterator[Metric]:
     answers = scrape.counts.answers
     ratio_text = "Fraction of a prompt's tokens that the best worker holds."
     ratios = {} if answers.depth is None else {"": answers.depth}
-    yield _histogram("kvevents_lookup_match_ratio", ratio_text, MATCH_RATIO_BOUNDS, ratios)
+    yield _histogram_family("kvevents_lookup_match_ratio", ratio_text, MATCH_RATIO_BOUNDS, ratios)
     time_text = "Time from the request's headers to the response."
     seconds = {path: answers_of_path.seconds for path, answers_of_path in answers.requests.items()}
-    yield _histogram("kvevents_http_request_duration_seconds", time_text, DURATION_BOUNDS, seconds, "path")
+    yield _histogram_family("kvevents_http_request_duration_seconds", time_text, DURATION_BOUNDS, seconds, "path")
     yield from service.index_source.collect()
 
 
-def _labels(member: Member) -> Labels:
+def _labels_of(member: Member) -> Labels:
     registration = member.registration
     scope = {"model": registration.model, "tenant": registration.tenant, "group": registration.group}
     return {"engine": registration.instance, "rank": str(registration.rank), **scope}
@@ -86,7 +86,7 @@ def _source_families(table: Table[T], sources: list[tuple[Labels, T]]) -> Iterat
         yield family(f"kvevents_source_{name}", text, samples)
 
 
-def _histogram(
+def _histogram_family(
     name: str, text: str, bounds: tuple[float, ...], histograms: Mapping[str, HistogramCounts], *labels: str
 ) -> Metric:
     """Return a metric family of histograms, one for each value of their label (if they have a label)."""
@@ -209,7 +209,7 @@ _SERVICE: Final[Table[_Scrape]] = {
         "1 while the last write to state_dir failed; absent without a state_dir.",
         lambda s: None if s.service.state_store is None else s.stats.snapshot_fault is not None,
     ),
-    "index_tier_blocks": ("Blocks by tier, counted for each worker.", lambda s: by_label("tier", _tiers(s.stats.tiers))),
+    "index_tier_blocks": ("Blocks by tier, counted for each worker.", lambda s: by_label("tier", _sum_tiers(s.stats.tiers))),
     "discovery_faults": (
         "Current discovery faults by provider.",
         lambda s: by_label("provider", {name: len(faults) for name, faults in s.service.faults().items()}),
@@ -270,7 +270,7 @@ _SERVICE: Final[Table[_Scrape]] = {
 }
 
 
-def _tiers(tiers: Mapping[str, int]) -> dict[str, int]:
+def _sum_tiers(tiers: Mapping[str, int]) -> dict[str, int]:
     counts = {tier: tiers.get(tier, 0) for tier in TIERS}
     return counts | {"other": sum(tiers.values()) - sum(counts.values())}
 

@@ -107,23 +107,23 @@ class Prober:
         audit = loop.time() + AUDIT_SECONDS
         try:
             while True:
-                self._round(loop.time())
+                self._run_round(loop.time())
                 if loop.time() >= audit:
                     audit = loop.time() + AUDIT_SECONDS
-                    self._start(self._audit())
+                    self._start(self._check_clients())
                 await asyncio.sleep(ROUND_SECONDS)
         finally:
             for task in self._running_probes:
                 task.cancel()
 
-    def _round(self, now: float) -> None:
+    def _run_round(self, now: float) -> None:
         members = list(self._fleet.members.values())
         targets: dict[tuple[Member, EndpointField], None] = {
             (member, field): None for member in members if (field := _endpoint_to_probe(member)) is not None
         }
         for target in [former for former in self._probes if former not in targets]:
             del self._probes[target]
-            self._note(*target, None)
+            self._record_fault(*target, None)
         stretch = max(1.0, len(targets) / FULL_RATE_ENDPOINTS)
         for target in targets:
             probe = self._probes.get(target)
@@ -134,18 +134,18 @@ class Prober:
                 probe = self._probes[target] = _Probe(now, now + wait, backoff)
             if probe.due <= now and len(self._running_probes) < self._settings.at_once:
                 probe.due = now + self._settings.connect_seconds + stretch * probe.backoff.next_delay()
-                self._start(self._try(*target, is_patient=now - probe.since < self._settings.patience_seconds))
+                self._start(self._probe_member(*target, is_patient=now - probe.since < self._settings.patience_seconds))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
         self._running_probes.add(task)
         task.add_done_callback(self._running_probes.discard)
 
-    async def _try(self, member: Member, field: EndpointField, *, is_patient: bool) -> None:
+    async def _probe_member(self, member: Member, field: EndpointField, *, is_patient: bool) -> None:
         if await self._may_stay(member):
             fault = await self._fault_of(member, field, is_patient=is_patient)
             if (member, field) in self._probes:  # if it is missing, the source has connected during the probe
-                self._note(member, field, fault)
+                self._record_fault(member, field, fault)
 
     async def _fault_of(self, member: Member, field: EndpointField, *, is_patient: bool) -> SourceFault | None:
         registration, seconds = member.registration, self._settings.connect_seconds
@@ -160,7 +160,7 @@ class Prober:
         sentence = f"{registration.endpoint} does not accept the CURVE keys that are set for this source"
         return SourceFault(Reason.KEYS, sentence) if has_keys else None
 
-    async def _audit(self) -> None:
+    async def _check_clients(self) -> None:
         for member in list(self._fleet.members.values()):
             if member.origin == HTTP:
                 await self._may_stay(member)
@@ -178,7 +178,7 @@ class Prober:
             return False
         return True
 
-    def _note(self, member: Member, field: EndpointField, fault: SourceFault | None) -> None:
+    def _record_fault(self, member: Member, field: EndpointField, fault: SourceFault | None) -> None:
         former = member.faults.get(field)
         if fault == former:
             return
@@ -202,7 +202,7 @@ def _endpoint_to_probe(member: Member) -> EndpointField | None:
     return "replay_endpoint" if is_silent or member.trust.name == "REPLAYING" else None
 
 
-_MEANINGS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
+_HANDSHAKE_FAULTS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
     "unknown-host": (Reason.UNRESOLVED, "the name {host} does not resolve: {detail}"),
     "refused": (Reason.REFUSED, "nothing listens at {endpoint}"),
     "timeout": (Reason.UNANSWERED, "{endpoint} does not answer within {seconds:g} s"),
@@ -234,8 +234,8 @@ async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_key
 
 def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
     """Return why an endpoint cannot be used: it is no ZeroMQ socket, or either end lacks CURVE keys; None without a fault."""
-    if handshake.outcome in _MEANINGS:
-        reason, sentence = _MEANINGS[handshake.outcome]
+    if handshake.outcome in _HANDSHAKE_FAULTS:
+        reason, sentence = _HANDSHAKE_FAULTS[handshake.outcome]
         host = (split_tcp(endpoint) or ("",))[0]
         return SourceFault(reason, sentence.format(endpoint=endpoint, host=host, detail=handshake.detail, seconds=seconds))
     if (handshake.outcome == "curve") == has_keys:

@@ -169,11 +169,11 @@ class _Server:
         service.data_plane.refresh()
         if grace:
             log.info("not ready any more; ending in %g s", grace)
-            asyncio.get_running_loop().call_later(grace, self._end)
+            asyncio.get_running_loop().call_later(grace, self._request_end)
         else:
-            self._end()
+            self._request_end()
 
-    def _end(self) -> None:
+    def _request_end(self) -> None:
         if self._end_requested.is_set():
             self._service.data_plane.abort()
         self._end_requested.set()

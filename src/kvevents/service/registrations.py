@@ -107,7 +107,7 @@ class Registrations(Struct, eq=False, kw_only=True):
 
         The newest registration decides whether the rank has a lease, which begins now. Discovery gives no leases.
         """
-        self._check_follows()
+        self._check_follows_engines()
         await check_allowed(self.allow_list, *endpoints_of(registration))
         member = self.fleet.members.get(registration.key)
         if member is not None and member.origin != HTTP:
@@ -127,9 +127,9 @@ class Registrations(Struct, eq=False, kw_only=True):
         await self.save()
         change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
         self.audit.log_change(change, client)
-        return RegistrationOutcome(is_new=True, warning=self._describe_twin(registration))
+        return RegistrationOutcome(is_new=True, warning=self._describe_duplicate(registration))
 
-    def _describe_twin(self, new: Registration) -> str:
+    def _describe_duplicate(self, new: Registration) -> str:
         """Return a warning if the same engine is also registered under another name; else an empty text."""
         for other in [member.registration for member in self.fleet.members_at(new.endpoint)]:
             if other.topic == new.topic and other.scope == new.scope and other.instance != new.instance:
@@ -174,7 +174,7 @@ class Registrations(Struct, eq=False, kw_only=True):
             if member.origin != HTTP and (owner := self.owner_of(member.registration.key)) is not None:
                 sentence = f"{member.registration.label} was found by {owner}"
                 raise ConflictError(sentence, "named-by-discovery", "remove it there; it would be followed again at once")
-        self._check_follows()
+        self._check_follows_engines()
         ranks = [member.registration for member in members]
         await asyncio.gather(*(asyncio.wrap_future(self.fleet.unregister(rank.key)) for rank in ranks))
         await self.save()
@@ -187,7 +187,7 @@ class Registrations(Struct, eq=False, kw_only=True):
 
         Raises `NotFoundError` if no rank is registered.
         """
-        self._check_follows()
+        self._check_follows_engines()
         ranks = [member.registration for member in self._find(query)]
         changes = [self.fleet.set_draining(rank.key, is_draining=is_draining) for rank in ranks]
         await asyncio.gather(*map(asyncio.wrap_future, changes))
@@ -210,7 +210,7 @@ class Registrations(Struct, eq=False, kw_only=True):
             raise NotFoundError(f"{subject} with another LoRA or salt", "other-scope", "send those, or none")
         return ranks
 
-    def _check_follows(self) -> None:
+    def _check_follows_engines(self) -> None:
         if self.advice:
             raise ConflictError("this service follows no engines itself", "replica", self.advice)
 

@@ -56,8 +56,8 @@ class SelectionCache:
         """Store a selection in place of one with the same scope and name."""
         with self._lock:
             now = self._clock()
-            self._remove(_key(selection.scope, name))
-            self._entries[_key(selection.scope, name)] = (now, selection)
+            self._remove(_key_of(selection.scope, name))
+            self._entries[_key_of(selection.scope, name)] = (now, selection)
             self._bytes += 4 * len(selection.tokens)
             while self._entries:
                 oldest, (added_at, _) = next(iter(self._entries.items()))
@@ -68,18 +68,18 @@ class SelectionCache:
     def get(self, scope: Scope, name: str) -> PendingSelection | None:
         """Return a selection; None if it is missing or too old."""
         with self._lock:
-            entry = self._entries.get(_key(scope, name))
+            entry = self._entries.get(_key_of(scope, name))
             return None if entry is None or self._clock() - entry[0] > SECONDS else entry[1]
 
     def discard(self, scope: Scope, name: str) -> None:
         """Remove a selection, if it is stored."""
         with self._lock:
-            self._remove(_key(scope, name))
+            self._remove(_key_of(scope, name))
 
     def _remove(self, key: _Key) -> None:
         if (entry := self._entries.pop(key, None)) is not None:
             self._bytes -= 4 * len(entry[1].tokens)
 
 
-def _key(scope: Scope, name: str) -> _Key:
+def _key_of(scope: Scope, name: str) -> _Key:
     return scope[:3], name  # a request for a stored selection names neither LoRA nor salt

@@ -274,7 +274,7 @@ class Service:
         members = list(self.fleet.members.values())
         exact = sum(member.trust_status.state == "EXACT" for member in members)
         caught_up = sum(member.is_caught_up for member in members)
-        missing = self._what_is_missing(len(members), exact, caught_up)
+        missing = self._find_unmet_condition(len(members), exact, caught_up)
         is_late = self._clock() - self._began >= self.settings.ready.deadline_seconds
         reason = ""
         if not self._is_ready:
@@ -285,7 +285,7 @@ class Service:
         if ends:
             reason = ends
         elif not reason:
-            reason = self._summary(len(members), exact, caught_up)
+            reason = self._summarize(len(members), exact, caught_up)
             if is_late and missing:
                 reason += f"; ready because {self.settings.ready.deadline_seconds:g} s have passed since the start"
         return ReadyAnswer(
@@ -306,16 +306,16 @@ class Service:
             expects = not self.index_source.has_found_engines or bool(self._discovery.provider_faults())
         return "engines are expected, and none is registered or found so far" if expects and not self.fleet.members else ""
 
-    def _what_is_missing(self, members: int, exact: int, caught_up: int) -> str:
+    def _find_unmet_condition(self, members: int, exact: int, caught_up: int) -> str:
         """Return a condition of readiness that is not met; empty if all are met. Conditions only count until the deadline."""
         if not self.index_source.has_found_engines:
             return "not every way of discovery has answered"
         if members < (count := self.settings.ready.expected):
             return f"{members} of {count} expected sources are registered"
         is_enough = caught_up >= self.settings.ready.quorum * members
-        return "" if is_enough else self._summary(members, exact, caught_up)
+        return "" if is_enough else self._summarize(members, exact, caught_up)
 
-    def _summary(self, members: int, exact: int, caught_up: int) -> str:
+    def _summarize(self, members: int, exact: int, caught_up: int) -> str:
         expected = self.settings.ready.expected
         text = f"{exact} of {members} sources are EXACT"
         text += f", {caught_up - exact} wait for a live batch" if caught_up > exact else ""

@@ -105,7 +105,7 @@ class StateStore:
 
         Raises `SnapshotError` if the generation cannot be read.
         """
-        generation = self._generation()
+        generation = self._read_generation()
         if generation is None:
             return {}
         try:
@@ -141,7 +141,7 @@ class StateStore:
         with self._save_lock, self._registrations_lock:
             os.close(self._descriptor)
 
-    def _generation(self) -> str | None:
+    def _read_generation(self) -> str | None:
         try:
             text = (self.folder / _CURRENT).read_text(encoding="ascii").strip()
         except FileNotFoundError:
@@ -159,7 +159,7 @@ class StateStore:
             (self.folder / _CURRENT).unlink()
 
     def _remove_old_generations(self) -> None:
-        current = self._generation()
+        current = self._read_generation()
         if current == _UNREADABLE:  # the current generation is unknown and must not be removed
             return
         for pattern in (_INDEX, _STREAMS):

@@ -153,7 +153,7 @@ def parse_server_info(answer: Any, host: str) -> EngineInfo:
     here = _ranks_of_node(info, count)
     for rank in range(count):
         if rank in here:
-            found.endpoints.append(_sglang_rank(rank, descriptor, host))
+            found.endpoints.append(_make_sglang_rank(rank, descriptor, host))
         else:
             found.missing[rank] = "runs on another node, whose address SGLang does not return: name it in a [[sources]] table"
     return found
@@ -187,7 +187,7 @@ def _ranks_of_node(info: _ServerInfo, count: int) -> set[int]:
     return {rank for rank in range(count) if rank * nodes // count == (info.node_rank or 0)}
 
 
-def _sglang_rank(rank: int, descriptor: _Descriptor, host: str) -> RankEndpoint:
+def _make_sglang_rank(rank: int, descriptor: _Descriptor, host: str) -> RankEndpoint:
     own = bracket_host(descriptor.endpoint_host or "*")
     replay_port = descriptor.replay_endpoint_port_base
     endpoint = replace_wildcard_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)

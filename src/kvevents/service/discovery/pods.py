@@ -242,7 +242,7 @@ class _Facts:
 
     def text(self, name: str, *others: str) -> str:
         """Return the value of `kvevents/NAME`, or of the first of the keys `others` that the pod has; empty if it has none."""
-        return self._own.get(name) or next((value for key in others if (value := self._value(key))), "")
+        return self._own.get(name) or next((value for key in others if (value := self._value_of(key))), "")
 
     def texts(self, name: str) -> list[str]:
         """Return the comma-separated parts of a value. Only annotations can contain commas."""
@@ -268,30 +268,30 @@ class _Facts:
             raise ConfigError(f"invalid {_PREFIX}{name} {text!r} of pod {self._pod.metadata.name}: expected 1 to {most}")
         return int(text)
 
-    def _value(self, key: str) -> str:
+    def _value_of(self, key: str) -> str:
         return self._pod.metadata.annotations.get(key) or self._pod.metadata.labels.get(key, "")
 
     @property
     def role(self) -> str:
         """The role of the engine, such as `prefill` or `decode`; empty if the pod declares no role."""
-        values = map(self._value, self._convention.roles)
+        values = map(self._value_of, self._convention.roles)
         return self.text("role") or next((value for value in values if _ROLES.issuperset(value.split("-"))), "")
 
     @property
     def http_port(self) -> int | None:
         """The container port with the HTTP server."""
-        if named := self._port(_HTTP_PORTS):
+        if named := self._find_port(_HTTP_PORTS):
             return named
         others = {*_EVENTS_PORTS, *_REPLAY_PORTS}
         return next((port.container_port for port in self._pod.ports if port.name not in others), None)
 
-    def _port(self, names: tuple[str, ...]) -> int | None:
+    def _find_port(self, names: tuple[str, ...]) -> int | None:
         return next((port.container_port for name in names for port in self._pod.ports if port.name == name), None)
 
     def declaration(self, settings: KubernetesSettings) -> Declaration:
         """Return what the pod declares about the engine. Raises `ConfigError`."""
         own_model, convention = self.text("model"), self._convention
-        model, names_model = own_model or self._value(convention.model) or None, bool(own_model) or convention.names_model
+        model, names_model = own_model or self._value_of(convention.model) or None, bool(own_model) or convention.names_model
         if relays := self._pod.relays:
             ports = {port.name: port.container_port for port in relays[0].ports}
             events_port = next((ports[name] for name in _EVENTS_PORTS if name in ports), None)
@@ -302,8 +302,8 @@ class _Facts:
         return Declaration(
             model,
             names_model,
-            events_port=self.number("events-port", MAX_PORT) or self._port(_EVENTS_PORTS),
-            replay_port=self.number("replay-port", MAX_PORT) or self._port(_REPLAY_PORTS),
+            events_port=self.number("events-port", MAX_PORT) or self._find_port(_EVENTS_PORTS),
+            replay_port=self.number("replay-port", MAX_PORT) or self._find_port(_REPLAY_PORTS),
             assumed_events_port=convention.events_port or settings.events_port,
             assumed_replay_port=settings.replay_port,
         )

@@ -151,7 +151,7 @@ class App:
         headers, path, limits = Headers(native.headers), native.path, self.service.settings.limits
         try:
             if native.refusal is not None:
-                raise _refusal(native.refusal, endpoint, headers, limits.max_body_bytes)
+                raise _refusal_error(native.refusal, endpoint, headers, limits.max_body_bytes)
             request = HttpRequest(
                 method=native.method,
                 path=path,
@@ -218,14 +218,14 @@ _REFUSALS: Final[Mapping[str, tuple[int, str, str, str]]] = {
 }
 
 
-def _refusal(why: str, endpoint: Route, headers: Headers, limit: int) -> ServiceError:
+def _refusal_error(why: str, endpoint: Route, headers: Headers, limit: int) -> ServiceError:
     """Return the error response for a request that the data plane refuses."""
     status, reason, sentence, hint = _REFUSALS[why]
-    fields = {"host": _quotable(headers.host), "origin": _quotable(headers.origin), "role": endpoint.role, "limit": limit}
+    fields = {"host": _quote(headers.host), "origin": _quote(headers.origin), "role": endpoint.role, "limit": limit}
     return ServiceError(sentence.format(**fields), reason, hint.format(**fields), status=status)
 
 
-def _quotable(value: bytes) -> str:
+def _quote(value: bytes) -> str:
     return value.decode("latin-1").strip(" \t")[:MAX_SHOWN]
 
 

@@ -67,7 +67,7 @@ class _Prompt(NamedTuple):
     hashes: list[int] | None
 
 
-def _placeholder(count: int) -> memoryview:
+def _dummy_tokens(count: int) -> memoryview:
     """Return `count` arbitrary token ids, for a selection that only counts them (`ignores_cache`)."""
     return memoryview(bytes(4 * count)).cast("I")
 
@@ -134,7 +134,7 @@ class _Fleet:
             return self._held_by_hash(prompt.hashes)
         body = ask(self.service, self.scope, "/v1/match", self.fields(), prompt.tokens).body
         workers = _decode_match(body).workers
-        return {(worker.instance, worker.rank): _by_tier(worker.tiers, worker.tokens) for worker in workers}
+        return {(worker.instance, worker.rank): _held_by_tier(worker.tiers, worker.tokens) for worker in workers}
 
     def _held_by_hash(self, hashes: list[int]) -> dict[Worker, _Held]:
         """Return the matches of block hashes. Dynamo's answer has matches on the device by rank, Mooncake's on all tiers."""
@@ -170,17 +170,17 @@ class _Fleet:
         return _block_size(self.members.get(worker), self.block_size)
 
 
-def _blocks(tokens: int, size: int) -> int:
+def _count_blocks(tokens: int, size: int) -> int:
     return -(-tokens // size)
 
 
-def _by_tier(tiers: Mapping[str, int], tokens: int) -> _Held:
+def _held_by_tier(tiers: Mapping[str, int], tokens: int) -> _Held:
     device = tiers.get("gpu", 0)
     host = max(device, tiers.get("cpu", 0))
     return _Held(device, host, max(host, tokens))
 
 
-def _fleet(service: Service, body: Any) -> _Fleet:
+def _fleet_of(service: Service, body: Any) -> _Fleet:
     lora, salt = getattr(body, "lora_name", None), getattr(body, "cache_salt", None)
     return _Fleet(service, Scope(body.model_name, body.tenant_id, body.routing_group, lora or None, salt or None))
 
@@ -214,11 +214,11 @@ class _Chooser:
         if target is not None:
             targets = self._fleet.workers(target.worker_id, target.dp_rank)
             try:
-                return self._choose_of(targets, name)
+                return self._choose_from(targets, name)
             except UnavailableError as error:
                 if error.reason != "no-candidates":
                     raise
-        return self._choose_of(self._candidates(), name)
+        return self._choose_from(self._candidates(), name)
 
     def _candidates(self) -> list[Worker] | None:
         allowed_ids, pinned = self._body.allowed_worker_ids, self._body.pinned_worker
@@ -232,7 +232,7 @@ class _Chooser:
         numbers = set(allowed_ids)
         return [worker for worker in self._fleet.members if worker_id(worker[0]) in numbers]
 
-    def _choose_of(self, workers: list[Worker] | None, name: str | None) -> _Choice:
+    def _choose_from(self, workers: list[Worker] | None, name: str | None) -> _Choice:
         if workers is not None and not workers:
             raise UnavailableError("none of the named workers serves the model", "no-candidates", "see GET /ready")
         if self._prompt.tokens is None:
@@ -240,7 +240,7 @@ class _Chooser:
         tokens = self._prompt.tokens
         selection = self._select(tokens, workers, name, ignores_cache=self._ignores_cache)
         matches = {
-            (candidate.instance, candidate.rank): _by_tier(candidate.tiers, candidate.tokens)
+            (candidate.instance, candidate.rank): _held_by_tier(candidate.tiers, candidate.tokens)
             for candidate in selection.considered or ()
             if candidate.instance == selection.instance
         }
@@ -248,7 +248,7 @@ class _Chooser:
 
     def _pending(self, instance: str, rank: int, tokens: Any, ignores_cache: bool) -> PendingSelection:
         body = self._body
-        return PendingSelection(instance, rank, self._fleet.scope, tokens, ignores_cache, _waits(body), body.session)
+        return PendingSelection(instance, rank, self._fleet.scope, tokens, ignores_cache, _is_waiting(body), body.session)
 
     def _select(self, tokens: Any, workers: list[Worker] | None, name: str | None, *, ignores_cache: bool) -> schemas.Selection:
         reserve = None if name is None else {"id": name}
@@ -262,7 +262,7 @@ class _Chooser:
         matches = self._fleet.match(self._prompt)
         length = self._prompt.length
         draft = f"draft-{uuid4()}"  # selections count as load, but ended reservations do not
-        first = self._select(_placeholder(length), workers, draft, ignores_cache=True)
+        first = self._select(_dummy_tokens(length), workers, draft, ignores_cache=True)
         reservations.ask(self._fleet.service, "DELETE", draft)
 
         def cost(candidate: schemas.ScoredCandidate) -> tuple[float, bool]:
@@ -272,13 +272,13 @@ class _Chooser:
 
         best = min(first.considered or (), key=cost)
         worker = best.instance, best.rank
-        tokens = _placeholder(max(1, length - matches.get(worker, _NOTHING).all))
+        tokens = _dummy_tokens(max(1, length - matches.get(worker, _NOTHING).all))
         self._select(tokens, [worker], name, ignores_cache=True)
         of_instance = {candidate: tier for candidate, tier in matches.items() if candidate[0] == best.instance}
         return self._pending(*worker, tokens, ignores_cache=True), of_instance
 
 
-def _waits(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> bool:
+def _is_waiting(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> bool:
     """Return whether the worker must still compute the first token of a request."""
     override = body.router_config_override
     if tracks_prefill is None and override is not None:
@@ -289,7 +289,7 @@ def _waits(body: messages.PromptRequest, tracks_prefill: bool | None = None) -> 
 def _read(service: Service, request: HttpRequest) -> tuple[Any, _Fleet, _Prompt]:
     """Return the body of a request about a prompt, the workers of the requested model, and the prompt."""
     body, tokens = request.read_tokens("token_ids")
-    fleet = _fleet(service, body)
+    fleet = _fleet_of(service, body)
     prompt = _read_prompt(service, body, tokens)
     request.span_attributes = {"kvevents.model": fleet.scope.model}
     if prompt.tokens is not None:
@@ -337,7 +337,7 @@ def _selected(
             disk=longest_match.all,
         ),
         effective_prefill_tokens=max(0, prompt.length - cached_tokens),
-        potential_decode_blocks=_blocks(prompt.length, size),
+        potential_decode_blocks=_count_blocks(prompt.length, size),
         **fleet.names_of(worker),
         **fields,
     )
@@ -359,7 +359,7 @@ def _check_free(service: Service, name: str) -> None:
 def book(service: Service, request: HttpRequest) -> Response:
     """Reserve the worker `worker_id`, or the worker that `/select` returned for `selection_id`."""
     body, tokens = request.read_tokens("token_ids")
-    fleet = _fleet(service, body)
+    fleet = _fleet_of(service, body)
     name = body.selection_id
     if body.worker_id is None:
         pending = service.selections.get(fleet.scope, name)
@@ -368,10 +368,10 @@ def book(service: Service, request: HttpRequest) -> Response:
             raise NotFoundError(sentence, "no-such-selection", "select first, or send worker_id and the prompt")
     else:
         service.selections.discard(fleet.scope, name)
-        pending = _explicit(service, fleet, body, tokens)
+        pending = _select_named_worker(service, fleet, body, tokens)
     with service.selections.booking:
         _check_free(service, name)
-        refusal = _unknown_worker(worker_id(pending.instance), pending.rank, pending.scope)
+        refusal = _unknown_worker_error(worker_id(pending.instance), pending.rank, pending.scope)
         if pending.worker not in fleet.members:
             raise refusal
         fleet = _Fleet(service, pending.scope)  # the request has no LoRA and no salt
@@ -384,25 +384,25 @@ def book(service: Service, request: HttpRequest) -> Response:
     return answer(messages.Booked(selection_id=name, **fleet.names_of(pending.worker)), request, status=201)
 
 
-def _explicit(service: Service, fleet: _Fleet, body: messages.BookRequest, tokens: Any) -> PendingSelection:
+def _select_named_worker(service: Service, fleet: _Fleet, body: messages.BookRequest, tokens: Any) -> PendingSelection:
     """Return the selection for a request that names its worker."""
     prompt = _read_prompt(service, body, tokens)
     number = body.worker_id or 0
     workers = fleet.workers(number, body.dp_rank or 0)
     if not workers:
-        raise _unknown_worker(number, body.dp_rank or 0, fleet.scope)
+        raise _unknown_worker_error(number, body.dp_rank or 0, fleet.scope)
     instance, rank = workers[0]
     uncached_tokens = body.effective_prefill_tokens
     if uncached_tokens is None and prompt.tokens is None:
         uncached_tokens = prompt.length - fleet.match(prompt).get(workers[0], _NOTHING).all
     if uncached_tokens is not None:
         check_tokens(service, uncached_tokens)
-    counted_tokens = prompt.tokens if uncached_tokens is None else _placeholder(max(1, min(uncached_tokens, prompt.length)))
-    waits = _waits(body, body.track_prefill_tokens)
+    counted_tokens = prompt.tokens if uncached_tokens is None else _dummy_tokens(max(1, min(uncached_tokens, prompt.length)))
+    waits = _is_waiting(body, body.track_prefill_tokens)
     return PendingSelection(instance, rank, fleet.scope, counted_tokens, uncached_tokens is not None, waits, None)
 
 
-def _unknown_worker(number: int, rank: int, scope: Scope) -> NotFoundError:
+def _unknown_worker_error(number: int, rank: int, scope: Scope) -> NotFoundError:
     sentence = f"schedulable worker {number} (dp_rank {rank}) not found for {scope.model}:{scope.group}"
     return NotFoundError(sentence, "unknown-worker", "see GET /ready")
 
@@ -433,7 +433,7 @@ def free(service: Service, request: HttpRequest) -> Response:
 # --- loads and overlaps
 
 
-def _loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> list[messages.PotentialLoad]:
+def _collect_loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> list[messages.PotentialLoad]:
     """Return the load of each member, as the open reservations of the model show it."""
     body = service.data_plane.reservations(service.settings.limits.max_reservations)
     zeros = {"potential_prefill_tokens": 0, "potential_decode_blocks": 0, "active_requests": 0}
@@ -445,7 +445,7 @@ def _loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> 
             continue
         load.potential_prefill_tokens += reservation.uncached_tokens if reservation.progress == "waiting" else 0
         tokens = reservation.prompt_tokens + reservation.output_tokens
-        load.potential_decode_blocks += _blocks(tokens, _block_size(members[worker]))
+        load.potential_decode_blocks += _count_blocks(tokens, _block_size(members[worker]))
         load.active_requests += 1
     return list(sums.values())
 
@@ -456,7 +456,7 @@ def loads(service: Service, request: HttpRequest) -> Response:
     for member in list_members(service, {"tenant": schemas.DEFAULT_GROUP, **request.arguments}):
         scopes.setdefault(Scope(*member.registration.scope[:3]), {})[member.worker] = member
     models = [
-        messages.ModelLoad(model_name=scope.model, routing_group=scope.group, loads=_loads(service, scope, workers))
+        messages.ModelLoad(model_name=scope.model, routing_group=scope.group, loads=_collect_loads(service, scope, workers))
         for scope, workers in sorted(scopes.items(), key=lambda item: item[0][:3])
     ]
     return answer(models, request)
@@ -466,11 +466,11 @@ def potential_loads(service: Service, request: HttpRequest) -> Response:
     """List the load that each rank would have if it got one more prompt."""
     body, fleet, prompt = _read(service, request)
     matches = fleet.match(prompt)
-    potential = _loads(service, fleet.scope, fleet.members)
+    potential = _collect_loads(service, fleet.scope, fleet.members)
     for worker, load in zip(fleet.members, potential, strict=True):
-        if _waits(body):
+        if _is_waiting(body):
             load.potential_prefill_tokens += max(0, prompt.length - matches.get(worker, _NOTHING).all)
-        load.potential_decode_blocks += _blocks(prompt.length, fleet.block_size_of(worker))
+        load.potential_decode_blocks += _count_blocks(prompt.length, fleet.block_size_of(worker))
     return answer(potential, request)
 
 
@@ -478,7 +478,7 @@ def overlap_scores(service: Service, request: HttpRequest) -> Response:
     """Return, by tier, how many blocks of a prompt each rank holds."""
     _, fleet, prompt = _read(service, request)
     matches = fleet.match(prompt)
-    workers = [_overlap(fleet, worker, matches.get(worker, _NOTHING)) for worker in {**fleet.members, **matches}]
+    workers = [_overlap_of(fleet, worker, matches.get(worker, _NOTHING)) for worker in {**fleet.members, **matches}]
     scores = messages.OverlapScores(
         block_size=fleet.block_size,
         num_blocks=prompt.length // fleet.block_size if prompt.hashes is None else len(prompt.hashes),
@@ -487,7 +487,7 @@ def overlap_scores(service: Service, request: HttpRequest) -> Response:
     return answer(scores, request)
 
 
-def _overlap(fleet: _Fleet, worker: Worker, held: _Held) -> messages.WorkerOverlap:
+def _overlap_of(fleet: _Fleet, worker: Worker, held: _Held) -> messages.WorkerOverlap:
     size = fleet.block_size_of(worker)
     device, host, disk = (tokens // size for tokens in held)
     return messages.WorkerOverlap(
@@ -504,10 +504,10 @@ def _overlap(fleet: _Fleet, worker: Worker, held: _Held) -> messages.WorkerOverl
 def query_tiered_by_hash(service: Service, request: HttpRequest) -> Response:
     """Return how many blocks of a prompt each rank holds, in the form that Dynamo's routers expect from a remote index."""
     body: messages.TieredQueryRequest = request.read()
-    fleet = _fleet(service, body)
+    fleet = _fleet_of(service, body)
     hashes = read_hashes(service, body.block_hashes)
     matches = fleet.match(_Prompt(0, None, hashes))
-    overlaps = [_overlap(fleet, worker, held) for worker, held in matches.items()]
+    overlaps = [_overlap_of(fleet, worker, held) for worker, held in matches.items()]
 
     def hits(field: str) -> list[tuple[messages.WorkerRank, int]]:
         counts = [(messages.WorkerRank(item.worker_id, item.dp_rank), getattr(item, field)) for item in overlaps]
@@ -529,14 +529,14 @@ def ready(service: Service, request: HttpRequest) -> Response:
     instances: dict[tuple[Any, ...], list[Member]] = {}
     for member in service.members().values():
         instances.setdefault((*member.registration.scope[:3], member.registration.instance), []).append(member)
-    workers = [_catalog_worker(members) for members in instances.values()]
+    workers = [_describe_worker(members) for members in instances.values()]
     schedulable = sum(worker.lifecycle == "schedulable" for worker in workers)
     is_ready = schedulable > 0 and service.readiness().ready
     response = messages.ReadyWorkers(ready=is_ready, schedulable_workers=schedulable, workers=workers)
     return answer(response, request, status=200 if is_ready else 503)
 
 
-def _catalog_worker(members: list[Member]) -> messages.CatalogWorker:
+def _describe_worker(members: list[Member]) -> messages.CatalogWorker:
     first = members[0].registration
     ranks = sorted(member.registration.rank for member in members)
     is_schedulable = any(member.distance == 0 for member in members)

@@ -32,7 +32,7 @@ MAX_WARNINGS: Final = 8
 """Maximum number of ignored fields that a response names."""
 
 
-def _hint() -> str:
+def _fields_hint() -> str:
     return f"for the fields of both APIs see {documented('guides/service#dynamos-and-mooncakes-api')}"
 
 
@@ -99,9 +99,9 @@ async def register(service: Service, request: HttpRequest) -> Response:
     """Register a rank of an engine, or all ranks of the engine at a URL; the status is 200 if an equal registration exists."""
     body: RegisterRequest = request.read()
     try:
-        ranks = (_registration(body),) if body.endpoint else await _ask_engine(service, body)
+        ranks = (_make_registration(body),) if body.endpoint else await _ask_engine(service, body)
     except ConfigError as error:
-        raise RefusedError(str(error), "bad-registration", _hint()) from error
+        raise RefusedError(str(error), "bad-registration", _fields_hint()) from error
     outcomes = [await service.registrations.register(rank, request.client, body.lease_seconds) for rank in ranks]
     warnings = [f"ignored unknown field {name[:MAX_SHOWN]!r}" for name in request.ignored_fields[:MAX_WARNINGS]]
     warnings += filter(None, (outcome.warning for outcome in outcomes))
@@ -113,7 +113,7 @@ async def register(service: Service, request: HttpRequest) -> Response:
     return answer({"status": "registered successfully", "instance_id": body.instance_id, **fields})
 
 
-def _facts(body: RegisterRequest) -> dict[str, Any]:
+def _shared_fields(body: RegisterRequest) -> dict[str, Any]:
     """Return the fields of a request that apply to all ranks, under the names that `Registration` and `Template` share."""
     tenant, group = owner_of(body)
     lora = pick(body, LORA)
@@ -134,8 +134,8 @@ def _facts(body: RegisterRequest) -> dict[str, Any]:
     }
 
 
-def _registration(body: RegisterRequest) -> Registration:
-    model, facts, replay_endpoint = model_of(body), _facts(body), body.replay_endpoint or None  # Go sends an empty string
+def _make_registration(body: RegisterRequest) -> Registration:
+    model, facts, replay_endpoint = model_of(body), _shared_fields(body), body.replay_endpoint or None  # Go sends ""
     try:
         check_endpoint("endpoint", body.endpoint)
         if replay_endpoint is not None:
@@ -158,8 +158,8 @@ def _registration(body: RegisterRequest) -> Registration:
 async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registration, ...]:
     """Return the registrations of the ranks that the engine at `url` reports."""
     if not body.url:
-        raise ServiceError("neither endpoint nor url is given", "bad-shape", _hint(), status=422)
-    provider = EngineProvider(body.url, Template(model=pick(body, MODEL), **_facts(body)), str(body.instance_id))
+        raise ServiceError("neither endpoint nor url is given", "bad-shape", _fields_hint(), status=422)
+    provider = EngineProvider(body.url, Template(model=pick(body, MODEL), **_shared_fields(body)), str(body.instance_id))
     await check_allowed(service.allow_list, load_target(body.url))
     try:
         finding = await provider.query()
@@ -190,7 +190,7 @@ async def unregister(service: Service, request: HttpRequest) -> Response:
 def query(service: Service, request: HttpRequest) -> Response:
     """Return how much of a prompt each worker holds."""
     body, tokens = request.read_tokens("token_ids")
-    return answer_query(service, request, body, tokens, instance_id=_instance(body))
+    return answer_query(service, request, body, tokens, instance_id=_instance_of(body))
 
 
 def query_by_hash(service: Service, request: HttpRequest) -> Response:
@@ -201,13 +201,13 @@ def query_by_hash(service: Service, request: HttpRequest) -> Response:
     body: HashQueryRequest = request.read()
     queries = {name: hashes for name in _HASHES if (hashes := getattr(body, name)) is not None}
     if len(queries) != 1:
-        raise ServiceError("expected either block_hashes or seq_hashes", "bad-shape", _hint(), status=422)
+        raise ServiceError("expected either block_hashes or seq_hashes", "bad-shape", _fields_hint(), status=422)
     ((name, hashes),) = queries.items()
-    changes = {name: read_hashes(service, hashes), "instance_id": _instance(body)}
+    changes = {name: read_hashes(service, hashes), "instance_id": _instance_of(body)}
     return answer_query(service, request, body, **changes)
 
 
-def _instance(body: IndexerRequest) -> str | None:
+def _instance_of(body: IndexerRequest) -> str | None:
     """Return the instance of a query as text, because instances that are numbers may have any length."""
     return None if body.instance_id is None else str(body.instance_id)
 

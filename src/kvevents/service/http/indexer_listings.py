@@ -33,7 +33,7 @@ def workers(service: Service, request: HttpRequest) -> Response:
     for member in list_members(service, request.arguments):  # all ranks of an instance serve one model
         instances.setdefault((member.registration.key[0], 0), []).append(member)
     page, cursor = cut_page(instances.items(), request.arguments)
-    response = answer([_instance(members) for members in page], request)
+    response = answer([_describe_instance(members) for members in page], request)
     response.headers = link_next(request, cursor)
     return tag(response, request)
 
@@ -43,7 +43,7 @@ def list_members(service: Service, filters: Mapping[str, str]) -> Iterator[Membe
     return (member for _, member in sorted(service.members().items()) if matches(member.registration, filters))
 
 
-def _instance(members: list[Member]) -> dict[str, Any]:
+def _describe_instance(members: list[Member]) -> dict[str, Any]:
     first = members[0].registration
     states = [_STATUS[member.trust_status.state] for member in members]
     return {
@@ -55,11 +55,11 @@ def _instance(members: list[Member]) -> dict[str, Any]:
         "tenant_id": first.tenant,
         "block_size": first.block_size,
         "endpoints": {str(member.registration.rank): member.registration.endpoint for member in members},
-        "listeners": {str(member.registration.rank): _listener(member) for member in members},
+        "listeners": {str(member.registration.rank): _describe_listener(member) for member in members},
     }
 
 
-def _listener(member: Member) -> dict[str, Any]:
+def _describe_listener(member: Member) -> dict[str, Any]:
     fields = {
         "endpoint": member.registration.endpoint,
         "replay_endpoint": member.registration.replay_endpoint,
@@ -79,7 +79,7 @@ def id_of(instance: str) -> int | str:
 
 def services(service: Service, request: HttpRequest) -> Response:
     """List registered ranks as Mooncake does."""
-    entries = [_service(member) for member in list_members(service, request.arguments)]
+    entries = [_describe_service(member) for member in list_members(service, request.arguments)]
     return answer({"services": entries, "count": len(entries)}, request)
 
 
@@ -94,7 +94,7 @@ def _scope_fields(registration: Registration) -> dict[str, Any]:
     }
 
 
-def _service(member: Member) -> dict[str, Any]:
+def _describe_service(member: Member) -> dict[str, Any]:
     registration = member.registration
     return _scope_fields(registration) | {
         "endpoint": registration.endpoint,
@@ -135,10 +135,10 @@ async def dump(service: Service, _: HttpRequest) -> StreamingResponse:
         hint = "read /v1/blocks page by page, or raise limits.max_dump_blocks"
         raise TooMuchError(f"the index has {total} blocks, and /dump returns at most {limit}", "too-many-blocks", hint)
     await service.dump.acquire(service.settings.limits.request_seconds)
-    return StreamingResponse(_pieces(service), JSON, service.dump.release)
+    return StreamingResponse(_dump_pieces(service), JSON, service.dump.release)
 
 
-async def _pieces(service: Service) -> AsyncIterator[bytes]:
+async def _dump_pieces(service: Service) -> AsyncIterator[bytes]:
     groups: dict[str, list[tuple[Key, Member]]] = {}
     for key, member in sorted(service.fleet.workers.items()):
         registration = member.registration
@@ -153,12 +153,12 @@ async def _pieces(service: Service) -> AsyncIterator[bytes]:
             while piece := await asyncio.to_thread(_encode, member, blocks):
                 yield comma + piece
                 comma = b","
-        yield b'],"trust":%b}' % msgspec.json.encode(_trusts(member for _, member in members))
+        yield b'],"trust":%b}' % msgspec.json.encode(_lowest_trusts(member for _, member in members))
         separator = b","
     yield b"}" if groups else b"{}"
 
 
-def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
+def _lowest_trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
     """Return the trust of each worker, including workers without blocks.
 
     If several tenants have workers with the same name, the lowest trust counts.
@@ -171,11 +171,11 @@ def _trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
 
 def _encode(member: Member, blocks: Iterator[tuple[int, Block]]) -> bytes:
     """Encode events as the inside of a JSON array, without its brackets; empty if there is no event."""
-    events = [_event(member, number, block) for number, block in islice(blocks, PIECE_BLOCKS)]
+    events = [_make_event(member, number, block) for number, block in islice(blocks, PIECE_BLOCKS)]
     return msgspec.json.encode(events)[1:-1]
 
 
-def _event(member: Member, number: int, block: Block) -> dict[str, Any]:
+def _make_event(member: Member, number: int, block: Block) -> dict[str, Any]:
     stored_block = {"block_hash": block.hash, "tokens_hash": block.key, "mm_extra_info": None}
     data = {"stored": {"parent_hash": None, "start_position": None, "blocks": [stored_block]}}
     return {

@@ -143,9 +143,9 @@ class HttpRequest(Struct, eq=False):
         try:
             value = _decode(decoder, body)
         except ServiceError:  # done only after a failure, since unknown fields and numbers such as 1.0 are rare
-            known = self._without_unknown(decoder, body)
+            known = self._drop_unknown_fields(decoder, body)
             if decoder is self.decoders.json and len(known) <= MAX_REWRITTEN:
-                known = _with_integers(known)
+                known = _replace_whole_floats(known)
             if known is body:
                 raise
             value = _decode(decoder, known, self.ignored_fields)
@@ -155,7 +155,7 @@ class HttpRequest(Struct, eq=False):
             raise RefusedError(f"malformed body: {error}", "malformed-body", "send each field once") from error
         return value
 
-    def _without_unknown(self, decoder: Any, body: bytes) -> bytes:
+    def _drop_unknown_fields(self, decoder: Any, body: bytes) -> bytes:
         """Return a body without its unknown fields, if they are ignored."""
         known, codec = self.decoders.known_fields, msgspec.json if decoder is self.decoders.json else msgspec.msgpack
         try:
@@ -214,7 +214,7 @@ MAX_REWRITTEN: Final = 1 << 16
 """Maximum size in bytes of JSON in which numbers such as `1.0` are replaced, which takes about 10 ms for this size."""
 
 
-def _with_integers(body: bytes) -> bytes:
+def _replace_whole_floats(body: bytes) -> bytes:
     """Return JSON in which integers replace numbers such as `1.0`, which are integers by JSON Schema."""
 
     def read(text: str) -> int | msgspec.Raw:

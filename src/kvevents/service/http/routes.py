@@ -74,27 +74,27 @@ class Route(Struct, frozen=True):
         msgspec.structs.force_setattr(self, "decoders", decoders)  # at import, see `build_decoder_now`
 
 
-def _parameter(name: str, description: str, place: str = "query", *, required: bool = False, **schema: Any) -> dict[str, Any]:
+def _make_param(name: str, description: str, place: str = "query", *, required: bool = False, **schema: Any) -> dict[str, Any]:
     """Return a parameter in the form of OpenAPI documents. If `schema` is missing, its value is any text."""
     fields = {"name": name, "in": place, "required": required, "description": description}
     return fields | {"schema": schema or {"type": "string"}}
 
 
-def _limit(default: str = "") -> dict[str, Any]:
-    return _parameter("limit", f"maximum number of items{default}", type="integer", minimum=1, maximum=pages.MAX_LISTED)
+def _limit_parameter(default: str = "") -> dict[str, Any]:
+    return _make_param("limit", f"maximum number of items{default}", type="integer", minimum=1, maximum=pages.MAX_LISTED)
 
 
-def _filters(**names: str) -> tuple[dict[str, Any], ...]:
-    return tuple(_parameter(name, f"only this {what}") for name, what in names.items())
+def _filter_parameters(**names: str) -> tuple[dict[str, Any], ...]:
+    return tuple(_make_param(name, f"only this {what}") for name, what in names.items())
 
 
 _NAME: Final[dict[str, Any]] = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
-_FILTERS: Final = _filters(instance="engine", model="model", tenant="tenant", group="routing group")
-_SCOPE_FILTERS: Final = _filters(model_name="model", tenant_id="tenant", routing_group="routing group")
+_FILTERS: Final = _filter_parameters(instance="engine", model="model", tenant="tenant", group="routing group")
+_SCOPE_FILTERS: Final = _filter_parameters(model_name="model", tenant_id="tenant", routing_group="routing group")
 _RAW: Final = (
-    _parameter("model", "for a raw body: name of the model", **_NAME),
+    _make_param("model", "for a raw body: name of the model", **_NAME),
     *(
-        _parameter(name, f"for a raw body: as `{name}` of `MatchRequest`", **schema)
+        _make_param(name, f"for a raw body: as `{name}` of `MatchRequest`", **schema)
         for name, schema in {
             **dict.fromkeys(("tenant", "group", "lora", "salt"), _NAME),
             "lora_id": {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1},
@@ -103,24 +103,24 @@ _RAW: Final = (
         }.items()
     ),
 )
-_TAGGED: Final = _parameter("If-None-Match", "entity tag (`ETag`) of the answer that the client has", "header")
+_TAGGED: Final = _make_param("If-None-Match", "entity tag (`ETag`) of the answer that the client has", "header")
 """The header parameter of endpoints whose responses have an entity tag."""
 _PAGE: Final = (
-    _limit(f"; default {pages.MAX_LISTED}"),
-    _parameter("cursor", "where the page begins", type="string", pattern=pages.CURSOR.pattern),
+    _limit_parameter(f"; default {pages.MAX_LISTED}"),
+    _make_param("cursor", "where the page begins", type="string", pattern=pages.CURSOR.pattern),
     _TAGGED,
 )
 _BLOCKS: Final = (
-    _parameter("instance", "name of the engine instance", required=True),
-    _parameter("rank", "data-parallel rank; default 0", type="integer", minimum=0, maximum=(1 << 32) - 1),
-    _parameter("tenant", "tenant; default: `default`"),
-    _parameter("group", "routing group; default: `default`"),
-    _limit(),
-    _parameter("cursor", "`next` of the previous page", type="string", pattern=v1.CURSOR.pattern),
+    _make_param("instance", "name of the engine instance", required=True),
+    _make_param("rank", "data-parallel rank; default 0", type="integer", minimum=0, maximum=(1 << 32) - 1),
+    _make_param("tenant", "tenant; default: `default`"),
+    _make_param("group", "routing group; default: `default`"),
+    _limit_parameter(),
+    _make_param("cursor", "`next` of the previous page", type="string", pattern=v1.CURSOR.pattern),
 )
 _EVENTS: Final = (
     *_FILTERS,
-    _parameter("Last-Event-ID", "id of the newest event that the client has; the events after it follow", "header"),
+    _make_param("Last-Event-ID", "id of the newest event that the client has; the events after it follow", "header"),
 )
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _FAILED: Final = {503: "the process failed and must be restarted"}
@@ -147,7 +147,7 @@ def metrics(service: Service, _request: HttpRequest) -> Response:
 
 
 @cache
-def _page() -> bytes:
+def _read_page() -> bytes:
     from importlib.resources import files  # noqa: PLC0415 - many services have no visitor
 
     folder = files("kvevents.service")
@@ -170,16 +170,16 @@ def page(_service: Service, _request: HttpRequest) -> Response:
         (b"referrer-policy", b"no-referrer"),
         (b"cache-control", b"no-store"),
     )
-    return Response(_page().replace(b"{{nonce}}", nonce.encode()), kind=b"text/html; charset=utf-8", headers=headers)
+    return Response(_read_page().replace(b"{{nonce}}", nonce.encode()), kind=b"text/html; charset=utf-8", headers=headers)
 
 
 def openapi(_service: Service, _request: HttpRequest) -> Response:
     """Return the OpenAPI 3.1 document of this API."""
-    return Response(_encoded_openapi())
+    return Response(_encode_openapi())
 
 
 @cache
-def _encoded_openapi() -> bytes:
+def _encode_openapi() -> bytes:
     return msgspec.json.encode(openapi_document())
 
 
@@ -233,7 +233,7 @@ ENDPOINTS: Final[tuple[Route, ...]] = (
     _querying("/v1/match_many", v1.match_many, takes=schemas.MatchManyRequest, gives=schemas.MatchManyAnswer),
     _querying("/v1/select", v1.select, takes=schemas.SelectRequest, gives=schemas.Selection),
     _v1("GET", "/v1/select/explain", reservations.explain, gives=schemas.DecisionsAnswer),
-    _v1("GET", "/v1/reservations", reservations.list_open, gives=schemas.ReservationsAnswer, parameters=(_limit(),)),
+    _v1("GET", "/v1/reservations", reservations.list_open, gives=schemas.ReservationsAnswer, parameters=(_limit_parameter(),)),
     _v1("GET", "/v1/reservations/{id}", reservations.show, gives=schemas.Reservation),
     _v1("POST", "/v1/reservations/{id}", reservations.update, takes=schemas.ReservationUpdate, gives=schemas.Reservation),
     _v1("DELETE", "/v1/reservations/{id}", reservations.finish, gives=schemas.Reservation),
@@ -304,7 +304,7 @@ def openapi_document() -> dict[str, Any]:
     by_kind = {id(kind): schema for kind, schema in zip([*kinds, Problem], schemas, strict=True)}
     paths: dict[str, Any] = {}
     for endpoint in ENDPOINTS:
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint, by_kind)
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _describe_operation(endpoint, by_kind)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -318,16 +318,16 @@ def openapi_document() -> dict[str, Any]:
 
 
 _ID: Final = {"type": "string", "pattern": schemas.RESERVATION_ID, "maxLength": schemas.MAX_RESERVATION_ID}
-_ITEM_PARAMETER: Final = _parameter("id", "name of the reservation", "path", required=True, **_ID)
+_ITEM_PARAMETER: Final = _make_param("id", "name of the reservation", "path", required=True, **_ID)
 
 
-def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
+def _describe_operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": (endpoint.method.lower() + endpoint.path.replace("/", "_").replace(".", "_")).rstrip("_"),
         "summary": (endpoint.handler.__doc__ or "").partition("\n")[0],
         "tags": [endpoint.tag],
         "parameters": [*([_ITEM_PARAMETER] if ITEM in endpoint.path else []), *endpoint.parameters],
-        "responses": _responses(endpoint, by_kind),
+        "responses": _describe_responses(endpoint, by_kind),
         "security": [] if endpoint.role is None else [{}, {"bearer": []}],
     }
     if endpoint.takes is not None:
@@ -338,7 +338,7 @@ def _operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
     return operation
 
 
-def _responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
+def _describe_responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
     content = {endpoint.media: {"schema": by_kind[id(endpoint.gives)]}}
     responses: dict[str, Any] = {
         str(status): {"description": description, "content": content}
