@@ -21,8 +21,8 @@ def run_program() -> int:
     """Run the command line of this process, which is the program `kvevents`, and return its exit code.
 
     The process raises its soft limit of open files, because a fleet needs several of them for each engine.
-    Importing the commands takes some tenths of a second. Until the commands handle signals themselves, Ctrl-C ends the process
-    as it ends programs in C: at once, and without a traceback.
+    Importing the commands takes some tenths of a second. Until a command handles signals itself, Ctrl-C ends the process at
+    once and without a traceback, as in programs written in C.
     """
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as under `nohup`
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -62,7 +62,7 @@ class Command(Struct, frozen=True):
             loaded = import_module(module if "." in module else f"kvevents.cli.{module}")
             return getattr(loaded, name) if name else loaded
         except MissingDependencyError as error:
-            # Each imported module names only its own extra. The extra of the command installs the packages of all of them.
+            # An imported module names only its own extra. The command's extra installs the packages of all imported modules.
             raise (MissingDependencyError(error.text, self.extra) if self.extra else error) from error
         except ImportError as error:
             if not self.extra or str(error.name).partition(".")[0] == "kvevents":
@@ -81,10 +81,10 @@ class CommandGroup(Struct, frozen=True):
 
 
 class HelpFormatter(RawDescriptionHelpFormatter):
-    """Wraps descriptions at the width of the terminal. Indented lines, such as examples, stay as they are.
+    """Wraps descriptions at the width of the terminal. Indented lines, such as examples, are not wrapped.
 
     The help of an option has a placeholder by the type of its value, and the default unless the text mentions it already. The
-    list of commands has no line for their placeholder.
+    list of commands has no line for the placeholder `COMMAND`.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -112,7 +112,7 @@ class CommandParser(ArgumentParser):
     """A parser that reports unknown options and commands before anything else, with a suggestion.
 
     argparse reports them last: it takes the value of a misspelled option for a positional argument and rejects that first.
-    Abbreviated options are unknown too: a later release can add an option with the same beginning.
+    Abbreviated options are rejected too: a later release can add an option with the same beginning.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -123,7 +123,7 @@ class CommandParser(ArgumentParser):
         self._command: Command | None = None
 
     def add_commands(self, commands: Iterable[Command | CommandGroup]) -> None:
-        """Require one of these commands. The parsed arguments have it as `command`, and its function as `execute`."""
+        """Require one of `commands`. The parsed arguments have its name as `command`, and its function as `execute`."""
         self._commands = self.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
         for command in commands:
             parser: CommandParser = self._commands.add_parser(command.name, help=command.summary)
@@ -203,7 +203,7 @@ class CommandParser(ArgumentParser):
         self.set_defaults(command=command, execute=module.run)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print as argparse does, but raise `ExternalError` if stdout cannot be written: argparse ignores a full disk."""
+        """Print a message. Raise `ExternalError` if stdout cannot be written, while argparse ignores a full disk."""
         if file is not sys.stdout:
             super()._print_message(message, file)
             return

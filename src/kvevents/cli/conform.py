@@ -1,4 +1,4 @@
-"""`kvevents conform`: play scenarios against an indexer, a router or a publisher, and print whether it behaved correctly."""
+"""`kvevents conform`: play scenarios against an indexer, a router or a publisher, and print whether this behaved correctly."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def run(args: Namespace) -> int:
 
 
 def _play_functions(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
-    """Return functions that play one scenario each, for the scenarios that suit the driver's kind of target."""
+    """Return, for each scenario that suits the driver's kind of target, a function that plays the scenario."""
     if isinstance(driver, PublisherDriver):
         return [partial(driver.play, scenario) for scenario in scenarios if isinstance(scenario, PublisherScenario)]
     return [partial(play, scenario, driver) for scenario in scenarios if isinstance(scenario, Scenario)]

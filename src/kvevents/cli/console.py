@@ -23,12 +23,12 @@ TRUST_STYLES: Final[dict[str, Style]] = {
     "CONNECTING": "loud",
     "STALE": "bad",
 }
-"""Styles of trust states."""
+"""The style of each trust state."""
 _ERASE_LINE: Final = "\r\x1b[K"
 
 
 class Span(NamedTuple):
-    """Text of one style."""
+    """A piece of text with one style."""
 
     text: str
     style: Style = "plain"
@@ -40,7 +40,7 @@ Line: TypeAlias = Sequence[Part]
 
 @contextmanager
 def convert_output_errors() -> Iterator[None]:
-    """Raise `ExternalError` for errors of stdout, except BrokenPipeError."""
+    """Context that converts errors of stdout to `ExternalError`, except BrokenPipeError."""
     try:
         yield
     except BrokenPipeError:
@@ -50,7 +50,7 @@ def convert_output_errors() -> Iterator[None]:
 
 
 class Console:
-    """Writes lines and flushes each of them. They are colored on a terminal unless `NO_COLOR` is set."""
+    """Writes lines, and flushes the stream after each line. Lines are colored on a terminal unless `NO_COLOR` is set."""
 
     def __init__(self, out: TextIO | None = None, notes: TextIO | None = None) -> None:
         self._out = out or sys.stdout
@@ -102,7 +102,7 @@ class Console:
             self._notes.flush()
 
     def check_reader(self) -> None:
-        """Raise BrokenPipeError if the reader of stdout has ended. Without this check only the next write would detect that."""
+        """Raise BrokenPipeError if the reader of stdout has ended. Without this check, only the next write would."""
         try:
             descriptor = self._out.fileno()
         except (OSError, ValueError):
@@ -123,7 +123,7 @@ def _wants_color(stream: TextIO) -> bool:
 
 
 def terminal_size(stream: TextIO) -> tuple[int, int]:
-    """Return columns and lines of a terminal."""
+    """Return the numbers of columns and lines of a terminal."""
     try:
         columns, lines = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
@@ -133,7 +133,7 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
 
 @contextmanager
 def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
-    """Use the whole terminal until the context ends. The yielded function replaces the lines shown, and cuts long ones."""
+    """Use the whole terminal until the context ends. The yielded function replaces all lines, and cuts long lines."""
 
     def show(lines: Sequence[Line]) -> None:
         columns, rows = terminal_size(stream)
@@ -157,7 +157,7 @@ def table(
 ) -> list[Line]:
     """Return the lines of a table, the titles first. Columns in `left` are aligned to the left, all other columns to the right.
 
-    Cells are cut to `widths`.
+    Cells are cut to the widths in `widths`.
     """
     cells = [[Span(title, "dim") for title in titles], *rows]
     widths = widths or [max(map(width, column)) for column in zip(*cells, strict=True)]

@@ -1,4 +1,4 @@
-"""Contexts: services by name, with their tokens and authorities, in a file that commands share."""
+"""Contexts: named services with their tokens and certificate authorities, in a file that commands share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """URL."""
     token_file: str | None = None
     tls_ca: str | None = None
-    """PEM file of the authority that signed the certificate of the service."""
+    """PEM file of the certificate authority that signed the service's certificate."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`contexts.toml`: `current = "prod"`, and a table `[contexts.NAME]` for each context."""
+    """`contexts.toml`: The content of the file: `current = "prod"`, and a table `[contexts.NAME]` for each context."""
 
     contexts: dict[str, Context] = {}
     current: str | None = None

@@ -196,7 +196,7 @@ POLL_SECONDS: Final = 0.1
 BUSY_POLL_SECONDS: Final = 0.05
 """Seconds between the checks of `POLL_SECONDS` while batches arrive."""
 SETTLE_SECONDS: Final = 1.0
-"""Maximum time to wait at the end, also after Ctrl-C, for streams that are still REPLAYING. They need milliseconds."""
+"""Maximum seconds to wait at the end, even after Ctrl-C, for streams that are still REPLAYING. They need milliseconds."""
 
 
 def _count(totals: Counter[str], delivery: Delivery) -> None:
@@ -222,7 +222,7 @@ def subscribe(sources: Sequence[Source]) -> Subscriber[Batch]:
 
 
 class DeliveryLoop:
-    """Iterates over the deliveries of a subscriber until a signal comes or a limit given on the command line is reached."""
+    """Iterates over the deliveries of a subscriber until a signal arrives, or a limit from the command line is reached."""
 
     def __init__(self, subscriber: Subscriber, args: Namespace, stop: StopSignal) -> None:
         self._totals: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
@@ -271,7 +271,7 @@ class DeliveryLoop:
         return NOTHING_ARRIVED
 
     def _wait_for_replays(self) -> None:
-        """Wait until no stream is REPLAYING, so that its trust is known. Discard deliveries that arrive during the wait."""
+        """Wait until no stream is REPLAYING, so that all trust is known. Discard deliveries that arrive during the wait."""
         until = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < until:  # a second signal ends the wait
             if all(status.trust != Trust.REPLAYING for status in self._subscriber.statuses()):

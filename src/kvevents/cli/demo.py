@@ -42,7 +42,7 @@ POLICIES: Final = {
 """The policies that are compared, with their names in the table."""
 REQUESTS: Final = 400
 SPEED: Final = 4.0
-"""Factor by which the requests of the trace are accelerated; four such engines can just serve them."""
+"""Factor by which the trace is accelerated. With this factor, four engines can just serve the requests."""
 TIME_SCALE: Final = 14.0
 FAULTS: Final = "drop:1%,restart:4s"
 
@@ -68,7 +68,7 @@ def run(args: Namespace) -> int:
             results.append(fleet.run(rescaled(workload("trace", requests=args.requests), SPEED)))
             streams += fleet.streams()
             behind = max(behind, fleet.behind)
-        ttft = results[-1].ttft  # the time to first token of the simulated users
+        ttft = results[-1].ttft  # the simulated users' times to first token
         waits = ("-", "-") if ttft is None else (f"{ttft.p50:.1f} s", f"{ttft.p90:.1f} s")
         console.line(Span(f"{name:24}", "name"), f"{waits[0]:>12}{waits[1]:>13}{results[-1].hit_rate:>17.0%}")
     console.line()

@@ -34,14 +34,14 @@ from kvevents.settings import suggestion
 
 
 class FleetCommand(NamedTuple):
-    """A command for the fleet of a service: `add` declares the command's own options, `ask` returns the service's answer."""
+    """A command for the fleet of a service: `add` declares the options of the command, `ask` returns the service's answer."""
 
     DESCRIPTION: str
     EXAMPLES: str
     add: Callable[[ArgumentParser], None]
     ask: Callable[[Client, Namespace], Any]
     show: Callable[[Any, bool], list[Line]]
-    """Returns the lines that show an answer; with True also the columns of `--output wide`."""
+    """Returns the lines that show an answer. If the second argument is True, they have the columns of `--output wide`."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options of this command."""

@@ -24,7 +24,7 @@ CURVE_FLAGS: Final = {
     "curve.server_key": "--curve-server-key",
     "curve.allowed": "--curve-allow",
 }
-"""Names of the options for the CURVE settings of a command; `add_curve` has the same ones."""
+"""Names of the options for a command's CURVE settings; `add_curve` uses the same names."""
 
 
 def check_directory(file: Path) -> None:
@@ -38,7 +38,7 @@ def check_directory(file: Path) -> None:
 
 
 def engine(text: str) -> Source:
-    """Return the source that `[NAME[:RANK]=]ENDPOINT[,REPLAY_ENDPOINT]` describes. The default name is the address."""
+    """Return the source that `[NAME[:RANK]=]ENDPOINT[,REPLAY_ENDPOINT]` describes. The default of NAME is the address."""
     head, separator, address = text.rpartition("=")
     name, colon, rank = head.rpartition(":")
     if not colon:
@@ -76,7 +76,7 @@ def add_curve(parser: ArgumentParser | Group) -> None:
 
 
 def read_curve(args: Namespace) -> Curve | None:
-    """Return the keys that the options of `add_curve` name; None if none are given. Raises as `make_curve` does."""
+    """Return the keys that the options of `add_curve` name; None if no key is given. Raises as `make_curve` does."""
     if args.curve_key is not None and args.curve_server_key is None and getattr(args, "bind", True) is False:
         raise CommandLineError("--curve-key needs --curve-server-key: the engine's public key, or a file with it (NAME.key)")
     return make_curve(args.curve_key, args.curve_server_key, args.curve_allow)
@@ -106,7 +106,7 @@ def add_source(parser: ArgumentParser) -> None:
 def read_sources(args: Namespace) -> list[Source]:
     """Return the source of each rank. Raises `ConfigError` if a port would be above 65535.
 
-    The replay endpoint is never guessed: a port that answers can belong to another engine, and its history would be wrong. An
+    The replay endpoint is never guessed: a port that answers can belong to another engine, which has a different history. An
     engine that is named by its URL is asked for the endpoints of all ranks; the endpoints of its first rank replace
     `args.endpoint` and `args.replay`. Raises `ExternalError` if that engine does not answer or publishes no events.
     """
@@ -116,7 +116,7 @@ def read_sources(args: Namespace) -> list[Source]:
     if not args.endpoint.startswith(URL_SCHEMES):
         source = Source(args.endpoint, args.replay, topic=args.topic_prefix, name=name, bind=args.bind, curve=curve)
         return source.ranks(args.ranks)
-    # Imported here, because other commands need none of the service's packages.
+    # Import this here, because other commands do not need the service's packages.
     from kvevents.service.discovery.engines import EngineProvider  # noqa: PLC0415
     from kvevents.service.discovery.provider import Template  # noqa: PLC0415
 
@@ -134,7 +134,7 @@ def read_sources(args: Namespace) -> list[Source]:
 
 
 def note_missing_endpoints(args: Namespace, console: Console) -> None:
-    """Print a note if no replay endpoint is given, or if it is the endpoint of the events."""
+    """Print a note if no replay endpoint is given, or if it equals the endpoint of the events."""
     if args.replay == args.endpoint:
         console.note(Span(f"{args.replay} is given for events and replay: each needs its own port", "warn"))
     if args.replay is None and not args.no_replay:
@@ -171,7 +171,7 @@ def add_wait_for_subscriber(parser: ArgumentParser) -> None:
 
 
 def wait_for_subscriber(args: Namespace, endpoint: str, has_subscriber: Callable[[], bool]) -> None:
-    """Wait for a subscriber if `--wait-for-subscriber` is given. Raises `ExternalError` if none connects in time."""
+    """Wait for a subscriber if `--wait-for-subscriber` is given. Raises `ExternalError` if no subscriber connects in time."""
     seconds: float | None = args.wait_for_subscriber
     until = time.monotonic() + (seconds or 0.0)
     while seconds is not None and not has_subscriber():

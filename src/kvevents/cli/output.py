@@ -20,7 +20,7 @@ DATA: Final = frozenset({"json", "yaml"})
 _ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
 """JSON encoder. Unknown fields of peers can have values that JSON cannot express, which become their `repr`."""
 _PLAIN_KEY: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z_]+")
-"""Keys that YAML reads as text even without quotation marks."""
+"""Matches keys that YAML reads as text if they have no quotation marks."""
 
 
 def add_output(parser: ArgumentParser, record: str, *further: str) -> None:
@@ -31,7 +31,7 @@ def add_output(parser: ArgumentParser, record: str, *further: str) -> None:
 
 
 def write_record(value: object, output: str, console: Console) -> bool:
-    """Write a value if the format is JSON or YAML, and return whether it is one of these. Raises as `Console.data` does."""
+    """Write a value if the format is JSON or YAML. Return whether the format is JSON or YAML. Raises as `Console.data` does."""
     if output == "json":
         console.data(_ENCODER.encode(value))
     elif output == "yaml":

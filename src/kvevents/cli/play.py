@@ -1,4 +1,4 @@
-"""`kvevents play`: publish a recording from real sockets, as its engine did."""
+"""`kvevents play`: publish a recording from real sockets, as the recorded engine did."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def run(args: Namespace) -> int:
 
 
 def _watch(player: TapePlayer, future: Future[int], stop: StopSignal, console: Console) -> None:
-    # A signal handler that raises while `future` holds its lock would break the lock, so check for signals between waits.
+    # Check for signals between waits: a signal handler that raises while `future` holds its lock would break the lock.
     while not future.done():
         console.progress(f"{plural(player.counts.published, 'batch')} played; Ctrl-C ends it")
         stop.check()

@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return OK  # the program that reads the output has ended; `head` ends after a few lines
     except OSError as error:
-        # Name the path rather than the operation, for example a directory without permission or a name that is too long.
+        # The message names the path rather than the operation, for example for a directory without permission.
         _print_error(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
         return WRONG_USAGE if _names_file(error) else on_error
     except KeyboardInterrupt:
@@ -150,7 +150,7 @@ def _print_error(text: str) -> None:
 
 
 def _escape_unencodable_characters() -> None:
-    """Escape characters that the encoding of the terminal does not have, instead of raising."""
+    """Make stdout and stderr escape characters that the terminal's encoding lacks, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -52,7 +52,7 @@ _IGNORED: Final = {"kind", *BATCH_KEYS} - {"events", "ts"}
 
 
 def batch_of(line: bytes) -> KVEventBatch | None:
-    """Return the batch of a line; None for a line without a batch. Raises ValueError; msgspec's errors are subclasses."""
+    """Return the batch of a line; None if the line has no batch. Raises ValueError; msgspec's errors are subclasses."""
     if not line.strip():
         return None
     found = msgspec.json.decode(line)
@@ -79,7 +79,7 @@ class LinePublisher:
         self._console = console
 
     def run(self, file: BinaryIO) -> None:
-        """Publish every line; report and skip invalid ones."""
+        """Publish every valid line; report and skip invalid lines."""
         due = time.monotonic()
         for number, line in enumerate(file, 1):
             batch = self._read(number, line)
@@ -98,7 +98,7 @@ class LinePublisher:
         try:
             batch = batch_of(line)
             if batch is not None:
-                # Detect errors here: when the publisher encodes the batch, it has a sequence number already.
+                # Detect errors here: when the publisher encodes a batch, the batch already has a sequence number.
                 encode_batch(batch, self._dialect)
         except (ValueError, EncodeError) as error:
             self.invalid += 1

@@ -145,7 +145,7 @@ def _encode(text: str, file: Path, *, special: bool) -> list[int]:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
-    except Exception as error:  # the library raises no narrower type
+    except Exception as error:  # the library raises plain `Exception`
         raise ConfigError(f"cannot use --tokenizer {file}: {error}; expected the tokenizer.json of the model") from error
 
 
@@ -184,7 +184,7 @@ def _make_record(answer: MatchAnswer | Selection) -> dict[str, Any]:
 
 
 def _find_only_model(client: Client, scope: dict[str, str]) -> str:
-    """Return the only model of the fleet. Raises `ExternalError` without a model, and `ConfigError` if there are several."""
+    """Return the only model of the fleet. Raises `ExternalError` if there is none, `ConfigError` if there are several."""
     models = sorted({source.model for source in client.sources(deadline=None, **scope).sources})
     place = " ".join(f"{name} {value}" for name, value in scope.items())
     if not models:
@@ -208,7 +208,7 @@ def _explain_no_match(sources: Sequence[SourceView], prompt: int) -> str:
 
 
 def _print_matches(answer: MatchAnswer, console: Console, *, wide: bool) -> None:
-    # A worker that is not EXACT can hold more than the index knows, so it is listed even without a match.
+    # A worker that is not EXACT can hold more than the index knows, so it is listed even if it has no match.
     shown = [held for held in answer.workers if held.tokens or held.trust.state != "EXACT"]
     if shown:
         shown.sort(key=lambda held: (-held.tokens, held.instance, held.rank))

@@ -85,7 +85,7 @@ class Recorder:
         self._flushed_at = 0.0
 
     def close(self) -> None:
-        """Close the file. Raises `RecordingError` if it cannot be written."""
+        """Close the file. Raises `RecordingError` if the file cannot be written."""
         if self.writer is not None:
             self.writer.close()
 
@@ -130,5 +130,5 @@ def run_name(source: str, rank: int, incarnation: int) -> str:
 
 
 def _has_content(path: Path) -> bool:
-    """Whether a file exists and is not empty, so that only `--force` may overwrite it."""
+    """Return whether a file exists and is not empty. Only `--force` may overwrite such a file."""
     return path.is_file() and path.stat().st_size > 0

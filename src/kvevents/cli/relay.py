@@ -45,7 +45,7 @@ log = logging.getLogger("kvevents.relay")
 
 
 class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the process."""
+    """Settings of the process `kvevents relay`."""
 
     upstreams: tuple[str, ...]
     """Endpoint of an engine's events, and its replay endpoint. The relay merges several upstreams into one stream."""
@@ -131,7 +131,7 @@ class RelayStatusLogger:
         """The time at which each upstream began its first connection; infinity once it has connected or the hint was logged."""
 
     def poll(self) -> None:
-        """Log changes of state. It may be called at any rate, and compares states every half second."""
+        """Log changes of state. This method may be called at any rate; it compares states every half second."""
         now = self._clock()
         if now < self._poll_at:
             return

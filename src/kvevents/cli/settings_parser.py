@@ -56,7 +56,7 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _READERS: Final[dict[Unit, Any]] = {Unit.SECONDS: seconds, Unit.BYTES: size, Unit.PORT: port, Unit.ENDPOINT: endpoint}
 _SERVICE_LINK: Final = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+|PORT(?==(tcp|udp|sctp)://)")
-"""Variables that Kubernetes sets in every pod if the name of a Service begins like our variables."""
+"""Matches variables that Kubernetes sets in every pod if a Service has a name that begins like our variables."""
 
 
 class Setting:
@@ -72,7 +72,7 @@ class Setting:
         lists = [each for each in parts if get_origin(each) in {list, tuple}]
         self.is_list: Final = bool(lists) and self._types == [*types_in(lists[0])]
         self.is_appended: Final = self.is_list and (self.is_tables or Unit.FILE in parts)
-        """Whether the values of file, variable and option are concatenated, instead of one replacing the others."""
+        """Whether the values of file, variable and option are concatenated; else one value replaces the others."""
         self._range: Final = next((each for each in parts if isinstance(each, Range)), Range())
         self._unit: Final = next((each for each in parts if isinstance(each, Unit)), None)
         self._choices: Final = next((get_args(each) for each in parts if get_origin(each) is Literal), None)
@@ -263,7 +263,7 @@ class SettingsValues(Generic[T]):
         self._origins: dict[str, str] = {}
 
     def put(self, values: Mapping[str, GivenValue]) -> None:
-        """Set values, by the paths of their settings."""
+        """Set the values in `values`, whose keys are the paths of settings."""
         if not values.keys().isdisjoint(self._parser.alternatives):
             for path in self._parser.alternatives:
                 table, name = self._find_table(path)
@@ -326,7 +326,7 @@ class SettingsValues(Generic[T]):
 
 
 def field_docstring(kind: type, name: str) -> str:
-    """Return the docstring below a field of a class or of its bases, on one line; empty without a docstring."""
+    """Return the docstring below a field of a class or its base classes, on one line; empty if it has no docstring."""
     written = next((text for each in kind.__mro__ if (text := _docstrings_of(each.__module__).get((each.__name__, name)))), "")
     return " ".join(written.split())
 
@@ -400,7 +400,7 @@ def add_sources(parser: ArgumentParser | Group, settings: SettingsParser[Any]) -
 
 
 def read_sources(given: SettingsValues[Sources], args: Namespace) -> Sources:
-    """Return the settings with the engines of `add_sources` and without those of the file of `--config`.
+    """Return the settings with the engines of `add_sources`, but without the engines in the file of `--config`.
 
     The watcher of that file reads its engines. This function only checks the engines in the file, so that the start fails if
     one is invalid. Raises `ConfigError` and `CommandLineError`.

@@ -66,19 +66,19 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def on_signal(self, callback: Callable[[], object]) -> None:
-        """Call `callback` within the signal handler as well, or at once if a signal has come."""
+        """Call `callback` in the signal handler too; call it at once if a signal has already arrived."""
         self._callback = callback
         if self.requested:
             callback()
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has come."""
+        """Raise KeyboardInterrupt if a signal has arrived."""
         if self.requested:
             raise KeyboardInterrupt
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Within this context a signal raises KeyboardInterrupt at once: for waits that can be interrupted at any point."""
+        """Context in which a signal raises KeyboardInterrupt at once, for waits that can be interrupted at any point."""
         self._raises = True
         try:
             self.check()
@@ -147,7 +147,7 @@ class StateLogger:
 
 
 def configure_threads() -> None:
-    """Bound how long one thread of this process delays another. Call it after all imports, before any work.
+    """Bound the time for which a thread of this process delays another thread. Call it after imports, before work.
 
     The garbage collector stops all threads. This call makes it ignore the 40,000 objects that exist now: traversing them takes
     10 to 20 ms, and almost none is garbage.

@@ -59,10 +59,10 @@ def run_policies(
     jobs: int,
     on_result: Callable[[PolicyResult], None],
 ) -> list[PolicyResult]:
-    """Simulate each policy with consecutive seeds, and return the results in this order; `on_result` gets each at once.
+    """Simulate each policy with consecutive seeds, and return the results in order; `on_result` gets each result at once.
 
     At most `jobs` simulations run at a time, each in its own process. Raises the errors of `simulate`, and `ExternalError`.
-    No process is left behind after an error.
+    After an error all these processes are ended.
     """
     planned = [(policy, seed) for policy in policies for seed in range(settings.seed, settings.seed + seeds)]
     if min(jobs, len(planned)) == 1:
@@ -77,7 +77,7 @@ def run_policies(
         try:
             with _block_interrupts():
                 futures = [pool.submit(_simulate, settings, policy, seed) for policy, seed in planned]
-                # The pool detects the death only of processes that ran at the last `submit`, so submit once more.
+                # The pool only detects that a process has died if the process ran at the last `submit`, so submit once more.
                 pool.submit(os.getpid)
             for future in as_completed(futures):
                 on_result(future.result())
@@ -97,7 +97,7 @@ def _simulate(settings: SimulationSettings, policy: str, seed: int) -> PolicyRes
 
 @contextmanager
 def _block_interrupts() -> Iterator[None]:
-    """Block SIGINT in processes that are started here. A terminal sends it to them too, but this process must end them."""
+    """Block SIGINT in processes that are started here. A terminal sends it to them too, but only this process may end them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -133,7 +133,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Simulate the fleet under each policy, and print the comparison. Raises `ConfigError` and other errors of ours."""
+    """Simulate the fleet under each policy, and print the comparison. Raises `ConfigError` and other errors of kvevents."""
     console = Console()
     settings = read_simulation(args)
     policies = list(dict.fromkeys(args.policy or POLICIES))

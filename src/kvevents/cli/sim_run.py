@@ -59,7 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", default="sim", help="model in that file")
     add_wait_for_subscriber(parser)
     add_output(parser, "one object at the end")
-    add_simulation(parser, without=("event_delay",))  # real sockets have a delay already
+    add_simulation(parser, without=("event_delay",))  # no simulated delay, since real sockets have a delay
 
 
 def run(args: Namespace) -> int:
@@ -69,7 +69,7 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"invalid --model {args.model!r}: expected printable characters")
     settings, faults = read_simulation(args), parse_faults(args.faults)
     is_finite = settings.requests is not None or settings.trace is not None
-    settings.count()  # raises errors in the workload before a socket is opened
+    settings.count()  # an error in the workload is raised before a socket is opened
     sockets: dict[str, Any] = {"host": args.host, "base_port": args.base_port, "requested": faults}
     with StopSignal() as stop, LiveFleet(settings, args.policy, pace=args.time_scale, **sockets) as fleet:
         _print_endpoints(fleet, args, console)
@@ -101,21 +101,21 @@ def run(args: Namespace) -> int:
 
 
 def note_delay(behind: float, console: Console) -> None:
-    """Print a note if the fleet was more than a second `behind` the clock. Its results are then worse than they should be."""
+    """Print a note if the fleet was more than a second `behind` the clock. That makes the results worse."""
     if behind > 1.0:
         advice = f"the fleet was up to {behind:.1f} s late; use fewer engines, or a smaller --time-scale"
         console.note(Span("this machine is too slow for this fleet: ", "warn"), advice)
 
 
 def _repeat(settings: SimulationSettings) -> Iterator[Request]:
-    """Yield the requests of a workload again and again without an end; each time a generator gets another seed."""
+    """Yield the requests of a workload in an endless loop; each repetition has another seed."""
     start, seed = 0.0, settings.seed
     while True:
         last = 0.0
         for request in msgspec.structs.replace(settings, seed=seed).generate():
             last = request.at
             yield replace(request, at=start + request.at)
-        start += last + 1.0  # a pause of a simulated second
+        start += last + 1.0  # pause for a simulated second
         seed += 1
 
 
@@ -166,7 +166,7 @@ FRAME_SECONDS: Final = 0.25
 
 
 def show_progress(fleet: LiveFleet, console: Console) -> Callable[[], None]:
-    """Return a function that shows the fleet's state if that is due: in the same line of a terminal, else in a new line."""
+    """Return a function that shows the fleet's state at intervals: in the same line of a terminal, else in a new line."""
     is_live = is_terminal(sys.stderr)
     seconds, show = (FRAME_SECONDS, console.progress) if is_live else (LINE_SECONDS, console.note)
     shown_at = time.monotonic()

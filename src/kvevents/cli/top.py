@@ -50,7 +50,7 @@ def keyboard() -> Iterator[Callable[[float], bool]]:
         until = time.monotonic() + seconds
         while select.select([_STDIN] if has_keys else [], [], [], max(until - time.monotonic(), 0.0))[0]:
             pressed = os.read(_STDIN, 64)
-            if not pressed or set(b"qQ\x04") & set(pressed):  # empty if the terminal was closed; 4 is Ctrl-D
+            if not pressed or set(b"qQ\x04") & set(pressed):  # the text is empty if the terminal was closed; 4 is Ctrl-D
                 return True
         return False
 

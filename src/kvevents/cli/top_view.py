@@ -1,4 +1,4 @@
-"""The terminal view of `kvevents top`. In a narrow terminal it omits columns, and then the last rows."""
+"""The terminal view of `kvevents top`. The view omits columns in a narrow terminal, and the last rows in a low terminal."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvevents.client.schemas import StatsAnswer
 from kvevents.diagnosis.text_format import duration, percentage, plural, size
 
 MAX_NAME: Final = 40
-"""Maximum number of characters of a name; longer names are cut."""
+"""Maximum number of characters that are shown of a name."""
 MAX_FAULTS: Final = 3
-"""Maximum number of faults of discovery that are shown; further ones are counted."""
+"""Maximum number of faults of discovery that are shown; further faults are counted."""
 _COLUMN_GAP: Final = 2
 
 
@@ -28,7 +28,7 @@ class SourceColumn:
     cell: Callable[[PolledSource, float], str]
     """Returns the text for a source; the second argument is the current Unix time."""
     rank: int
-    """A view that is too narrow omits columns, those with the largest ranks first and those with rank 0 never."""
+    """Order of omission: a narrow view first omits the columns with the largest ranks, and never those with rank 0."""
     style: Callable[[PolledSource], Style] = lambda _: "plain"
 
 
@@ -179,7 +179,7 @@ def _wrap_facts(facts: Sequence[Part], width: int) -> list[Line]:
 
 
 def fault_lines(faults_by_provider: Mapping[str, Sequence[str]]) -> list[Line]:
-    """Return the first faults of discovery, and how many more there are."""
+    """Return lines with the first faults of discovery, and the number of further faults."""
     faults = [f"{name}: {sentence}" for name, sentences in faults_by_provider.items() for sentence in sentences]
     rest = len(faults) - MAX_FAULTS
     more = [f"and {plural(rest, 'fault')} more: see `kvevents doctor`"] if rest > 0 else []
@@ -221,6 +221,6 @@ def _select_columns(widths: dict[SourceColumn, int], width: int) -> dict[SourceC
         del selected[least]
     if ISSUES in selected:
         selected[ISSUES] = min(widths[ISSUES], selected[ISSUES] + free_width())
-    elif free_width() < 0:  # cut the names of workers rather than their states
+    elif free_width() < 0:  # cut the names of workers, but not their states
         selected[COLUMNS[0]] = max(selected[COLUMNS[0]] + free_width(), 1)
     return selected

@@ -1,4 +1,4 @@
-"""Parsers of the values of options. Each returns the value that a text stands for, or raises `ConfigError`."""
+"""Parsers of the values of options. Each parser returns the value that a text stands for, or raises `ConfigError`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvevents.errors import ConfigError
 
 URL_SCHEMES: Final = ("http://", "https://")
 MAX_RANKS: Final = 1024
-"""No engine has more ranks. Without a limit a typing error would open thousands of sockets."""
+"""Maximum number of ranks of an engine. Without this limit a typing error would open thousands of sockets."""
 _UNITS: Final = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -30,7 +30,7 @@ def endpoint(text: str) -> str:
 
 
 def endpoints(text: str) -> str:
-    """Return the ZeroMQ endpoints of `ENDPOINT[,REPLAY]`. A port is enough for `REPLAY`."""
+    """Return the ZeroMQ endpoints of `ENDPOINT[,REPLAY]`. `REPLAY` can be a port alone."""
     live, comma, replay = text.partition(",")
     live = endpoint(live)
     return f"{live},{endpoint(complete_replay(live, replay))}" if comma else live
@@ -64,7 +64,7 @@ factor: Final = partial(number, expected="a factor above 0")
 
 
 def size(text: str) -> int:
-    """Return a number of bytes, which can have a unit: `8GiB`."""
+    """Return a number of bytes; the text can have a unit: `8GiB`."""
     match = _SIZE.fullmatch(text.strip())
     if match is None or float(match[1]) <= 0:
         raise ConfigError(f"invalid size {text!r}: expected bytes, or a number with a unit such as 512MiB or 8GiB")
