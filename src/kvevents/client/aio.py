@@ -19,8 +19,8 @@ T = TypeVar("T")
 class AsyncClient(AsyncCloseable):
     """A client of one service, for the tasks of one event loop; also a context manager, which closes its connections.
 
-    `deadline` is the time in seconds for a call with all its attempts; a call can have a deadline of its own. `retries` is the
-    maximum number of further attempts. Every method raises `ServiceRequestError`.
+    `deadline` is the time in seconds for a call with all its attempts; the argument `deadline` of a call replaces it. `retries`
+    is the maximum number of further attempts. Every method raises `ServiceRequestError`.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class AsyncClient(AsyncCloseable):
         self._connections: HttpConnections | None = None
 
     async def close(self) -> None:
-        """Close all connections, and abort open calls. Further calls open new connections."""
+        """Close all connections, and abort open calls. Later calls open new connections."""
         connections, self._connections = self._connections, None
         if connections is not None:
             await connections.close()
@@ -86,7 +86,7 @@ class AsyncClient(AsyncCloseable):
         return await self.send(protocol.drain(request), deadline=deadline)
 
     async def ready(self, *, deadline: float | None = None) -> schemas.ReadyAnswer:
-        """Return whether the service is ready for queries, and if not, why."""
+        """Return whether the service is ready for queries, and why it is not."""
         return await self.send(protocol.ready(), deadline=deadline)
 
     async def wait_ready(self, seconds: float = 60.0) -> schemas.ReadyAnswer:
@@ -104,7 +104,7 @@ class AsyncClient(AsyncCloseable):
     async def get(
         self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, accepted_status: int = OK
     ) -> T:
-        """Return the response to GET as `kind`. Its status must be 200 or `accepted_status`."""
+        """Return the response to GET as `kind`. The status must be 200 or `accepted_status`."""
         return await self.send(protocol.get(path, kind, parameters, accepted_status=accepted_status))
 
     async def send(self, call: Call[T], *, deadline: float | None = None) -> T:

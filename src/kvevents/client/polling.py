@@ -36,7 +36,7 @@ class PollResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one poll. The page `reference/cli.md` of the documentation has the keys; programs rely on them."""
 
     at: float
-    """Seconds since the epoch."""
+    """Time of the poll, in seconds since the epoch."""
     service: str
     error: str | None = None
     """Why the poll failed; None if it succeeded. After a failed poll all fields below except `failing_since` are empty."""
@@ -60,7 +60,7 @@ SOURCE_ORDERS: Final[dict[str, Callable[[PolledSource], Any]]] = {
     "age": lambda source: source.last_event or 0.0,
     "lost": lambda source: -source.lost,
 }
-"""Sort orders of sources. Each begins with the sources that an operator looks for."""
+"""Sort orders of sources. Each order begins with the sources that an operator looks for."""
 
 
 def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSource]:

@@ -48,7 +48,7 @@ MAX_DELAY: Final = 1.0
 POLL_SECONDS: Final = 0.1
 """Pause in seconds between two requests of `wait_ready`."""
 _MAX_QUOTED: Final = 80
-"""Maximum number of characters of an unknown response, or of the detail of an error, that an error message quotes."""
+"""Maximum number of characters that an error message quotes of an unknown response, or of the detail of an error."""
 OK: Final = 200
 UNAVAILABLE: Final = 503
 _BUSY_STATUSES: Final = frozenset({429, UNAVAILABLE})
@@ -100,7 +100,7 @@ def post(
 
 @cache
 def _fields_of(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(kind)  # cached, because reading annotations takes long
+    return msgspec.structs.fields(kind)  # cached, because reading annotations takes a long time
 
 
 def _default_of(field: msgspec.structs.FieldInfo) -> object:
@@ -203,7 +203,7 @@ class Reserving(Generic[T]):
 
 
 class Endpoint:
-    """The service of a client: URL, headers, TLS, and the errors that name it."""
+    """The service of a client: URL, headers, TLS, and errors that name the service."""
 
     def __init__(self, url: str, token: str | None, ca_file: Path | None, max_response_bytes: int) -> None:
         parts = urlsplit(url)
@@ -239,14 +239,14 @@ class Endpoint:
             raise ServiceRequestError(sentence, "not-kvevents", hint, status) from error
 
     def transport_error(self, kind: HttpErrorKind, detail: str, seconds: float) -> ServiceRequestError:
-        """Return the error of a request without a response."""
+        """Return the error for a request that got no response."""
         sentence, hint = _TRANSPORT_ERRORS[kind]
         detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # other protocols send any text
         text = sentence.format(url=self.url, host=self.host, seconds=f"{seconds:g}", detail=detail, most=self.max_bytes >> 20)
         return ServiceRequestError(text, kind, hint)
 
     def response_error(self, status: int, content: bytes) -> ServiceRequestError:
-        """Return the error of a response."""
+        """Return the error that a response describes."""
         try:
             problem = decode_json(content, schemas.Problem)
         except msgspec.MsgspecError:
@@ -260,7 +260,7 @@ class Endpoint:
 def decode_json(data: bytes, kind: type[T]) -> T:
     """Return JSON as a value of `kind`, in any thread. Raises `msgspec.MsgspecError` and `RecursionError`.
 
-    Only one thread at a time creates a decoder; `kvevents.settings.build_decoder_now` has the reason.
+    Only one thread at a time creates a decoder; `kvevents.settings.build_decoder_now` explains why.
     """
     decoder = _decoders.get(kind)
     if decoder is None:

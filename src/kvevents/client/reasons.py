@@ -37,7 +37,7 @@ class Reason(enum.StrEnum):
 
     @property
     def advice(self) -> str:
-        """What to do. It can contain `{endpoint}`, for the endpoint of the source."""
+        """What to do. The text can contain `{endpoint}`, which stands for the endpoint of the source."""
         return f"{self._text}; see {documented(self._page)}" if self._page else self._text
 
     UNRESOLVED = "unresolved", _NAME
@@ -108,7 +108,7 @@ class Reason(enum.StrEnum):
     REPLAYING = "replaying", f"if this stays, the replay endpoint is slow or loses messages; {_CHECK_ENGINE}"
     DISCONNECTED = "disconnected", _UP
     OTHER = "other", f"see the reason; {_CHECK_ENGINE}"
-    """Any other reason, and any code that is newer than this release."""
+    """A reason without a code of its own, or a code that this release does not know."""
 
     @classmethod
     def _missing_(cls, value: object) -> Reason:  # noqa: ARG003 - its name is the base class's
@@ -120,6 +120,6 @@ def advise(state: str, reasons: Collection[Reason], endpoint: str) -> str:
     """Return the advice for the source's reason that `Reason` defines first; empty if the state is EXACT."""
     if state == "EXACT":
         return ""
-    # Every stream that connects or catches up has this reason.
+    # Ignore this reason while a stream connects or catches up, because it then always applies.
     relevant = set(reasons) - ({Reason.REPLAY_UNPROVEN} if state != "DEGRADED" else set())
     return next((reason for reason in Reason if reason in relevant), Reason.OTHER).advice.format(endpoint=endpoint)

@@ -3,7 +3,7 @@
 Counts about a prompt are numbers of tokens. Times are Unix times in seconds; `expires_in` and `*_seconds` are durations.
 """
 
-# No `from __future__ import annotations`: with it, msgspec would compile every annotation when a service starts.
+# Do not add `from __future__ import annotations`: msgspec would then compile every annotation when a service starts.
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Final, Literal, NotRequired, TypeAlias, TypedDict
 
@@ -15,15 +15,15 @@ from kvevents.settings import build_decoder_now
 from kvevents.stream import TrustState
 
 DEFAULT_GROUP: Final = "default"
-"""Tenant, and routing group, of requests and registrations that name none."""
+"""Default tenant, and default routing group, of requests and registrations."""
 MAX_NAME_BYTES: Final = 512
-"""Longest name of an instance, a model, a tenant, a LoRA or an endpoint."""
+"""Maximum size, in bytes, of the name of an instance, a model, a tenant, a LoRA or an endpoint."""
 MAX_RESERVATION_ID: Final = 128
-"""Longest name of a reservation."""
+"""Maximum number of characters in the name of a reservation."""
 RESERVATION_ID: Final = "^[.]*[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*$(?!\\n)"
 """Pattern of a reservation's name. It excludes names of dots alone, which clients remove from paths, and line feeds."""
 MAX_RESERVATION_SECONDS: Final = 86_400
-"""Longest time after which a reservation expires."""
+"""Maximum number of seconds after which a reservation expires."""
 MAX_LABELS: Final = 32
 """Maximum number of labels of one registration, and of one filter."""
 MAX_LABEL_BYTES: Final = 2_048
@@ -48,7 +48,7 @@ class Problem(Struct, frozen=True, kw_only=True):
     type: str
     """`urn:kvevents:problem:` followed by the reason."""
     title: str
-    """The reason in words."""
+    """The reason as a phrase for people."""
     status: int
     """HTTP status."""
     detail: str
@@ -131,9 +131,9 @@ class ScopedRequest(Struct, frozen=True, kw_only=True):
     """Names that the OpenAPI document leaves out, since one name of each field is enough."""
     mm: Annotated[list[Media], Meta(max_length=1024)] = []
     expected: bool = False
-    """Include speculative entries: selections that no event has confirmed yet."""
+    """Whether to count speculative entries: selections that no event has confirmed yet."""
     whole_prompt: bool = False
-    """Look up the last token too, although engines recompute it with its block."""
+    """Whether to look up the last token too, although engines recompute the block of the last token."""
 
 
 class MatchRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -154,9 +154,9 @@ class Worker(Struct, frozen=True, kw_only=True):
     instance: str
     rank: int
     url: str | None = None
-    """Where it takes requests; null if that is not known."""
+    """URL at which the rank takes requests; null if that is not known."""
     labels: dict[str, str] = {}
-    """Its labels, as registered."""
+    """Labels of the rank, as registered."""
 
 
 class WorkerTrust(Worker, frozen=True, kw_only=True):
@@ -225,7 +225,7 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
 
     tokens: list[Token]
     candidates: list[Candidate] | None = None
-    """Candidates; default: all workers of the model."""
+    """The workers to choose from; default: all workers of the model."""
     tiers: dict[Tier, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
     """Value of a cached token on each tier; 1 is the cost of computing it. The key `other` is for media that are not known;
     their weight is the lowest of all."""
@@ -233,7 +233,7 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     """Weight of a token of waiting work, compared with a token that the prompt must compute. Each request counts as 256 tokens
     of work. The decision record 0008 explains the defaults."""
     load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.05
-    """Cost of the mean load; 1 is the cost of computing the whole prompt."""
+    """Cost of a load that equals the mean load; 1 is the cost of computing the whole prompt."""
     trust: dict[TrustState, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
     """Factor for the match of a worker, by its trust state."""
     tie: Literal["rotate", "random", "first"] = "rotate"
@@ -242,7 +242,7 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds for which the prompt counts as held by the selected worker; 0 adds no speculative entry."""
     explain: bool = False
     ignores_cache: bool = False
-    """Whether the engine will compute the whole prompt, as for `prompt_logprobs`, so that caches do not count."""
+    """Whether the engine will compute the whole prompt, for example for `prompt_logprobs`. If true, caches do not count."""
     labels: Annotated[dict[RequestName, RequestName], Meta(max_length=MAX_LABELS)] = {}
     """Labels that a candidate must have, such as `{"role": "decode"}`."""
     session: RequestName | None = None
@@ -262,10 +262,10 @@ class Reservation(Struct, frozen=True, kw_only=True):
     instance: str
     rank: int
     url: str | None
-    """Where the worker takes requests; null if that is not known."""
+    """URL at which the worker takes requests; null if that is not known."""
     prompt_tokens: int
     uncached_tokens: int
-    """Tokens of the prompt that the worker must compute."""
+    """Number of tokens of the prompt that the worker must compute."""
     progress: Literal["waiting", "decoding"]
     """`waiting` until the request has its first token, then `decoding`."""
     output_tokens: int
@@ -298,11 +298,11 @@ class ScoredCandidate(Worker, frozen=True, kw_only=True):
     """A candidate with the parts of its score."""
 
     score: float
-    """Uncached fraction of the prompt plus load; the smallest score is selected."""
+    """`uncached` plus `load`, minus 0.1 for the worker of the session; the smallest score is selected."""
     uncached: float
     """Fraction of the prompt to compute, 0 to 1, after the weights of trust and tiers."""
     load: float
-    """The part of the score that the requests of the worker add."""
+    """The part of the score that the load of the worker adds."""
     hot: bool
     """Whether the cache of the worker did not count because the worker has more than its share of requests."""
     session: bool
@@ -388,7 +388,7 @@ class DrainRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     instance: EngineId
     rank: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
-    """None means all ranks."""
+    """Rank of the engine; None means all ranks."""
     model: str | None = None
     """Expected model of the engine: the request fails if the engine has a different one. None accepts any model."""
     tenant: str = DEFAULT_GROUP
@@ -424,9 +424,9 @@ class SourceView(Struct, frozen=True, kw_only=True):
     endpoint: str
     replay_endpoint: str | None
     url: str | None = None
-    """Where it takes requests; null if that is not known."""
+    """URL at which the rank takes requests; null if that is not known."""
     labels: dict[str, str] = {}
-    """Its labels, as registered."""
+    """Labels of the rank, as registered."""
     origin: str
     """`http` for a client's registration, else `discovery` or `plane`."""
     lease_expires_at: float | None = None
@@ -491,7 +491,7 @@ class SourceView(Struct, frozen=True, kw_only=True):
 
     @property
     def issues(self) -> str:
-        """The reason of its trust, and its fault unless the reason contains it; for people."""
+        """Text for people: the reason of the trust state, and the fault unless the reason contains it."""
         fault = self.fault or ""
         return "; ".join(part for part in (self.trust.reason, fault if fault not in self.trust.reason else "") if part)
 

@@ -31,8 +31,8 @@ _MAX_IDLE: Final = 16
 class Client(Closeable):
     """A client of one service, for any number of threads; also a context manager, which closes its connections.
 
-    `deadline` is the time in seconds for a call with all its attempts; a call can have a deadline of its own. `retries` is the
-    maximum number of further attempts. Every method raises `ServiceRequestError`.
+    `deadline` is the time in seconds for a call with all its attempts; the argument `deadline` of a call replaces it. `retries`
+    is the maximum number of further attempts. Every method raises `ServiceRequestError`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Client(Closeable):
         self.close()
 
     def close(self) -> None:
-        """Close the connections that are not in use. Further calls open new connections."""
+        """Close the connections that are not in use. Later calls open new connections."""
         while self._idle:
             self._idle.pop()[1].close()
 
@@ -100,7 +100,7 @@ class Client(Closeable):
         return self.send(protocol.drain(request), deadline=deadline)
 
     def ready(self, *, deadline: float | None = None) -> schemas.ReadyAnswer:
-        """Return whether the service is ready for queries, and if not, why."""
+        """Return whether the service is ready for queries, and why it is not."""
         return self.send(protocol.ready(), deadline=deadline)
 
     def wait_ready(self, seconds: float = 60.0) -> schemas.ReadyAnswer:
@@ -116,7 +116,7 @@ class Client(Closeable):
     # --- transport
 
     def get(self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, accepted_status: int = OK) -> T:
-        """Return the response to GET as `kind`. Its status must be 200 or `accepted_status`."""
+        """Return the response to GET as `kind`. The status must be 200 or `accepted_status`."""
         return self.send(protocol.get(path, kind, parameters, accepted_status=accepted_status))
 
     def send(self, call: Call[T], *, deadline: float | None = None) -> T:
@@ -157,7 +157,7 @@ class Client(Closeable):
         return response.status, content
 
     def _take_idle(self) -> HTTPConnection | None:
-        """Return an open connection that the service has not closed; None without one."""
+        """Return an idle connection that the service has not closed; None if there is no such connection."""
         while self._idle:
             try:
                 idle_since, connection = self._idle.pop()
