@@ -1,1 +1,1 @@
-"""Checks of an engine, or of a service with its engines. Their findings are data; the command line and pages render them."""
+"""Checks of an engine, or of a service with its engines. Findings are data; the command line and pages render them."""

@@ -26,7 +26,7 @@ CurveOutcome: TypeAlias = Literal["accepted", "refused", "dropped", "silent"]
 _OUTCOMES: Final[dict[int, CurveOutcome]] = {
     zmq.Event.HANDSHAKE_SUCCEEDED: "accepted",
     zmq.Event.HANDSHAKE_FAILED_AUTH: "refused",
-    # A server that cannot decrypt the first message, because --curve-server-key is not its key, closes the connection.
+    # If --curve-server-key is not the server's key, the server cannot decrypt the first message and closes the connection.
     # A server of kvevents that refuses a key also closes the connection, or sends nothing.
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "dropped",
     zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "dropped",
@@ -165,7 +165,7 @@ def _report_other_socket(endpoint: str, kind: str) -> CheckResult:
 
 
 def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResult | None:
-    """Return why `endpoint` cannot answer replay requests; None if it is a ROUTER socket."""
+    """Return a finding if `endpoint` cannot answer replay requests; None if it is a ROUTER socket."""
     result = _check_reach("replay", endpoint, curve, zmq.DEALER)
     if isinstance(result, CheckResult):
         return result

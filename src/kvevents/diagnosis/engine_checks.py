@@ -57,7 +57,7 @@ class EngineChecks:
         self._earlier = 0  # number of batches before the first received batch that replay does not have
 
     def findings(self) -> Iterator[CheckResult]:
-        """Run every check whose preconditions hold, from the address to trust, and yield the findings."""
+        """Run every check whose preconditions hold, beginning with the address, and yield the findings."""
         if not self.source.bind:
             yield (finding := check_address(self.source.endpoint, self.source.curve))
             if finding.verdict is Severity.FAIL:
@@ -77,7 +77,7 @@ class EngineChecks:
         yield check_trust(status, self._seconds, self._earlier)
 
     def _find_replay(self, sample: TrafficSample, stop: Stop) -> CheckResult:
-        """Look for a replay endpoint, and use it if it verifiably belongs to the stream."""
+        """Look for a replay endpoint. Use it if live batches prove that it belongs to the stream."""
         if not self._searches:
             return warn("replay", "no replay endpoint given, so lost batches stay lost", USE_REPLAY)
 
@@ -104,7 +104,7 @@ class EngineChecks:
         """Take the sample and subscribe to the stream at the same time, or, if the socket must listen, one after the other."""
         if self.source.bind:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS))
-            # Only one socket at a time can listen at an address. The engine then reconnects to the subscriber.
+            # Close this socket, since only one socket can listen at an address. The engine then connects to the subscriber.
             sample.close()
         with self._make_subscriber() as subscriber:
             turn = partial(self._turn, subscriber, sample)

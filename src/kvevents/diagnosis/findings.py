@@ -19,15 +19,15 @@ class CheckResult(msgspec.Struct, frozen=True):
     """The result of one check."""
 
     check: str
-    """Name of the check, such as `address`, `traffic` or `trust`. Programs rely on it."""
+    """Name of the check, such as `address`, `traffic` or `trust`. Programs rely on these names."""
     verdict: Severity
     text: str
     advice: str = ""
-    """What to do; empty if nothing has to be done."""
+    """Advice what to do; empty if nothing has to be done."""
 
 
 def ok(check: str, text: str, advice: str = "") -> CheckResult:
-    """Return a finding without a fault."""
+    """Return a finding that there is no fault."""
     return CheckResult(check, Severity.OK, text, advice)
 
 

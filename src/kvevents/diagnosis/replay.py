@@ -109,7 +109,7 @@ _UNREPAIRED_ADVICE: Final = (
 
 
 def compare(endpoint: str, numbers: SequenceNumbers, curve: Curve | None = None) -> LiveComparison:
-    """Request the newest live batches from `endpoint`, and compare them."""
+    """Request the newest live batches from `endpoint`, and compare the answers with the live batches."""
     live = dict(numbers.newest)
     requests = COMPARE_REQUESTS if live else 0
     sample = sample_replay(endpoint, live, COMPARE_PATIENCE, curve, requests=requests, any_of=True)
@@ -117,7 +117,7 @@ def compare(endpoint: str, numbers: SequenceNumbers, curve: Curve | None = None)
 
 
 def check_stream(endpoint: str, comparison: LiveComparison) -> CheckResult | None:
-    """Check whether `endpoint` belongs to the published stream; None if that is unknown."""
+    """Check whether `endpoint` belongs to the published stream; None if this is unknown."""
     if comparison.agreeing:
         text = f"{endpoint} has {plural(comparison.agreeing, 'live batch')} as published: it belongs to this stream"
         return ok("replay", text)
@@ -128,9 +128,9 @@ def check_stream(endpoint: str, comparison: LiveComparison) -> CheckResult | Non
 
 
 def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | None = None) -> CheckResult | None:
-    """Check whether live batches were lost on the way; None without a live batch.
+    """Check whether live batches were lost on the way; None if no live batch arrived.
 
-    `endpoint` is a replay endpoint that belongs to the stream. A batch that it does not have was never published.
+    `endpoint` is a replay endpoint that belongs to the stream. If a batch is not at this endpoint, it was never published.
     """
     gaps = missing_ranges(numbers.received)
     if not numbers.received:

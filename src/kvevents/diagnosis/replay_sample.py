@@ -1,4 +1,4 @@
-"""A sample of a replay endpoint: requests batches, collects the answers, and compares them with live batches."""
+"""A sample of a replay endpoint's batches: requests batches, collects answers, and compares these with live batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import connect_or_bind, destroy_context
 
 MAX_REPLY_MESSAGES: Final = 200_000
-"""Maximum number of messages of one answer that are read. An engine keeps 10,000 batches, so a longer answer never ends."""
+"""Maximum number of messages to read of one answer. An engine keeps 10,000 batches, so a longer answer has no end."""
 _SHAPES: Final = {2: "bare end marker", 3: "[seq, payload]", 4: "[topic, seq, payload]"}
 
 
@@ -86,7 +86,7 @@ class LiveComparison(NamedTuple):
 
     is_answered: bool
     agreeing: int
-    """Number of live batches that the endpoint has exactly as they were published."""
+    """Number of live batches that the endpoint has with the same bytes as published."""
     difference: str
     """Why the endpoint belongs to another stream; empty if a batch agrees, or if there was no batch to compare."""
 
@@ -134,7 +134,7 @@ def open_client(kind: int, endpoint: str, curve: Curve | None) -> Iterator[zmq.S
 def sample_replay(
     endpoint: str, numbers: Collection[int], patience: Patience, curve: Curve | None, *, requests: int = 1, any_of: bool = False
 ) -> ReplaySample:
-    """Request batches from the first missing one on, up to `requests` times, until all `numbers` (or `any_of` them) arrived.
+    """Send up to `requests` requests, each from the first missing batch on, until all `numbers` (or any, if `any_of`) arrived.
 
     Stop after a request without an answer. Raise `EndpointError` if the socket cannot connect.
     """

@@ -93,7 +93,7 @@ def check_ready(ready: ReadyAnswer) -> Iterator[CheckResult]:
 
 
 def check_lookups(stats: StatsAnswer) -> CheckResult:
-    """Check whether lookups find anything."""
+    """Check whether lookups find cached blocks."""
     if not stats.lookups:
         return ok("lookups", "none yet")
     lookups = plural(stats.lookups, "lookup")
@@ -143,7 +143,7 @@ def check_snapshot(stats: StatsAnswer, now: float) -> CheckResult:
 MAX_LISTED: Final = 10
 """Maximum number of sources that one check lists, the worst first; further sources are only counted."""
 PATIENCE_SECONDS: Final = 10.0
-"""Number of seconds that a source may take to connect or catch up. It normally takes seconds."""
+"""Number of seconds that a source may take to connect or catch up. Normally seconds are enough."""
 LATE_SECONDS: Final = 1.0
 """Lag in seconds above which the check warns: a router with older events selects workers for blocks that are gone."""
 _PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING, Reason.REPLAY_UNPROVEN})
@@ -214,7 +214,7 @@ def _worst_of(findings: Sequence[CheckResult], check: str, noun: str) -> Iterato
 
 
 def check_block_sizes(sources: Sequence[SourceView]) -> CheckResult | None:
-    """Check whether blocks have the registered size; None before the first block."""
+    """Check whether blocks have the registered size; None if no block has arrived."""
     sizes = sorted({size for source in sources for size in source.block_sizes})
     if not sizes:
         return None
@@ -230,7 +230,7 @@ def check_block_sizes(sources: Sequence[SourceView]) -> CheckResult | None:
 
 
 def check_lag(sources: Sequence[SourceView]) -> CheckResult | None:
-    """Check the lag of the newest batches; None before the first live batch."""
+    """Check the lag of the newest batches; None if no live batch has arrived."""
     lags = {source.name: source.lag_seconds for source in sources if source.lag_seconds is not None}
     if not lags:
         return None
@@ -246,7 +246,7 @@ def check_lag(sources: Sequence[SourceView]) -> CheckResult | None:
 
 
 def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
-    """Check the load that engines report; None if none reports it."""
+    """Check the load that engines report; None if no engine reports its load."""
     loads = [source.load for source in sources if source.load is not None]
     faults = [f"{source.name}: {source.load_fault}" for source in sources if source.load_fault is not None]
     if faults:
@@ -260,7 +260,7 @@ def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
 
 
 def check_requests(sources: Sequence[SourceView]) -> CheckResult | None:
-    """Check whether selections exclude EXACT sources; None if they exclude no such source."""
+    """Check whether selections exclude EXACT sources; None if they exclude no EXACT source."""
     faults = {source.name: source.fault for source in sources if source.fault and source.trust.state == "EXACT"}
     if not faults:
         return None
@@ -290,7 +290,7 @@ def check_traffic(sources: Sequence[SourceView], now: float) -> Iterator[CheckRe
 
 
 def check_losses(sources: Sequence[SourceView], now: float) -> CheckResult | None:
-    """Check for permanent losses in the last hour; None without a loss."""
+    """Check for permanent losses in the last hour; None if there was no loss."""
     with_losses = [source for source in sources if source.lost]
     recent = [source for source in with_losses if any(now - gap.at < 3_600.0 for gap in source.gaps)]
     if not recent:
@@ -305,7 +305,7 @@ def _list_losses(sources: Sequence[SourceView]) -> str:
 
 
 def check_rejected(sources: Sequence[SourceView]) -> CheckResult | None:
-    """Check for events that could not be decoded or applied; None without such events."""
+    """Check for events that could not be decoded or applied; None if there were none."""
     affected = [source for source in sources if source.rejected]
     if not affected:
         return None

@@ -46,7 +46,7 @@ def size(count: int) -> str:
 
 
 def percentage(part: float, total: float) -> str:
-    """Return `part` of `total` in percent. Rounding never results in `0%` or `100%`."""
+    """Return `part` of `total` in percent. Values are not rounded to `0%` or `100%`."""
     percent = 100 * part / total if total else 0.0
     if 0 < percent < 1:
         return "<1%"

@@ -50,7 +50,7 @@ MAX_TOPICS: Final = 1_000
 
 
 class DecodedContents:
-    """Counts of what decoded batches contain."""
+    """Numbers of batches, events and faults in the decoded payloads."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -159,7 +159,7 @@ def check_traffic(sample: TrafficSample, *, is_connected: bool) -> CheckResult:
 
 
 def check_topic(topics: Counter[bytes], prefix: str) -> CheckResult | None:
-    """Check whether `prefix` matches the topics; None without a topic."""
+    """Check whether `prefix` matches the topics; None if no topic is known."""
     if not topics:
         return None
     most_common = [(topic.decode("utf-8", "backslashreplace"), count) for topic, count in topics.most_common(5)]
@@ -176,7 +176,7 @@ def check_topic(topics: Counter[bytes], prefix: str) -> CheckResult | None:
 
 
 def check_frames(sample: TrafficSample) -> CheckResult | None:
-    """Check whether messages have the frames of live batches; None if all have."""
+    """Check whether messages have the frames of live batches; None if all have these."""
     malformed_count = sample.malformed.total()
     if not malformed_count:
         return None
@@ -188,7 +188,7 @@ def check_frames(sample: TrafficSample) -> CheckResult | None:
 
 
 def check_decoding(contents: DecodedContents, origin: str) -> CheckResult | None:
-    """Check whether payloads can be decoded, and which release can have written them; None without a batch."""
+    """Check whether payloads can be decoded, and which release can have written them; None if there is no batch."""
     if not contents.batches:
         return None
     release = f"{contents.dialect} ({contents.batches:,})" if contents.dialect else "unknown"
@@ -205,7 +205,7 @@ def check_decoding(contents: DecodedContents, origin: str) -> CheckResult | None
 
 
 def check_ranks(ranks: set[int], neighbours: int) -> CheckResult | None:
-    """Check which data-parallel ranks publish at the endpoint and at the next ports; None without further ranks."""
+    """Check which data-parallel ranks publish at the endpoint and at the next ports; None if there are none."""
     numbers = ", ".join(map(str, sorted(ranks)))
     if len(ranks) > 1:
         text = f"ranks {numbers} share this endpoint, as behind a relay, which numbers their batches as one stream"
