@@ -1,7 +1,7 @@
 """The HTTP client for requests to engines, and of `AsyncClient` for requests to a service.
 
-It adds to aiohttp a time limit for a whole response, a size limit, and one error type, `HttpError`, with a kind for programs.
-It does not follow redirects and does not decompress responses, since it does not request compression.
+The client adds to aiohttp a time limit for a whole response, a size limit, and one error type with a kind: `HttpError`.
+The client does not follow redirects. It does not request compression, and so does not decompress responses.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class HttpConnections(AsyncCloseable):
         is_repeatable: bool = True,
         server_name: str | None = None,
     ) -> Answer:
-        """Send a request and return the response, within `seconds` if given. Raises `HttpError`.
+        """Send a request and return the response; `seconds` replaces the pool's limit. Raises `HttpError`.
 
         If a reused connection closes before a response begins, the request is sent once more if it is repeatable.
         """
@@ -153,7 +153,7 @@ def _trace_connected() -> aiohttp.TraceConfig:
     return trace
 
 
-# The first match counts: some types are subclasses of later ones.
+# The first match counts: some types are subclasses of types further below.
 _ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
     (TimeoutError, "timeout"),
     (ssl.SSLCertVerificationError, "untrusted"),

@@ -3,7 +3,7 @@
 Theory of operation. There is one task for each URL, even if several ranks have the same URL. In a loop, the task requests the
 URL, reads the load of each rank from the answer, and sleeps. Each request has a time limit and a size limit, and few run at a
 time, so a slow or hostile server only affects its own load. While requests to a server fail, the pauses between them grow up to
-`MAX_PAUSE_SECONDS`. The reason of a failure is stored with each rank, and is logged when it begins and when it ends.
+`MAX_PAUSE_SECONDS`. The reason for a failure is stored with each rank. The begin and the end of a failure are logged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Target:
         self.task: asyncio.Task[None]
 
     def store(self, body: bytes, now: float) -> str:
-        """Store the load of each rank. Return the fault of the first rank without a load; empty if all have one."""
+        """Store the load of each rank. Return the fault of the first rank without a load; empty if all have a load."""
         report, fault = ReportedLoad.read(body), ""
         for readings in self.ranks:
             try:
@@ -109,7 +109,7 @@ class LoadPoller:
                 readings.silence = ""
 
     async def _request(self, target: _Target) -> str:
-        """Request one answer and store its loads. Return the fault; empty without a fault."""
+        """Request one answer and store its loads. Return the fault; empty if there is none."""
         try:
             if self._http is None:
                 limits = RequestLimits(self._settings.request_seconds, MAX_METRICS_BYTES)

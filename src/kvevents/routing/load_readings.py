@@ -50,11 +50,11 @@ class _Names(NamedTuple):
     rank: str
     """Name of the label that has the data-parallel rank."""
     usage: tuple[str, ...]
-    """Metrics for the share of the KV cache in use, 0 to 1; the first one that is present counts."""
+    """Metrics for the share of the KV cache in use, 0 to 1; the first metric that is present counts."""
     used: str | None = None
-    """Tokens in use."""
+    """Metric for the number of tokens in use."""
     capacity: str | None = None
-    """Capacity in tokens."""
+    """Metric for the capacity in tokens."""
     cache_info: str | None = None
     """A metric with the labels `num_gpu_blocks` and `block_size`, whose product is the capacity."""
 
@@ -211,7 +211,7 @@ def check_load_url(text: str) -> str:
 # --- settings, sources and readings
 
 OnLoad: TypeAlias = Callable[[Worker, EngineLoad], None]
-"""Called with each load that arrives, in the thread that received it. It must not block."""
+"""Function that is called with each load that arrives, in the thread that received the load. The function must not block."""
 MAX_AGE_SECONDS: Final = 3_600.0
 
 
@@ -220,21 +220,21 @@ class LoadSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_age_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_AGE_SECONDS, is_open=True)] = 5.0
     """Seconds after which the newest load of an engine counts as unknown. SGLang repeats an unchanged load every second, but a
-    step of a large prompt delays that by a few seconds."""
+    step of a large prompt delays a report by a few seconds."""
     poll_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_AGE_SECONDS, is_open=True)] = 1.0
     """Seconds between two requests to a server that is polled, such as vLLM's `/metrics`. Each request costs the server some
     milliseconds."""
     resolve_seconds: Seconds = 5.0
     """Seconds without a message after which the host name of an engine that publishes load is resolved again, because its
-    address may have changed. This time doubles with each further lookup, up to a minute."""
+    address may have changed. The time doubles with each further lookup, up to a minute."""
     request_seconds: Seconds = 1.5
     """Time limit of one answer in seconds. If a server stops answering, `/v1/select` stops selecting it, by default within 3 s:
     one pause and the time for one answer."""
     at_once: Positive = 64
     """Maximum number of concurrent requests."""
     polls_per_second: Positive = 500
-    """Maximum number of requests per second to all servers. Each takes about 0.4 ms of CPU. If there are too many servers,
-    `poll_seconds` grows, up to four fifths of `max_age_seconds`."""
+    """Maximum number of requests per second to all servers. Each request takes about 0.4 ms of CPU. If there are too many
+    servers, `poll_seconds` grows, up to four fifths of `max_age_seconds`."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -288,7 +288,7 @@ class LoadReading(Struct, frozen=True):
     age: float | None
     """Seconds since the newest load has arrived; None before the first load."""
     received: int
-    """Loads so far."""
+    """Number of loads that have arrived."""
     rejected: int
     """Number of messages and of answers to requests in which no load was found."""
     fault: str
@@ -298,7 +298,7 @@ class LoadReading(Struct, frozen=True):
 
 
 class Readings:
-    """The newest load of one rank. One thread writes it and any thread reads it: each field is replaced as a whole."""
+    """The newest load of one rank. One thread writes this, any thread reads it: each field is replaced as a whole."""
 
     def __init__(self, source: LoadSource, on_load: OnLoad | None = None) -> None:
         self.source: Final = source
@@ -307,7 +307,7 @@ class Readings:
         self.received = 0
         self.rejected = 0
         self.fault = ""
-        """Why the last request returned no load; empty if it returned one."""
+        """Why the last request returned no load; empty if it returned a load."""
         self.has_answered = False
         """Whether the server has ever answered."""
         self.silence = ""
@@ -322,7 +322,7 @@ class Readings:
         if self._on_load is not None:
             try:
                 self._on_load(self.source.worker, load)
-            except Exception as error:  # an error of the application must not end the thread that receives all loads
+            except Exception as error:  # an error in `on_load` must not end the thread that receives all loads
                 if self._logged_error != repr(error):
                     self._logged_error = repr(error)
                     _logger.exception("on_load has failed for a load of %s rank %d", *self.source.worker)
@@ -333,7 +333,7 @@ class Readings:
         self.fault = fault
 
     def load(self, now: float, max_age: float) -> EngineLoad | None:
-        """Return the newest load; None before the first one, or if it is older than `max_age` seconds."""
+        """Return the newest load; None if none has arrived, or if it is older than `max_age` seconds."""
         newest = self._newest
         return None if newest is None or now - newest[1] > max_age else newest[0]
 

@@ -40,7 +40,7 @@ _DEFAULT_SETTINGS: Final = LoadSettings()
 
 
 class _Stream(Readings):
-    """The load stream of one engine. Only the subscriber's thread changes it."""
+    """The load stream of one engine. Only the subscriber's thread changes this object."""
 
     def __init__(
         self,
@@ -109,9 +109,9 @@ class _Stream(Readings):
 class LoadSubscriber(Closeable):
     """Receives the loads that engines publish, and polls engines that publish none. Any thread may call every method.
 
-    `load(worker)` fits `Router(engine_load=...)`. `on_load` is called with each load that arrives, in another thread; its
-    exceptions are logged. Raises `ConfigError` and `EndpointError`, and `MissingDependencyError` if a source must be polled and
-    the extra `service` is not installed.
+    `load(worker)` fits `Router(engine_load=...)`. `on_load` is called with each load, in the subscriber's thread; exceptions
+    that it raises are logged. Raises `ConfigError` and `EndpointError`, and `MissingDependencyError` if a source must be polled
+    and the extra `service` is not installed.
     """
 
     def __init__(

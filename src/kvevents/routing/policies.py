@@ -79,9 +79,9 @@ def break_tie(ties: Ties, equal: Sequence[Candidate], tie: str = "rotate") -> Ca
 DECODING_WEIGHT: Final = 256.0
 """Number of prompt tokens of work that a request counts as once it has its first token.
 
-A step that generates one token for it takes as long as computing about ten prompt tokens, since it reads the keys and values of
-all earlier tokens. An answer takes some hundred steps, and a new prompt waits for a part of them only. The values 64 and 1,024
-are worse, each for another kind of traffic (decision record 0008).
+A step that generates one token of an answer takes as long as computing about ten prompt tokens, since the step reads the keys
+and values of all earlier tokens. An answer takes some hundred steps, but a new prompt only waits for some of them. The values
+64 and 1,024 are worse, each for another kind of traffic (decision record 0008).
 """
 
 
@@ -154,7 +154,7 @@ class LeastLoaded:
         self._measure = MEASURES[settings.by]
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - as all policies
-        """Choose by load: the score of a candidate is its load."""
+        """Choose the candidate with the lowest load. The score of a candidate is its load."""
         sampled, reason = candidates, "the least loaded of {candidates}"
         if 0 < self.settings.sample < len(candidates):
             sampled, reason = self._random.sample(candidates, self.settings.sample), "the least loaded of a random sample"
@@ -195,7 +195,7 @@ class SessionAffinity:
     uses_index = False
 
     def __init__(self, seed: int | None = None, settings: SessionAffinitySettings = SessionAffinitySettings()) -> None:
-        """`seed` affects prompts without a session only: all routers agree on the worker of a session."""
+        """`seed` only affects prompts without a session, so that all routers agree on the worker of a session."""
         self.settings = settings
         self._ties = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
 
@@ -234,7 +234,7 @@ def _hash_worker(worker: Worker) -> int:
 
 
 def _mix_bits(number: int) -> int:
-    """Apply the finaliser of SplitMix64: each of the 64 bits then depends on all others."""
+    """Apply the finaliser of SplitMix64, after which each of the 64 bits depends on all other bits."""
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
     return number ^ (number >> 31)
@@ -254,7 +254,7 @@ class PrefixAwareSettings:
     """Settings of `PrefixAware`."""
 
     wait_weight: float = 0.15
-    """Weight of a token that waits, if a token to compute has 1; at least 0. With 1 only the TTFT of this request counts."""
+    """Weight of a token that waits, if a token to compute has 1; at least 0. With 1 only this prompt's TTFT counts."""
     load_weight: float = 0.05
     """Cost of a load that equals the mean of all candidates, relative to computing the whole prompt; at least 0. If both
     weights are 0, only caches count."""
@@ -268,10 +268,10 @@ class PrefixAwareSettings:
     in `TIER_WEIGHTS`; unknown tiers have the lowest of all."""
     trust: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TRUST_WEIGHTS.items()))
     """Factor for tokens that a worker holds, by the state of its stream, 0 to 1. The default is in `TRUST_WEIGHTS`.
-    Tokens that might be gone (`Candidate.uncertain`) have the factor of DEGRADED, or that of the state if it is lower."""
+    Tokens that might be gone (`Candidate.uncertain`) have the lower of this factor and that of DEGRADED."""
     guard: float = 2.0
     """A worker gets no credit for its cache if it has more requests in flight than `guard_requests`, and more than `guard`
-    times the mean of the other workers. `guard` is at least 1; infinity disables this."""
+    times the mean of the other workers. `guard` is at least 1; infinity disables the rule."""
     guard_requests: int = 16
     """Number of requests in flight up to which a worker always gets credit for its cache. A GPU of 80 GB
     holds about 16 prompts of 12,000 tokens at once."""

@@ -19,7 +19,7 @@ Worker: TypeAlias = tuple[str, int]
 
 
 class Load(Struct, frozen=True, gc=False):
-    """The work of a worker: requests that the router has sent to it and that have not ended.
+    """The work of a worker: the requests that the router has sent to the worker and that have not ended.
 
     If the engine reports its load, the report counts instead (`Router`).
     """
@@ -99,7 +99,7 @@ class Policy(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in settings and explanations."""
+        """Name of the policy in settings and explanations."""
         ...
 
     @property
@@ -108,7 +108,7 @@ class Policy(Protocol):
         ...
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
-        """Choose one of the candidates. There is at least one."""
+        """Choose one of the candidates. `candidates` is not empty."""
         ...
 
 

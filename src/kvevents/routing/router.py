@@ -22,7 +22,7 @@ from kvevents.stream import Trust
 MAX_IN_FLIGHT: Final = 65_536
 """Default limit of requests in flight: four times 64 workers with 256 requests each. A request takes about 250 bytes."""
 EXPIRY_SECONDS: Final = 300.0
-"""Default time after which a request counts as finished although its end was not reported."""
+"""Default number of seconds after which a request counts as finished although its end was not reported."""
 HALF_LIFE: Final = 10.0
 """Half-life, in seconds, of the initial load of a new worker."""
 MAX_HALVINGS: Final = 16
@@ -104,7 +104,7 @@ class Decision(Struct, frozen=True):
     used_index: bool
     """Whether the index was queried."""
     unreachable: int = 0
-    """Number of workers that were excluded because they have no connection while others have one."""
+    """Number of workers that were excluded because they have no connection while other workers have one."""
     key: Hashable = None
     """The key under which the request is in flight."""
 
@@ -371,7 +371,7 @@ class Router:
             self.finish(key)
 
     def _look_up(self, tokens: Any, length: int, namespace: Namespace | None) -> dict[Worker, tuple[int, dict[str, int], int]]:
-        """Return the tokens of the prompt that each worker holds: on any tiers, by tier, and how many of them might be gone."""
+        """Return the numbers of tokens that each worker holds: on any tiers, by tier, and how many of them might be gone."""
         if self._index is None:
             return {}
         max_tokens = length if self._whole_prompt else max(length - 1, 0)

@@ -1,6 +1,6 @@
 """Default weights of routing, by the tier that holds a token and by the trust state of the worker's stream; texts about tiers.
 
-This module needs no native code, since clients of the service use these names too.
+This module does not import native code, because clients of the service use it too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from kvevents.events import TIERS
 from kvevents.stream.trust import TrustState
 
 Tier: TypeAlias = Literal["gpu", "cpu", "disk", "other"]
-"""A tier that `/v1/select` weighs; `other` stands for all unknown media."""
+"""A tier that `/v1/select` weighs; `other` is the tier of all unknown media."""
 TIER_WEIGHTS: Final[Mapping[Tier, float]] = {"gpu": 1.0, "cpu": 0.8, "disk": 0.5}
-"""Value of a cached token by tier; 1 is as good as in GPU memory, 0 as bad as computing it."""
+"""Value of a cached token by tier. 1 is the value of a token in GPU memory, 0 that of a token that must be computed."""
 TRUST_WEIGHTS: Final[Mapping[TrustState, float]] = {
     "EXACT": 1.0,
     "REPLAYING": 0.8,
