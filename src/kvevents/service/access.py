@@ -1,6 +1,6 @@
 """Settings of access control: bearer tokens with roles, and host patterns; and the audit log of changes and refused requests.
 
-The data plane applies them (`native/server/src/policy.rs`). The audit log never contains a token.
+The data plane applies the settings (`native/server/src/policy.rs`). The audit log never contains a token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Role: TypeAlias = Literal["none", "read", "register"]
 
 
 class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A bearer token, from exactly one of `token`, `token_file` and `token_env`. Raises `ConfigError` otherwise."""
+    """A bearer token, from exactly one of `token`, `token_file` and `token_env`. Raises `ConfigError`."""
 
     role: Literal["read", "register"]
     """`read` for queries, `register` to register and unregister engines as well."""
@@ -68,7 +68,7 @@ class AccessSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tokens: tuple[TokenSettings, ...] = ()
     """Bearer tokens that the service accepts."""
     anonymous: Literal["none", "read"] | None = None
-    """Role of callers without a token. Default: all permissions if no tokens are configured, none otherwise."""
+    """Role of callers without a token. Default: `register` if no tokens are configured, else `none`."""
 
     @property
     def anonymous_role(self) -> Role:
@@ -155,7 +155,7 @@ class Hosts(Struct, frozen=True):
 def parse_hosts(patterns: Sequence[str]) -> Hosts:
     """Parse `allowed_hosts`: names, addresses, networks such as `10.0.0.0/8`, and `*.SUFFIX` for all names with this suffix.
 
-    Raises `ConfigError` for anything else.
+    Raises `ConfigError` for an invalid entry.
     """
     hosts = Hosts([], [], [])
     for pattern in patterns:
@@ -207,7 +207,7 @@ class AuditLog:
         log.info("%s%s", "" if client is None else f"{client.caller} client={client.peer} ", change)
 
     def log_refusal(self, request: str, *, caller: str, peer: str, reason: str) -> None:
-        """Log a request that was refused, or only count it if too many were logged in this second."""
+        """Log a refused request; only count it if too many refused requests were logged in this second."""
         second = int(self._clock())
         if second != self._second:
             if self._suppressed:

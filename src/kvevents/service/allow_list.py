@@ -1,8 +1,8 @@
-"""The allow-list of endpoints that registrations over HTTP may name, so that clients cannot make the service connect anywhere.
+"""The allow-list of endpoints that registrations over HTTP may name, so that clients cannot make it connect to any address.
 
-`EndpointAllowList.check` parses an endpoint more strictly than libzmq does and compares it with the patterns. It rejects some
-spellings that libzmq 4.3.5 accepts: `SOURCE;TARGET`, IPv4 addresses in hexadecimal, in octal, as one number or in brackets,
-zone ids, and text after the port. An IPv4-mapped IPv6 address counts as IPv4.
+`EndpointAllowList.check` parses an endpoint more strictly than libzmq does and compares it with the patterns. The check rejects
+some spellings that libzmq 4.3.5 accepts: `SOURCE;TARGET`, IPv4 addresses in hexadecimal, in octal, as one number or in
+brackets, zone ids, and text after the port. An IPv4-mapped IPv6 address counts as IPv4.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class _Listing:
                 place = places[block.tier] = len(places)
                 self._tiers.append(block.tier)
             self._numbers.extend((block.key, block.hash, place << 32 | block.group, block.copies))
-        self.trust: Final = trust()  # read after the blocks, since trust is lowered before blocks are removed
+        self.trust: Final = trust()  # read trust after the blocks, since trust is lowered before blocks are removed
 
     def __len__(self) -> int:
         return len(self._numbers) // 4
@@ -73,7 +73,7 @@ class BlockListings:
         return len(self._listings)
 
     def first(self, key: Key, blocks: Iterable[Block], limit: int, trust: Callable[[], TrustStatus]) -> BlocksAnswer:
-        """Return the first page of a worker's blocks. `trust` is called after the blocks were read."""
+        """Return the first page of a worker's blocks. `trust` is called after reading the blocks."""
         listing = _Listing(key, blocks, trust)
         self._expire()
         return self._page(secrets.token_hex(8), listing, 0, limit)

@@ -157,7 +157,7 @@ class DataPlane:
                 workers[place] = _describe_worker(member)
             elif place is not None:
                 removed.append(place)
-                self._free_places.append(place)  # a change removes workers before it adds others
+                self._free_places.append(place)  # a change removes workers before it adds workers
         return {
             "has_failed": fleet.failure is not None,
             "removed": removed,
@@ -167,7 +167,7 @@ class DataPlane:
 
     def refresh(self) -> None:
         """Replace the stored responses to probes by new ones."""
-        native = self._native  # `close` may set it to None in another thread at any moment
+        native = self._native  # `close` may set `_native` to None in another thread at any moment
         if native is None:
             return
         begin = time.monotonic()
@@ -227,7 +227,7 @@ class DataPlane:
             await asyncio.to_thread(self._native.drain, seconds)
 
     async def close(self) -> None:
-        """Close all connections, after a short time to read their responses."""
+        """Close all connections, after a short time in which clients can read their responses."""
         self._fleet.on_change = lambda: None
         native, self._native = self._native, None
         wakes, self._wakes = self._wakes, None

@@ -1,7 +1,7 @@
 """Probes of endpoints without a connection or without replay, and the check that a client may register an endpoint.
 
 ZeroMQ reconnects without end and reports no errors. So the prober opens separate connections and exchanges ZeroMQ's greeting;
-`Probing` has the intervals. A fault becomes part of the source's trust, and is logged when it begins and when it ends.
+`Probing` has the intervals. A fault becomes part of the source's trust. Its begin and its end are logged.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ class Service:
             log.info("restored %d blocks of %d streams", self.index.stats().blocks, len(self._checkpoints))
 
     def _owner_of(self, key: Key) -> str | None:
-        """Return the topic or the discovery provider that has found a rank; None if only a client has registered it."""
+        """Return the topic or the discovery provider that has found a rank; None if only a client has registered the rank."""
         member, topics = self.fleet.members.get(key), self.settings.topics
         is_by_topic = member is not None and member.origin == TOPIC and topics is not None
         return f"its topic at {topics.endpoint}" if is_by_topic and topics else self._discovery.owner_of(key)
@@ -269,7 +269,7 @@ class Service:
     def readiness(self) -> ReadyAnswer:
         """Return whether the service is ready for queries.
 
-        It stays ready until it ends or fails; trust reports later problems.
+        A service that was ready stays ready until it ends or fails, since trust reports later problems.
         """
         members = list(self.fleet.members.values())
         exact = sum(member.trust_status.state == "EXACT" for member in members)
@@ -302,7 +302,7 @@ class Service:
         if reason := self.index_source.why_incomplete:
             return reason
         expects = self._expects_engines or self.registrations.were_saved or self.settings.ready.expected
-        if self.settings.kubernetes and not expects:  # a selector may select no pod, which only the API server can say
+        if self.settings.kubernetes and not expects:  # whether a selector selects pods, only the API server can say
             expects = not self.index_source.has_found_engines or bool(self._discovery.provider_faults())
         return "engines are expected, and none is registered or found so far" if expects and not self.fleet.members else ""
 

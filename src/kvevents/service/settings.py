@@ -40,7 +40,7 @@ _OBJECT_NAME: Final = re.compile(r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of the resources that peers and clients can use. The error at a limit contains the limit's name."""
+    """Limits on the resources that peers and clients can use. The error at a limit contains the limit's name."""
 
     max_body_bytes: Bytes = 16 << 20
     """Maximum size in bytes of the body of a request. The default has room for two million token ids as JSON."""
@@ -108,7 +108,7 @@ class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Probing(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How endpoints without a connection or without replay answers are probed.
+    """Settings for probes of endpoints that have no connection or send no replay answers.
 
     With the defaults a fault is reported within 10 s.
     """
@@ -171,7 +171,7 @@ class TopicSettings(GroupFields, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Pods with engines, which are found by label."""
+    """Pods with engines; labels select the pods."""
 
     selector: str | None = None
     """Follow the engines in pods with these labels, such as `app=vllm` or `app in (vllm,sglang)`."""
@@ -182,11 +182,11 @@ class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fie
     kubeconfig: Annotated[FilePath | None, "--kubeconfig"] = None
     """Kubeconfig to use instead of the pod's service account; outside of a cluster the default is kubectl's."""
     http_port: Port = 8000
-    """Port of the HTTP server in pods that do not name it."""
+    """Port of the HTTP server in pods that do not declare the port."""
     events_port: Port = 5557
-    """Port of the events if neither the engine nor its pod names it."""
+    """Port for events if neither the engine nor its pod names the port."""
     replay_port: Port | None = None
-    """Port for replay if neither the engine nor its pod names it."""
+    """Port for replay if neither the engine nor its pod names the port."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -224,7 +224,7 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     """All settings of `kvevents serve`."""
 
     host: Host = "127.0.0.1"
-    """Address to listen at."""
+    """Address at which the service listens."""
     port: Port = 8090  # the port of Dynamo's standalone indexer
     """Port to listen at; 0 means any free port."""
     insecure: bool = False
@@ -237,7 +237,7 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     snapshot_seconds: Seconds = 60.0
     """Seconds between two snapshots."""
     memory_limit: Bytes | None = None
-    """Maximum memory of the index, for example 8GiB. At the limit new blocks are refused, and their workers become DEGRADED."""
+    """Maximum memory of the index, for example 8GiB. At the limit new blocks are refused, and workers become DEGRADED."""
     hide_stale_seconds: Seconds = 300.0
     """Seconds without a connection after which a worker is omitted from /query and /query_by_hash, whose clients might ignore
     the trust."""

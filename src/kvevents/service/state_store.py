@@ -39,7 +39,7 @@ _CHECKPOINTS: Final = msgspec.msgpack.Decoder(list[Checkpoint])
 
 
 class SavedRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A client's registration, or the registration of an engine that a client has drained, with the client's other choices."""
+    """The registration of an engine that a client has registered or drained, with the settings of the client."""
 
     registration: Registration
     lease_seconds: int | None = None
@@ -67,7 +67,7 @@ class StateStore:
             raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror or error}") from error
         self._save_lock = threading.Lock()
         self._registrations_lock = threading.Lock()
-        for path in folder.glob(".*.tmp"):  # unfinished files of a process that was killed
+        for path in folder.glob(".*.tmp"):  # unfinished files that a killed process has left
             with suppress(OSError):
                 if path.is_dir():
                     shutil.rmtree(path)

@@ -1,1 +1,1 @@
-"""Discovery of engines: one interface, and one module for each way to find them."""
+"""Discovery of engines: one interface, and one module for each way to find engines."""

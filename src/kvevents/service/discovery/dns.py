@@ -1,8 +1,8 @@
 """Discovery of the engines behind a DNS name: every address, or every SRV target, is one instance.
 
 A name is looked up in the hosts file first and then in DNS, which is the usual order of `nsswitch.conf` in containers.
-dnspython sends the queries, since `getaddrinfo` knows neither SRV records nor TTLs. While a nameserver is silent, `getaddrinfo`
-also blocks a thread that cannot be cancelled. Names that only other NSS modules know (mDNS, LDAP) are not found.
+dnspython sends the queries, since `getaddrinfo` knows neither SRV records nor TTLs. Besides, while a nameserver is silent,
+`getaddrinfo` blocks its thread, and cannot be cancelled. Names that only other NSS modules know (mDNS, LDAP) are not found.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Resolved(NamedTuple):
 class DnsResolver:
     """Looks up names at `nameservers`, by default those in `/etc/resolv.conf`.
 
-    Raises `MissingDependencyError` if dnspython is not installed. Its methods raise `ResolveError` if no nameserver answers or
+    Raises `MissingDependencyError` if dnspython is not installed. The methods raise `ResolveError` if no nameserver answers or
     the name does not exist.
     """
 
@@ -128,7 +128,7 @@ def _addresses_in(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
 
 
 class DnsTarget(NamedTuple):
-    """A name to look up, and the kind of server that listens at each of its addresses."""
+    """A name to look up, and the kind of server that listens at each address of the name."""
 
     scheme: str
     """`tcp` for the events of an engine, `http` or `https` for a server that describes an engine."""

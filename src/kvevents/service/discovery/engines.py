@@ -9,9 +9,9 @@ external load balancer the first rank need not be 0::
 
 SGLang (`sglang/srt/runtime_context.py`, `describe_kv_events_publisher`, 0.5.23): `GET /server_info` returns all settings of the
 server. Its field `kv_events` is one address for all ranks (the port of rank r is r higher), or null if events are off. The
-address is correct only for the ranks of the server's own node. If the field `kv_event_sources` is present too, it lists those
-ranks. Releases without `kv_events` return the flag that they were started with as `kv_events_config`, and older ones call the
-path `/get_server_info`::
+address is only correct for the ranks on the server's node. If the field `kv_event_sources` is present too, it lists those
+ranks. Releases without `kv_events` return their start option as `kv_events_config`, and even older releases have the path
+`/get_server_info`::
 
     {"served_model_name": "Qwen/Qwen3-0.6B", "nnodes": 1, "node_rank": 0, ...,
      "kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "topic": "", "block_size": 64,
@@ -160,7 +160,7 @@ def parse_server_info(answer: Any, host: str) -> EngineInfo:
 
 
 def _descriptor_from_flag(info: _ServerInfo) -> _Descriptor | None:
-    """Build `kv_events` from the flag `kv_events_config`; None if events are off, or the release has neither."""
+    """Build `kv_events` from the flag `kv_events_config`; None if events are off, or if the release has neither field."""
     if not info.kv_events_config:
         return None
     config = KVEventsConfig.from_cli(info.kv_events_config)
@@ -178,7 +178,7 @@ def _descriptor_from_flag(info: _ServerInfo) -> _Descriptor | None:
 
 
 def _ranks_of_node(info: _ServerInfo, count: int) -> set[int]:
-    """Return the ranks of the queried node. Each node has an equal range of ranks (`data_parallel_controller.py`)."""
+    """Return the ranks on the queried node. Each node has an equal range of ranks (`data_parallel_controller.py`)."""
     nodes = info.nnodes or 1
     if nodes <= 1:
         return set(range(count))
@@ -221,7 +221,7 @@ INFO_PATHS: Final = (
     ("/server_info", parse_server_info),
     ("/get_server_info", parse_server_info),
 )
-"""Paths at which engines describe themselves, and the parsers of the answers. The first path that exists is used."""
+"""Paths at which engines describe themselves, and the parsers of the answers. The first path that the server has is used."""
 RETRY_SECONDS: Final = 2.0
 """Maximum pause in seconds between two queries to an engine that does not answer; it delays finding a started engine."""
 RESOLVE_SECONDS: Final = 2.0
@@ -247,8 +247,8 @@ class EngineHttpClient(Struct, frozen=True):
     """Maximum number of bytes in an answer's body. The largest, that of SGLang's `/server_info`, has some tens of kB."""
     max_connections: int = 256
     """Maximum number of open connections of all clients in one event loop; the first client in the loop sets this limit. More
-    connections would need many file descriptors, and would time out because of the loop instead of the engines. If 4,096
-    engines are dead, each is queried every 32 s."""
+    connections would need many file descriptors, and would time out because the loop is busy, not the engines. If 4,096 engines
+    are dead, each is queried every 32 s."""
     tls: ssl.SSLContext | None = None
     """TLS settings for `https` URLs; by default the system's authorities are trusted."""
     server_name: str | None = None
@@ -316,10 +316,10 @@ class Declaration(Struct, frozen=True):
     names_model: bool = False
     """Whether `model` must be a name under which the engine serves; if false, `model` can be a nickname."""
     events_port: int | None = None
-    """Port of the first rank's events, if it is declared."""
+    """Declared port of the first rank's events; None if not declared."""
     replay_port: int | None = None
     assumed_events_port: int = 5557
-    """Port of the first rank's events if neither the engine nor a declaration names it."""
+    """Port of the first rank's events if neither the engine nor a declaration has a port."""
     assumed_replay_port: int | None = None
     is_relay: bool = False
     """Whether the ports belong to relays in the engine's pod, which are followed in place of the engine."""
@@ -334,7 +334,7 @@ class Declaration(Struct, frozen=True):
         return ranks
 
     def contradictions(self, first: RankEndpoint, models: set[str]) -> Iterator[str]:
-        """Yield sentences about declared values that the engine contradicts. `first` is its first rank, maybe not 0."""
+        """Yield sentences about declared values that the engine denies. `first` is its first rank, maybe not 0."""
         if self.names_model and models and self.model not in models:
             yield f"it is declared to serve {self.model}, but serves {', '.join(sorted(models))}"
         replay = first.replay_endpoint or "no endpoint"

@@ -3,8 +3,8 @@
 The watch begins at the version of the list, so it contains every later change, including deletions. When a watch ends, the next
 one begins at the last version that the former watch received. Bookmarks keep this version recent while nothing changes. When
 the server no longer has the changes since that version (status 410, after etcd is compacted), the objects are listed again, and
-those that are no longer listed are gone. So no deletion is missed, even if the server was away for long. While the server is
-away, the objects stay. The section "Efficient detection of changes" of "Kubernetes API Concepts" has the rules.
+objects that are no longer listed are removed. So no deletion is missed, even if the server was away for long. While the server
+is away, the objects stay. The section "Efficient detection of changes" of "Kubernetes API Concepts" has the rules.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Status(Struct, frozen=True):
 
 
 class ApiServerError(ExternalError):
-    """The API server did not answer a request, or refused it. The message is the end of a sentence."""
+    """The API server did not answer a request, or refused it. The error's message is the end of a sentence."""
 
 
 class _ExpiredError(ApiServerError):
@@ -120,7 +120,7 @@ class ObjectKind(Generic[T]):
 
 @asynccontextmanager
 async def connect(kubeconfig: str | None) -> AsyncGenerator[Any, None]:
-    """Connect with the pod's service account, or with a kubeconfig. Every connection reads the credentials again."""
+    """Connect with the pod's service account, or with a kubeconfig. Every connection reads its credentials anew."""
     from kubernetes_asyncio import client, config  # noqa: PLC0415
 
     configuration = client.Configuration()
@@ -163,7 +163,7 @@ class ObjectWatch(Generic[T]):
         self.objects: dict[str, T] = {}
         """The objects by name, in their last known versions."""
         self.fault: str | None = None
-        """Why changes are not followed at present, as a sentence; None while they are followed."""
+        """A sentence that says why changes are not followed at present; None while they are followed."""
         self.is_listed = False
         """Whether the objects were listed at least once."""
         self.namespace: Final = namespace

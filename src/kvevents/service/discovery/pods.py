@@ -38,7 +38,7 @@ _RELAY: Final = "kvevents-relay"
 
 
 class Convention(NamedTuple):
-    """Labels and ports by which one project deploys engines."""
+    """The labels and ports that one project uses when it deploys engines."""
 
     project: str
     mark: str
@@ -91,7 +91,7 @@ class _Container(Struct, frozen=True):
 class _Spec(Struct, frozen=True, rename="camel"):
     containers: list[_Container] = []
     init_containers: list[_Container] = []
-    """Sidecars among them."""
+    """Init containers, some of which are sidecars."""
 
 
 class _Condition(Struct, frozen=True):
@@ -195,7 +195,7 @@ class PodEngine(NamedTuple):
     """The engine of a pod: providers that query the engine, or registrations of its ranks if it cannot be queried."""
 
     source: str
-    """Name of the engine's streams."""
+    """Name of the source whose streams belong to the engine."""
     providers: tuple[EngineProvider, ...] = ()
     registrations: tuple[Registration, ...] = ()
 
@@ -260,7 +260,7 @@ class _Facts:
         return tuple(map(int, texts))
 
     def number(self, name: str, most: int, *others: str) -> int | None:
-        """Return a value as a number from 1 to `most`; None without a value. Raises `ConfigError`."""
+        """Return a value as a number from 1 to `most`; None if it is missing. Raises `ConfigError`."""
         text = self.text(name, *others)
         if not text:
             return None

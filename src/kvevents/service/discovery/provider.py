@@ -1,8 +1,8 @@
 """The common interface of discovery providers, and the settings of the engines that they find.
 
-A provider is one way to find engines. To add one, write a module with a class that has a name and a `watch()` that yields
-findings. A finding contains registrations (`Template.registrations` makes those of all ranks of an engine). It can also contain
-further providers, such as an `EngineProvider` for each address; `ProviderRunner` runs them too.
+A provider is one way to find engines. To add a provider, write a module with a class that has a name, and a method `watch()`
+that yields findings. A finding contains registrations (`Template.registrations` makes those of all ranks of an engine). It can
+also contain further providers, such as an `EngineProvider` for each address; `ProviderRunner` runs these too.
 
 The settings are `[[sources]]` tables, and templates for all engines with the same DNS name.
 """
@@ -40,7 +40,7 @@ class Finding(Struct, frozen=True):
 
 
 class Provider(Protocol):
-    """One way to find engines. Providers are hashable, and equal if they find the same engines in the same way."""
+    """One way to find engines. A provider is hashable, and equals others that find the same engines in the same way."""
 
     @property
     def name(self) -> str:
@@ -48,7 +48,7 @@ class Provider(Protocol):
         ...
 
     def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield the first finding, and another one after each change, until the generator is closed or its task is cancelled.
+        """Yield the first finding, and a new finding after each change, until the generator is closed or its task is cancelled.
 
         The generator does not raise for failures outside of this process. Such failures become faults of a finding that keeps
         the registrations that the provider knew before. If the generator ends, its last finding stays valid.
@@ -86,7 +86,7 @@ class RankEndpoint(Struct, frozen=True):
 
 
 def bracket_host(host: str) -> str:
-    """Return a host as it is written before `:port`: an IPv6 address in brackets."""
+    """Return a host in the form that precedes `:port`: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
@@ -103,7 +103,7 @@ def _on_host_of(address: str, endpoint: str) -> str:
 
 
 def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
-    """Raise `ConfigError`, which names `field`, for an endpoint that we cannot connect to, or with `bind` cannot listen at."""
+    """Raise `ConfigError`, which names `field`, if we cannot connect to an endpoint, or with `bind` cannot listen at it."""
     transport, separator, address = tcp_of(endpoint).partition("://")
     if not separator or not address or transport not in _TRANSPORTS:
         raise ConfigError(f"invalid {field} {endpoint!r}: expected tcp://HOST:PORT or ipc://PATH")
@@ -175,7 +175,7 @@ class BaseUrl(Struct, frozen=True):
         return f"{bracket_host(self.host)}:{self.port}"
 
     def join(self, path: str) -> Self:
-        """Return the URL of `path` below this one."""
+        """Return the URL of `path` below this URL."""
         return replace(self, path=self.path + path)
 
     def redirected(self, location: str, *, other_hosts: bool = False) -> Self:

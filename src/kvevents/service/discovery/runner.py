@@ -47,7 +47,7 @@ class MergedFindings(Struct):
     adapter_paths: dict[tuple[str, str], str] = {}
     """Paths of adapters by the names of the engine and of the adapter."""
     unready: dict[str, str] = {}
-    """Why some sources should get no requests, by the names of the sources."""
+    """For each source that should get no requests, by its name, the reason."""
 
 
 def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = Limits().max_sources) -> MergedFindings:
@@ -269,7 +269,7 @@ class EngineDiscovery:
         return not self._merged.waiting
 
     def owner_of(self, key: Key) -> str | None:
-        """Return the name of the provider that has found a rank; None if no provider has."""
+        """Return the name of the provider that has found a rank; None if no provider has found it."""
         return self._merged.origins.get(key)
 
     def provider_faults(self) -> list[str]:

@@ -75,7 +75,7 @@ class EventBus:
         self._subscriptions: Final = set[Subscription]()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_closed = False
-        """Whether the clients receive no more events."""
+        """Whether the bus is closed, so that clients receive no more events."""
 
     def __len__(self) -> int:
         return len(self._subscriptions)
@@ -131,13 +131,13 @@ class Subscription:
     def __init__(self, bus: EventBus, position: int) -> None:
         self.bus: Final = bus
         self._position = position
-        """Number of the next event."""
+        """Number of the next event that the client receives."""
         self.has_events: Final = asyncio.Event()
         """It is set when an event arrives, and when the bus is closed."""
 
     @property
     def last_id(self) -> str:
-        """The id of the newest event that was returned or missed."""
+        """The id of the newest event that the client has received or missed."""
         return f"{self.bus.name}-{self._position}"
 
     async def get(self, pause: float) -> StreamEvent | int | None:

@@ -66,7 +66,7 @@ class Fleet(Listener):
     is_discovery_complete: bool = False
     """Whether every provider has answered, and none has a fault."""
     failure: str | None = None
-    """The error that ended the follower; None while it runs."""
+    """The error that ended the follower; None while the follower runs."""
     _registration_of: Callable[[str], Registration]
     """Function that returns the registration for an engine's topic. It is only set if engines can connect to the service."""
 
@@ -106,7 +106,7 @@ class Fleet(Listener):
         self.revision: Final = Revision()
         """The number changes after each change of members that is visible in answers."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called when the revision might have changed."""
+        """Function that is called when the revision might have changed."""
         self._published_batches: dict[Key, int] = {}
         self.scopes = Scopes()
         self.why_incomplete: Callable[[], str] = str
@@ -309,7 +309,7 @@ class Fleet(Listener):
     def replace_registrations(self, origin: str, registrations: Iterable[Registration], resume: Resume) -> list[str]:
         """Replace all registrations of `origin` by `registrations`. Return sentences about the registrations that failed.
 
-        A client's registration that is equal to one of them becomes a registration of `origin`.
+        If a client's registration equals one of `registrations`, it becomes a registration of `origin`.
         """
         targets = {registration.key: registration for registration in registrations}
         faults: list[str] = []
@@ -359,13 +359,13 @@ class Fleet(Listener):
             member = self.members.get(key)
             if member is None or member.trust != Trust.EXACT:
                 continue
-            with suppress(LookupError):  # it has left meanwhile
+            with suppress(LookupError):  # the stream was removed before this callback
                 if self.follower.subscriber.trust(*key) != Trust.EXACT:
                     self._update_trust(member, self._clock())
         self.on_change()
 
     def on_applied(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
-        """Update the members whose deliveries the index now has; `batches` has only the newest batch of each stream."""
+        """Update the members whose deliveries are now in the index; `batches` has only the newest batch of each stream."""
         now = self._clock()
         for batch in batches:
             member = self.members.get((batch.source, batch.rank))
@@ -392,7 +392,7 @@ class Fleet(Listener):
             self._refresh(key, now)
             self._update_trust(member, now)
             return
-        with suppress(LookupError):  # it has left meanwhile
+        with suppress(LookupError):  # the stream was removed before this callback
             if member.trust != Trust.EXACT or self.follower.subscriber.trust(*key) != Trust.EXACT:
                 self._update_trust(member, now)
 
@@ -470,7 +470,7 @@ class Fleet(Listener):
                 self._reported_members.add(registration.key)
                 member.report = report
                 member.status = self.follower.subscriber.status(*registration.key)  # has the reasons for this trust
-        except LookupError:  # its order is on its way
+        except LookupError:  # the task that adds or removes the stream has not run
             return
         codes, why_not_ready = member.trust_status.reason_codes, self._why_not_ready(registration.key, member)
         former = member.update_trust(trust, now)
@@ -508,7 +508,7 @@ class Fleet(Listener):
             return
         try:
             status = self.follower.subscriber.status(*key)
-        except LookupError:  # its order is on its way
+        except LookupError:  # the task that adds or removes the stream has not run
             return
         info = None
         with suppress(UnknownSourceError):  # no batch has arrived yet

@@ -1,4 +1,4 @@
-"""Registrations: one rank of one engine, and the scope of its prompts."""
+"""Registrations of ranks: each describes one rank of one engine, and the scope of prompts for the rank."""
 
 # Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
 import time
@@ -91,7 +91,7 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
     --load-publish-endpoint), or `http://HOST:PORT` of a server with metrics to poll (vLLM). A wildcard host, as in
     `http://*:8000`, means the engine's own host. A queried engine reports the address itself. With `none` no load is read."""
     drafts: tuple[int, ...] | None = None
-    """KV cache groups of its draft model (EAGLE, MTP); an empty list means all groups. In these groups the engine recomputes
+    """KV cache groups of a draft model (EAGLE, MTP); an empty list means all groups. In these groups the engine recomputes
     the last block of a match. None, the default, means no draft model: events do not show whether there is a draft model."""
     url: str | None = None
     """URL at which the engine takes requests, such as `http://10.0.0.7:8000`; answers return it. A wildcard host, as in
@@ -193,7 +193,7 @@ class Lease(NamedTuple):
 
     @classmethod
     def of(cls, seconds: int | None) -> "Lease | None":
-        """Return a lease that begins now; None for a registration that never ends by itself."""
+        """Return a lease that begins now; None for a registration that does not expire."""
         return None if seconds is None else cls(seconds, time.monotonic() + seconds, time.time() + seconds)
 
 

@@ -4,9 +4,9 @@ It uses no framework: dispatch is a dictionary lookup, and errors are a few line
 already determined the endpoint and the caller of a request, and whether the request is refused (`native/server/src/policy.rs`).
 
 Requests have OpenTelemetry spans if an SDK is configured. The service uses only OpenTelemetry's API, and only if that is
-installed. It looks for an SDK once, when the application is built, so the SDK must be configured before, as
-`opentelemetry-instrument kvevents serve` does. Without an SDK, tracing costs nothing. A span has the model and the numbers of
-tokens of a lookup. It never has token ids, hashes or the caller.
+installed. The service looks for an SDK once, when it creates the application. So the SDK must be configured earlier, as by
+`opentelemetry-instrument kvevents serve`. Without an SDK, tracing costs nothing. A span has the model and the numbers of tokens
+of a lookup. Spans never have token ids, hashes or the caller.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Sending(NamedTuple):
 
 
 class App:
-    """Handles the requests that the data plane forwards, one task each. Only the event loop may use it."""
+    """Handles the requests that the data plane forwards, one task each. Only the event loop may use the object."""
 
     def __init__(self, service: Service) -> None:
         self.service = service

@@ -150,7 +150,7 @@ class SelectedWorker(PlacedRequest, frozen=True, kw_only=True):
 
 
 class Done(Struct, frozen=True):
-    """The response to a change."""
+    """The response to a successful change."""
 
     status: str = "ok"
 
@@ -245,7 +245,7 @@ class TierHits(Struct, frozen=True, kw_only=True):
 
 
 class TieredMatch(Struct, frozen=True, kw_only=True):
-    """A match by tier."""
+    """The matched blocks by tier."""
 
     device: DeviceScores
     lower_tier: list[tuple[str, TierHits]]

@@ -1,4 +1,4 @@
-"""Pages of listings, and entity tags by which clients that poll a listing learn that it has not changed."""
+"""Pages of listings, and entity tags, which show clients that poll a listing that the listing has not changed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Queries that the data plane has forwarded. This module checks a query, and then the data plane answers it.
 
 The data plane answers a query itself if it understands all of the request. All other queries arrive here: those with an error,
-those from browsers, those with a content type or fields that only this plane reads, and every query if spans are recorded.
+those from browsers, those whose content type or fields only this plane reads, and every query if spans are recorded.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ connection, reveals clients that have left, and advances the last id of a client
 
 
 def match(service: Service, request: HttpRequest) -> Response:
-    """Return the longest prefix of a prompt that each worker holds.
+    """Return the length of the longest prefix of a prompt that each worker holds.
 
     The body is a `MatchRequest` as JSON or msgpack, or raw token ids: unsigned 32-bit little-endian numbers with content type
     `application/octet-stream`, and all other fields in the query string.
@@ -58,7 +58,7 @@ def _raw_prompt(request: HttpRequest) -> tuple[schemas.ScopedRequest, Any]:
 
 
 def match_many(service: Service, request: HttpRequest) -> Response:
-    """Return the longest prefix that each worker holds, for each of several prompts of one scope."""
+    """Return, for several prompts of one scope, the length of the longest prefix of each that each worker holds."""
     query: schemas.MatchManyRequest = request.read()
     check_tokens(service, sum(map(len, query.prompts)))
     return answer_query(service, request, query)
