@@ -173,19 +173,19 @@ def table(
     return lines
 
 
-def cut(cell: Part | Line, most: int) -> list[Part]:
-    """Return a cell, or its beginning and an ellipsis if it has more than `most` columns."""
-    if width(cell) <= most:
+def cut(cell: Part | Line, max_width: int) -> list[Part]:
+    """Return a cell, or its beginning and an ellipsis if it has more than `max_width` columns."""
+    if width(cell) <= max_width:
         return list(_spans(cell))
     parts: list[Part] = []
     for text, style in _spans(cell):
         end = len(text)
-        while end and width([*parts, text[:end]]) > most - 1:
+        while end and width([*parts, text[:end]]) > max_width - 1:
             end -= 1
         parts.append(Span(text[:end], style))
         if end < len(text):
             break
-    return [*parts, "…"] if most > 0 else []
+    return [*parts, "…"] if max_width > 0 else []
 
 
 def width(cell: Part | Line) -> int:

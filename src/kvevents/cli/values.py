@@ -71,17 +71,17 @@ def size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def _parse_integer(text: str, expected: str, least: int = 0, most: float = math.inf, noun: str = "value") -> int:
-    """Return a whole number from `least` to `most`; `expected` describes it."""
-    if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
+def _parse_integer(text: str, expected: str, minimum: int = 0, maximum: float = math.inf, noun: str = "value") -> int:
+    """Return a whole number from `minimum` to `maximum`; `expected` describes it."""
+    if not text.isascii() or not text.isdecimal() or not minimum <= int(text) <= maximum:
         raise ConfigError(f"invalid {noun} {text!r}: expected {expected}")
     return int(text)
 
 
-port: Final = partial(_parse_integer, expected=f"a number from 0 to {MAX_PORT}", most=MAX_PORT, noun="port")
-positive_int: Final = partial(_parse_integer, expected="a whole number above 0", least=1)
+port: Final = partial(_parse_integer, expected=f"a number from 0 to {MAX_PORT}", maximum=MAX_PORT, noun="port")
+positive_int: Final = partial(_parse_integer, expected="a whole number above 0", minimum=1)
 whole_number: Final = partial(_parse_integer, expected="a whole number, 0 or more")
-ranks: Final = partial(_parse_integer, expected=f"from 1 to {MAX_RANKS} ranks", least=1, most=MAX_RANKS)
+ranks: Final = partial(_parse_integer, expected=f"from 1 to {MAX_RANKS} ranks", minimum=1, maximum=MAX_RANKS)
 
 
 def _parse_url(text: str, owner: str) -> str:
