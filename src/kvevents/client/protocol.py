@@ -242,7 +242,7 @@ class Endpoint:
         """Return the error for a request that got no response."""
         sentence, hint = _TRANSPORT_ERRORS[kind]
         detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # other protocols send any text
-        text = sentence.format(url=self.url, host=self.host, seconds=f"{seconds:g}", detail=detail, most=self.max_bytes >> 20)
+        text = sentence.format(url=self.url, host=self.host, seconds=f"{seconds:g}", detail=detail, limit=self.max_bytes >> 20)
         return ServiceRequestError(text, kind, hint)
 
     def response_error(self, status: int, content: bytes) -> ServiceRequestError:
@@ -284,7 +284,7 @@ _TRANSPORT_ERRORS: Final[dict[HttpErrorKind, tuple[str, str]]] = {
     "refused": ("nothing listens at {url}", "start a service with `kvevents serve`, or name another one with --service"),
     "closed": ("{url} closes the connection: {detail}", _OTHER_PORT),
     "not-http": ("{url} does not answer in HTTP: {detail}", _OTHER_PORT),
-    "too-large": ("the response of {url} has more than {most} MiB", "check that this is a kvevents service"),
+    "too-large": ("the response of {url} has more than {limit} MiB", "check that this is a kvevents service"),
     "unreachable": ("{url} cannot be reached: {detail}", "check the address, routes and firewalls"),
 }
 

@@ -208,9 +208,9 @@ class SessionAffinity:
             return Choice(chosen, "the least loaded of {candidates}, since the prompt has no session", len(equal))
         session = _hash(prompt.session.encode("utf-8", "surrogatepass"))
         ranked = sorted(candidates, key=lambda one: (_mix_bits(session ^ _hash_worker(one.worker)), one.worker), reverse=True)
-        most = self.max_requests(sum(one.load.requests for one in candidates), len(candidates))
+        limit = self.max_requests(sum(one.load.requests for one in candidates), len(candidates))
         for place, one in enumerate(ranked):
-            if one.load.requests < most:
+            if one.load.requests < limit:
                 if place:
                     return Choice(one, "the session's next choice, since its own worker has too many requests")
                 return Choice(one, "the session's own among {candidates}")

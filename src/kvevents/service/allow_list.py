@@ -1,4 +1,4 @@
-"""The allow-list of endpoints that registrations over HTTP may name, so that clients cannot make it connect to any address.
+"""The allow-list of endpoints that HTTP registrations may name: clients must not make the service connect anywhere.
 
 `EndpointAllowList.check` parses an endpoint more strictly than libzmq does and compares it with the patterns. The check rejects
 some spellings that libzmq 4.3.5 accepts: `SOURCE;TARGET`, IPv4 addresses in hexadecimal, in octal, as one number or in

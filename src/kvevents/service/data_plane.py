@@ -76,7 +76,7 @@ _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
-class Answered(NamedTuple):
+class QueryAnswer(NamedTuple):
     """The response to a forwarded query."""
 
     body: bytes
@@ -187,7 +187,7 @@ class DataPlane:
 
     def answer(
         self, method: str, path: str, fields: Mapping[str, Any], tokens: Any, *, wants_msgpack: bool = False
-    ) -> Answered | None:
+    ) -> QueryAnswer | None:
         """Answer a query by the fields of its body, and the token ids of its prompt.
 
         Return None if no worker serves the model, or if the fleet has failed. Raises `ServiceError` if the fleet does not
@@ -200,7 +200,7 @@ class DataPlane:
             case None:
                 return None
             case body, longest:
-                return Answered(body, longest)
+                return QueryAnswer(body, longest)
             case status, reason, sentence, hint:
                 raise ServiceError(sentence, reason, hint, status=status)
 

@@ -259,13 +259,13 @@ class _Facts:
             raise ConfigError(f"invalid {_PREFIX}drafts {text!r} of pod {name}: expected all, or 0,1")
         return tuple(map(int, texts))
 
-    def number(self, name: str, most: int, *others: str) -> int | None:
-        """Return a value as a number from 1 to `most`; None if it is missing. Raises `ConfigError`."""
+    def number(self, name: str, maximum: int, *others: str) -> int | None:
+        """Return a value as a number from 1 to `maximum`; None if it is missing. Raises `ConfigError`."""
         text = self.text(name, *others)
         if not text:
             return None
-        if not (text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= most):
-            raise ConfigError(f"invalid {_PREFIX}{name} {text!r} of pod {self._pod.metadata.name}: expected 1 to {most}")
+        if not (text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= maximum):
+            raise ConfigError(f"invalid {_PREFIX}{name} {text!r} of pod {self._pod.metadata.name}: expected 1 to {maximum}")
         return int(text)
 
     def _value_of(self, key: str) -> str:

@@ -235,30 +235,30 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ranks = [RankEndpoint(self.rank + index, own, self.replay_endpoint_of(index, own)) for index, own in enumerate(owns)]
         return tuple(self.registration(instance, self.model, rank) for rank in ranks)
 
-    def registration(self, instance: str, model: str, reported: RankEndpoint) -> Registration:
-        """Return the registration of one rank. A setting of this template takes precedence over the value in `reported`."""
-        replay = reported.replay_endpoint
-        check_endpoint("endpoint", reported.endpoint, bind=self.bind)
+    def registration(self, instance: str, model: str, rank: RankEndpoint) -> Registration:
+        """Return the registration of one rank. A setting of this template takes precedence over the value in `rank`."""
+        replay = rank.replay_endpoint
+        check_endpoint("endpoint", rank.endpoint, bind=self.bind)
         if replay is not None:
             check_endpoint("replay_endpoint", replay)
-        load = self._load_of(reported.rank - self.rank, reported.endpoint) or reported.load
+        load = self._load_of(rank.rank - self.rank, rank.endpoint) or rank.load
         load = None if load == NO_LOAD else load
         if load is not None:
             check_load(load)
         fields: dict[str, Any] = {name: getattr(self, name) for name in EngineFields.__struct_fields__}
         fields |= {
             "model": model,
-            "topic": self.topic or reported.topic,
-            "block_size": self.block_size or reported.block_size,
+            "topic": self.topic or rank.topic,
+            "block_size": self.block_size or rank.block_size,
             "load": load,
-            "url": reported.url if self.url is None else _on_host_of(self.url, reported.endpoint),
+            "url": rank.url if self.url is None else _on_host_of(self.url, rank.endpoint),
         }
         return Registration(
             instance=instance,
-            endpoint=reported.endpoint,
-            rank=reported.rank,
+            endpoint=rank.endpoint,
+            rank=rank.rank,
             replay_endpoint=replay,
-            replay_is_proven=reported.replay_is_proven,
+            replay_is_proven=rank.replay_is_proven,
             **fields,
         )
 

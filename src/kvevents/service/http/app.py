@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class _Sending(NamedTuple):
+class _OpenStream(NamedTuple):
     """A response in pieces that is being sent."""
 
     stream: _native.ResponseStream
@@ -48,7 +48,7 @@ class App:
         self.service = service
         self._tracer = find_tracer()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._open_streams: dict[int, _Sending] = {}
+        self._open_streams: dict[int, _OpenStream] = {}
         """The responses that are being sent in pieces, by the numbers of their streams."""
 
     @property
@@ -105,7 +105,7 @@ class App:
             request.respond(200, headers, b"")
             return
         stream = request.stream(200, headers)
-        progress = self._open_streams[stream.number] = _Sending(stream, asyncio.Event(), asyncio.current_task())
+        progress = self._open_streams[stream.number] = _OpenStream(stream, asyncio.Event(), asyncio.current_task())
         try:
             async for piece in response.pieces:
                 while not stream.send(piece) and not stream.is_gone:

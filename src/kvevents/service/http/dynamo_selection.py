@@ -48,7 +48,7 @@ def worker_id(instance: str) -> int:
     return int.from_bytes(blake2b(instance.encode(), digest_size=8).digest(), "big") >> 1
 
 
-class _Held(NamedTuple):
+class _HeldTokens(NamedTuple):
     """Cumulative number of tokens of a prompt, by tier, that a worker holds."""
 
     device: int = 0
@@ -56,7 +56,7 @@ class _Held(NamedTuple):
     all: int = 0
 
 
-_NOTHING: Final = _Held()
+_NOTHING: Final = _HeldTokens()
 
 
 class _Prompt(NamedTuple):
@@ -128,7 +128,7 @@ class _Fleet:
             raise
         return _decode_selection(response.body)
 
-    def match(self, prompt: _Prompt) -> dict[Worker, _Held]:
+    def match(self, prompt: _Prompt) -> dict[Worker, _HeldTokens]:
         """Return how many tokens of a prompt each worker holds."""
         if prompt.hashes is not None:
             return self._held_by_hash(prompt.hashes)
@@ -136,7 +136,7 @@ class _Fleet:
         workers = _decode_match(body).workers
         return {(worker.instance, worker.rank): _held_by_tier(worker.tiers, worker.tokens) for worker in workers}
 
-    def _held_by_hash(self, hashes: list[int]) -> dict[Worker, _Held]:
+    def _held_by_hash(self, hashes: list[int]) -> dict[Worker, _HeldTokens]:
         """Return the matches of block hashes. Dynamo's answer has matches on the device by rank, Mooncake's on all tiers."""
         if not hashes:
             return {}
@@ -147,11 +147,11 @@ class _Fleet:
             return msgspec.json.decode(ask(self.service, self.scope, "/query_by_hash", {name: model, **body}).body)
 
         instances, totals = query("model_name")["instances"], query("model")[tenant]
-        matches: dict[Worker, _Held] = {}
+        matches: dict[Worker, _HeldTokens] = {}
         for instance, tiers in instances.items():
             for rank, device in tiers["dp"].items():
                 total = max(device, totals.get(instance, {"DP": {}})["DP"].get(rank, 0))
-                matches[instance, int(rank)] = _Held(device, max(device, min(total, tiers["cpu"])), total)
+                matches[instance, int(rank)] = _HeldTokens(device, max(device, min(total, tiers["cpu"])), total)
         return matches
 
     def names_of(self, worker: Worker) -> dict[str, Any]:
@@ -174,10 +174,10 @@ def _count_blocks(tokens: int, size: int) -> int:
     return -(-tokens // size)
 
 
-def _held_by_tier(tiers: Mapping[str, int], tokens: int) -> _Held:
+def _held_by_tier(tiers: Mapping[str, int], tokens: int) -> _HeldTokens:
     device = tiers.get("gpu", 0)
     host = max(device, tiers.get("cpu", 0))
-    return _Held(device, host, max(host, tokens))
+    return _HeldTokens(device, host, max(host, tokens))
 
 
 def _fleet_of(service: Service, body: Any) -> _Fleet:
@@ -188,7 +188,7 @@ def _fleet_of(service: Service, body: Any) -> _Fleet:
 # --- selections
 
 
-_Choice: TypeAlias = tuple[PendingSelection, Mapping[Worker, _Held]]
+_Choice: TypeAlias = tuple[PendingSelection, Mapping[Worker, _HeldTokens]]
 """A selected worker, and for each of its ranks the number of tokens of the prompt that the rank holds."""
 
 
@@ -321,10 +321,10 @@ def select_and_reserve(service: Service, request: HttpRequest) -> Response:
 
 
 def _selected(
-    fleet: _Fleet, prompt: _Prompt, selection: PendingSelection, matches: Mapping[Worker, _Held], **fields: Any
+    fleet: _Fleet, prompt: _Prompt, selection: PendingSelection, matches: Mapping[Worker, _HeldTokens], **fields: Any
 ) -> messages.SelectedWorker:
     worker, size = selection.worker, fleet.block_size_of(selection.worker)
-    longest_match = _Held(*map(max, zip(*matches.values(), strict=True))) if matches else _NOTHING
+    longest_match = _HeldTokens(*map(max, zip(*matches.values(), strict=True))) if matches else _NOTHING
     ignores_cache = selection.ignores_cache and prompt.tokens is not None
     cached_tokens = 0 if ignores_cache else matches.get(worker, _NOTHING).all
     return messages.SelectedWorker(
@@ -487,7 +487,7 @@ def overlap_scores(service: Service, request: HttpRequest) -> Response:
     return answer(scores, request)
 
 
-def _overlap_of(fleet: _Fleet, worker: Worker, held: _Held) -> messages.WorkerOverlap:
+def _overlap_of(fleet: _Fleet, worker: Worker, held: _HeldTokens) -> messages.WorkerOverlap:
     size = fleet.block_size_of(worker)
     device, host, disk = (tokens // size for tokens in held)
     return messages.WorkerOverlap(

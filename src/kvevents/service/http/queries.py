@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from msgspec import UNSET, Struct
 
-from kvevents.service.data_plane import Answered
+from kvevents.service.data_plane import QueryAnswer
 from kvevents.service.errors import ServiceError, TooMuchError
 from kvevents.service.fleet.registration import Scope
 from kvevents.service.http.messages import JSON, MSGPACK, HttpRequest, Response
@@ -46,7 +46,7 @@ def answer_query(service: Service, request: HttpRequest, query: Struct, tokens: 
 
 def ask(
     service: Service, scope: Scope, path: str, fields: Mapping[str, Any], tokens: Any = (), *, wants_msgpack: bool = False
-) -> Answered:
+) -> QueryAnswer:
     """Return the data plane's answer to a query that is sent by `POST` with these fields. Raises `ServiceError`."""
     check_tokens(service, len(tokens))
     try:
