@@ -553,7 +553,7 @@ def test_losses_and_rejected_events_are_warnings() -> None:
     losing = [make_view(lost=2, gaps=[gap], rejected={"bad-token": 3})]
     assert checks.check_losses([make_view()], 1010.0) is None
     lossy = checks.check_losses(losing, 1010.0)
-    assert one(lossy) == ("warn", "permanently lost, some within the last hour: 2 batches of engine-001/0")
+    assert one(lossy) == ("warn", "batches were lost, some within the last hour: 2 batches of engine-001/0")
     assert one(checks.check_losses(losing, 9010.0))[0] == "ok"
     assert one(checks.check_rejected(losing)) == ("warn", "events could not be used: engine-001/0: bad-token (3)")
 

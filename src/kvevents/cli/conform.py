@@ -112,7 +112,7 @@ def run(args: Namespace) -> int:
     driver = _make_driver(args)
     plays = _play_functions(scenarios, driver)
     if not plays:
-        raise ConfigError(f"none of these scenarios is for {driver.title}; --list prints all scenarios")
+        raise ConfigError(f"none of the chosen scenarios is for {driver.title}; --list prints all scenarios")
     done = 0
 
     def count(_: Result) -> None:

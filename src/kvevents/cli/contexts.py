@@ -40,5 +40,5 @@ def find_context(name: str | None) -> Context | None:
     contexts = convert(read_toml(path), _File, str(path)) if path.exists() else _File()
     wanted = name or os.environ.get("KVEVENTS_CONTEXT") or contexts.current
     if wanted is not None and wanted not in contexts.contexts:
-        raise ConfigError(f"unknown context {wanted!r}{suggestion(wanted, contexts.contexts)} {path} has none of this name")
+        raise ConfigError(f"unknown context {wanted!r}{suggestion(wanted, contexts.contexts)} {path} has no such context")
     return None if wanted is None else contexts.contexts[wanted]

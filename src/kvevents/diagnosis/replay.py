@@ -80,18 +80,18 @@ def _report_holes(endpoint: str, sample: ReplaySample, curve: Curve | None) -> C
     count = sum(last - first + 1 for first, last in sample.holes)
     text = f"{plural(count, 'batch')} missing inside the response ({number_ranges(sample.holes)})"
     if count > MAX_MISSING:
-        advice = "no engine keeps that many: check the port, since this may be another service"
+        advice = "no engine keeps so many batches: check the port, since this may be another service"
         return warn("replay", text, advice)
     numbers = {seq for first, last in sample.holes for seq in range(first, last + 1)}
     retry = sample_replay(endpoint, numbers, PATIENCE, curve, requests=_RETRIES)
     lost_numbers = numbers - {batch.seq for batch in retry.batches}
     if not lost_numbers:
-        advice = "kvevents requests them again; other clients lose them. vLLM 0.33 has a larger send queue"
+        advice = "kvevents requests missing batches again; other clients lose these. vLLM 0.33 has a larger send queue"
         return warn("replay", f"{text}; a second request returned them: the engine's send queue overflows", advice)
     if len(lost_numbers) < len(numbers):
         advice = "kvevents requests missing batches again while some arrive, then reports a gap: see the check `trust` below"
         return warn("replay", f"{text}; after {_RETRIES} more requests {len(lost_numbers):,} of them are missing", advice)
-    advice = "the engine could not encode these batches, or its buffer lost them: see its log"
+    advice = "the engine could not encode these batches, or its buffer lost them: see the log of the engine"
     return warn("replay", f"{text}, also in further responses: these batches are lost", advice)
 
 

@@ -250,7 +250,7 @@ def check_load(sources: Sequence[SourceView]) -> CheckResult | None:
     loads = [source.load for source in sources if source.load is not None]
     faults = [f"{source.name}: {source.load_fault}" for source in sources if source.load_fault is not None]
     if faults:
-        advice = "until it is known, selections assume the mean load of the other engines; check the setting `load`"
+        advice = "until the load is known, selections assume the mean load of the other engines; check the setting `load`"
         return warn("load", f"unknown of {first_names(faults)}", advice)
     if not loads:
         return None
@@ -294,10 +294,10 @@ def check_losses(sources: Sequence[SourceView], now: float) -> CheckResult | Non
     with_losses = [source for source in sources if source.lost]
     recent = [source for source in with_losses if any(now - gap.at < 3_600.0 for gap in source.gaps)]
     if not recent:
-        text = f"permanently lost, none of them within the last hour: {_list_losses(with_losses)}"
+        text = f"batches were lost, but none within the last hour: {_list_losses(with_losses)}"
         return ok("losses", text) if with_losses else None
     advice = "use a replay endpoint with a large `buffer_steps` to repair losses; check whether service or network pauses"
-    return warn("losses", f"permanently lost, some within the last hour: {_list_losses(recent)}", advice)
+    return warn("losses", f"batches were lost, some within the last hour: {_list_losses(recent)}", advice)
 
 
 def _list_losses(sources: Sequence[SourceView]) -> str:

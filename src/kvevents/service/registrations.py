@@ -205,9 +205,9 @@ class Registrations(Struct, eq=False, kw_only=True):
             raise NotFoundError(f"instance {query.instance}{suffix} not found", "not-registered", LISTING_HINT)
         first, subject = ranks[0].registration, f"instance {query.instance} is registered"
         if query.model is not None and first.model != query.model:
-            raise NotFoundError(f"{subject} for model={first.model}", "other-model", "send that model, or none")
+            raise NotFoundError(f"{subject} for model={first.model}", "other-model", "send this model, or no model")
         if (query.lora and query.lora != first.lora_name) or (query.salt and query.salt != first.salt):
-            raise NotFoundError(f"{subject} with another LoRA or salt", "other-scope", "send those, or none")
+            raise NotFoundError(f"{subject} with another LoRA or salt", "other-scope", "send these, or omit both")
         return ranks
 
     def _check_follows_engines(self) -> None:

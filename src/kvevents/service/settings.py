@@ -191,7 +191,7 @@ class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if self.selector is None and not self.pools:
-            raise ConfigError("it needs a selector or pools: without one all pods would be engines")
+            raise ConfigError("it needs a selector or pools: without these, all pods would be engines")
         if self.selector is not None and not _SELECTOR.fullmatch(self.selector):
             raise ConfigError(f"invalid selector {self.selector!r}: expected labels, such as app=vllm,tier in (a,b)")
         for name in (*self.namespaces, *self.pools):

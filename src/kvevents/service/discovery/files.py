@@ -127,7 +127,7 @@ def _read(path: Path, *, only_sources: bool, max_bytes: int) -> list[Any]:
     elif unknown := sorted(fields.keys() - {"sources"}):
         raise ConfigError(f"unknown key {unknown[0]!r}; a file of sources has [[sources]] tables and nothing else")
     if "sources" not in fields:
-        raise ConfigError("it has no [[sources]]: write sources = [] for an empty list")
+        raise ConfigError("the file has no [[sources]]: write sources = [] for an empty list")
     if not isinstance(fields["sources"], list):
         raise ConfigError("sources is one table: write [[sources]], in double brackets")
     return fields["sources"]

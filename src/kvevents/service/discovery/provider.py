@@ -192,7 +192,7 @@ class BaseUrl(Struct, frozen=True):
         is_upgrade = (self.port, target.port) == (_PORTS["http"], _PORTS["https"]) and target.scheme == "https"
         is_same = target.host == self.host and (target.port == self.port or is_upgrade)
         if not (is_same or other_hosts) or target.scheme not in {self.scheme, "https"}:
-            raise EngineQueryError(f"{self} redirects to {location!r}, which is another server: name that one as base_url")
+            raise EngineQueryError(f"{self} redirects to {location!r}, which is another server: set base_url to its URL")
         return target
 
 
