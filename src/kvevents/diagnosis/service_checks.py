@@ -84,7 +84,7 @@ def check_ready(ready: ReadyAnswer) -> Iterator[CheckResult]:
     if not ready.ready:
         advice = f"the service will be ready at most {ready.deadline_seconds:g} s after its start; the reasons are below"
         if not ready.sources:
-            advice = "register an engine, which makes the service ready, or see the faults of discovery below"
+            advice = "the service becomes ready when an engine is registered: register one, or see the discovery faults below"
         yield warn("ready", f"not yet: {ready.why}, and the quorum is {ready.quorum:g}", advice)
     elif ready.exact < ready.quorum * ready.sources:
         yield warn("ready", f"yes, though {ready.why}", "the sources that are not EXACT are below")

@@ -120,7 +120,7 @@ class ObjectKind(Generic[T]):
 
 @asynccontextmanager
 async def connect(kubeconfig: str | None) -> AsyncGenerator[Any, None]:
-    """Connect with the pod's service account, or with a kubeconfig. Every connection reads its credentials anew."""
+    """Connect with the pod's service account, or with a kubeconfig. Every connection reads the credentials again."""
     from kubernetes_asyncio import client, config  # noqa: PLC0415
 
     configuration = client.Configuration()

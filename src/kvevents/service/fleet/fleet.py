@@ -53,7 +53,7 @@ DRAINING: Final = "it is drained: a client of /v1/drain has excluded it from sel
 
 
 Resume: TypeAlias = Callable[[Key], Checkpoint | None]
-"""Function that returns the checkpoint from which a stream resumes; None if the stream begins anew."""
+"""Function that returns the checkpoint from which a stream resumes; None if there is no checkpoint."""
 
 
 class Fleet(Listener):
