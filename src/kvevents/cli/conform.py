@@ -1,4 +1,4 @@
-"""`kvevents conform`: play scenarios against an indexer, a router or a publisher, and print whether this behaved correctly."""
+"""`kvevents conform`: play scenarios against a target (indexer, router, publisher), and print whether it behaved correctly."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Console:
             self._notes.flush()
 
     def check_reader(self) -> None:
-        """Raise BrokenPipeError if the reader of stdout has ended. Without this check, only the next write would."""
+        """Raise BrokenPipeError if the reader of stdout has ended. Without this check, only the next write would raise it."""
         try:
             descriptor = self._out.fileno()
         except (OSError, ValueError):

@@ -271,7 +271,7 @@ class DeliveryLoop:
         return NOTHING_ARRIVED
 
     def _wait_for_replays(self) -> None:
-        """Wait until no stream is REPLAYING, so that all trust is known. Discard deliveries that arrive during the wait."""
+        """Wait until no stream is REPLAYING, so that their trust is known. Discard deliveries that arrive during the wait."""
         until = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < until:  # a second signal ends the wait
             if all(status.trust != Trust.REPLAYING for status in self._subscriber.statuses()):

@@ -28,7 +28,7 @@ CURVE_FLAGS: Final = {
 
 
 def check_directory(file: Path) -> None:
-    """Raise `UsageError` if the directory of a file does not exist. Commands call this before they compute what they write."""
+    """Raise `UsageError` if the directory of a file does not exist. Commands call this before they compute the content."""
     directory = file.absolute().parent
     if not directory.is_dir():
         raise UsageError(f"cannot write {file}: the directory {directory} does not exist")

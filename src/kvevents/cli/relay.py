@@ -128,7 +128,7 @@ class RelayStatusLogger:
         self._poll_at = 0.0
         self._logger: Final = StateLogger(log)
         self._waiting: dict[tuple[str, int], float] = {}
-        """The time at which each upstream began its first connection; infinity once it has connected or the hint was logged."""
+        """Time at which each upstream began to connect; infinity once the upstream has connected or the hint was logged."""
 
     def poll(self) -> None:
         """Log changes of state. This method may be called at any rate; it compares states every half second."""

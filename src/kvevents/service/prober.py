@@ -233,7 +233,7 @@ async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_key
 
 
 def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Return why an endpoint cannot be used: it is no ZeroMQ socket, or either end lacks CURVE keys; None without a fault."""
+    """Return why an endpoint cannot be used: it is no ZeroMQ socket, or one end lacks CURVE keys; None if it can be used."""
     if handshake.outcome in _HANDSHAKE_FAULTS:
         reason, sentence = _HANDSHAKE_FAULTS[handshake.outcome]
         host = (split_tcp(endpoint) or ("",))[0]

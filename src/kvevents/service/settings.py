@@ -66,7 +66,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_received_bytes: Bytes = 256 << 20
     """Maximum memory of all requests that are being received or answered, not counting the first 64 KiB of each request."""
     max_unread_bytes: Bytes = 256 << 20
-    """Maximum memory of all answers that clients have not read. Above it, the connection with the most is closed."""
+    """Maximum memory of all unread answers. Above it, the connection with the most unread bytes is closed."""
     max_listeners: Positive = 64
     """Maximum number of concurrent clients of `/v1/events`."""
     max_reservations: Positive = 65_536
@@ -178,7 +178,7 @@ class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fie
     namespaces: Annotated[tuple[Name, ...], "--kubernetes-namespace"] = ()
     """Namespace of the pods, by default the service's own; can be repeated."""
     pools: Annotated[tuple[Name, ...], "--kubernetes-pool"] = ()
-    """Follow the engines in pods of this `InferencePool`; can be repeated. With a selector too, both must select a pod."""
+    """Follow the engines in pods of this `InferencePool`; can be repeated. If there is a selector, both must select a pod."""
     kubeconfig: Annotated[FilePath | None, "--kubeconfig"] = None
     """Kubeconfig to use instead of the pod's service account; outside of a cluster the default is kubectl's."""
     http_port: Port = 8000

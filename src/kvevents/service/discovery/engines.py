@@ -334,7 +334,7 @@ class Declaration(Struct, frozen=True):
         return ranks
 
     def contradictions(self, first: RankEndpoint, models: set[str]) -> Iterator[str]:
-        """Yield sentences about declared values that the engine denies. `first` is its first rank, maybe not 0."""
+        """Yield sentences about declared values that differ from the engine's. `first` is its first rank, maybe not 0."""
         if self.names_model and models and self.model not in models:
             yield f"it is declared to serve {self.model}, but serves {', '.join(sorted(models))}"
         replay = first.replay_endpoint or "no endpoint"

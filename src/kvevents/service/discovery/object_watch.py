@@ -32,8 +32,8 @@ PAGE_SIZE: Final = 500
 WATCH_SECONDS: Final = 300
 """Seconds after which the server ends a watch, so that connections move to other servers; client-go uses 5 to 10 minutes."""
 SILENCE_SECONDS: Final = 12.0
-"""Seconds without data after which a watch begins again, and seconds without an answer after which the server counts as away. A
-stopped server would otherwise look like a server without changes: bookmarks come only about once a minute."""
+"""Seconds without data after which a watch begins again, and seconds without an answer after which the server counts as away.
+Without this a stopped server would look like a server without changes: bookmarks only come about once a minute."""
 CONNECT_SECONDS: Final = 10.0
 """Maximum number of seconds to connect for a watch."""
 LIST_SECONDS: Final = 30.0

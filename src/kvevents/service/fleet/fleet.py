@@ -110,7 +110,7 @@ class Fleet(Listener):
         self._published_batches: dict[Key, int] = {}
         self.scopes = Scopes()
         self.why_incomplete: Callable[[], str] = str
-        """Returns why engines may be missing, of whatever model; returns an empty text if all engines are known."""
+        """Returns why engines of any model may be missing; returns an empty text if all engines are known."""
         self._changed_members: set[Key] = set()
         """Members that received events since the last refresh."""
         self._reported_members: set[Key] = set()

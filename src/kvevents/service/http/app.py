@@ -1,6 +1,6 @@
 """The control plane's part of the HTTP server: it handles requests that the data plane forwards, by the table of endpoints.
 
-It uses no framework: dispatch is a dictionary lookup, and errors are a few lines here for all endpoints. The data plane has
+It uses no framework: dispatch is a dictionary lookup, and a few lines handle the errors of all endpoints. The data plane has
 already determined the endpoint and the caller of a request, and whether the request is refused (`native/server/src/policy.rs`).
 
 Requests have OpenTelemetry spans if an SDK is configured. The service uses only OpenTelemetry's API, and only if that is

@@ -66,7 +66,7 @@ class Route(Struct, frozen=True):
 
     @property
     def known_fields(self) -> frozenset[str] | None:
-        """Fields of the body, if unknown ones are ignored, as Dynamo and Mooncake do; None if unknown fields are rejected."""
+        """Fields of the body, if unknown fields are ignored, as Dynamo and Mooncake do; None if these are rejected."""
         return None if self.takes is None or self.tag == "v1" else frozenset(self.takes.__struct_fields__)
 
     def __post_init__(self) -> None:
