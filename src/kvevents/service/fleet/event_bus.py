@@ -117,7 +117,7 @@ class EventBus:
             self._subscriptions.discard(subscription)
 
     def read(self, position: int) -> StreamEvent | int | None:
-        """Return the event number `position`; None if it is in the future. If it was dropped, return how many are missing."""
+        """Return the event at `position`; None if it is not published yet. If it was dropped, return how many are missing."""
         with self._lock:
             first = self._count - len(self._newest)
             if position < first:
