@@ -1,12 +1,12 @@
 """The base classes of publishers: the interface, the hooks at exit and after a fork, and the queue of the publisher thread.
 
-Theory of operation of the queue. To accept a batch costs the engine one `deque.append`: the publisher thread numbers batches by
-counting those that it takes out. Every exceptional state (the queue is full, the publisher thread sleeps, the publisher is
-closed, the process is a fork) shows in one comparison on the engine's side, `len(queue) >= _limit`: the limit is the capacity
-while the thread is awake, 0 while it sleeps, and -1 without a thread. Only in these states does `publish` take the slow path.
+Theory of operation of the queue. Accepting a batch costs the engine one `deque.append`, because the publisher thread numbers
+the batches as it takes them out. Every exceptional state (full queue, sleeping thread, closed publisher, forked process) shows
+in one comparison on the engine's side, `len(queue) >= _limit`: the limit is the capacity while the thread is awake, 0 while it
+sleeps, and -1 if there is no thread. Only in these states does `publish` take the slow path.
 
 A batch that a full queue drops keeps its number: a `_DroppedRange` at the tail of the queue counts such numbers, and consumers
-see a gap when a higher number arrives. If no batch follows, the thread sends an empty one. The slow path takes the lock, and
+see a gap when a higher number arrives. If no batch follows, the thread sends an empty batch. The slow path takes the lock, and
 the thread takes it once per burst; the fast path takes no lock.
 
 `publish` raises only after the user has called `shutdown`. If the thread has ended for another reason, or in a forked child,
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 class EventPublisher(Closeable, ABC):
     """Publishes the batches of one data-parallel rank, in order.
 
-    Each rank runs its own publisher, which writes its rank into batches that carry none.
+    Each rank has a separate publisher, which writes the rank into batches that carry no rank.
     """
 
     def __init__(self, data_parallel_rank: int = 0) -> None:
@@ -50,29 +50,29 @@ class EventPublisher(Closeable, ABC):
 
     @abstractmethod
     def publish(self, events: Any) -> None:
-        """Accept one batch (`kvevents.events.EventBatch` or an engine's) and give it the next number. Does not block."""
+        """Accept one batch (`kvevents.events.EventBatch` or an engine's type) and give it the next number. Does not block."""
 
     @abstractmethod
     def shutdown(self) -> Any:
-        """Send what can be sent in bounded time, then stop."""
+        """Stop accepting batches, and send the accepted ones within a limited time."""
 
     def close(self) -> None:
-        """Call `shutdown`; a publisher is also a context manager, which calls it at the end."""
+        """Call `shutdown`. A publisher used as a context manager calls `close` at the end of the block."""
         self.shutdown()
 
     def get_publisher_config(self) -> Any:
-        """Return the settings in force, with resolved endpoints; None for a publisher without settings.
+        """Return the settings in force, with resolved endpoints; None if the publisher has no settings.
 
         vLLM 0.31 and later calls this when the engine starts (`vllm/v1/core/sched/scheduler.py`).
         """
         return None
 
     def stats(self) -> PublisherStats:
-        """Return counters since the start; all are zero for a publisher that counts nothing."""
+        """Return counters since the start; all are zero if the publisher counts nothing."""
         return PublisherStats()
 
     def _after_fork(self) -> None:
-        """Stop using the threads and locks of the parent; called in a forked child for `open_publishers`."""
+        """Stop using the threads and locks of the parent; called in a forked child for each of `open_publishers`."""
 
 
 class NullEventPublisher(EventPublisher):
@@ -95,7 +95,7 @@ open_publishers: WeakSet[EventPublisher] = WeakSet()
 
 
 def _shut_down_all() -> None:
-    with ExitStack() as stack:  # shuts down every publisher even if one raises, as after Ctrl-C
+    with ExitStack() as stack:  # the stack calls every `shutdown` even if one raises, as after Ctrl-C
         for publisher in list(open_publishers):
             stack.callback(publisher.shutdown)
 
@@ -115,15 +115,15 @@ _MEAN_WEIGHT: Final = 1 / 8
 _DEVIATION_WEIGHT: Final = 1 / 4
 """Weights with which TCP smooths round-trip times (RFC 6298)."""
 _MAX_RELATIVE_DEVIATION: Final = 1 / 4
-"""Maximum deviation, relative to the mean interval, with which the next batch counts as predictable."""
+"""Maximum deviation of the intervals, as a fraction of the mean interval, up to which the next batch counts as predictable."""
 
 
 class PollPlanner:
-    """Predicts the arrival of the next batch from the intervals between the last ones.
+    """Predicts the arrival of the next batch from the intervals between the latest batches.
 
     While batches arrive steadily, the thread sleeps until shortly before the next one is expected and then polls a few times.
-    So `publish` need not wake it, and a batch waits for about `min_poll_interval`. When the intervals are irregular the planner
-    returns no pauses: the thread waits and `publish` wakes it.
+    So `publish` need not wake the thread, and a batch waits for about `min_poll_interval`. When the intervals are irregular the
+    planner returns no pauses: the thread waits and `publish` wakes it.
     """
 
     def __init__(self, settings: PollSettings) -> None:
@@ -135,7 +135,7 @@ class PollPlanner:
     def record_arrival(self, now: float, *, at_first_poll: bool = False) -> None:
         """Record that batches were found at `now` (monotonic seconds). `at_first_poll` says that the first poll found them."""
         interval = now - self._arrived_at
-        # The batch came at an unknown time before the first poll; without a correction, pauses would grow continually.
+        # The batch came at an unknown time before the first poll; if that time did not count, pauses would grow continually.
         interval -= self._settings.min_poll_interval if at_first_poll else 0.0
         self._arrived_at = now
         if interval > self._settings.max_interval or self._mean > self._settings.max_interval:
@@ -146,7 +146,7 @@ class PollPlanner:
         self._deviation += (abs(error) - self._deviation) * _DEVIATION_WEIGHT
 
     def plan(self, now: float) -> list[float]:
-        """Return the seconds to sleep before each check of the queue, starting at `now`; empty if no batch is predictable."""
+        """Return the seconds to sleep before each check of the queue, starting at `now`; empty while arrivals are irregular."""
         if self._mean > self._settings.max_interval or self._deviation > self._mean * _MAX_RELATIVE_DEVIATION:
             return []
         step = max(self._settings.min_poll_interval, self._deviation / 2)
@@ -164,7 +164,7 @@ class _DroppedRange:
 
 
 class QueuedPublisher(EventPublisher):
-    """A publisher whose `publish` only queues. A subclass runs the thread that takes batches out and sends them."""
+    """A publisher whose `publish` only queues. A subclass runs the thread that dequeues and sends the batches."""
 
     def __init__(self, data_parallel_rank: int, max_queue_size: int, burst: int) -> None:
         """`burst` is the maximum number of batches that `_take_burst` takes."""
@@ -173,7 +173,7 @@ class QueuedPublisher(EventPublisher):
         self._burst = burst
         self._limit = self._capacity
         self._queue: deque[Any] = deque()
-        # Re-entrant, because a signal handler of the engine can publish while the interrupted code holds the lock.
+        # The lock is re-entrant, because a signal handler of the engine can publish while the interrupted code holds the lock.
         self._lock = threading.RLock()
         # The thread waits by acquiring this lock, and releasing it wakes the thread, which is cheaper than a `threading.Event`.
         self._wakeup = _thread.allocate_lock()
@@ -182,7 +182,7 @@ class QueuedPublisher(EventPublisher):
         self._is_running = True
         self._is_shut_down = False
         self._end_reason = ""
-        """Why the thread ended without `shutdown`; empty while it runs and after `shutdown`."""
+        """Why the thread ended before `shutdown`; empty while the thread runs and after `shutdown`."""
         self._dropped_after_end = 0
         self._next_seq = 0
         """Number of the batch at the head of the queue."""
@@ -197,10 +197,10 @@ class QueuedPublisher(EventPublisher):
         self._encode_failures = 0
         self._send_failures = 0
         self._has_tail_gap = False
-        """Whether the newest number has no batch; consumers see that only when a higher number is sent."""
+        """Whether the newest number has no batch; consumers see this gap only when a higher number is sent."""
 
     def publish(self, events: Any) -> None:
-        """Accept one batch and give it the next number. Never blocks, and never raises before `shutdown()`.
+        """Accept one batch and give it the next number. The method never blocks, and raises only after `shutdown()`.
 
         A batch without a rank gets the rank of this publisher. If the queue is full, the batch is dropped and counted; its
         number stays unused, and consumers see a gap. An object that is not a batch leaves a gap as well. Do not change the
@@ -215,16 +215,16 @@ class QueuedPublisher(EventPublisher):
         except Exception:  # noqa: BLE001 - a user's own type may raise anything, and it must not reach the engine
             self._set_attention_rank(events)
         queue = self._queue
-        # _limit is read after the length: CPython runs no other thread between this and the append, so the publisher thread
-        # cannot fall asleep unnoticed. Other interpreters rely on the limit of its sleep.
+        # _limit is read after the length: CPython runs no other thread between the comparison and the append, so the publisher
+        # thread cannot fall asleep unnoticed. Other interpreters rely on the limited sleep of that thread.
         if len(queue) >= self._limit:
             self._publish_slowly(events)
             return
         queue.append(events)
 
     def _set_attention_rank(self, events: Any) -> None:
-        """Set the rank of a batch without `data_parallel_rank`: SGLang calls it `attn_dp_rank`, users' own types have none."""
-        with suppress(Exception):  # a user's own type can raise anything; its encoding reports the problem
+        """Set `attn_dp_rank`, SGLang's name of the rank, if a batch has this field instead of `data_parallel_rank`."""
+        with suppress(Exception):  # a user's own type can raise anything; encoding the batch reports the problem
             if getattr(events, "attn_dp_rank", self) is None:
                 events.attn_dp_rank = self._data_parallel_rank
 
@@ -265,7 +265,7 @@ class QueuedPublisher(EventPublisher):
         self._wakeup.release()
 
     def _end_queue(self, reason: str | None) -> None:
-        """End the thread. From now on `publish` drops batches for `reason`, or raises if `reason` is None (a shutdown)."""
+        """End the thread. Further calls of `publish` drop batches for `reason`, or raise if `reason` is None (a shutdown)."""
         with self._lock:
             if reason is None:
                 self._is_shut_down = True
@@ -277,7 +277,7 @@ class QueuedPublisher(EventPublisher):
                 self._wake()
 
     def _end_in_child(self, reason: str) -> None:
-        """End the queue in a forked child, where the parent's threads do not exist, so that they release no lock."""
+        """End the queue in a forked child, and replace the lock, because a thread of the parent may have held it."""
         self._lock = threading.RLock()
         self._is_asleep = False
         self._end_queue(reason)
@@ -300,7 +300,7 @@ class QueuedPublisher(EventPublisher):
             self._wakeup.acquire(blocking=False)
 
     def _take_burst(self, encode: Callable[[Any], bytes]) -> list[SequencedPayload]:
-        """Take one burst out of the queue; number and encode its batches. A batch that cannot be encoded leaves a gap."""
+        """Take one burst out of the queue, and number and encode its batches. A batch that cannot be encoded leaves a gap."""
         with self._lock:
             seq, pop = self._next_seq, self._queue.popleft
             items = [pop() for _ in range(min(self._burst, len(self._queue)))]
@@ -320,7 +320,7 @@ class QueuedPublisher(EventPublisher):
                 burst.append((seq, encode(item)))
             except BaseException as error:  # noqa: BLE001 - encoding runs code of users' event types; it must not end the thread
                 self._encode_failures += 1
-                with suppress(Exception):  # to format an exception of a user's type can raise
+                with suppress(Exception):  # formatting an exception of a user's type can raise another one
                     self._on_encode_failure(seq, error)
             seq += 1
         if items:

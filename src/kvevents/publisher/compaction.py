@@ -3,10 +3,10 @@
 `Compactor` stores the blocks of a stream's old batches that are still live. `encode_snapshot` encodes them as batches of any
 dialect. `DigestTracker` computes the digest that heartbeats carry.
 
-A snapshot that is larger than one payload has several parts. A consumer needs all of them, consecutively. But the parts have
-the numbers of earlier live batches, which a consumer may hold instead. So each part ends with a heartbeat whose digest covers
-all parts up to and including it, and only the heartbeat of the last part has the trust EXACT. A consumer that misses a part
-sees a wrong digest.
+A snapshot that is larger than one payload has several parts. A consumer needs all parts, consecutively. But the parts have the
+numbers of earlier live batches, and a consumer may hold these batches instead. So each part ends with a heartbeat whose digest
+covers all parts up to this one, and only the heartbeat of the last part has the trust EXACT. A consumer that misses a part sees
+a wrong digest.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _NATIVE_LIMITS: Final = astuple(DEFAULT_WIRE_LIMITS)[:6]
 class Compactor:
     """Takes the payloads of one stream, oldest first, and stores only blocks that are still live.
 
-    `payloads` returns its state as stores that rebuild every chain after a clear. A consumer that applies them has the same
-    state as one that has received every batch, except that it may be uncertain of more copies. Blocks of groups of unknown
-    kinds are stored without tokens. The compactor ignores stores whose lengths disagree. If payloads state several ranks, each
-    rank has its own state, as in an index.
+    `payloads` returns the state as stores that rebuild every chain after a clear. A consumer that applies these stores has the
+    same state as one that has received every batch, except that it may count more copies as uncertain. If the kind of a group
+    is unknown, its blocks are stored without tokens. The compactor ignores stores whose lengths disagree. If payloads state
+    several ranks, each rank has its own state, as in an index.
     """
 
     def __init__(self, native: Any) -> None:
@@ -66,11 +66,11 @@ class Compactor:
         self._native.apply(payload)
 
     def extend(self, batches: list[SequencedPayload]) -> None:
-        """Apply the payloads of consecutive batches. Releases the interpreter lock if that takes long."""
+        """Apply the payloads of consecutive batches. Releases the interpreter lock during a long call."""
         self._native.apply_many(batches)
 
     def restore(self, payloads: Sequence[bytes], *, partial: bool = False) -> None:
-        """Load the payloads that `payloads` returned in another process. Any other input makes the history unavailable."""
+        """Load the payloads that `payloads` returned in another process. Any other payload makes the history unavailable."""
         for payload in payloads:
             self._native.apply(payload, own=True)
         if partial:
@@ -79,26 +79,26 @@ class Compactor:
     def payloads(self, limit: int, ts: float) -> list[bytes] | None:
         """Return the state as payloads for `restore`, of at most `limit` bytes unless a single block is larger.
 
-        Each rank has payloads of its own, of which the first one clears everything and the others have the blocks. None if the
-        history is unavailable, or if no order of events can express it: no order exists while blocks with equal hashes are
-        stored repeatedly under different parents, until they are removed. Releases the interpreter lock.
+        Each rank has separate payloads: the first one clears everything, and the later ones store the blocks. Returns None if
+        the history is unavailable, or if no order of events can express the state. No order exists while blocks with equal
+        hashes are stored under different parents. Releases the interpreter lock.
         """
         payloads: list[bytes] | None = None if self.unavailable_reason else self._native.payloads(limit, ts)
         return payloads
 
     def snapshot_pieces(self, limit: int) -> list[bytes] | None:
-        """Return `payloads` that are small enough to fill the payloads of a snapshot, of at most `limit` bytes, evenly."""
+        """Return small `payloads`, several of which together fill one payload of a snapshot with nearly `limit` bytes."""
         return self.payloads(max(1, limit // _PIECES_PER_PART), 0.0)
 
     def mark_gap(self) -> None:
-        """Record that a batch at this position was never sent; `partial` is True until the stream is cleared."""
+        """Record that the next batch is missing; `partial` is True until the stream is cleared."""
         self._native.mark_partial()
 
     @property
     def unavailable_reason(self) -> str | None:
-        """The limit that was exceeded, or why the history is unknown; None if it is available.
+        """Name of the exceeded limit, or why the history is unknown; None if the history is available.
 
-        `payloads`: some cannot be decoded. `digests`: block hashes are not numbers.
+        `payloads`: a payload cannot be decoded. `digests`: block hashes are not numbers.
         """
         reason: str | None = self._native.lost
         return reason
@@ -133,15 +133,15 @@ _OUTCOMES: Final = (_APPLIED, _CLEARED, "duplicate", "void")
 class DigestTracker:
     """Applies a stream as the index of a consumer does, and computes its digest.
 
-    `index` is a subclass of `_native.NativeIndex`. It is loaded at run time only, so that publishers work without the native
-    module. Without that module, index and digest are None, and only missing numbers are detected.
+    `index` is a subclass of `_native.NativeIndex`. The module is loaded at run time only, so that publishers work without it.
+    Without that module, index and digest are None, and only missing numbers are detected.
     """
 
     def __init__(self, index: Any | None) -> None:
         self._index = index
         self._last_seq = -1
         self._newest_gap: int | None = None
-        """The newest number that was skipped since the stream was last cleared; None if all were sent."""
+        """The newest number that was skipped since the stream was last cleared; None if no number was skipped."""
 
     @classmethod
     def create(cls) -> DigestTracker:
@@ -159,7 +159,7 @@ class DigestTracker:
             for seq, payload in batches:
                 has_gap = self._newest_gap is not None or seq != self._last_seq + 1
                 report = inspect_events(decode_batch(payload).batch.events) if has_gap else None
-                self._note(seq, _CLEARED if report is not None and report.cleared else _APPLIED)
+                self._record_outcome(seq, _CLEARED if report is not None and report.cleared else _APPLIED)
             return
         raw = [RawBatch(_STREAM_NAME, 0, 0, seq, False, payload) for seq, payload in batches]
         count = 0
@@ -169,10 +169,10 @@ class DigestTracker:
                 failed_batch = raw[count + len(outcomes)]
                 outcomes.append(self._index.apply_payload(_STREAM_NAME, 0, failed_batch.seq, failed_batch.payload))
             for batch, outcome in zip(raw[count:], outcomes, strict=False):
-                self._note(batch.seq, outcome)
+                self._record_outcome(batch.seq, outcome)
             count += len(outcomes)
 
-    def _note(self, seq: int, outcome: Any) -> None:
+    def _record_outcome(self, seq: int, outcome: Any) -> None:
         if seq != self._last_seq + 1:
             self._newest_gap = seq - 1
         if outcome == _CLEARED:
@@ -180,9 +180,9 @@ class DigestTracker:
         self._last_seq = seq
 
     def digest(self) -> str | None:
-        """Return what `kvevents.index.PrefixIndex.digest` returns for a consumer that applied the same batches.
+        """Return the result of `kvevents.index.PrefixIndex.digest` for a consumer that applied the same batches.
 
-        None without the native module.
+        Returns None if the native module is not installed.
         """
         if self._index is None:
             return None
@@ -201,12 +201,12 @@ class DigestTracker:
 # --- snapshots ---------------------------------------------------------------------------------------------------------------
 
 MAX_SNAPSHOT_PARTS: Final = 16
-"""Maximum number of batches of a snapshot of one rank, all of which are in memory at once. At 32 MiB each, they hold about six
+"""Maximum number of batches of a snapshot of one rank; all of them are in memory at once. Batches of 32 MiB hold about six
 million blocks of 16 tokens. Each further rank adds one batch, for at most `MAX_RANKS` ranks."""
 MAX_RANKS: Final = 64
 """Maximum number of ranks of one stream, as in the native compactor."""
 _PIECES_PER_PART: Final = 16
-"""Parts are filled with pieces of this fraction of the limit, so that decoding one does not block the process for long."""
+"""Number of pieces that fill one part; decoding a small piece does not block the process for long."""
 _NOT_LAST_PART: Final = "its snapshot is several batches, of which this is not the last one"
 
 _EncodeEvents = Callable[[int | None, list[KVEvent]], bytes]
@@ -214,18 +214,18 @@ _EncodeEvents = Callable[[int | None, list[KVEvent]], bytes]
 _Group = tuple[int | None, list[KVEvent]]
 """The rank and the events of a part, or of a piece."""
 _CLEARS: Final = (AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL}))
-"""The first events of a snapshot. Without the second one, lower tiers might retain blocks from before the snapshot."""
-_KINDS: Final = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+"""The first events of a snapshot. The second clear empties lower tiers, which the first one might leave unchanged."""
+_EVENT_TYPES: Final = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
 def encode_snapshot(
     pieces: list[bytes], ts: float, rank: int | None, encode: Encode, limit: int, incarnation: int = 0
 ) -> list[bytes] | None:
-    """Return the payloads of a snapshot, each of at most `limit` bytes. The first one begins with a clear.
+    """Return the payloads of a snapshot, each of at most `limit` bytes. The first payload begins with a clear.
 
-    `pieces` are from `Compactor.snapshot_pieces`. Almost always there is only one payload. With several ranks, the first
-    payload clears all ranks, and further payloads belong to one rank each. `rank` is the only rank of a stream whose payloads
-    state no rank. `incarnation` is the sender's, as in its heartbeats. Returns None if one rank would need more than
+    `pieces` are from `Compactor.snapshot_pieces`. Usually the snapshot is one payload. If there are several ranks, the first
+    payload clears all ranks, and each further payload belongs to one rank. `rank` is the only rank of a stream whose payloads
+    state no rank. `incarnation` is the number in the sender's heartbeats. Returns None if one rank would need more than
     `MAX_SNAPSHOT_PARTS`, or if a single block is larger than `limit`.
     """
 
@@ -238,23 +238,23 @@ def encode_snapshot(
     elif stated is not None:
         rank = stated
     groups: Iterator[_Group] = chain([(rank, [*_CLEARS])], (_decode_piece(piece, rank) for piece in pieces))
-    if not other_ranks and 2 * sum(map(len, pieces)) <= limit:  # no dialect takes twice as many bytes
+    if not other_ranks and 2 * sum(map(len, pieces)) <= limit:  # no dialect needs more than twice the bytes of the pieces
         groups = iter([(rank, [event for _, events in groups for event in events])])
     else:
-        groups = _group(groups, encode_events, limit)
-    parts = _join(groups, encode_events, MAX_SNAPSHOT_PARTS + len(other_ranks), incarnation)
+        groups = _group_pieces(groups, encode_events, limit)
+    parts = _make_parts(groups, encode_events, MAX_SNAPSHOT_PARTS + len(other_ranks), incarnation)
     return parts if parts is not None and all(len(part) <= limit for part in parts) else None
 
 
 def _decode_piece(piece: bytes, rank: int | None) -> _Group:
-    """Return a piece's rank (or `rank` if it states none) and its events, which are empty for the clears of a rank."""
+    """Return the rank of a piece (`rank` if the piece states none) and its events; an empty list if the piece only clears."""
     _, maps, *stated = msgspec.msgpack.decode(piece)
     is_clear = maps[0]["type"] == "AllBlocksCleared"
-    events = [] if is_clear else [_KINDS[fields.pop("type")](**fields) for fields in maps]
+    events = [] if is_clear else [_EVENT_TYPES[fields.pop("type")](**fields) for fields in maps]
     return stated[0] if stated else rank, events
 
 
-def _group(pieces: Iterator[_Group], encode_events: _EncodeEvents, limit: int) -> Iterator[_Group]:
+def _group_pieces(pieces: Iterator[_Group], encode_events: _EncodeEvents, limit: int) -> Iterator[_Group]:
     """Yield groups of pieces that each fill a part of one rank."""
     rank, group = next(pieces)
     longest = Heartbeat("0" * 32, MAX_HEARTBEAT, "DEGRADED", _NOT_LAST_PART, 1 << 63)
@@ -270,8 +270,8 @@ def _group(pieces: Iterator[_Group], encode_events: _EncodeEvents, limit: int) -
     yield rank, group
 
 
-def _join(groups: Iterator[_Group], encode_events: _EncodeEvents, max_parts: int, incarnation: int) -> list[bytes] | None:
-    """Encode each group as a part. If there are several, each part ends with a heartbeat that shows whether it is the last."""
+def _make_parts(groups: Iterator[_Group], encode_events: _EncodeEvents, max_parts: int, incarnation: int) -> list[bytes] | None:
+    """Encode each group as a part. Each of several parts ends with a heartbeat that shows whether the part is the last."""
     tracker = DigestTracker.create()
     parts: list[bytes] = []
 

@@ -2,7 +2,7 @@
 
 Theory of operation. Only one thread of the caller sends: it alone may call `send` and `poll`, and it calls `close_events` at
 the end. A batch is stored in the replay buffer before it is sent, so that every batch that a consumer received can be requested
-again. The replay server (`replay_server`) has its own thread, `zmq-replay`, and its own ROUTER socket, if its endpoint is set.
+again. If a replay endpoint is set, `replay_server` serves it with its own thread, `zmq-replay`, and its own ROUTER socket.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _REPLY_AFFINITY: Final = 2
 _POLL_BUDGET: Final = 0.02
 """Maximum number of seconds for which one `poll` reads subscriptions."""
 _RECEIVE_LIMIT: Final = 2
-"""Maximum number of subscriptions of one peer in its pipe (ZMQ_RCVHWM). Each call of libzmq moves them from there into a queue
-without a limit. With more than a few, a peer that sends them endlessly fills memory faster than `poll` empties the queue."""
+"""Maximum number of subscriptions of one peer in its pipe (ZMQ_RCVHWM). Each libzmq call moves the whole pipe into an unlimited
+queue. If the pipe were larger, a peer could fill that queue faster than `poll` empties it."""
 _SUBSCRIPTION_CHANGES: Final = {b"\1": 1, b"\0": -1}
 
 
@@ -57,7 +57,7 @@ class EventSocket:
         affinity: int,
         reconnect_delay: float,
     ) -> None:
-        """Bind the socket, or connect it unless `is_bound`. `affinity` selects its I/O threads. Raises `EndpointError`."""
+        """Bind the socket if `is_bound`; connect it if not. `affinity` selects the I/O threads. Raises `EndpointError`."""
         self.subscriptions = 0
         """Number of subscriptions as of the last `poll`; a consumer with two topics counts twice."""
         # Subscribers see no difference from PUB; XPUB also reports their subscriptions to us.
@@ -92,7 +92,7 @@ class EventSocket:
             frames_sent = 0
 
     def poll(self) -> None:
-        """Read subscriptions, and reconnect if that is due. Call it several times per second."""
+        """Read subscriptions, and reconnect if a reconnect is due. Call this several times per second."""
         if self._reconnector is not None:
             self._reconnector.poll(monotonic())
         deadline = monotonic() + _POLL_BUDGET
@@ -111,13 +111,13 @@ class EventSocket:
 class EventServer:
     """The sockets and the replay thread of a stream. Numbers of batches must rise, and may start anywhere.
 
-    endpoint, replay_endpoint: used as they are, without adding a rank. bind: whether the event socket binds.
+    endpoint, replay_endpoint: used as they are, without adding a rank. bind: whether to bind the event socket.
     replay_topic: whether replies repeat the topic.
-    incarnation: number of this incarnation of the sender, as in its heartbeats; random by default.
+    incarnation: the number that identifies this incarnation in heartbeats; random by default.
     context: a context to use, which the caller terminates; by default the server creates one, and `close` terminates it.
 
-    After an exception no socket stays open: `EndpointError` if one cannot be bound, and what
-    `kvevents.zeromq.zap.secure_sockets` raises.
+    Raises `EndpointError` if a socket cannot be bound, and the exceptions of `kvevents.zeromq.zap.secure_sockets`. After an
+    exception no socket stays open.
     """
 
     replay_bound: str | None = None
@@ -151,9 +151,9 @@ class EventServer:
         self._endpoint, self._replay_endpoint = endpoint, replay_endpoint
         self.topic: Final = topic.encode()
         """First frame of every live batch."""
-        # `inproc://` connects within one context only, so with it the server uses the process's context, as the engines do.
-        # Otherwise it creates a context that it can flush and terminate. With replay the context has a second I/O thread, so
-        # that a long reply does not delay live batches.
+        # `inproc://` connects within one context only, so for such an endpoint the server uses the process's context, as the
+        # engines do. For other endpoints the server creates a context, which it can flush and terminate. If replay is served,
+        # that context has a second I/O thread, so that a long reply does not delay live batches.
         endpoints = [endpoint] if replay_endpoint is None else [endpoint, replay_endpoint]
         self._owns_context = context is None and not any(item.startswith("inproc://") for item in endpoints)
         if self._owns_context:
@@ -169,7 +169,7 @@ class EventServer:
         try:
             if self._replay_thread is not None:
                 self._replay_thread.start()
-        except BaseException:  # such as KeyboardInterrupt; a socket that stays open would block the end of its context
+        except BaseException:  # such as KeyboardInterrupt; an open socket would block the termination of its context
             self.close(0.0)
             raise
 
@@ -229,7 +229,7 @@ class EventServer:
         return 0 if self._replay is None else self._replay.unfinished_replies
 
     def replay_stats(self) -> ReplayStats:
-        """Return the counters of replay; all are zero without replay."""
+        """Return the counters of replay; all are zero if replay is not served."""
         return ReplayStats() if self._replay is None else self._replay.stats()
 
     def failures(self) -> dict[str, int]:
@@ -239,7 +239,7 @@ class EventServer:
     # --- called by the sending thread -----------------------------------------------------------------------------------------
 
     def send(self, batches: Sequence[SequencedPayload]) -> None:
-        """Store batches for replay, then send them, even if they could not be stored."""
+        """Store batches for replay, then send them. If storing them fails, send them nevertheless."""
         try:
             self._buffer.extend(batches)
         except Exception as error:  # noqa: BLE001 - live batches do not depend on replay
@@ -261,7 +261,7 @@ class EventServer:
             self._replay.stop(deadline)
 
     def close(self, seconds: float = 1.0, *, is_sending: bool = False) -> bool | None:
-        """Finish replies, flush and close, all within `seconds`. Return whether everything was flushed.
+        """Finish replies, flush and close, all within `seconds`. Return whether all messages were flushed.
 
         Returns None if the context is shared and the server did not wait for it. If the sending thread has not ended
         (`is_sending`), its socket and the context stay open. A second call does nothing, or completes an interrupted call.
@@ -299,7 +299,7 @@ class EventServer:
         return self._termination
 
     def _end_context(self, deadline: float) -> bool:
-        """Wait until ZeroMQ has ended the context, at most `term_timeout` seconds after `deadline`; return whether it has."""
+        """Wait for the end of the context, at most `term_timeout` seconds after `deadline`; return whether it has ended."""
         termination = self._start_termination()
         if termination.ident is None:  # the thread could not be started
             self._context.term()

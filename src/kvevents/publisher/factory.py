@@ -51,11 +51,11 @@ class EventPublisherFactory(PublisherRegistry):
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> EventPublisher:
         """Return the publisher for one rank; a `NullEventPublisher` if `config` is None or events are not enabled.
 
-        Raises ValueError for a name that is not registered, and what the publisher raises.
+        Raises ValueError if the name is not registered, and any exception of the publisher's constructor.
         """
         if config is None or not config.enable_kv_cache_events or config.publisher in {None, "null"}:
             return NullEventPublisher(data_parallel_rank)
         settings = {name: getattr(config, name) for name in _ENGINE_FIELDS}
-        # A publisher written for an engine does not know our own fields, so they are passed only if they are set.
+        # A publisher written for an engine does not know the fields of kvevents, so these are passed only if they are set.
         settings |= {name: getattr(config, name) for name in _OWN_FIELDS if getattr(config, name) is not None}
         return cls._constructor(config.publisher or "")(data_parallel_rank=data_parallel_rank, **settings)

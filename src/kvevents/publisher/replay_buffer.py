@@ -1,7 +1,7 @@
 """The batches that can be replayed, and the snapshot that represents older batches.
 
-Theory of operation. Batches that leave the buffer are compacted. A consumer that requests older batches than the buffer has
-gets a snapshot first. Consumers treat a snapshot like ordinary batches, so its numbers must express what it contains:
+Theory of operation. Batches that leave the buffer are compacted. If a consumer requests batches that are older than the buffer,
+it gets a snapshot first. Consumers treat a snapshot like ordinary batches, so its numbers must express what it contains:
 
 - If no number was skipped, the snapshot ends with the number of the last batch that it contains. A snapshot larger than one
   payload has several parts (see `compaction`). A consumer must receive all parts or none, and it may hold live batches of the
@@ -13,11 +13,11 @@ gets a snapshot first. Consumers treat a snapshot like ordinary batches, so its 
   that already holds the original batch of that number sees two contents under one number and starts over.
 
 Sending never waits for compaction. `compact_until_stopped` is the body of a thread that evicts and compacts batches; while it
-runs, `extend` only appends. Without that thread, or if its backlog is too large, `extend` compacts, which bounds memory. The
-thread compacts small pieces with pauses in between, so that a publisher thread on the same CPU waits for at most one piece.
+runs, `extend` only appends. If that thread does not run or lags too far, `extend` compacts, which bounds memory. The thread
+compacts small pieces with pauses, so that a publisher thread on the same CPU waits for at most one piece.
 
-If compaction raises any exception, it is switched off, because the compactor may have applied half a batch. Then the buffer
-keeps `steps` batches and sends no snapshot, and a late consumer sees that the history which it receives is truncated.
+If compaction raises any exception, it is switched off, because the compactor may have applied half a batch. From then on the
+buffer keeps `steps` batches and sends no snapshot, and a late consumer sees that its history is truncated.
 
 Locks, outermost first: `_snapshot_lock` (one snapshot is built at a time), `_history_lock` (the compactor, and what was
 evicted), `_buffer_lock` (the buffered batches).
@@ -67,12 +67,12 @@ class BatchDeque(deque[SequencedPayload]):
     def add(self, batches: Sequence[SequencedPayload]) -> None:
         """Append batches with higher numbers."""
         self.extend(batches)
-        self.bytes += _bytes_of(batches)
+        self.bytes += _payload_bytes(batches)
 
     def popleft_many(self, count: int) -> list[SequencedPayload]:
         """Remove and return the `count` oldest batches; there must be that many."""
         batches = [self.popleft() for _ in range(count)]
-        self.bytes -= _bytes_of(batches)
+        self.bytes -= _payload_bytes(batches)
         return batches
 
     def count_within(self, size: int) -> int:
@@ -87,7 +87,7 @@ class BatchDeque(deque[SequencedPayload]):
         return newest[bisect_left(newest, start, key=_seq_of) :]
 
 
-def _bytes_of(batches: Sequence[SequencedPayload]) -> int:
+def _payload_bytes(batches: Sequence[SequencedPayload]) -> int:
     return sum(map(len, map(_payload_of, batches)))
 
 
@@ -95,9 +95,9 @@ class CompactedHistory(NamedTuple):
     """The history that has left a buffer, in the form that `ReplayBuffer.restore` takes."""
 
     last_seq: int
-    """Number of the last batch that it contains."""
+    """Number of the last batch in the history."""
     payloads: list[bytes]
-    """State of the compactor; not for consumers."""
+    """State of the compactor for `restore`; consumers cannot read these payloads."""
     partial: bool = False
     """Whether any number up to `last_seq` was skipped since the stream was last cleared."""
 
@@ -106,12 +106,12 @@ class _Snapshot(NamedTuple):
     """Batches that replace all batches up to a number."""
 
     last_seq: int
-    """Number of the last batch that it contains."""
+    """Number of the last batch in the snapshot."""
     batches: list[SequencedPayload]
     latest_start: int
-    """Highest first number with which a request still gets the snapshot."""
+    """Highest start number of a request that still gets the snapshot."""
     has_parts: bool
-    """Whether the snapshot has several parts, which have the numbers of batches that were sent."""
+    """Whether the snapshot has several parts. If so, the parts have the numbers of batches that were sent."""
 
 
 class _SnapshotInput(NamedTuple):
@@ -119,16 +119,16 @@ class _SnapshotInput(NamedTuple):
     last_payload: bytes
     gap: int | None
     pieces: list[bytes] | None
-    """Pieces of a new snapshot; None if none is needed, or if the history is unavailable."""
+    """Pieces of a new snapshot; None if no new snapshot is needed, or if the history is unavailable."""
     recently_evicted: list[SequencedPayload]
 
 
 class ReplayBuffer:
     """The last `steps` published batches, in order. Numbers rise but may have gaps.
 
-    With a `compactor`, evicted batches are compacted into a snapshot: a clear, and stores that rebuild what was live. `encode`
-    encodes it. Batches are then evicted in groups: the buffer may exceed `steps` by less than `settings.group_size`, and by at
-    most the fraction 1/`settings.min_groups`. If the batches have more than `settings.max_bytes`, it holds fewer.
+    With a `compactor`, evicted batches are compacted into a snapshot: a clear, and stores of the live blocks. `encode` encodes
+    the snapshot. Batches are then evicted in groups: the buffer may exceed `steps` by less than `settings.group_size`, and by
+    at most the fraction 1/`settings.min_groups`. If the batches have more than `settings.max_bytes`, the buffer holds fewer.
 
     One thread calls `extend` and one thread calls `batches_from`; all other methods may be called from any thread.
     """
@@ -152,17 +152,17 @@ class ReplayBuffer:
         self._compaction_failed = False
         self._encode = encode
         self.incarnation = 0
-        """The sender's incarnation, as in its heartbeats; the parts of a snapshot carry it too."""
+        """The incarnation that the sender's heartbeats state; the heartbeats in parts of a snapshot state it too."""
         self._last_evicted: SequencedPayload = (-1, b"")
         self._newest_gap: int | None = None
-        """The newest evicted number that was skipped since the stream was last cleared; None if none was."""
+        """The newest evicted number that was skipped since the stream was last cleared; None if no number was skipped."""
         self._recently_evicted: deque[SequencedPayload] = deque(maxlen=MAX_SNAPSHOT_PARTS + MAX_RANKS)
         self._snapshot: _Snapshot | None = None
         self._snapshot_failure: str | None = None
-        """Why the last snapshot could not be built; None if it could."""
+        """Why the last snapshot could not be built; None if it was built."""
 
     def extend(self, batches: Sequence[SequencedPayload]) -> None:
-        """Add batches and evict the oldest ones. Call this before sending the batches: consumers can then request each."""
+        """Add batches and evict the oldest ones. Call this before sending the batches, so that consumers can request them."""
         with self._buffer_lock:
             self._batches.add(batches)
             excess = self._count_excess(self._tolerance)
@@ -186,7 +186,7 @@ class ReplayBuffer:
             self._has_thread = False
 
     def _compact_in_pieces(self) -> None:
-        """Compact the current excess, without pauses if it is so large that it would grow during them."""
+        """Compact the current excess, with pauses unless the excess is so large that it would grow during a pause."""
         settings = self._settings
         with self._buffer_lock:
             excess = self._count_excess(self._tolerance)
@@ -200,13 +200,13 @@ class ReplayBuffer:
                 self._pause.wait(settings.compaction_pause)
 
     def stop_compacting(self) -> None:
-        """End `compact_until_stopped`; `extend` compacts from now on. Returns at once."""
+        """End `compact_until_stopped`; afterwards `extend` itself compacts. Returns at once."""
         self._has_thread, self._is_stopped = False, True
         self._work.set()
         self._pause.set()
 
     def _count_excess(self, tolerance: int) -> int:
-        """Return how many of the oldest batches to evict now; 0 if the number exceeds `steps` by at most `tolerance`."""
+        """Return how many of the oldest batches to evict now; 0 if the buffer exceeds `steps` by at most `tolerance`."""
         batches = self._batches
         excess = len(batches) - self._steps
         excess = excess if excess > tolerance else 0
@@ -219,10 +219,10 @@ class ReplayBuffer:
         return excess
 
     def _evict(self, *, exactly: bool = False, max_bytes: int | None = None) -> int:
-        """Evict and compact the excess; return the number of batches. The caller holds `_history_lock`.
+        """Evict and compact the excess; return the number of evicted batches. The caller holds `_history_lock`.
 
-        With `exactly`, it evicts the excess even if that is smaller than a group. `max_bytes` limits the evicted payload bytes,
-        but at least one batch is evicted.
+        If `exactly` is True, an excess smaller than a group is evicted too. `max_bytes` limits the evicted payload bytes, but
+        at least one batch is evicted.
         """
         with self._buffer_lock:
             excess = self._count_excess(0 if exactly else self._tolerance)
@@ -267,7 +267,7 @@ class ReplayBuffer:
         self._update_stats()
 
     def buffered_batches(self) -> list[SequencedPayload]:
-        """Return the buffered batches, without a snapshot of older ones."""
+        """Return the buffered batches, without a snapshot of older batches."""
         with self._buffer_lock:
             return list(self._batches)
 
@@ -285,7 +285,7 @@ class ReplayBuffer:
                     newest = self._batches[-1][0] if self._batches else self._last_evicted[0]
                 is_older = start <= self._last_evicted[0]
                 source = self._snapshot_input() if is_older and start <= newest else None
-            prefix = [] if source is None else self._prefix_for(start, source)
+            prefix = [] if source is None else self._batches_before_buffered(start, source)
         if prefix or not is_older:
             return prefix + batches
         return batches[-self._steps :] if self._steps else []
@@ -297,7 +297,7 @@ class ReplayBuffer:
         if compactor is None:
             return None
         seq, payload = self._last_evicted
-        # A snapshot of n parts is reused until n more batches are evicted: before that, a new one would overlap its numbers.
+        # A snapshot of n parts is reused until n more batches are evicted; an earlier new snapshot would overlap its numbers.
         is_current = snapshot is not None and seq - snapshot.last_seq < (len(snapshot.batches) if snapshot.has_parts else 1)
         snapshot_input = None
         with self._disabling_compaction_on_error():
@@ -305,8 +305,8 @@ class ReplayBuffer:
             snapshot_input = _SnapshotInput(seq, payload, self._newest_gap, pieces, list(self._recently_evicted))
         return snapshot_input  # noqa: RET504 - None after an exception
 
-    def _prefix_for(self, start: int, source: _SnapshotInput) -> list[SequencedPayload]:
-        """Return the batches before the buffered ones in a reply from `start`. A snapshot is encoded once for all requests."""
+    def _batches_before_buffered(self, start: int, source: _SnapshotInput) -> list[SequencedPayload]:
+        """Return the batches that precede the buffered ones in a reply from `start`. All requests share an encoded snapshot."""
         if source.pieces is not None:
             with self._disabling_compaction_on_error():
                 self._refresh_snapshot(source, source.pieces)
@@ -337,7 +337,7 @@ class ReplayBuffer:
         last = source.last_seq if source.gap is None else source.gap - 1
         first = last - len(parts) + 1
         has_parts = source.gap is None and len(parts) > 1
-        if first < has_parts:  # consumers request the parts from the number before the first one
+        if first < has_parts:  # consumers request the parts from the number before the first part
             return "oversized" if source.gap is None else "batches"
         batches = list(zip(range(first, last + 1), parts, strict=True))
         if source.gap is not None:
@@ -347,7 +347,7 @@ class ReplayBuffer:
     # --- transfer of the history to another buffer
 
     def compacted_history(self) -> CompactedHistory | None:
-        """Return the history that has left the buffer; None if no batch has, or if the history is unavailable."""
+        """Return the history that has left the buffer; None if no batch has left, or if the history is unavailable."""
         with self._history_lock:
             seq, last = self._last_evicted
             if self._compactor is None or seq < 0:
@@ -367,7 +367,7 @@ class ReplayBuffer:
     def restore(self, last_seq: int, payloads: Sequence[bytes], partial: bool) -> None:
         """Fill an empty buffer with the fields of a `CompactedHistory`; add the batches after it with `extend`.
 
-        Without a history, `last_seq` is -1. No consumer may hold batches up to `last_seq` that it has not delivered.
+        If there is no history, `last_seq` is -1. Consumers must not hold undelivered batches up to `last_seq`.
         """
         with self._history_lock:
             if payloads:
@@ -386,7 +386,7 @@ class ReplayBuffer:
             return len(self._batches), self._batches.bytes
 
     def history_stats(self) -> HistoryStats | None:
-        """Return the state of the history as of the last compaction; None without compaction. Never waits for a lock."""
+        """Return the state of the history as of the last compaction; None without compaction. It never waits for a lock."""
         return self._history_stats
 
     def _update_stats(self) -> None:
@@ -401,7 +401,7 @@ class ReplayBuffer:
             )
 
     def failures(self) -> dict[str, int]:
-        """Return `{"compaction": 1}` after compaction was switched off by an exception, otherwise `{}`."""
+        """Return `{"compaction": 1}` if an exception has switched compaction off, and `{}` if not."""
         return {"compaction": 1} if self._compaction_failed else {}
 
     def discard(self) -> None:
@@ -418,7 +418,7 @@ class ReplayBuffer:
         return self._last_evicted[0] >= 0
 
     def make_locks(self) -> None:
-        """Create the locks; again in a forked child, where threads that held the former locks do not exist."""
+        """Create the locks. A forked child calls this again, because threads that held the former locks do not exist there."""
         self._snapshot_lock, self._history_lock, self._buffer_lock = threading.Lock(), threading.RLock(), threading.Lock()
         self._work, self._pause = threading.Event(), threading.Event()
 

@@ -1,18 +1,19 @@
-"""Serves replay beside publishing: a ROUTER socket that streams long replies to many consumers, each at its own pace.
+"""Serves replay beside publishing: a ROUTER socket sends long replies to many consumers, each at that consumer's pace.
 
-Theory of operation. A request opens a session, which holds the messages of its reply as they are at that moment. Sessions take
-turns; each turn sends a few messages. With ROUTER_MANDATORY, ZeroMQ reports that the pipe of a consumer is full, whereas the
-engines' sockets drop messages silently. The session then keeps its position and is retried after `retry_delay`. ZeroMQ also
-reports that a consumer has disconnected. Large messages also wait while too many of their bytes are in flight. So a reply is
-sent at the pace of its consumer and loses nothing. Live batches have another socket and thread, and never wait for a reply.
-Only the thread of the server uses the socket.
+Theory of operation. A request opens a session, which holds the batches of its reply as they are buffered at that moment.
+Sessions take turns; each turn sends a few messages. With ROUTER_MANDATORY, ZeroMQ reports that the pipe of a consumer is full,
+whereas the engines' sockets drop messages silently. If a pipe is full, the session keeps its position and is retried after
+`retry_delay`. ZeroMQ also reports that a consumer has disconnected. Large messages also wait while too many bytes of large
+messages are in flight. So a reply is sent at the pace of its consumer and loses nothing. Live batches have another socket and
+thread, and never wait for a reply. Only the thread of the server uses the socket.
 
-Frames in flight. ZeroMQ limits the number of messages in the pipe of a consumer, not their size, and does not report which ones
-have left it. But it reports when it no longer needs a frame in our memory, because the frame was written to the connection or
-dropped with it. So large frames are sent without a copy and counted until that report (`InFlightFrames`). Small frames are
-copied, which costs less than counting them, and the message limit bounds them. A consumer without large frames in flight gets
-one message of any size, even if other consumers have not read theirs: a slow consumer does not delay the others. pyzmq reports
-from its own thread, `zmq.utils.garbage`, which starts with the first large frame of the process.
+Frames in flight. ZeroMQ limits the number of messages in the pipe of a consumer, not their size, and does not report which
+messages have left the pipe. But ZeroMQ reports when it no longer needs a frame in our memory: the frame was written to the
+connection, or dropped when the connection ended. So large frames are sent without a copy and counted until that report
+(`InFlightFrames`). Small frames are copied, which costs less than counting them, and the limit of messages bounds their number.
+A consumer without large frames in flight gets one message of any size, even if other consumers have not read their messages: a
+slow consumer does not delay the others. pyzmq reports from its own thread, `zmq.utils.garbage`, which starts with the first
+large frame of the process.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _SEND_MORE: Final = zmq.SNDMORE
 _SEND_MORE_NO_WAIT: Final = zmq.SNDMORE | zmq.DONTWAIT
 
 _frame_lock = threading.Lock()
-"""Held while a tracked frame is created: the first one starts pyzmq's thread, and two at the same time might start two."""
+"""Held while a tracked frame is created: the first frame starts pyzmq's thread, and concurrent ones might start two."""
 
 
 def _replace_frame_lock() -> None:
@@ -57,7 +58,7 @@ os.register_at_fork(after_in_child=_replace_frame_lock)
 
 
 class InFlightFrames:
-    """Large frames that ZeroMQ still holds, by the consumer's identity. One thread uses the object; any may read `size`."""
+    """Large frames that ZeroMQ still holds, by consumer identity. One thread uses the object; any thread may read `size`."""
 
     def __init__(self, settings: ReplayServerSettings) -> None:
         self._settings = settings
@@ -87,7 +88,7 @@ class InFlightFrames:
         return frame_object
 
     def bytes_of(self, identity: bytes) -> int:
-        """Return the bytes in flight to one consumer, as of the last `poll`."""
+        """Return the number of bytes in flight to one consumer, as of the last `poll`."""
         return self._bytes.get(identity, 0)
 
     def wait(self, deadline: float) -> None:
@@ -98,7 +99,7 @@ class InFlightFrames:
             self.poll()
 
     def poll(self) -> None:
-        """Stop counting the frames that have left."""
+        """Stop counting the frames that ZeroMQ no longer holds."""
         for identity in list(self._frames):
             self._poll_consumer(identity)
 
@@ -123,18 +124,18 @@ class ReplySession:
         self.waiting_starts: deque[int] = deque()
         """First numbers of waiting requests of the same consumer."""
         self.merged_requests = 0
-        """Number of requests that share the reply of the last waiting one, which begins at the lowest of their numbers."""
+        """Number of requests merged into the last waiting request, whose reply begins at the lowest of their numbers."""
         self.restart(batches, now)
 
     def restart(self, batches: Sequence[SequencedPayload], now: float, requests: int = 1) -> None:
-        """Start the next reply, which ends with one marker for each of its requests."""
+        """Start the next reply, which answers `requests` requests and ends with one marker for each of them."""
         self.batches = batches
         self.end_markers = requests
         self.position = self.sent_bytes = 0
         self.started_at = self.progressed_at = now
 
     def add_request(self, start: int, limit: int) -> bool:
-        """Add a waiting request. Return whether it shares the reply of the last waiting one, because `limit` requests wait."""
+        """Add a waiting request. Return whether it shares a reply because `limit` requests wait already."""
         is_merged = len(self.waiting_starts) >= limit
         if is_merged:
             self.waiting_starts[-1] = min(self.waiting_starts[-1], start)
@@ -153,14 +154,14 @@ class ReplayServer:
     def __init__(
         self, socket: Socket, buffer: ReplayBuffer, topic: bytes | None, settings: ReplayServerSettings, log_interval: float
     ) -> None:
-        """`topic` is the first frame of every reply message; None for the format before vLLM 0.26 and SGLang 0.5.22."""
+        """`topic` is the first frame of every reply message; None selects the format before vLLM 0.26 and SGLang 0.5.22."""
         socket.router_mandatory = True
         self._socket = socket
         self._buffer = buffer
         self._topic = topic
         self._settings = settings
         self._send: Callable[..., None] = zmq.backend.Socket.send.__get__(socket)
-        # A consumer in this process may leave messages unread, because they use the memory of its own process.
+        # A consumer in this process may leave messages unread, because only its own process pays for their memory.
         self._counts_in_flight = not cast("bytes", socket.last_endpoint).startswith(b"inproc://")
         self._sessions: dict[bytes, ReplySession] = {}
         self._in_flight = InFlightFrames(settings)
@@ -191,8 +192,8 @@ class ReplayServer:
                 os.write(self._wake_write, b"\0")
 
     def close(self) -> None:
-        """Free all resources after `run` has ended, or if it was never called. Wait until ZeroMQ has flushed the socket."""
-        if not self._socket.closed:  # `run` was never called
+        """Free all resources, after the end of `run` or if `run` was never called. Wait until ZeroMQ has flushed the socket."""
+        if not self._socket.closed:  # `run` was never called, so it has not closed the socket
             self.flush_until = close_socket(self._socket, self._deadline)
         self._in_flight.wait(self.flush_until + FLUSH_GRACE)
         if not self._is_closed:
@@ -201,7 +202,7 @@ class ReplayServer:
             os.close(self._wake_write)
 
     def run(self) -> None:
-        """Serve until `stop`; this is the body of a thread. Only the termination of the ZeroMQ context ends it earlier."""
+        """Serve until `stop`, or until the ZeroMQ context is terminated. This is the body of a thread."""
         try:
             while self._deadline is None or (self._sessions and monotonic() < self._deadline):
                 try:
@@ -304,7 +305,7 @@ class ReplayServer:
         return session.position > start
 
     def _send_message(self, identity: bytes, frames: list[bytes]) -> None:
-        """Send all frames to one consumer, or raise `zmq.Again` and send none, as ZeroMQ can refuse only the identity frame."""
+        """Send all frames to one consumer, or raise `zmq.Again` and send none: ZeroMQ can refuse only the identity frame."""
         send = self._send
         last = frames.pop()
         is_large = self._counts_in_flight and len(last) >= self._settings.large_frame_bytes
@@ -339,12 +340,12 @@ class ReplayServer:
         self._count["finished"] += 1
 
     def _end_session(self, session: ReplySession, reason: str) -> None:
-        # Removed before it is counted, so that a session which is counted as ended is no longer counted as active.
+        # The session is removed before it is counted as ended, so that it is never counted as active and as ended at once.
         del self._sessions[session.identity]
         self._count[reason] += 1
 
     def _record_failure(self, error: BaseException, consequence: str) -> None:
-        """Log and count an exception. Raises it again if the context was terminated."""
+        """Log and count an exception. Raises the exception again if the context was terminated."""
         if is_context_terminated(error):
             raise error
         self.failures.record("replay", error, consequence)

@@ -1,4 +1,4 @@
-"""Limits and timers of a publisher. Each field has its default, its unit and the reason for the default."""
+"""Limits and timers of a publisher. The docstring of each field states its unit and the reason for its default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class PollSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits of polling for batches, in seconds. A polling publisher thread needs no wake-up by `publish`."""
 
     max_interval: Seconds = 0.005
-    """Maximum mean interval between batches with which the thread polls. With longer ones, polling costs more than a
+    """Maximum mean interval between batches with which the thread polls. At longer intervals, polling costs more than a
     wake-up."""
     min_pause: Seconds = 0.00025
     """Minimum pause before the first poll of the queue."""
@@ -20,23 +20,23 @@ class PollSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ReplayBufferSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Size of a compacting replay buffer, and how it moves batches into the compactor."""
+    """Size of a replay buffer that compacts batches, and how the buffer moves batches into the compactor."""
 
     group_size: Positive = 64
     """Number of batches that are compacted in one call, because a native call costs as much as compacting a small batch."""
     min_groups: Positive = 16
-    """Minimum number of groups in `buffer_steps`. With fewer steps, groups are smaller than `group_size`."""
+    """Minimum number of groups in `buffer_steps`. If the buffer has few steps, groups are smaller than `group_size`."""
     max_bytes: Bytes = 256 * 1024 * 1024
     """Maximum payload bytes in the buffer: 10,000 batches of 26 KB. Most batches have a few hundred bytes; batches of long
-    prompts, and snapshots that a relay forwards, have several MiB. Without compaction there is no limit in bytes."""
+    prompts, and snapshots that a relay forwards, have several MiB. If nothing is compacted, there is no limit in bytes."""
     max_payload_bytes: Bytes = DEFAULT_WIRE_LIMITS.max_payload_bytes
     """Maximum size of one payload of a snapshot: the largest payload that subscribers accept by default."""
     max_backlog: Positive = 1024
-    """Maximum number of batches that wait for the compaction thread. At the limit, the sending thread compacts them."""
+    """Maximum number of batches that wait for the compaction thread. If more batches wait, the sending thread compacts them."""
     compaction_bytes: Bytes = 16 * 1024
     """Number of payload bytes that the compaction thread compacts without a pause: 8 batches of 32 blocks, about 0.1 ms."""
     compaction_pause: Pause = 0.001
-    """Seconds of the pause after `compaction_bytes`; there are no pauses while more than two groups wait."""
+    """Seconds of the pause after each `compaction_bytes` bytes; there are no pauses while more than two groups wait."""
 
 
 class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,8 +56,8 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     """Maximum number of requests that are read before the sessions have their turn, so that a flood does not stop replies."""
     yield_delay: Pause = 0.0001
     """Seconds between two turns of sessions, so that other threads get the interpreter lock and other processes get a CPU.
-    Without a pause, the sending thread would take the lock back before a waiting thread wakes, which then waits 5 ms
-    (`sys.getswitchinterval`). With this delay a full buffer of 10,000 batches takes 0.1 s."""
+    Without a pause, the sending thread would take the lock back before a waiting thread wakes, and that thread would wait
+    another 5 ms (`sys.getswitchinterval`). With this delay a full buffer of 10,000 batches takes 0.1 s."""
     retry_delay: Seconds = 0.001
     """Seconds to wait while the pipes of all consumers are full. The delay doubles with each turn in which nothing was sent."""
     max_retry_delay: Seconds = 0.008
@@ -68,13 +68,13 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     """Maximum sleep of the idle thread in seconds. A request and `stop` end the sleep at once."""
     unread_timeout: Seconds = 60.0
     """Seconds in which a TCP connection accepts no data before the kernel closes it and ZeroMQ frees its queue (ZMQ_TCP_MAXRT,
-    on Linux). By then, replies to that consumer have already been abandoned."""
+    on Linux). When that happens, replies to that consumer have already been abandoned."""
     large_frame_bytes: Bytes = 16 * 1024
     """Minimum size of a frame that is counted as in flight. A full pipe of 256 smaller frames holds at most 4 MiB."""
     in_flight_bytes: Bytes = 4 * 1024 * 1024
-    """Maximum bytes of large frames in flight to one consumer. A single larger frame can be sent when no other is in flight."""
+    """Maximum bytes of large frames in flight to one consumer. One larger frame can be sent if no other frame is in flight."""
     total_in_flight_bytes: Bytes = 64 * 1024 * 1024
-    """Bytes of large frames in flight to all consumers, above which each consumer gets one large frame at a time."""
+    """If more bytes of large frames are in flight to all consumers, each consumer gets only one large frame at a time."""
     in_flight_poll_interval: Seconds = 0.002
     """Seconds between two checks while the server waits until all large frames were sent."""
     min_read_rate: Bytes = 128 * 1024
@@ -82,18 +82,17 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     still be in flight at this rate."""
     progress_timeout: Seconds = 30.0
     """Seconds without progress after which a reply is abandoned, in addition to the time that large frames may need at
-    `min_read_rate`. Also the maximum number of seconds by which a whole reply may exceed the time that it needs at that
-    rate."""
+    `min_read_rate`. A whole reply may also take at most this many seconds longer than it needs at that rate."""
     busy_timeout: Seconds = 2.0
     """Replaces `progress_timeout` while `max_sessions` replies are in progress, so that slow consumers do not delay others."""
 
 
 class PublisherSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits and timers of a `ZmqEventPublisher` for which its constructor has no parameters."""
+    """Those limits and timers of a `ZmqEventPublisher` that are not parameters of its constructor."""
 
     burst: Positive = 64
     """Maximum number of batches that the publisher thread encodes, stores and sends at once. Smaller bursts cost more per
-    batch, larger ones delay the first batch."""
+    batch, and larger bursts delay their first batch."""
     max_sleep: Seconds = 0.25
     """Maximum sleep of the idle publisher thread in seconds."""
     poll_interval: Seconds = 0.1

@@ -22,17 +22,17 @@ class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
     """Replies in progress."""
     finished: int = 0
     abandoned: int = 0
-    """Replies given up because the consumer read nothing or too slowly, or because of a shutdown."""
+    """Number of replies that were given up because the consumer read nothing or too slowly, or because of a shutdown."""
     disconnected: int = 0
-    """Replies that ended because the consumer disconnected."""
+    """Number of replies that ended because the consumer disconnected."""
     malformed: int = 0
-    """Requests that could not be parsed."""
+    """Number of requests that could not be parsed."""
     merged: int = 0
-    """Requests beyond `max_waiting_requests` of one consumer, which shared a reply."""
+    """Number of requests that shared a reply, because `max_waiting_requests` of their consumer were waiting."""
     deferred: int = 0
-    """Times that a large message had to wait because `in_flight_bytes` or `total_in_flight_bytes` was reached."""
+    """Number of times that a large message had to wait because `in_flight_bytes` or `total_in_flight_bytes` was reached."""
     unsent_bytes: int = 0
-    """Bytes of large messages that ZeroMQ holds and has not sent yet."""
+    """Number of bytes of large messages that ZeroMQ holds and has not sent yet."""
 
 
 class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int = 0
     """Number of live blocks in the history."""
     bytes: int = 0
-    """Approximate memory of the history."""
+    """Approximate number of bytes of memory that the history needs."""
     partial: bool = False
     """Whether any number was skipped since the stream was last cleared. If so, consumers of the snapshot see a gap."""
     unavailable_reason: str | None = None
@@ -66,25 +66,25 @@ class PublisherStats(msgspec.Struct, frozen=True, kw_only=True):
     (accepted, but an exception prevented encoding or sending), `ended` (not accepted and without numbers, because the publisher
     had ended without `shutdown()`, or in a forked child)."""
     failures: dict[str, int] = {}
-    """Exceptions by the part of the publisher that raised them; all are logged. `compaction` and `heartbeat` are switched off
-    by their first exception. An exception in `replay_buffer` empties the buffer. The publisher thread (`thread`) and the replay
-    thread (`replay`) continue."""
+    """Number of exceptions by the part of the publisher that raised them; all are logged. `compaction` and `heartbeat` are
+    switched off by their first exception. An exception in `replay_buffer` empties the buffer. The publisher thread (`thread`)
+    and the replay thread (`replay`) continue."""
     next_seq: int = 0
     """Number of the next batch."""
     buffered_batches: int = 0
     buffered_bytes: int = 0
-    """Payload bytes that a replay from 0 would send, without the snapshot."""
+    """Number of payload bytes that a replay from 0 would send, except those of the snapshot."""
     history: HistoryStats | None = None
     """State of the compacted history; None if history is not compacted."""
     heartbeats: int = 0
-    """Number of heartbeats sent. They have batch numbers, but no other counter includes them."""
+    """Number of heartbeats sent. Heartbeats have batch numbers, but no other counter includes them."""
     subscribers: int = 0
     """Number of subscriptions on the event socket; a consumer with two topics counts twice."""
     replay: ReplayStats = ReplayStats()
 
 
 class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened to the batches that were given to a publisher."""
+    """Result of `shutdown`: the numbers of sent, unsent and dropped batches."""
 
     sent: int = 0
     """Number of batches that were passed to ZeroMQ since the start."""
@@ -99,12 +99,12 @@ class ShutdownReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def complete(self) -> bool:
-        """Whether all accepted batches and replies were sent, as far as is known."""
+        """Whether all accepted batches and replies were sent; True also if `flushed` is unknown."""
         return not self.unsent and not self.replays_unfinished and self.flushed is not False
 
 
 class FailureLog:
-    """Counts and logs the exceptions that a publisher survives, by part. Each part is used by one thread."""
+    """Counts and logs the exceptions that a publisher survives, by part. Only one thread may record exceptions of a part."""
 
     def __init__(self, logger: logging.Logger, label: str, log_interval: float) -> None:
         self._logger = logger
@@ -114,7 +114,7 @@ class FailureLog:
         self._logged_at: dict[str, float] = {}
 
     def record(self, part: str, error: BaseException, consequence: str) -> None:
-        """Count an exception, and log it with its traceback, but each part at most once in `log_interval` seconds."""
+        """Count an exception, and log it with its traceback, but at most one per part in `log_interval` seconds."""
         self.count(part)
         now = monotonic()
         if part not in self._logged_at or now - self._logged_at[part] > self._log_interval:
@@ -126,7 +126,7 @@ class FailureLog:
         self._counts[part] = self._counts.get(part, 0) + 1
 
     def counts(self) -> dict[str, int]:
-        """Return the number of exceptions of each part that had any."""
+        """Return the number of exceptions by part; parts without exceptions are omitted."""
         return dict(self._counts)
 
 
@@ -142,7 +142,7 @@ class LossLogger:
         self._changed_at = 0.0
 
     def update(self, count: int, now: float, detail: str = "") -> None:
-        """Compare the counter with its last value; `now` is in monotonic seconds."""
+        """Log a change of the counter since the last call, or the end of a series; `now` is in monotonic seconds."""
         if count != self._count:
             if self._count_before_run == self._count:
                 self._logger.warning(

@@ -1,10 +1,10 @@
 """Publishes batches over ZeroMQ, with replay.
 
-Theory of operation. `publish` puts a batch into a queue (`base`). One thread, `zmq-publisher`, takes bursts out of the queue,
-encodes and sends them (`event_server`). While batches arrive steadily, the thread sleeps until the next one is expected,
-because for `publish` nothing would cost more than to wake the thread. With irregular batches it sleeps until `publish` wakes
-it. Batches that the thread itself creates, such as heartbeats, get numbers before the queued ones. Another thread,
-`zmq-compaction`, compacts batches that leave the replay buffer, so that no live batch waits for compaction.
+Theory of operation. `publish` puts a batch into a queue (`base`). One thread, `zmq-publisher`, takes bursts of batches out of
+the queue, encodes them and sends them (`event_server`). While batches arrive steadily, the thread sleeps until the next one is
+expected, because waking the thread would be the most expensive step of `publish`. If batches arrive irregularly, the thread
+sleeps until `publish` wakes it. Batches that the thread itself creates, such as heartbeats, get numbers before the queued ones.
+A second thread, `zmq-compaction`, compacts batches that leave the replay buffer, so that no live batch waits for compaction.
 
 The publisher fails open. The thread logs and counts every exception and continues with the next batch; the number of a batch
 that could not be sent stays a gap. Compaction and heartbeats are switched off by their first exception. Only `shutdown` and a
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class _EngineInternal:
-    """A private member of the engines' class that kvevents' class lacks. To read, set or override it is an error."""
+    """A private member of the engines' class that kvevents' class lacks. Reading, setting or overriding it is an error."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.sentence = f"kvevents has no {name}, a private member of the engines' ZmqEventPublisher, so nothing would use it"
@@ -66,20 +66,20 @@ class ZmqEventPublisher(QueuedPublisher):
     The first parameters are those of the engines' class, with the same meaning and defaults:
 
     data_parallel_rank: added to the ports, and written into batches that carry no rank.
-    endpoint, replay_endpoint: `tcp://`, `ipc://` or `inproc://`; without the second there is no replay.
-    buffer_steps: batches in the replay buffer, or a few more. hwm: maximum number that wait for one slow subscriber, or 0.
+    endpoint, replay_endpoint: `tcp://`, `ipc://` or `inproc://`; if replay_endpoint is None, there is no replay.
+    buffer_steps: batches in the replay buffer, or a few more. hwm: maximum number that wait for one subscriber, 0 for no limit.
     max_queue_size: maximum number of batches that wait for the thread, 0 for no limit. topic: first frame of every batch.
 
     The engines' class does not have the other parameters:
 
     bind: bind or connect the event socket; None binds wildcards, `ipc://`, `inproc://` and port 0. dialect: the release whose
-    consumers read the stream, a `Dialect` or a name such as `vllm-0.33` or `sglang-latest`. None sends what almost all
-    consumers read: arrays, as vLLM up to 0.23, and replies without the topic. An event with a field for which the array has no
-    place is a map. replay_topic: whether replies repeat the topic; None decides by the dialect. compact: collapse batches that
-    leave the replay buffer into one snapshot batch, with which replay from older numbers begins; None means yes if the native
-    module is installed. curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates. heartbeat:
-    seconds between batches with a digest of the resident blocks, by which consumers verify their state, or None. Without
-    the native module these batches have no digest. settings: limits and timers.
+    consumers read the stream, a `Dialect` or a name such as `vllm-0.33` or `sglang-latest`. None selects the form that almost
+    all consumers read: arrays, as in vLLM up to 0.23, and replies without the topic. An event with a field that the array
+    cannot hold is sent as a map. replay_topic: whether replies repeat the topic; None decides by the dialect. compact: collapse
+    batches that leave the replay buffer into one snapshot batch, with which replay from older numbers begins; None means yes if
+    the native module is installed. curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates.
+    heartbeat: seconds between batches with a digest of the resident blocks, by which consumers verify their state, or None.
+    Without the native module these batches have no digest. settings: limits and timers.
 
     Raises `ConfigError` for settings that cannot work, including ports that two ranks would use, `UnknownDialectError`,
     `MissingDependencyError` for settings that need the native module, and `EndpointError`, an OSError, if a socket cannot be
@@ -98,7 +98,7 @@ class ZmqEventPublisher(QueuedPublisher):
     _socket_setup, _service_replay, _publisher_thread = (_EngineInternal() for _ in range(3))
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Raises TypeError for a subclass that overrides a member of the engines' class which this class would never call."""
+        """Raises TypeError if a subclass overrides a member of the engines' class that this class would never call."""
         super().__init_subclass__(**options)
         for name in vars(cls):
             member = vars(ZmqEventPublisher).get(name)
@@ -145,7 +145,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._binds = should_bind(endpoint) if bind is None else bind
         self._role = "bound to" if self._binds else "connecting to"
         self._is_lonely = not self._binds
-        """Whether to log that no consumer has subscribed: True if this publisher connects, until it was logged or one has."""
+        """True while no consumer has subscribed to a connecting publisher, and this has not been logged."""
         collision = port_collision(endpoint, replay_endpoint, data_parallel_rank)
         if collision is not None and self._binds and not self._may_collide:
             raise ConfigError(collision)
@@ -164,7 +164,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._server = self._create_server(hwm, topic, replay_topic=replay_topic, curve=curve, context=context)
         try:
             self._start(max_queue_size)
-        except BaseException:  # such as KeyboardInterrupt; a socket that stays open would block the end of its context
+        except BaseException:  # such as KeyboardInterrupt; an open socket would block the termination of its context
             self.shutdown(0.0)
             raise
 
@@ -212,7 +212,7 @@ class ZmqEventPublisher(QueuedPublisher):
         compactor = Compactor.create()
         if compactor is None and compact:
             require_native("compact=True")
-        # At least the newest batch stays in the buffer, because a consumer recognises this publisher by it after a reconnect.
+        # The newest batch stays in the buffer, because after a reconnect a consumer recognises this publisher by that batch.
         steps = steps if compactor is None else max(steps, 1)
         return ReplayBuffer(steps, compactor, batch_encoder(self._dialect), settings=settings)
 
@@ -244,7 +244,7 @@ class ZmqEventPublisher(QueuedPublisher):
     def get_publisher_config(self) -> Any:
         """Return the settings that the engines know, as `kvevents.config.KVEventsConfig`.
 
-        Endpoints are those of this rank as configured, with the port that the OS chose instead of port 0.
+        The endpoints are those configured for this rank, with the port that the OS chose instead of port 0.
         """
         return KVEventsConfig(
             enable_kv_cache_events=True,
@@ -326,10 +326,10 @@ class ZmqEventPublisher(QueuedPublisher):
                 self._attempt(self._send_heartbeat, self._digest_tracker, encode)
 
     def _attempt(self, action: Callable[..., None], *arguments: Any) -> bool:
-        """Return whether the action succeeded; log and count its exception. Raises ZMQError if the context was terminated."""
+        """Run an action and return whether it succeeded; count its exception. Raises ZMQError if the context was terminated."""
         try:
             action(*arguments)
-        # A panic of native code, or what a user's type raises, can be a BaseException that is not an Exception.
+        # A panic of native code, or an exception of a user's type, can be a BaseException that is not an Exception.
         except BaseException as error:
             if is_context_terminated(error):
                 raise
@@ -379,7 +379,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._send([(self._next_own_number(), payload)])
 
     def _attestation(self) -> int | None:
-        """Return the digest of the engine's cache after all batches sent so far; None outside an engine."""
+        """Return the digest of the engine's cache after all batches that were sent; None outside an engine."""
         return None
 
     def _heartbeat(self, tracker: DigestTracker, number: int) -> Heartbeat:
@@ -400,7 +400,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._heartbeats += 1
 
     def _wait_for_batch(self, heartbeat_at: float) -> None:
-        """Poll or wait until a batch arrives, the queue closes, or something else is due."""
+        """Poll or wait until a batch arrives, the queue closes, or a heartbeat or the periodic work is due."""
         planner = self._poll_planner
         for position, pause in enumerate(planner.plan(monotonic())):
             sleep(pause)
@@ -451,18 +451,18 @@ class ZmqEventPublisher(QueuedPublisher):
     # --- the end -------------------------------------------------------------------------------------------------------------
 
     def shutdown(self, timeout: float | None = None) -> ShutdownReport:
-        """Stop accepting batches, send queued ones, finish replies in progress, and close: all within `timeout` seconds.
+        """Stop accepting batches, send queued batches, finish replies in progress, and close, all within `timeout` seconds.
 
-        None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread get a tenth of a second more, and the end of ZeroMQ's context at
-        most `PublisherSettings.term_timeout`. The method can be called repeatedly and from several threads; all calls return
-        the same report. If a call was interrupted, such as by Ctrl-C, the next call completes the shutdown. The report and one
-        logged warning list what could not be sent. In a forked child, `shutdown` does nothing.
+        None means `SHUTDOWN_TIMEOUT`. ZeroMQ and each thread may take a tenth of a second longer, and the termination of
+        ZeroMQ's context may take `PublisherSettings.term_timeout` longer. The method can be called repeatedly and from several
+        threads; all calls return the same report. If a call was interrupted, such as by Ctrl-C, the next call completes the
+        shutdown. The report and one logged warning list what could not be sent. In a forked child, `shutdown` does nothing.
         """
         if self._pid != os.getpid():
             return self._make_report()
         with self._closing_lock:
             if self._report is None:
-                if self._is_closing:  # a signal handler called this again during the shutdown
+                if self._is_closing:  # a signal handler called `shutdown` during the shutdown
                     return self._make_report()
                 self._is_closing = True
                 try:
@@ -472,7 +472,7 @@ class ZmqEventPublisher(QueuedPublisher):
             return self._report
 
     def _close(self, seconds: float) -> ShutdownReport:
-        """Shut down. If an exception interrupts this at any point, a further call completes it."""
+        """Shut down. If an exception interrupts this method at any point, the next call completes the shutdown."""
         self._deadline = monotonic() + seconds
         self._end_queue(None)
         self._server.stop_replies(self._deadline)
