@@ -17,14 +17,14 @@ from kvevents.wire import Malformed, ReplayBatch, ReplayEnd, parse_replay_reply
 from kvevents.wire.decode import begins_with_clear, ends_with_digest
 
 NextInput: TypeAlias = tuple[Input] | tuple[Input, str] | None
-"""The result of a message, a timeout or a comparison: an input of the transition table, with a reason if it needs one."""
+"""The result of a message, a timeout or a comparison: an input of the transition table, and a reason if the input needs one."""
 
 
 class AnswerReader:
     """The open replay request and its answer, and the trust in the replay endpoint.
 
-    It matches each answer with fingerprints, passes the answer's batches to the deliverer, and decides at the end of the answer
-    what to request next. It never changes the state of the stream, but returns a `NextInput`.
+    The reader matches each answer with fingerprints, passes the answer's batches to the deliverer, and decides at the end of
+    the answer what to request next. The reader never changes the state of the stream, but returns a `NextInput`.
     """
 
     def __init__(self, source: Source, limits: StreamLimits, deliverer: Deliverer, quarantine: Quarantine) -> None:
@@ -37,7 +37,7 @@ class AnswerReader:
         self.conflicts = 0
         """Number of conflicts since the last match."""
         self._resyncs = 0
-        """Number of restarts since the last match because replay no longer held a batch that it had sent."""
+        """Number of restarts since the last match whose cause is that replay no longer held a batch that it had sent."""
         self.distrusted_until: float | None = None
         """The time at which a distrusted endpoint is queried again; None if the endpoint is not distrusted."""
         self._retries_distrusted = False
@@ -50,9 +50,9 @@ class AnswerReader:
     # --- requests -------------------------------------------------------------------------------------------------------
 
     def begin_incarnation(self) -> None:
-        """Close the request, because it is about the incarnation that has ended.
+        """Close the request, because it belongs to the incarnation that has ended.
 
-        The next comparison is due at once: a small replay buffer may soon evict what the new incarnation fetches.
+        The next comparison is due at once, because a small replay buffer may soon evict the batch to compare.
         """
         self.close()
         self.checks.reset_comparisons()
@@ -66,18 +66,18 @@ class AnswerReader:
         self._open(None)
 
     def abandon(self) -> None:
-        """Close the request without a result. The pause before the next comparison grows."""
+        """Close the request, which has no result. The pause before the next comparison grows."""
         if self.fetch is not None:
             self.checks.fail_comparison(self._deliverer.now)
             self.close()
 
     def verify(self) -> None:
         """Request from the first fingerprint, to verify the publisher after a reconnect."""
-        self._open(self._from_fingerprints(Purpose.VERIFY))
+        self._open(self._fetch_from_fingerprints(Purpose.VERIFY))
 
     def fetch_missing(self) -> None:
-        """Request missing batches from the first unconfirmed one on: the answer shows whether the publisher is the same."""
-        self._open(self._from_missing(), self._deliverer.cross_check.last_live)
+        """Request missing batches, from the unconfirmed batch on: the answer shows whether the publisher is the same."""
+        self._open(self._fetch_from_missing(), self._deliverer.cross_check.last_live)
 
     def compare_soon(self) -> None:
         """Request a live batch that has to be compared with replay: first without a pause, then after growing pauses."""
@@ -85,7 +85,7 @@ class AnswerReader:
         if last_live is None or self.fetch is not None or not self._deliverer.ledger.can_replay:
             return
         if self._deliverer.now >= self.checks.compare_at:
-            self._open(self._from_fingerprints(Purpose.COMPARE), last_live)
+            self._open(self._fetch_from_fingerprints(Purpose.COMPARE), last_live)
 
     def probe(self) -> None:
         """Check the tail of a quiet stream.
@@ -98,20 +98,20 @@ class AnswerReader:
             deliverer.degrade(DegradedReason.REPLAY_UNCONFIRMED)
             self._retries_distrusted = True
         self.checks.probe(deliverer.now)
-        self._open(self._from_fingerprints(Purpose.PROBE), deliverer.cross_check.last_live)
+        self._open(self._fetch_from_fingerprints(Purpose.PROBE), deliverer.cross_check.last_live)
 
-    def _from_missing(self) -> ReplayFetch:
+    def _fetch_from_missing(self) -> ReplayFetch:
         unconfirmed = self._deliverer.cross_check.unconfirmed
         start = self._deliverer.order.next_seq if unconfirmed is None else unconfirmed.seq
         return ReplayFetch(Purpose.FILL, start, unconfirmed)
 
-    def _from_fingerprints(self, purpose: Purpose) -> ReplayFetch:
+    def _fetch_from_fingerprints(self, purpose: Purpose) -> ReplayFetch:
         """Request from the first batch that has to be matched, or, before the first delivery, from the first missing batch."""
         deliverer = self._deliverer
         live = deliverer.cross_check.last_live
         unconfirmed: Fingerprint | NewestBatch | None = next(iter(deliverer.cross_check.all_unconfirmed), None)
         if unconfirmed is not None and live is not None and live.seq < unconfirmed.seq:
-            # An older live batch cannot confirm the unconfirmed one, but shows whether the answer comes from this publisher.
+            # An older live batch cannot confirm the unconfirmed batch, but shows whether this publisher answers.
             unconfirmed = live
         first = deliverer.chain.first or unconfirmed or live or deliverer.newest
         live_before = -1 if live is None else live.seq
@@ -120,14 +120,14 @@ class AnswerReader:
         return ReplayFetch(purpose, first.seq, first.fingerprint(), live_before=live_before)
 
     def request_to_send(self, now: float) -> FetchRequest | None:
-        """Return the request to send now, once, and begin its timeout; None without a request, or while it must wait."""
+        """Return each request once, when it must be sent, and begin its timeout; None if no request must be sent now."""
         if self.fetch is None or self.fetch.is_sent or not self.pacer.take(now):
             return None
         self._deliverer.counters.requests += 1
         return self.fetch.send(now, self._deliverer.order.next_seq)
 
     def deadline(self) -> float | None:
-        """Return the time at which the open request must be sent or counts as unanswered; None without an open request."""
+        """Return the time at which the open request must be sent or counts as unanswered; None if neither time is set."""
         if self.fetch is not None and self.fetch.is_sent:
             return self.fetch.deadline(self._limits)
         return self.pacer.next_at if self.pacer.is_waiting else None
@@ -144,7 +144,7 @@ class AnswerReader:
         self._deliverer.ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
 
     def compare_waiting(self, seq: int, first: bytes, second: bytes, *, live: bool) -> NextInput:
-        """Return a conflict unless two messages with one number are equal. `live` is True if one of them came live."""
+        """Return a conflict unless two messages with one number are equal. `live` is True if one of the messages came live."""
         if first != second:
             return Input.CONFLICT, f"publisher restarted: number {seq} has two contents"
         self._deliverer.counters.duplicates += 1
@@ -153,7 +153,7 @@ class AnswerReader:
         return None
 
     def count_conflict(self) -> None:
-        """Count a conflict of replay with the live stream. After several consecutive ones, distrust the endpoint."""
+        """Count a conflict of replay with the live stream. After several consecutive conflicts, distrust the endpoint."""
         self._deliverer.counters.conflicts += 1
         self.conflicts += 1
         if self.conflicts >= self._limits.max_conflicts:
@@ -172,8 +172,8 @@ class AnswerReader:
         self.distrusted_until = None
         self._deliverer.ledger.discard(DegradedReason.REPLAY_FOREIGN)
 
-    def _cannot_confirm(self, fetch: ReplayFetch, reason: str) -> NextInput:
-        """Fetch everything again, because replay lacks a batch that it sent, unless its buffer has proved too small."""
+    def _resync_or_give_up(self, fetch: ReplayFetch, reason: str) -> NextInput:
+        """Fetch everything again, because replay lacks a batch that it sent; after several such restarts, give up the check."""
         if self._resyncs >= self._limits.max_consecutive_resyncs:
             return Input.EVICTED, reason
         self._resyncs += fetch.purpose is not Purpose.VERIFY
@@ -182,7 +182,7 @@ class AnswerReader:
     # --- answers --------------------------------------------------------------------------------------------------------
 
     def read(self, frames: Sequence[bytes]) -> NextInput:
-        """Process the frames of one message from the replay connection; they can be invalid."""
+        """Process the frames of one message, which can be invalid, from the replay connection."""
         deliverer, fetch = self._deliverer, self.fetch
         reply = parse_replay_reply(frames)
         if isinstance(reply, Malformed):
@@ -204,7 +204,7 @@ class AnswerReader:
         return None
 
     def expire(self) -> NextInput:
-        """End a request whose timeout has passed since something new arrived."""
+        """End the request, because its timeout has passed without anything new; then retry it, or give up replay."""
         deliverer, fetch = self._deliverer, self.fetch
         if fetch is None:
             return None
@@ -219,7 +219,7 @@ class AnswerReader:
 
     @property
     def is_endless(self) -> bool:
-        """Whether the open answer has brought nothing new for too many messages."""
+        """Whether too many consecutive messages of the open answer have brought nothing new."""
         return self.fetch is not None and self.fetch.duplicates > self._limits.max_duplicate_replies
 
     def _read_batch(self, fetch: ReplayFetch, reply: ReplayBatch) -> NextInput:
@@ -237,7 +237,7 @@ class AnswerReader:
         return self._match(fetch, fingerprint, reply)
 
     def _read_to_live(self, fetch: ReplayFetch, reply: ReplayBatch) -> NextInput:
-        """Read the rest of an answer, after which nothing was missing, up to the live batch that confirms it."""
+        """After an answer has filled all gaps, read it up to the live batch that confirms it."""
         live = self._deliverer.cross_check.answer_live
         conflict = self._compare_live(fetch, live, reply) if live is not None and reply.seq == live.seq else None
         if conflict is None and (live is None or reply.seq >= live.seq):
@@ -253,7 +253,7 @@ class AnswerReader:
         return None
 
     def _begin_after_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> NextInput:
-        """Handle an answer that begins after an unconfirmed batch that replay sent earlier: it may be of another publisher."""
+        """Handle an answer whose first batch follows an unconfirmed batch. The answer may come from another publisher."""
         deliverer = self._deliverer
         if reply.seq < deliverer.order.next_seq or not begins_with_clear(reply.payload):
             forgotten = f"replay has evicted number {fingerprint.seq}, which it brought and no live batch has confirmed"
@@ -306,7 +306,7 @@ class AnswerReader:
         if fetch.purpose is Purpose.VERIFY:
             return (Input.VERIFIED,)
         if fetch.purpose is Purpose.COMPARE and deliverer.order.is_complete and not cross_check.is_incomplete:
-            # The rest of the answer is not read: newer batches come live, and would count as a gap here.
+            # The later messages of the answer are not read: newer batches come live, and would count as a gap here.
             deliverer.counters.complete += 1
             return (Input.COMPLETE,)
         return None
@@ -322,16 +322,16 @@ class AnswerReader:
             return self._contradict(fetch, reason)
         if fetch.purpose is Purpose.FILL or fetch.verifies_reconnect or fingerprint == self._deliverer.chain.first:
             return Input.NEW_INCARNATION, reason
-        # Replay has compacted the batch, or never had it, so the difference shows nothing.
+        # Replay has compacted the batch or never had it, so the difference shows no other publisher.
         self._progress(fetch, is_new=False)
         if self._deliverer.cross_check.all_unconfirmed:
-            return self._cannot_confirm(fetch, reason)
+            return self._resync_or_give_up(fetch, reason)
         self.checks.fail_comparison(self._deliverer.now)
         fetch.collect(self._deliverer.order.next_seq)
         return None
 
     def _contradict(self, fetch: ReplayFetch, reason: str) -> NextInput:
-        """Handle a conflict of replay with the live stream. Until a reconnect is verified, it shows another incarnation."""
+        """Handle a conflict of replay with the live stream. If a reconnect is unverified, begin another incarnation."""
         if fetch.purpose is Purpose.VERIFY and fetch.fingerprint is not None:
             return Input.NEW_INCARNATION, reason
         if not self._retries_distrusted:
@@ -349,7 +349,7 @@ class AnswerReader:
         return self._accept(fetch, reply)
 
     def _begin_after_missing(self, fetch: ReplayFetch, reply: ReplayBatch) -> None:
-        """Handle an answer that begins after the missing batch. If it begins with a snapshot, no earlier batch will come.
+        """Handle an answer that lacks the missing batch. If it begins with a snapshot, replay has no earlier batch.
 
         A retry for an earlier gap would only bring another snapshot of several MiB.
         """
@@ -358,8 +358,8 @@ class AnswerReader:
         is_live_batch = early_batch is not None and early_batch.payload == reply.payload
         if begins_with_clear(reply.payload) and not is_live_batch:
             self._progress(fetch)
-            # The snapshot also contains the earlier batches that wait. They are dropped, because others between them are
-            # missing: the state would be wrong for a while, and their heartbeats would report that.
+            # The snapshot also contains the earlier batches that wait. Drop them, because batches between them are missing: the
+            # state would be wrong for a while, and their heartbeats would show a mismatch.
             deliverer.early.drop_up_to(reply.seq)
             deliverer.declare_gap(GapEnd(reply.seq - 1, compacted=True))
         elif fetch.incomplete:
@@ -380,7 +380,7 @@ class AnswerReader:
         order.highest_known = max(order.highest_known, seq)
         early_batch = deliverer.early.get(seq)
         if early_batch is not None and early_batch.payload != payload and (is_part or begins_with_clear(payload)):
-            # The snapshot also replaces missing earlier batches, so the batch of its number no longer waits for them.
+            # The snapshot also replaces missing earlier batches, so the live batch with its number no longer waits for them.
             deliverer.early.pop(seq)
             early_batch = None
         elif early_batch is not None:
@@ -402,17 +402,17 @@ class AnswerReader:
         return (Input.REPLAY_AHEAD,)
 
     def _follow_snapshot(self, fetch: ReplayFetch, reply: ReplayBatch) -> bool:
-        """Return whether the batch may be a part of a snapshot in several batches.
+        """Return whether the batch may be a part of a snapshot that has several parts.
 
         An answer begins with the consecutive parts, each with a digest at its end. Live batches may have the same numbers, and
-        must not replace parts that are still to come.
+        must not replace later parts of the answer.
         """
         seq, parts = reply.seq, self._deliverer.order.parts
         if seq in (fetch.snapshot_part, fetch.snapshot_part + 1) and ends_with_digest(reply.payload):
             fetch.snapshot_part = seq
             return True
         if seq == parts.last + 1:
-            # The batch follows the last part without being one.
+            # The batch follows the last part, but is not a part.
             parts.last = -1
         else:
             self._deliverer.end_snapshot()
@@ -427,7 +427,7 @@ class AnswerReader:
             return None
         if fetch is not None and fetch.is_sent:
             self._deliverer.counters.complete += 1
-            # The request has reached a live batch, so it does not count as failed.
+            # The answer has reached a live batch, so the request does not count as failed.
             self.pacer.reset()
             if cross_check.is_incomplete and cross_check.answer_live is not None:
                 fetch.stage = Stage.CONFIRMING
@@ -456,29 +456,29 @@ class AnswerReader:
             self._retry(fetch)
             return None
         if fetch.purpose is Purpose.COMPARE and deliverer.cross_check.is_incomplete:
-            # An answer that was only truncated by a socket has more than its first batch.
+            # If only a socket had truncated the answer, the answer would have more than its first batch.
             self.checks.answers_behind_live += fetch.start == fetch.highest < fetch.live_before
             if self.checks.answers_behind_live >= self._limits.max_incomplete_answers:
-                # Replay repeats its old batch and no newer live batch, so it has another stream or another incarnation.
+                # Replay repeats an old batch, but no newer live batch, so it serves another stream or another incarnation.
                 ends = f"replay ends at number {fetch.highest}, before live number {fetch.live_before}"
                 return self._contradict(fetch, f"publisher restarted: {ends}")
             self.checks.fail_comparison(deliverer.now)
         return (Input.COMPLETE,)
 
     def _miss_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> NextInput:
-        """Handle an answer that ended without the batch that would identify the publisher."""
+        """Handle an answer that ended before it repeated a fingerprint, so that the publisher is not identified."""
         if not fetch.end_without_fingerprint(self._limits):
             self._retry(fetch)
             return None
         if self.has_replayed:
             return self._give_up_fingerprint(fetch, fingerprint)
         if fetch.start > 0:
-            # Request from 0: any batch in the answer shows that replay has evicted the missing one, or never had it.
+            # Request from 0: any batch in the answer shows that replay has evicted the missing batch, or never had it.
             retry = ReplayFetch(fetch.purpose, 0, fingerprint, new_connection=False)
             retry.incomplete = fetch.incomplete
             self._open(retry, self._deliverer.cross_check.answer_live)
             return None
-        # A replay endpoint that never held anything (`buffer_steps=0`) cannot identify the stream.
+        # A replay endpoint that never held any batch (`buffer_steps=0`) cannot identify the stream.
         if fingerprint == self._deliverer.chain.first:
             self._deliverer.degrade(DegradedReason.IDENTITY)
         return (Input.FETCH_FAILED,)
@@ -488,12 +488,12 @@ class AnswerReader:
         forgotten = "replay starts after it" if fetch.has_more else "replay ends before it"
         reason = f"publisher restarted, or forgot number {fingerprint.seq}: {forgotten}"
         if not fetch.has_more or self._retries_distrusted:
-            # Replay has no batch as new as the live batch, so it has another incarnation or another stream.
+            # Replay has no batch as new as the live batch, so it serves another incarnation or another stream.
             return self._contradict(fetch, reason)
         if fetch.purpose is not Purpose.COMPARE and deliverer.newest is not None and deliverer.newest.seq == fingerprint.seq:
             return Input.NEW_INCARNATION, reason
         if deliverer.cross_check.all_unconfirmed:
-            return self._cannot_confirm(fetch, reason)
+            return self._resync_or_give_up(fetch, reason)
         # A small buffer of a busy stream has evicted the batch; the next check uses a newer batch. Fingerprints from before a
         # reconnect can no longer be verified; IDENTITY was added when their verification failed.
         if fetch.verifies_reconnect or fingerprint == deliverer.chain.first:
@@ -506,9 +506,9 @@ class AnswerReader:
             if fetch.incomplete and fetch.fingerprint is None:
                 # An answer can lose any message except its first, so the next answer must begin with the missing batch.
                 self._deliverer.cross_check.separate_next_answer()
-            retry = self._from_missing()
+            retry = self._fetch_from_missing()
         else:
-            retry = self._from_fingerprints(fetch.purpose)
+            retry = self._fetch_from_fingerprints(fetch.purpose)
             retry.has_more = fetch.has_more
         self._open(fetch.retry(retry, new_connection=new_connection), self._deliverer.cross_check.last_live)
 

@@ -27,32 +27,32 @@ class StreamCounters(Struct):
     delivered: int = 0
     replayed: int = 0
     duplicates: int = 0
-    """Number of live or replayed messages with nothing new, including the unneeded rest of an answer."""
+    """Number of live or replayed messages that brought nothing new, including the unneeded last messages of an answer."""
     malformed: dict[str, int] = field(default_factory=Counter)
     rejected: dict[str, int] = field(default_factory=Counter)
     gaps: int = 0
-    """Number of gaps with lost batches, which excludes gaps that a snapshot represents."""
+    """Number of gaps whose batches are lost; gaps that a snapshot represents do not count."""
     lost: int = 0
-    """Number of batches in these gaps."""
+    """Number of batches that were lost in the `gaps`."""
     compacted: int = 0
-    """Number of batches that were not delivered, and not lost, because a snapshot represents them."""
+    """Number of batches that were not delivered because a snapshot represents them; they do not count as lost."""
     gaps_repaired: int = 0
-    """Number of gaps after a live batch that replay has begun to fill: losses, and batches missed between two connections, but
-    not the history before the first live batch. A gap that replay fills only in part also counts in `gaps`."""
+    """Number of times that replay began to fill a gap after a live batch, such as a loss or the time between two connections.
+    The history before the first live batch does not count. A gap that replay fills only in part also counts in `gaps`."""
     resets: int = 0
     reconnects: int = 0
     requests: int = 0
-    """Number of replay requests. The next four counters have their results. A request has no result if a lost connection or a
-    restart ended it."""
+    """Number of replay requests. The next four counters count the results of requests. A request has no result if a lost
+    connection or a restart ended it."""
     complete: int = 0
-    """Number of requests after whose answer no batch was known to be missing."""
+    """Number of requests whose answer left no batch missing, as far as the stream knows."""
     truncated: int = 0
     """Number of requests whose answer lacked a requested batch."""
     unanswered: int = 0
     conflicts: int = 0
     """Number of requests whose answer contradicts the live stream."""
     overflowed: int = 0
-    """Number of live batches that were dropped because too many were waiting; they are replayed later."""
+    """Number of live batches that were dropped because too many batches were waiting; replay brings them later."""
     discarded: int = 0
     """Number of waiting batches that were dropped because their connection or incarnation ended."""
     heartbeats: int = 0
@@ -60,15 +60,15 @@ class StreamCounters(Struct):
     digests_matched: int = 0
     """Number of heartbeats whose digest matched the consumer's state."""
     digests_mismatched: int = 0
-    """Number of heartbeats whose digest differed from the consumer's without a known cause: 0 unless there is a defect. A
-    mismatch with a known cause, such as a gap or an earlier mismatch, is not counted."""
+    """Number of heartbeats whose digest differed from the consumer's without a known cause, which shows a defect. A mismatch
+    with a known cause, such as a gap or an earlier mismatch, is not counted."""
     attestations_matched: int = 0
     """Number of heartbeats whose attestation matched the consumer's state."""
     attestations_mismatched: int = 0
     """Number of heartbeats whose attestation did not match the consumer's state."""
 
     def copy(self) -> StreamCounters:
-        """Return a copy that later events do not change."""
+        """Return a copy, which later inputs of the stream do not change."""
         return replace(self, malformed=dict(self.malformed), rejected=dict(self.rejected))
 
 
@@ -80,19 +80,19 @@ class BatchReport(Struct, frozen=True):
     cleared: bool = False
     """Whether the batch has an AllBlocksCleared for all tiers and groups."""
     heartbeat: Heartbeat | None = None
-    """The last heartbeat in the batch. Its digest covers the whole batch and all batches before it."""
+    """The last heartbeat in the batch. The heartbeat's digest covers the whole batch and all batches before it."""
     digest_matches: bool | None = None
     """Whether the state after the batch has the heartbeat's digest; None if there is no digest or the state is unknown."""
     attestation_matches: bool | None = None
     """Whether the state after the batch matches the heartbeat's attestation of the engine's own cache; None if there is no
     attestation or the state is unknown."""
     estimate: str | None = None
-    """Why, from this batch on, the consumer's answers can differ from the engine's although no batch is missing. Empty if they
-    no longer can; None if nothing has changed."""
+    """Why, from this batch on, the consumer's answers can differ from the engine's although no batch is missing. An empty text
+    ends the previous reason; None keeps it."""
 
 
 def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) -> BatchReport | None:
-    """Return the findings that the events of a batch alone show; None without findings."""
+    """Return the findings that need only the events of the batch; None if there are no findings."""
     has_clear, heartbeat = False, None
     for event in events:
         if type(event) is BlockRemoved:
@@ -103,10 +103,10 @@ def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = (
 
 
 class Deliverer:
-    """Puts the batches of a stream in order and delivers them. Connections and requests are not its concern.
+    """Puts the batches of a stream in order and delivers them. It knows no connections and no requests.
 
-    It also records the evidence for trust: the fingerprints of the publisher, which batches live ones confirm, the heartbeats,
-    and the degraded reasons.
+    The deliverer also records the evidence for trust: fingerprints of the publisher, which replayed batches the live batches
+    confirm, heartbeats, and degraded reasons.
     """
 
     def __init__(self, source: Source, limits: StreamLimits, first_incarnation: int, pending: PendingBytes) -> None:
@@ -121,7 +121,7 @@ class Deliverer:
         self.ledger = TrustLedger()
         self.heartbeats = HeartbeatMonitor(limits)
         self.stated_rank: int | None = None
-        """The rank that the payloads state; None if it is unknown, or if they state several, as payloads of a relay may."""
+        """The rank that the payloads state; None if unknown, or if they state several ranks, as a relay's payloads can."""
         self._states_ranks = False
         """Whether the payloads have stated several ranks."""
         self._next_rank_at = float("-inf")
@@ -132,13 +132,13 @@ class Deliverer:
     def _begin_incarnation(self) -> None:
         self.order = Sequencer(self._limits, self.early)
         self.newest: NewestBatch | Fingerprint | None = None
-        """The newest batch delivered in this incarnation."""
+        """The newest batch that was delivered in this incarnation."""
         self.chain = FingerprintChain()
         self.cross_check = CrossCheck()
         self.has_delivered = False
         self.is_silent = False
         self.restart_reason: str | None = None
-        """Why a report requires the stream to start over, which happens when deliveries are next taken; None if none does."""
+        """Why the stream must start over when deliveries are next taken; None if no report requires a restart."""
         self.heartbeats.begin_incarnation()
         self.ledger.begin_incarnation()
 
@@ -166,7 +166,7 @@ class Deliverer:
             self.ledger.add(DegradedReason[name], last)
 
     def position(self, *, has_replayed: bool) -> StreamPosition:
-        """Return the position for a checkpoint of a consumer that has taken all deliveries so far."""
+        """Return the position for a checkpoint of a consumer that has taken all deliveries."""
         if self.restart_reason is not None:
             return StreamPosition(self.incarnation, -1, FingerprintChain(), None, has_replayed, {})
         last_seq = self.order.next_seq - 1
@@ -175,16 +175,16 @@ class Deliverer:
         return StreamPosition(self.incarnation, last_seq, chain, self.newest, has_replayed, self.ledger.persistent())
 
     def degrade(self, reason: DegradedReason) -> None:
-        """Add a degraded reason for all batches that were delivered or given up so far, but not for later ones."""
+        """Add a degraded reason for all batches that were already delivered or given up, but not for later batches."""
         self.ledger.add(reason, self.order.next_seq - 1)
 
     def end_silence(self) -> None:
-        """Record that something was received."""
+        """Record that a message was received, so the publisher is not silent."""
         self.is_silent = False
         self.ledger.discard(DegradedReason.SILENT)
 
     def compare_rank(self, stated_by_other: int | None) -> None:
-        """Compare the stated rank. `stated_by_other` is what the source with that rank states; None without such a source."""
+        """Compare the stated rank. `stated_by_other` is the rank stated by the source that has this rank, or None."""
         is_other = self.stated_rank not in (None, self._rank) and stated_by_other not in (None, self.stated_rank)
         if is_other and DegradedReason.RANK not in self.ledger:
             self.ledger.add(DegradedReason.RANK, 0)
@@ -215,7 +215,7 @@ class Deliverer:
 
     def _take_report(self, delivery: RawBatch, report: BatchReport, *, is_connected: bool) -> None:
         seq, heartbeat = delivery.seq, report.heartbeat
-        # In a stream of several ranks, a clear with a rank clears only that rank.
+        # If a stream has several ranks, a clear in a batch that states a rank clears only that rank.
         if report.cleared and not (self._states_ranks and rank_of(delivery.payload) is not None):
             self.ledger.clear(seq)
         if any(rejection.loses_events for rejection in report.rejected):
@@ -285,7 +285,7 @@ class Deliverer:
         self.deliveries.append(RawBatch(self._name, self._rank, self.incarnation, seq, replayed, payload, self.topic))
 
     def _record_replayed(self, seq: int, payload: bytes) -> None:
-        """Record a replayed batch, which live batches have to confirm."""
+        """Record a replayed batch, which a live batch must confirm later."""
         former = self.newest
         is_repair = former is not None and former.live
         self.counters.gaps_repaired += is_repair
@@ -295,7 +295,7 @@ class Deliverer:
             self.end_silence()
         self.newest = fingerprint = Fingerprint.of(seq, payload, live=False)
         if not begins_with_clear(payload):
-            # The digest of a snapshot is not stored, because it differs from that of the batch with its number.
+            # The digest of a snapshot is not stored, because it differs from the digest of the batch with that number.
             self.order.add_digest(seq, fingerprint.digest)
         if self.chain.wants_first_of_connection:
             self.chain.add_first_of_connection(fingerprint)
@@ -327,7 +327,7 @@ class Deliverer:
         self.counters.delivered += count
 
     def _read_rank(self, payload: bytes) -> None:
-        """Read the rank that a payload states: one per second suffices to notice that ports of ranks are swapped."""
+        """Read the rank that a payload states. One payload per second is enough to notice swapped ports of ranks."""
         self._next_rank_at = self.now + _RANK_INTERVAL
         rank = rank_of(payload)
         if rank is not None and not self._states_ranks:

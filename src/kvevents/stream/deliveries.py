@@ -42,26 +42,26 @@ class Source(Struct, frozen=True):
     endpoint: str
     """Where the engine publishes, such as `tcp://10.0.0.7:5557`; for a worker of SMG, `grpc://HOST:PORT`."""
     replay_endpoint: str | None = None
-    """Where the engine answers replay requests. Without it, losses are noticed but not repaired."""
+    """Where the engine answers replay requests. If None, losses are noticed but not repaired."""
     topic: str = ""
     """Prefix of the topics to receive. Batches with another topic are not received."""
     name: str | None = None
     """Name of the engine in deliveries; its endpoint if None. Ranks of one engine share a name."""
     rank: int = 0
     bind: bool = False
-    """Bind `endpoint` and let the engine connect, instead of connecting to it. Several sources can share a bound endpoint, each
-    with the `topic` of its engine."""
+    """Whether to bind `endpoint` and let the engine connect, instead of connecting to the engine. Several sources can share a
+    bound endpoint, each with the `topic` of its engine."""
     by_topic: bool = False
-    """Follow each topic that arrives at a bound endpoint and begins with `topic` as a separate source, with its own numbers and
-    trust. The source is named by the topic (`kv@POD@MODEL` in llm-d), and added when its first message arrives."""
+    """Whether to follow each topic that arrives at a bound endpoint and begins with `topic` as a separate source. The topic
+    (`kv@POD@MODEL` in llm-d) is the name of that source, which is added when its first message arrives."""
     curve: Curve | None = None
     """CURVE keys; `server_key` is the engine's public key."""
     replay_is_proven: bool = False
-    """Whether the engine itself has named both endpoints, as vLLM's `/kv_event_sources` does. Then replay is trusted until a
-    live batch contradicts it, so an idle engine is EXACT although no live batch confirms replay."""
+    """Whether the engine itself has named both endpoints, as vLLM's `/kv_event_sources` does. In that case replay is trusted
+    until a live batch contradicts it, so an idle engine is EXACT although no live batch confirms replay."""
     stores_only: tuple[str, ...] = ()
     """Tiers, such as `cpu`, from which the engine announces no removals, as LMCache before 0.5.7 does for host memory
-    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 announces no removals after its own stream has failed. They become
+    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 announces no removals after its stream has failed. They become
     `Trust.inexact_tiers`."""
 
     def __post_init__(self) -> None:
@@ -76,10 +76,10 @@ class Source(Struct, frozen=True):
                 validate_source(endpoint)
                 if not self.bind:
                     validate_remote(tcp_of(endpoint), name)
-        if self.endpoint.startswith(GRPC):  # a gRPC call brings all events from the first one on, so it also replays
+        if self.endpoint.startswith(GRPC):  # a gRPC call brings all events from the first on, so the endpoint also replays
             force_setattr(self, "replay_endpoint", self.endpoint)
         if self.by_topic and (not self.bind or self.replay_endpoint is not None or self.name is not None):
-            raise ConfigError("by_topic needs bind=True, and has neither a replay_endpoint nor a name: each topic is a source")
+            raise ConfigError("by_topic needs bind=True, and no replay_endpoint or name: each topic becomes a source")
         check_stores_only(self.stores_only)
 
     def ranks(self, count: int) -> list[Source]:
@@ -114,7 +114,7 @@ def printable(text: str) -> str:
 
 
 def check_stores_only(tiers: Iterable[str]) -> None:
-    """Raise `ConfigError` unless all are names of tiers in the index, and of tiers that can be announced without removals."""
+    """Raise `ConfigError` unless all of `tiers` are tiers of the index whose blocks can be announced without removals."""
     for tier in tiers:
         is_other_medium = tier.isprintable() and tier == tier.upper() and tier.lower() not in {"", "gpu", "cpu", "disk"}
         if tier not in {"cpu", "disk"} and not (is_other_medium and len(tier) <= MAX_TIER_CHARACTERS):
@@ -122,12 +122,12 @@ def check_stores_only(tiers: Iterable[str]) -> None:
 
 
 class Batch(msgspec.Struct, frozen=True, gc=False):
-    """One batch, delivered exactly once in its incarnation and in the order of numbers."""
+    """One batch. Each batch is delivered exactly once in its incarnation, in the order of numbers."""
 
     source: str
     rank: int
     incarnation: int
-    """The subscriber's number of the publisher's incarnation; 0 for the first one."""
+    """Number by which the subscriber counts the publisher's incarnations, from 0."""
     seq: int
     ts: float
     """The publisher's clock in seconds since the epoch."""
@@ -137,15 +137,15 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     payload: bytes = b""
     """The bytes as the engine sent them."""
     topic: bytes = b""
-    """The topic of the message; for replay without topics, the newest topic of the stream, or else the source's."""
+    """The topic of the message; if replay sends no topics, the newest topic of the stream, or the source's topic."""
     rejected: tuple[Rejected, ...] = ()
     """Events of this batch that could not be decoded."""
     data_parallel_rank: int | None = None
-    """The rank that the payload states, whereas `rank` is the rank of the source, which the application has chosen."""
+    """The rank that the payload states; `rank` is the rank that the application has given to the source."""
 
 
 class RawBatch(msgspec.Struct, frozen=True, gc=False):
-    """A `Batch` whose payload is not decoded: what a subscriber with `decode=False` delivers."""
+    """A `Batch` whose payload is not decoded; a subscriber with `decode=False` delivers such batches."""
 
     source: str
     rank: int
@@ -156,7 +156,7 @@ class RawBatch(msgspec.Struct, frozen=True, gc=False):
     topic: bytes = b""
 
     def decode(self, limits: WireLimits = DEFAULT_WIRE_LIMITS) -> Batch:
-        """Return the decoded batch. Events that could not be decoded are in its `rejected`."""
+        """Return the decoded batch. `Batch.rejected` has the events that could not be decoded."""
         decoding = decode_batch(self.payload, limits)
         return Batch(
             self.source,
@@ -174,9 +174,9 @@ class RawBatch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Reset(msgspec.Struct, frozen=True, gc=False):
-    """Drop all state from this stream. The batches that the publisher still holds are delivered again.
+    """The consumer must drop all state from this stream. The batches that the publisher still holds are delivered again.
 
-    The publisher has begun a new incarnation, or its identity cannot be verified, or its state is not that of the deliveries.
+    The publisher has begun a new incarnation, its identity cannot be verified, or its state differs from the delivered state.
     """
 
     source: str
@@ -187,7 +187,7 @@ class Reset(msgspec.Struct, frozen=True, gc=False):
 
 
 class Gap(msgspec.Struct, frozen=True, gc=False):
-    """Batches `first` to `last`, both included, are not delivered. The next delivery continues after them."""
+    """Batches `first` to `last`, both included, are not delivered. The next delivery continues after batch `last`."""
 
     source: str
     rank: int
@@ -195,7 +195,7 @@ class Gap(msgspec.Struct, frozen=True, gc=False):
     last: int
     incarnation: int = 0
     compacted: bool = False
-    """Whether the snapshot that follows represents the missing batches; if False, they are lost."""
+    """Whether the snapshot that follows represents the missing batches; if False, the batches are lost."""
 
 
 Delivery: TypeAlias = Batch | Reset | Gap
@@ -221,27 +221,27 @@ else:
 class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The position of an application in a stream, for `Subscriber.add(source, resume=...)` in a later process.
 
-    Store it with the state after the same deliveries; see `merge_later` if the state can be newer. A checkpoint has a few
-    hundred bytes, regardless of the batches. Write it with `encode`, or as a part of other data with msgspec.
+    Store a checkpoint with the state after the same deliveries; see `merge_later` if the state can be newer. A checkpoint has a
+    few hundred bytes, regardless of the number of batches. Write it with `encode`, or with msgspec as a part of other data.
     """
 
     source: str
     rank: _Count
     incarnation: _Count
     last_seq: _LastSeq
-    """Last number of the newest batch or gap that was taken in this incarnation; -1 before the first."""
+    """Number of the newest batch, or last number of the newest gap, taken in this incarnation; -1 before the first."""
     fingerprints: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_FINGERPRINTS)] = ()
     """Fingerprints that replay must repeat before the publisher is known to be the same, in ascending order of numbers.
 
-    There is one, or two for each connection since the publisher was last verified. Without fingerprints, the stream begins with
-    a `Reset`.
+    There is one fingerprint, or two for each connection since the publisher was last verified. If there is no fingerprint, the
+    stream begins with a `Reset`.
     """
     replay_seen: bool = False
-    """Whether the replay endpoint has ever sent a batch. If so and it now has none, it belongs to another incarnation."""
+    """Whether the replay endpoint has ever sent a batch. If True and it now has none, it serves another incarnation."""
     degraded_reasons: dict[str, _LastSeq] = {}
     """Names of the degraded reasons that outlive a process, each with the last batch number that it affects."""
     fingerprints_dropped: bool = False
-    """Whether there were more fingerprints than are stored. If so, IDENTITY stays a degraded reason in any case."""
+    """Whether there were more fingerprints than are stored. If so, IDENTITY remains a degraded reason."""
 
     def __post_init__(self) -> None:
         if self.fingerprints and self.fingerprints[0].seq > self.last_seq:
@@ -257,7 +257,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def decode(cls, data: bytes) -> Checkpoint:
-        """Decode what `encode` has returned. Raises `SnapshotError` for anything else."""
+        """Decode a checkpoint that `encode` has returned. Raises `SnapshotError` if `data` is not a checkpoint."""
         try:
             return msgspec.json.decode(data, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -266,8 +266,8 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def merge_later(self, later: Checkpoint) -> Checkpoint:
         """Return the checkpoint for a state that was saved at an unknown time between this checkpoint and `later`.
 
-        All batches after this checkpoint are delivered again; the state must skip those that it contains. The result has the
-        degraded reasons of both. If a new incarnation began in between, everything is delivered again after a `Reset`.
+        All batches after this checkpoint are delivered again; the state must skip the batches that it contains. The result has
+        the degraded reasons of both. If a new incarnation began in between, all batches are delivered again after a `Reset`.
         """
         if later.incarnation != self.incarnation:
             return Checkpoint(self.source, self.rank, max(self.incarnation, later.incarnation), -1)
@@ -280,7 +280,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def with_fingerprint(self, fingerprint: Fingerprint) -> Checkpoint:
         """Return a checkpoint that requires the publisher to hold one more batch, which was taken after this checkpoint.
 
-        Return the checkpoint itself if it has no fingerprints, or a fingerprint that is not older than the new one.
+        Return the checkpoint itself if it has no fingerprints, or a fingerprint at least as new as `fingerprint`.
         """
         if not self.fingerprints or fingerprint.seq <= self.fingerprints[-1].seq:
             return self
@@ -292,14 +292,14 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.structs.replace(self, fingerprints=tuple(chain.fingerprints), fingerprints_dropped=chain.is_incomplete)
 
     def fingerprint_chain(self) -> FingerprintChain:
-        """Return the fingerprints that replay must repeat before the publisher is known to be the same."""
+        """Return the fingerprints that replay must repeat to verify that the publisher is the same."""
         return FingerprintChain(self.fingerprints, is_incomplete=self.fingerprints_dropped)
 
 
 class StreamPosition(NamedTuple):
     """The position of a stream.
 
-    It consists of an incarnation and its last delivered number; a checkpoint adds the fingerprint of that batch.
+    A position has an incarnation and the last number delivered in it; a checkpoint adds the fingerprint of that batch.
     """
 
     incarnation: int
@@ -311,10 +311,10 @@ class StreamPosition(NamedTuple):
     degraded_reasons: dict[DegradedReason, int]
 
     def after_deliveries(self, deliveries: Iterable[Delivery | RawBatch], current: StreamPosition) -> StreamPosition:
-        """Return the position after the application has taken some deliveries, while others still wait.
+        """Return the position after the application has taken `deliveries`, while later ones still wait.
 
-        `current` is the position after all deliveries. Fingerprints do not change, so that an unverified incarnation is not
-        verified by its own batches.
+        `current` is the position after all deliveries. Fingerprints do not change, so that batches of an unverified incarnation
+        cannot verify this incarnation.
         """
         incarnation, last_seq, reasons = self.incarnation, self.last_seq, dict(self.degraded_reasons)
         chain = self._whole_chain().up_to(self.last_seq)
@@ -330,7 +330,7 @@ class StreamPosition(NamedTuple):
                 last_seq = delivery.seq
                 newest = delivery
         if incarnation == current.incarnation:
-            # The delivery that ended a reason was taken or will come again. Reasons from reports begin without a delivery.
+            # A delivery that ended a reason was taken, or will come again. A report can also begin a reason.
             reasons = {
                 reason: reasons.get(reason, last)
                 for reason, last in current.degraded_reasons.items()

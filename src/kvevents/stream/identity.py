@@ -4,8 +4,8 @@ A number and its payload together identify an incarnation of a publisher. Two in
 number, or between two numbers. So after a reconnect, replay must repeat a chain of fingerprints: the first and the newest batch
 of each connection since the publisher was last verified (`FingerprintChain`), and each batch in quarantine (`Quarantine`).
 
-A replay endpoint may belong to another engine, for one answer or for all answers. The next incarnation may also answer a
-request while the last frames of the previous one still wait. `CrossCheck` records matches of replayed batches with live ones.
+A replay endpoint may reach another engine, for one answer or for all answers. The next incarnation may also answer a
+request while the last frames of the previous one still wait. `CrossCheck` records matches of replayed and live batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvevents.stream.settings import StreamLimits
 from kvevents.wire import MAX_SEQ, Live
 
 MAX_FINGERPRINTS: Final = 16
-"""Maximum number of fingerprints; with more, IDENTITY stays a reason. A connection without a verified publisher adds two."""
+"""Maximum number of fingerprints; if exceeded, IDENTITY stays a reason. An unverified connection adds two."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -34,13 +34,13 @@ def payload_digest(payload: bytes) -> bytes:
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Number and digest of a batch, by which an incarnation is recognised without storing the payload."""
+    """Number and digest of a batch, which identify an incarnation, so that no payload must be stored."""
 
     seq: _Count
     digest: _Digest
     """SHA-256 of the payload."""
     live: bool
-    """Whether the batch came live. If so, a replay endpoint that repeats it belongs to the same stream."""
+    """Whether the batch came live. If so, a replay endpoint that repeats the batch belongs to the same stream."""
 
     @classmethod
     def of(cls, seq: int, payload: bytes, *, live: bool) -> Self:
@@ -48,23 +48,23 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(seq, payload_digest(payload), live)
 
     def matches(self, payload: bytes) -> bool:
-        """Whether this is the payload of the batch."""
+        """Whether `payload` is the payload of the batch."""
         return self.digest == payload_digest(payload)
 
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint itself, as `NewestBatch.fingerprint` does."""
+        """Return this fingerprint, so that `NewestBatch` has the same interface."""
         return self
 
 
 class NewestBatch(msgspec.Struct, frozen=True, gc=False):
-    """A batch whose digest is computed only if needed; on a busy stream, a newer batch replaces it before that."""
+    """A batch whose digest is computed only if needed. On a busy stream, a newer batch usually replaces it first."""
 
     seq: int
     payload: bytes
     live: bool
 
     def matches(self, payload: bytes) -> bool:
-        """Whether this is the payload of the batch."""
+        """Whether `payload` is the payload of the batch."""
         return self.payload == payload
 
     def fingerprint(self) -> Fingerprint:
@@ -81,7 +81,7 @@ class FingerprintChain:
         self.fingerprints = list(fingerprints)
         """Fingerprints in ascending order of their numbers."""
         self.is_incomplete = is_incomplete
-        """Whether there were more than `MAX_FINGERPRINTS`. If so, the stored ones do not verify all batches."""
+        """Whether there were more than `MAX_FINGERPRINTS`. If so, the stored fingerprints do not verify all batches."""
         self.wants_first_of_connection = False
         """Whether the next batch is the first one of a connection whose publisher was not verified."""
 
@@ -103,7 +103,7 @@ class FingerprintChain:
 
     @property
     def first(self) -> Fingerprint | None:
-        """The oldest fingerprint; an answer that repeats it may belong to the same incarnation."""
+        """The oldest fingerprint. An answer that repeats this fingerprint may belong to the same incarnation."""
         return self.fingerprints[0] if self.fingerprints else None
 
     @property
@@ -116,7 +116,7 @@ class FingerprintChain:
         return next((fingerprint for fingerprint in self.fingerprints if fingerprint.seq > seq), None)
 
     def merge(self, other: FingerprintChain) -> FingerprintChain:
-        """Return the chain that requires all fingerprints of two chains of one stream."""
+        """Return a chain with all fingerprints of two chains of one stream."""
         by_seq = {fingerprint.seq: fingerprint for fingerprint in (*other.fingerprints, *self.fingerprints)}
         fingerprints = [by_seq[seq] for seq in sorted(by_seq)]
         chain = FingerprintChain(fingerprints[:MAX_FINGERPRINTS], is_incomplete=self.is_incomplete or other.is_incomplete)
@@ -124,50 +124,50 @@ class FingerprintChain:
         return chain
 
     def up_to(self, seq: int) -> FingerprintChain:
-        """Return the chain of the batches up to number `seq`."""
+        """Return the part of the chain with numbers up to `seq`."""
         return FingerprintChain([batch for batch in self.fingerprints if batch.seq <= seq], is_incomplete=self.is_incomplete)
 
 
 class CrossCheck:
     """Verifies that replayed and live batches come from one publisher and one incarnation.
 
-    One answer comes from one process. So an answer is confirmed if it also repeats a live batch of this connection, and that is
-    at least as new as all other batches of the answer. A later answer can also confirm it, if that answer begins with the
-    newest batch of the earlier one. Until then, its newest batch is *unconfirmed*, and later requests begin with it.
+    One answer comes from one process. So an answer is confirmed if it also repeats a live batch of this connection that is at
+    least as new as all other batches of the answer. If a confirmed answer begins with the newest batch of an earlier answer,
+    both are confirmed. Until then, that batch is *unconfirmed*, and later requests begin with it.
     """
 
     def __init__(self) -> None:
         self.is_incomplete = True
-        """Whether a delivered batch may belong to another publisher or incarnation than the live batches."""
+        """Whether a delivered batch may come from a publisher or incarnation other than that of the live batches."""
         self.first_live: int | None = None
         """Number of the first live batch of this connection."""
         self.has_matched = False
-        """Whether replay and a live batch of this connection were equal at any number."""
+        """Whether any live batch of this connection was equal to the replayed batch with its number."""
         self.unconfirmed: Fingerprint | None = None
-        """The newest batch that the newest answer contains, until it is confirmed."""
+        """The newest batch in the newest answer, until that batch is confirmed."""
         self._earlier_unconfirmed: list[Fingerprint] = []
         """Unconfirmed fingerprints of earlier answers that the newest answer did not repeat, in ascending order."""
         self.live_before_replay: Fingerprint | None = None
-        """The live batch before the first unconfirmed answer, unless that answer began with a live batch."""
+        """The live batch before the first unconfirmed answer; None if that answer began with a live batch."""
         self.last_live: NewestBatch | None = None
         """The newest live batch that has to be compared with replay."""
         self.begin_answer(None)
 
     def begin_answer(self, live: NewestBatch | None) -> None:
-        """Begin another answer, or end the last one. `live` is a live batch that confirms an answer which contains it."""
+        """Begin an answer, or end the last one. An answer that repeats the batch `live` is confirmed."""
         self.answer_live: NewestBatch | None = live
         self.answer_began_with_live = False
         """Whether the answer began with a batch that had arrived live."""
 
     def reconnect(self) -> None:
-        """Begin a new connection, about whose publisher earlier matches show nothing."""
+        """Begin a new connection. Earlier matches do not verify its publisher."""
         self.first_live = None
         self.has_matched = False
         self.is_incomplete = True
 
     @property
     def all_unconfirmed(self) -> list[Fingerprint]:
-        """Fingerprints that one answer has to repeat before a live batch, in ascending order."""
+        """Fingerprints that one answer must repeat, in ascending order, before it repeats a live batch."""
         return self._earlier_unconfirmed if self.unconfirmed is None else [*self._earlier_unconfirmed, self.unconfirmed]
 
     def unconfirmed_after(self, seq: int) -> Fingerprint | None:
@@ -177,7 +177,7 @@ class CrossCheck:
     def add_live(self, live: NewestBatch) -> None:
         """Record a live batch that has to be compared.
 
-        The open answer may repeat the first of these batches. The newest one is requested later.
+        The open answer may repeat the first of these batches. The newest of them is requested later.
         """
         self.last_live = live
         if self.answer_live is None or (self.unconfirmed is not None and self.answer_live.seq < self.unconfirmed.seq):
@@ -191,13 +191,13 @@ class CrossCheck:
         self.is_incomplete = True
 
     def repeat(self, fingerprint: Fingerprint) -> None:
-        """Record that an answer has repeated this batch and all earlier unconfirmed ones."""
+        """Record that an answer has repeated this batch and all earlier unconfirmed batches."""
         if self.is_incomplete and all(candidate.seq <= fingerprint.seq for candidate in self.all_unconfirmed):
             self._earlier_unconfirmed.clear()
             self.unconfirmed = fingerprint
 
     def separate_next_answer(self) -> None:
-        """Prepare for an answer that does not begin with the unconfirmed batch, unless too many batches are unconfirmed."""
+        """Allow an answer that does not begin with the unconfirmed batch, unless too many batches are unconfirmed."""
         if self.unconfirmed is not None and len(self._earlier_unconfirmed) < MAX_FINGERPRINTS:
             self._earlier_unconfirmed.append(self.unconfirmed)
             self.unconfirmed = None
@@ -227,7 +227,7 @@ class CrossCheck:
         self.forget_unconfirmed()
 
     def match_digest(self, seq: int) -> None:
-        """Record that the consumer's state after live batch `seq` is the publisher's, even if replay came from elsewhere."""
+        """Record that the consumer's state after live batch `seq` has the publisher's digest, wherever replay came from."""
         if self.first_live is not None and seq >= self.first_live:
             self._earlier_unconfirmed.clear()
             self.confirm(seq)
@@ -237,7 +237,7 @@ class CrossCheck:
 
 
 class Quarantine:
-    """Live frames that wait until it is known whether the publisher is still the same, in order of arrival."""
+    """Live frames, in order of arrival, that wait until the publisher is verified to be the same."""
 
     def __init__(self, limits: StreamLimits, pending: PendingBytes) -> None:
         self._limits = limits
@@ -245,7 +245,7 @@ class Quarantine:
         self._frames: list[Live] = []
         self._bytes = 0
         self._connection_starts = [0]
-        """Index of the first frame of each connection. The first entry is 0: delivered batches may be of other connections."""
+        """Index of each connection's first frame. The first entry is 0: delivered batches may come from other connections."""
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -256,7 +256,7 @@ class Quarantine:
         return self._frames[-1] if self._frames else None
 
     def add(self, live: Live) -> bool:
-        """Add a frame. Return False if there is no room."""
+        """Add a frame. Return False if a limit is reached."""
         size = self._bytes + len(live.payload)
         if len(self._frames) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
             return False
@@ -268,7 +268,7 @@ class Quarantine:
         return True
 
     def reconnect(self) -> None:
-        """Begin a new connection; the frames so far belong to the previous one."""
+        """Begin a new connection; the frames added before belong to the previous one."""
         if self._connection_starts[-1] < len(self._frames):
             self._connection_starts.append(len(self._frames))
 
@@ -283,7 +283,7 @@ class Quarantine:
         return [NewestBatch(live.seq, live.payload, True) for live in frames]
 
     def old_fingerprint_after(self, seq: int) -> Fingerprint | None:
-        """Return the fingerprint of the first frame with a number above `seq` among those of earlier connections."""
+        """Return the fingerprint of the first frame of an earlier connection with a number above `seq`."""
         end = self._connection_starts[-1]
         index = bisect_right(self._frames, seq, hi=end, key=lambda live: live.seq)
         return Fingerprint.of(self._frames[index].seq, self._frames[index].payload, live=True) if index < end else None
@@ -297,6 +297,6 @@ class Quarantine:
         return frames
 
     def take_new(self) -> tuple[int, list[Live]]:
-        """Remove all frames. Return the number of frames from earlier connections, and the frames of the current one."""
+        """Remove all frames. Return the number of frames from earlier connections, and the frames of the current connection."""
         count = self._connection_starts[-1]
         return count, self.take()[count:]

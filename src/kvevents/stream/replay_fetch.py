@@ -1,4 +1,4 @@
-"""State of fetching batches by replay: the open request and its progress, the pace of requests, the schedule of checks."""
+"""The state of fetching batches by replay: the open request and its progress, request pacing, and the schedule of checks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvevents.stream.identity import Fingerprint
 from kvevents.stream.settings import StreamLimits
 
 ALWAYS_DUE: Final = float("-inf")
-"""A time that has always passed, so that an action is due."""
+"""A time before any time of the clock, so that an action is due at once."""
 
 
 class FetchRequest(NamedTuple):
@@ -19,7 +19,7 @@ class FetchRequest(NamedTuple):
 
     start: int
     new_connection: bool
-    """Whether to send the request on a new connection, where no answer to an earlier request can arrive."""
+    """Whether to send the request on a new connection, so that no answer to an earlier request can arrive there."""
 
 
 class Purpose(enum.Enum):
@@ -35,47 +35,47 @@ class Stage(enum.Enum):
     """The meaning of the next messages of an answer."""
 
     MATCHING = enum.auto()
-    """Batches of an unknown incarnation, until one repeats the fingerprint."""
+    """Batches of an unknown incarnation, until a batch repeats the fingerprint."""
     COLLECTING = enum.auto()
     """Batches to deliver."""
     CONFIRMING = enum.auto()
-    """Batches up to the live batch that confirms the answer; none is missing any more."""
+    """Batches up to the live batch that confirms the answer; all missing batches have arrived."""
 
 
 class ReplayFetch(Struct):
-    """One open request and the progress of its answer. A retry takes over the counts of the earlier attempts."""
+    """One open request and the progress of its answer. A retry continues the counts of the earlier attempts."""
 
     purpose: Purpose
     start: int
     fingerprint: Fingerprint | None
-    """The next fingerprint that the answer must repeat before the rest counts as history; None after the last one."""
+    """The next fingerprint that the answer must repeat before its batches count as history; None after the last one."""
     stage: Stage = Stage.COLLECTING
     new_connection: bool = True
     is_sent: bool = False
     active_at: float = 0.0
     """The time at which the request was sent, or at which its answer last brought something new."""
     next_seq_before: int = 0
-    """The next number to deliver when the request was sent, or when its fingerprints had been repeated."""
+    """The next number to deliver at the time when the request was sent, or when the answer had repeated the fingerprints."""
     is_first: bool = True
-    """Whether the next batch is the first one of its answer, which no engine drops."""
+    """Whether the next batch is the first of its answer; no engine drops the first batch."""
     verifies_reconnect: bool = False
-    """Whether the answer has repeated the fingerprint from before a reconnect, so that the rest of the chain must follow."""
+    """Whether the answer has repeated the first fingerprint of the chain, so that the later fingerprints must follow."""
     has_more: bool = False
-    """Whether the answer had more than its fingerprints, so that it may have lost some of its messages."""
+    """Whether the answer had more than its fingerprints. If so, further messages of the answer may have been lost."""
     live_before: int = -1
-    """The number of the newest live batch at the time of the request, or -1. The right endpoint has it, or newer ones."""
+    """The number of the newest live batch at the time of the request, or -1. The right endpoint has a batch at least as new."""
     highest: int = -1
-    """The highest number in the answer."""
+    """The highest number of a batch in the answer."""
     highest_early: int = -1
-    """The highest number of a batch that this answer, or an earlier attempt, brought too early to deliver it."""
+    """The highest number of a batch that this answer or an earlier attempt brought before an earlier batch was delivered."""
     snapshot_part: int = -2
     """Number of the newest part of the snapshot with which the answer began; -2 if the next message cannot be a part."""
     duplicates: int = 0
     """Number of consecutive messages that brought nothing new."""
     unanswered: int = 0
-    """Number of consecutive earlier attempts that brought nothing in time."""
+    """Number of consecutive earlier attempts that brought no new batch in time."""
     incomplete: int = 0
-    """Number of consecutive earlier answers without the requested batch."""
+    """Number of consecutive earlier answers that lacked the requested batch."""
 
     def __post_init__(self) -> None:
         if self.fingerprint is not None:
@@ -89,11 +89,11 @@ class ReplayFetch(Struct):
         return FetchRequest(self.start, self.new_connection)
 
     def deadline(self, limits: StreamLimits) -> float:
-        """Return the time at which the request counts as unanswered, or its answer as ended."""
+        """Return the time at which the request counts as unanswered, or the begun answer counts as ended."""
         return self.active_at + (limits.replay_timeout if self.is_first else limits.reply_idle_timeout)
 
     def begin_message(self, seq: int) -> bool:
-        """Count a batch of the answer as a duplicate until it brings something new. Return whether it is the first batch."""
+        """Count a batch of the answer as a duplicate until `progress` is called. Return whether the batch is the first."""
         is_first, self.is_first = self.is_first, False
         self.highest = max(self.highest, seq)
         self.duplicates += 1
@@ -116,22 +116,22 @@ class ReplayFetch(Struct):
             self.incomplete = 0
 
     def end_incomplete(self, next_seq: int, limits: StreamLimits) -> bool:
-        """Count an answer without the missing batch. Return whether to give up the batch."""
+        """Count an answer that lacks the missing batch. Return whether to give up the batch."""
         self.incomplete = 0 if next_seq > self.next_seq_before else self.incomplete + 1
         return self.incomplete >= limits.max_incomplete_answers
 
     def end_without_fingerprint(self, limits: StreamLimits) -> bool:
-        """Count an answer without the fingerprint. Return whether to give up the fingerprint."""
+        """Count an answer that does not repeat the fingerprint. Return whether to give up the fingerprint."""
         self.incomplete += 1
         return self.incomplete >= limits.max_incomplete_answers
 
     def end_unanswered(self, next_seq: int, limits: StreamLimits) -> bool:
-        """Count a request that brought nothing in time. Return whether to give up replay."""
+        """Count a request that brought no new batch in time. Return whether to give up replay."""
         self.unanswered = 0 if next_seq > self.next_seq_before else self.unanswered + 1
         return self.unanswered >= limits.max_unanswered_requests
 
     def retry(self, fetch: ReplayFetch, *, new_connection: bool) -> ReplayFetch:
-        """Return the next attempt, with the counts of the attempts so far."""
+        """Return `fetch` as the next attempt, with the counts of the earlier attempts."""
         fetch.new_connection = new_connection
         fetch.unanswered, fetch.incomplete, fetch.highest_early = self.unanswered, self.incomplete, self.highest_early
         return fetch
@@ -150,7 +150,7 @@ class RequestPacer:
     def take(self, now: float) -> bool:
         """Return whether a request may be sent now, and use up its interval.
 
-        Unused intervals are saved, up to the number of requests that may be sent at once.
+        Unused intervals are saved for later requests, but not more than `max_request_burst`.
         """
         self.is_waiting = now < self.next_at
         if self.is_waiting:
@@ -165,28 +165,28 @@ class RequestPacer:
 
 
 class CheckSchedule:
-    """The schedule of probes of a quiet stream and of comparisons with a live batch. Pauses grow until there is a result."""
+    """The schedule of probes of a quiet stream and of comparisons with a live batch. Pauses grow until a check has a result."""
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
         self.compare_at = ALWAYS_DUE
         """Time before which no comparison is requested."""
         self.failed_comparisons = 0
-        """Number of consecutive comparisons without a result."""
+        """Number of consecutive comparisons that had no result."""
         self.answers_behind_live = 0
-        """Number of consecutive answers that end with the requested batch, before the live batch that should confirm them."""
+        """Number of consecutive answers that end with the requested batch, although newer live batches have arrived."""
         self.probes = 0
         """Number of probes since the last live batch."""
         self.probe_at = ALWAYS_DUE
-        """The time of the next probe, unless a live batch arrives before."""
+        """The time of the next probe, unless a live batch arrives earlier."""
 
     def probe(self, now: float) -> None:
-        """Record a probe, or a request that failed like one."""
+        """Schedule the next probe, after a probe or an unanswered request."""
         self.probes += 1
         self.probe_at = now + self._pause(self.probes)
 
     def fail_comparison(self, now: float) -> None:
-        """Record a comparison without a result, because replay did not send a batch with the number of the live batch."""
+        """Record that a comparison had no result, because replay did not send a batch with the number of the live batch."""
         self.compare_at = now + self._pause(self.failed_comparisons)
         self.failed_comparisons += 1
 

@@ -12,7 +12,7 @@ from kvevents.wire.decode import begins_with_clear
 
 
 class PendingBytes:
-    """The size of the batches that wait in several streams, with one limit for all streams."""
+    """Counts the bytes of batches that wait in several streams, with one limit for all streams together."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.bytes_used = 0
@@ -48,7 +48,7 @@ class ReorderBuffer:
         return self._batches.get(seq)
 
     def add(self, seq: int, payload: bytes, *, replayed: bool) -> bool:
-        """Add a batch with a number that is not in the buffer. Return False if there is no room."""
+        """Add a batch with a number that is not in the buffer. Return False if a limit is reached."""
         size = self._bytes + len(payload)
         if len(self._batches) >= self._limits.max_pending_batches or size > self._limits.max_pending_bytes:
             return False
@@ -82,7 +82,7 @@ class ReorderBuffer:
         return payloads
 
     def _clean_order(self) -> None:
-        """Remove numbers without batches from the beginning of the heap."""
+        """Remove numbers whose batches are gone from the beginning of the heap."""
         if not self._batches:
             self._order.clear()
         while self._order and self._order[0] not in self._batches:
@@ -121,11 +121,11 @@ class Order(enum.Enum):
     KNOWN = enum.auto()
     """Replay has delivered this number already."""
     REGRESSED = enum.auto()
-    """The number is not above that of the newest live batch, although the numbers of one connection always rise."""
+    """The number is not above the newest live batch's number, although the numbers of one connection always rise."""
 
 
 class SnapshotParts:
-    """Numbers of the parts of a snapshot in several batches, which replay delivers in ascending order; -1 for no part."""
+    """Numbers of parts of a snapshot that has several parts, which replay delivers in ascending order; -1 for no part."""
 
     __slots__ = ("last", "last_not_final", "stopped_at")
 
@@ -133,7 +133,7 @@ class SnapshotParts:
         self.last = -1
         """The newest delivered part, while the answer may contain the next part."""
         self.stopped_at = -1
-        """The newest part after which an answer stopped."""
+        """The part after which an answer stopped."""
         self.last_not_final = -1
         """The newest part whose heartbeat states that more parts follow."""
 
@@ -144,11 +144,11 @@ class SnapshotParts:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether an answer stopped after a part that is not the final one."""
+        """Whether an answer stopped after a part that is not the last part."""
         return self.stopped_at >= 0 and self.stopped_at == self.last_not_final
 
     def stop(self) -> None:
-        """Record that no further part comes."""
+        """Record that no further part of the snapshot comes."""
         self.stopped_at, self.last = self.last, -1
 
 
@@ -160,7 +160,7 @@ class GapEnd(NamedTuple):
 
 
 class Sequencer:
-    """The order of one incarnation. Every number from 0 is delivered once or is part of one gap, in ascending order."""
+    """The order of one incarnation. Each number from 0 on is either delivered once or part of one gap, in ascending order."""
 
     def __init__(self, limits: StreamLimits, early: ReorderBuffer) -> None:
         self.next_seq = 0
@@ -189,7 +189,7 @@ class Sequencer:
         return Order.KNOWN if seq < self.next_seq else Order.AHEAD
 
     def add_digest(self, seq: int, digest: bytes) -> None:
-        """Add the digest of a batch that replay has delivered, and evict the oldest one if there are too many."""
+        """Add the digest of a batch that replay has delivered, and evict the oldest digest if there are too many."""
         self.replayed_digests[seq] = digest
         if len(self.replayed_digests) > self._max_digests:
             del self.replayed_digests[next(iter(self.replayed_digests))]
@@ -203,9 +203,9 @@ class Sequencer:
         return [] if self.parts.last >= 0 else self.early.pop_live_run(self.next_seq)
 
     def gap_before_early(self) -> GapEnd:
-        """Return the gap before the first early batch; if none waits, the gap up to the highest known number.
+        """Return the gap before the first early batch; if no batch waits, the gap up to the highest known number.
 
-        A replayed batch that begins with a clear is a snapshot; a live one is the engine's own clear.
+        A replayed batch that begins with a clear is a snapshot; a clear in a live batch comes from the engine itself.
         """
         first = self.early.first()
         if first is None or (batch := self.early.get(first)) is None:
@@ -213,6 +213,6 @@ class Sequencer:
         return GapEnd(first - 1, compacted=batch.replayed and begins_with_clear(batch.payload))
 
     def gap_before(self, seq: int) -> GapEnd:
-        """Return the gap before `seq`, the first number of an answer; if an earlier batch waits, the gap before that."""
+        """Return the gap before `seq`, the first number of an answer; if an earlier batch waits, the gap before that batch."""
         first = self.early.first()
         return GapEnd(seq - 1 if first is None else min(seq, first) - 1, compacted=False)

@@ -10,10 +10,10 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Limits of one stream. When a limit is reached, a counter shows it, and trust drops if batches may be missing."""
 
     max_pending_batches: Positive = 65_536
-    """Maximum number of batches that wait for a missing one; further batches are replayed later. Engines' replay buffers have
+    """Maximum number of batches that wait for a missing batch; further batches are replayed later. Engines' replay buffers have
     10,000."""
     max_pending_bytes: Bytes = 64 * 1024 * 1024
-    """Maximum size in bytes of the batches that wait for a missing one."""
+    """Maximum number of bytes of the batches that wait for a missing batch."""
     max_total_pending_bytes: Positive = 512 * 1024 * 1024
     """Maximum size of the batches that wait in all streams of a subscriber: many wait at once when a whole fleet reconnects."""
     replay_timeout: Seconds = 2.0
@@ -23,17 +23,17 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Seconds without a message after which an answer that has begun counts as ended, because engines can lose end markers."""
     max_duplicate_replies: Positive = 200_000
     """Number of consecutive messages of one answer that bring nothing new, after which the request counts as unanswered, so
-    that an endless answer ends."""
+    that an answer cannot be endless."""
     max_unanswered_requests: Positive = 3
     """Number of consecutive unanswered requests after which a missing batch is given up."""
     max_incomplete_answers: Positive = 2
-    """Number of consecutive answers without a missing batch after which it is given up."""
+    """Number of consecutive answers that lack a missing batch, after which the batch is given up."""
     max_request_burst: Positive = 32
-    """Maximum number of replay requests of one stream without a pause, after a long time without requests. An engine's whole
-    buffer of 10,000 batches needs ten requests, because engines' sockets drop messages when 1,000 are queued."""
+    """Maximum number of replay requests that one stream sends without a pause, after a long time without requests. An engine's
+    whole buffer of 10,000 batches needs ten requests, because engines' sockets drop messages when 1,000 are queued."""
     request_interval: Pause = 0.5
-    """Seconds between two requests after the burst, regardless of the content of the answers. A request that leads to a live
-    batch allows another burst. Engines publish and answer on one thread, so requests cost them throughput."""
+    """Seconds between two requests after the burst, regardless of the content of the answers. If an answer reaches a live
+    batch, another burst is allowed. Engines publish and answer on one thread, so requests cost throughput."""
     idle_before_probe: Seconds = 1.0
     """Seconds without a live batch after which the tail is checked by replay."""
     max_probe_interval: Seconds = 30.0
@@ -43,18 +43,18 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     distrust_cooldown: Seconds = 60.0
     """Seconds until a distrusted replay endpoint is queried again. An engine that restarts repeatedly also causes conflicts."""
     max_replayed_digests: Positive = 256
-    """Maximum number of replayed batches whose digests are stored, to compare them with the same batches when they arrive live.
-    If an older batch arrives live, it is requested from replay again."""
+    """Maximum number of replayed batches whose digests are stored, to compare these batches with the live batches of their
+    numbers. If an older batch arrives live, it is requested from replay again."""
     max_missed_heartbeats: Annotated[float, Range(is_open=True)] = 3.0
     """Number of heartbeat intervals without any message after which a publisher counts as silent; one heartbeat may be lost and
-    the next one late."""
+    the next heartbeat late."""
     max_unread: Seconds = 10.0
     """Seconds without a call of `receive` after which a stream is STALE, even if messages have arrived. The limit is lower if
     the publisher has promised heartbeats."""
     max_consecutive_resyncs: Positive = 2
     """Maximum number of times, without a match in between, that a stream starts over for the same kind of cause: a heartbeat's
     digest, a heartbeat's incarnation, or an unconfirmed batch that replay has evicted. If a second history from 0 repairs
-    nothing, a third one would not either."""
+    nothing, a third history would not either."""
 
 
 DEFAULT_STREAM_LIMITS: Final = StreamLimits()

@@ -1,4 +1,4 @@
-"""One stream: turns frames, which can be lost or invalid, into ordered deliveries and trust, without I/O, clock and threads.
+"""One stream: turns frames, which can be lost or invalid, into ordered deliveries and trust, and uses no I/O, clock or threads.
 
 `transitions` has the theory of operation and the transition table. This module classifies events as inputs of that table, and
 carries out its actions with two parts: `Deliverer` orders and delivers, `AnswerReader` requests and reads replay.
@@ -26,11 +26,11 @@ from kvevents.wire.decode import begins_with_clear
 class Stream:
     """One stream as a state machine: `begin_connection`, `end_connection`, `receive_live`, `receive_replay` and `tick` feed it.
 
-    After each call that feeds it, take `deliveries()`, and send the request that `request_to_send()` returns. Call `tick` at
-    `deadline()`. While `is_fetching` is False, no replay connection is needed. `now` is any monotonic clock in seconds.
+    After each such call, take `deliveries()`, and send the request that `request_to_send()` returns. Call `tick` at
+    `deadline()`. While `is_fetching` is False, no replay connection is needed. `now` is in seconds of any monotonic clock.
 
-    Payloads are not decoded. The consumer decodes them, and must `report` its findings. Incarnations begin at
-    `first_incarnation`, and those after a restored one are not lower either.
+    Payloads are not decoded. The consumer decodes payloads, and must `report` its findings. Incarnations begin at
+    `first_incarnation`, and an incarnation after a restored one is not lower than that one.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Stream:
         first_incarnation: int = 0,
         pending: PendingBytes | None = None,
     ) -> None:
-        """`pending` is the limit that several streams share."""
+        """`pending` counts the waiting bytes of several streams, which share one limit."""
         pending = PendingBytes() if pending is None else pending
         self.source = source
         self.state = State.CONNECTING
@@ -51,14 +51,14 @@ class Stream:
         self.counters = self._deliverer.counters
         self._live_at = 0.0
         self._other_topic: bytes | None = None
-        """The topic before the newest one, on this connection."""
+        """The topic that preceded the newest topic on this connection."""
         self._regressed_at = self._regressions = 0
-        """Number of live messages at the last regression to a number above 0, and number of regressions in quick succession."""
+        """Count of live messages at the last regression to a number above 0, and count of regressions in quick succession."""
         if not source.replay_endpoint:
             self._deliverer.degrade(DegradedReason.NO_REPLAY)
 
     def _apply(self, input_: Input, *context: Any) -> None:
-        """Enter the state that the table has for an input, and carry out the table's action."""
+        """Look up an input in the transition table, enter the next state, and carry out the action."""
         self.state, act = _STEPS[self.state][input_]
         act(self, *context)
 
@@ -86,17 +86,17 @@ class Stream:
 
     @property
     def waiting(self) -> int:
-        """Number of batches that wait because an earlier one is missing, or because their publisher is not verified."""
+        """Number of batches that wait because an earlier batch is missing, or because their publisher is not verified."""
         return len(self._deliverer.early) + len(self._quarantine)
 
     @property
     def stated_rank(self) -> int | None:
-        """The rank that the payloads state; None if it is unknown, or if they state several, as payloads of a relay may."""
+        """The rank that the payloads state; None if unknown, or if they state several ranks, as a relay's payloads can."""
         return self._deliverer.stated_rank
 
     @property
     def max_unread(self) -> float:
-        """Seconds without a read of the connection after which the state of the stream is unknown."""
+        """If the connection is not read for this many seconds, the state of the stream is unknown."""
         silence = self._deliverer.heartbeats.max_silence
         return self._limits.max_unread if silence is None else min(silence, self._limits.max_unread)
 
@@ -131,7 +131,7 @@ class Stream:
 
     @property
     def degraded_reasons(self) -> frozenset[DegradedReason]:
-        """Why the stream is, or would be, DEGRADED. Includes `REPLAY_UNPROVEN` until a comparison has succeeded."""
+        """The degraded reasons in any state, including `REPLAY_UNPROVEN` until a comparison has succeeded."""
         reasons = frozenset(self._deliverer.ledger)
         return reasons | {DegradedReason.REPLAY_UNPROVEN} if self._is_unproven else reasons
 
@@ -143,7 +143,7 @@ class Stream:
         return not self.source.replay_is_proven or check.last_live is not None or self._answers.conflicts > 0
 
     def position(self) -> StreamPosition:
-        """Return the position for a checkpoint of a consumer that has taken all deliveries so far."""
+        """Return the position for a checkpoint of a consumer that has taken all deliveries."""
         return self._deliverer.position(has_replayed=self._answers.has_replayed)
 
     # --- take -----------------------------------------------------------------------------------------------------------
@@ -162,11 +162,11 @@ class Stream:
         return self._answers.fetch is not None
 
     def request_to_send(self, now: float) -> FetchRequest | None:
-        """Return the replay request to send now, once, and begin its timeout; None if it must wait until `deadline`."""
+        """Return each replay request once, when it must be sent, and begin its timeout; None if no request must be sent now."""
         return self._answers.request_to_send(now)
 
     def deadline(self) -> float | None:
-        """Return the time at which `tick` is due, unless a message arrives before; None if it is not."""
+        """Return the time at which to call `tick` if no message arrives before that time; None if no call is due."""
         silence_at, replay_at = self._silent_at(), self._replay_due()
         return replay_at if silence_at is None else silence_at if replay_at is None else min(replay_at, silence_at)
 
@@ -181,7 +181,7 @@ class Stream:
         return answers.checks.probe_at if answers.checks.probes else self._live_at + self._limits.idle_before_probe
 
     def _silent_at(self) -> float | None:
-        """Return the time at which a quiet publisher counts as silent; None if it has not promised a heartbeat."""
+        """Return the time at which a quiet publisher counts as silent; None if the publisher has not promised a heartbeat."""
         monitor = self._deliverer.heartbeats
         if self._deliverer.is_silent or monitor.max_silence is None:
             return None
@@ -192,35 +192,35 @@ class Stream:
     def report(self, delivery: Batch | RawBatch, report: BatchReport) -> None:
         """Process a consumer's report about a delivered batch; for a `Batch`, only comparisons and estimates are used.
 
-        Reports may come late and in any order. A clear or a matching digest ends only the degraded reasons that are older than
-        its batch. Take the deliveries afterwards, because they may begin with a `Reset`.
+        Reports may come late and in any order. A clear or a matching digest ends only the degraded reasons that began before
+        its batch. Take the deliveries after this call, because they may begin with a `Reset`.
         """
         self._deliverer.report(delivery, report, is_connected=self.state not in _UNCONNECTED_STATES)
 
     def start_over(self, reason: str) -> None:
-        """Deliver all batches again, after a `Reset` with this reason. Until then, a checkpoint is one of the start."""
+        """Deliver all batches again, after a `Reset` with this reason. Until then, a checkpoint has the initial position."""
         self._deliverer.restart_reason = reason
         if self.state not in _UNCONNECTED_STATES:
             self._start_over(reason)
 
     def compare_rank(self, stated_by_other: int | None) -> None:
-        """Compare the stated rank. `stated_by_other` is what the source with that rank states; None without such a source."""
+        """Compare the stated rank. `stated_by_other` is the rank stated by the source that has this rank, or None."""
         self._deliverer.compare_rank(stated_by_other)
 
     def share(self) -> None:
-        """Record that two publishers send at the same time, which degrades the stream until the connection ends."""
+        """Record that two publishers send at the same time. This degrades the stream until the connection ends."""
         if DegradedReason.SHARED not in self._deliverer.ledger:
             self._deliverer.degrade(DegradedReason.SHARED)
 
     def close(self) -> None:
-        """Drop the waiting batches, so that they no longer count as pending."""
+        """Drop the waiting batches, so that `pending` no longer counts them."""
         self._deliverer.early.clear()
         self._quarantine.take()
 
     # --- feed: connections and time -------------------------------------------------------------------------------------
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Continue where an earlier process has ended; call this before feeding anything.
+        """Continue from a checkpoint of an earlier process; call this before any method that feeds the stream.
 
         Raises `ConfigError` if the checkpoint belongs to another stream.
         """
@@ -258,7 +258,7 @@ class Stream:
             self.end_connection()
             self.counters.reconnects += 1
             self._quarantine.reconnect()
-            # Early batches may be of another publisher than the one to be verified. Replay brings them again.
+            # Early batches may come from a publisher other than the one to verify. Replay brings them again.
             self.counters.discarded += deliverer.early.clear()
             deliverer.order.highest_known = deliverer.order.next_seq - 1
         deliverer.chain.add(deliverer.cross_check.live_before_replay, *deliverer.cross_check.all_unconfirmed, deliverer.newest)
@@ -266,14 +266,14 @@ class Stream:
     def end_connection(self) -> None:
         """Record that the connection is lost.
 
-        Frames fed from now until `begin_connection` can belong to the old connection or to a new one.
+        Frames fed between this call and `begin_connection` can belong to the old connection or to a new one.
         """
         if self.state not in _UNCONNECTED_STATES:
             self._deliverer.end_snapshot()
             self._apply(Input.DOWN)
 
     def tick(self, now: float) -> None:
-        """Handle what is due at `now`: unanswered requests, checks, and silent publishers."""
+        """Handle unanswered requests, checks and silent publishers that are due at `now`."""
         self._deliverer.now = now
         silence_at = self._silent_at()
         if silence_at is not None and now >= silence_at:
@@ -290,21 +290,21 @@ class Stream:
     # --- feed: replay ---------------------------------------------------------------------------------------------------
 
     def receive_replay(self, frames: Sequence[bytes], now: float) -> None:
-        """Process the frames of one message from the replay connection; they can be invalid."""
+        """Process the frames of one message, which can be invalid, from the replay connection."""
         self._deliverer.now = now
         self._apply_next(self._answers.read(frames))
         if self._answers.is_endless:
             self._apply_next(self._answers.expire())
 
     def defer_replay_timeout(self, now: float) -> None:
-        """Restart the timeout of an answer that has arrived but is fed later."""
+        """Restart the timeout of an answer that has arrived but is not fed yet."""
         if self._answers.fetch is not None:
             self._answers.fetch.active_at = now
 
     # --- feed: live frames ----------------------------------------------------------------------------------------------
 
     def receive_live(self, frames: Sequence[bytes], now: float) -> None:
-        """Process the frames of one message from the SUB socket; they can be invalid."""
+        """Process the frames of one message, which can be invalid, from the SUB socket."""
         live = parse_live(frames)
         if isinstance(live, Malformed):
             self.counters.malformed[live.reason] += 1
@@ -314,7 +314,7 @@ class Stream:
     def expected_run(self, limit: int) -> range:
         """Return at most `limit` numbers of the next live batches, for a transport that collects messages for `receive_run`.
 
-        The range is empty while batches are missing or unverified. Then each message must be passed to `receive_live`.
+        While batches are missing or unverified, the range is empty, and each message must be passed to `receive_live`.
         """
         order = self._deliverer.order
         if self.state is State.FOLLOWING and order.next_seq > order.highest_known:
@@ -333,7 +333,7 @@ class Stream:
             for seq, payload in enumerate(payloads, first):
                 self._receive(Live(deliverer.topic, seq, payload), now)
         elif count:
-            self._note_arrival(count, now)
+            self._record_arrival(count, now)
             if deliverer.cross_check.first_live is None:
                 deliverer.cross_check.first_live = first
             deliverer.deliver_run(first, payloads)
@@ -341,7 +341,7 @@ class Stream:
             if deliverer.cross_check.last_live is not None:
                 self._answers.compare_soon()
 
-    def _note_arrival(self, count: int, now: float) -> None:
+    def _record_arrival(self, count: int, now: float) -> None:
         self.counters.live += count
         self._deliverer.now = self._live_at = now
         self._answers.checks.probes = 0
@@ -356,22 +356,22 @@ class Stream:
                 self.share()
             self._other_topic, self._deliverer.topic = self._deliverer.topic, live.topic
         if live.seq == order.next_seq > order.highest_known and self.state is State.FOLLOWING and order.parts.last < 0:
-            # No batch is missing, so the frame is a run of one.
+            # No batch is missing, so the frame is processed as a run of one message.
             self.receive_run((live.payload,), now)
             return
-        self._note_arrival(1, now)
-        self._note_connection_of(live)
+        self._record_arrival(1, now)
+        self._record_first_live(live)
         self._apply(Input.LIVE, live)
-        # Repeated, because the frame may have begun another incarnation, whose first frame it is.
-        self._note_connection_of(live)
+        # This repeats the call, because the frame may have begun another incarnation, of which it is the first frame.
+        self._record_first_live(live)
 
-    def _note_connection_of(self, live: Live) -> None:
-        """Record the first live batch of the connection. While disconnected, a frame may belong to the previous one."""
+    def _record_first_live(self, live: Live) -> None:
+        """Record the first live batch of a connection. While disconnected, do nothing: the frame may belong to the old one."""
         if self._deliverer.cross_check.first_live is None and self.state not in _UNCONNECTED_STATES:
             self._deliverer.cross_check.first_live = live.seq
 
-    def _note_regression(self, seq: int) -> None:
-        """Record that numbers went back to `seq`. After a restart they go back to 0, which does not count here."""
+    def _record_regression(self, seq: int) -> None:
+        """Record that numbers went back to `seq`. A return to 0 does not count, because it is a restart."""
         if seq == 0:
             return
         is_soon = self.counters.live - self._regressed_at <= _REGRESSION_SPAN
@@ -390,7 +390,7 @@ class Stream:
             if newest is not None and seq == newest.seq and newest.matches(payload):
                 self.counters.duplicates += 1
                 return
-            self._note_regression(seq)
+            self._record_regression(seq)
             self._apply(Input.NEW_INCARNATION, f"publisher restarted: number {seq} came after {deliverer.order.last_live}")
             self._sequence(live)
             return
@@ -406,7 +406,7 @@ class Stream:
             self._take_early(live)
 
     def _compare_with_replayed(self, live: Live) -> None:
-        """Compare a live batch with the replayed one of the same number, whose payload must be equal."""
+        """Compare a live batch with the replayed batch of the same number; their payloads must be equal."""
         digest = self._deliverer.order.replayed_digests.pop(live.seq, None)
         if digest is not None and digest != payload_digest(live.payload):
             self._apply(Input.CONFLICT, f"publisher restarted: number {live.seq} came live with another content than replayed")
@@ -420,7 +420,7 @@ class Stream:
             self._answers.compare_soon()
 
     def _take_early(self, live: Live) -> None:
-        """Let a batch wait because an earlier one is missing."""
+        """Let a batch wait because an earlier batch is missing."""
         deliverer, order = self._deliverer, self._deliverer.order
         order.highest_known = max(order.highest_known, live.seq)
         early_batch = deliverer.early.get(live.seq)
@@ -474,14 +474,14 @@ class Stream:
         self._deliverer.end_silence()
 
     def _restart(self, reason: str) -> None:
-        """Begin another incarnation, with the frames since the reconnect; earlier frames belong to the old one."""
+        """Begin another incarnation, with the frames since the reconnect; earlier frames belong to the old incarnation."""
         old_count, frames = self._quarantine.take_new()
         self.counters.discarded += old_count
         self._deliverer.reset(reason)
         self._answers.begin_incarnation()
         self._fetch_missing()
         for live in frames:
-            self._note_connection_of(live)
+            self._record_first_live(live)
             self._sequence(live)
 
     def _restart_conflicted(self, reason: str) -> None:
@@ -492,7 +492,7 @@ class Stream:
         is_sender_degraded = DegradedReason.SENDER in self._deliverer.ledger
         self._apply(Input.NEW_INCARNATION, reason)
         if is_sender_degraded:
-            # The publisher has not withdrawn its last report about itself.
+            # The publisher's last heartbeat, which reports lower trust, is still valid.
             self._deliverer.ledger.add(DegradedReason.SENDER, -1)
 
     def _fetch_missing(self) -> None:
@@ -502,7 +502,7 @@ class Stream:
             self._apply(Input.FETCH_FAILED)
 
     def _give_up(self, _reason: str = "") -> None:
-        """Give up missing batches, because replay will not bring them: declare gaps and continue."""
+        """Give up batches that replay will not bring: declare gaps and continue."""
         deliverer = self._deliverer
         self._answers.abandon()
         while not deliverer.order.is_complete:
@@ -527,10 +527,10 @@ _STEPS: Final = {
     state: {input_: (following, getattr(Stream, f"_{action.name.lower()}")) for input_, (following, action) in row.items()}
     for state, row in TRANSITIONS.items()
 }
-"""The transition table with the method of each action; `_apply` passes its context to the method."""
+"""The transition table with the method of each action; `_apply` passes `context` to the method."""
 _PACED_REASON: Final = "many consecutive replay requests have brought no complete answer; the next request has to wait"
 _COMPARING_REASON: Final = "a live batch is compared with the replayed batch of its number"
 _REGRESSION_SPAN: Final = 64
-"""Maximum number of live messages between two regressions of the numbers that count as two publishers, not two restarts."""
+"""Maximum number of live messages between two regressions that both count towards `_MAX_REGRESSIONS`."""
 _MAX_REGRESSIONS: Final = 3
 _UNCONNECTED_STATES: Final = (State.CONNECTING, State.DISCONNECTED, State.RESTORED)

@@ -4,49 +4,49 @@ Theory of operation
 ===================
 
 A publisher numbers its batches from 0 in each incarnation. Live frames of one connection arrive in order, with holes. Replay
-replies also arrive in order, with holes, and contain what the publisher still holds. Neither identifies an incarnation. So
-there are four separate questions:
+replies also arrive in order, with holes, and contain the batches that the publisher still holds. Neither live frames nor
+replies identify an incarnation. So there are four separate questions:
 
 - **Order** (`sequencer`). Only the next number may be delivered. Batches that arrive early wait in a reorder buffer.
 - **Identity** (`identity`). A number and its payload together identify an incarnation: a replay must repeat the fingerprint of
   the newest delivered batch. A different payload under a known number means another incarnation. After a reconnect, live
   frames stay in quarantine until replay has repeated the whole fingerprint chain.
-- **Cross-check** (`identity`). Replay may answer for another publisher. The stream is EXACT only if each answer is confirmed:
-  it has also repeated a live batch of this connection that is at least as new as all other batches of the answer, or a
-  confirmed answer begins with its newest batch. A live batch that replay has already delivered is compared by its digest;
-  without a stored digest, it is requested from replay again. A difference is a conflict.
+- **Cross-check** (`identity`). The replay endpoint may belong to another publisher. The stream is EXACT only if each answer is
+  confirmed: the answer has also repeated a live batch of this connection that is at least as new as all other batches of the
+  answer, or a later confirmed answer begins with its newest batch. A live batch that replay has already delivered is compared
+  by its digest; without a stored digest, replay must send the batch again. A difference is a conflict.
 - **Completeness**. An end marker confirms nothing, because engines drop messages inside a reply. History is complete only when
-  live frames reach it, or when an answer brings nothing new, because an answer of one message cannot have lost any.
+  live frames reach it, or when an answer brings nothing new, because an answer of one message cannot have lost any message.
 
-One replay request is open at a time (`replay_fetch`). It fills a gap, verifies the publisher after a reconnect, probes a quiet
-stream, or compares a live batch. Batches that an answer brings early are dropped when the next answer begins, because two
-answers may come from two publishers.
+One replay request is open at a time (`replay_fetch`). The request fills a gap, verifies the publisher after a reconnect, probes
+a quiet stream, or compares a live batch. Batches that an answer brings early are dropped when the next answer begins, because
+two answers may come from two publishers.
 
-A restored stream is like a disconnected one: `Stream.restore` sets its number, its fingerprints and its degraded reasons, and
-the first connection counts as a reconnect. All live frames belong to the new connection, so a number not above the last one is
-a restart.
+A restored stream is like a disconnected stream: `Stream.restore` sets its number, its fingerprints and its degraded reasons,
+and the first connection counts as a reconnect. All live frames belong to the new connection, so a number that is not above the
+last one shows a restart.
 
 A publisher that compacts its history answers with a *snapshot*: a clear, and stores of all live blocks, under the number of the
 last batch that it replaces. So one number may have two payloads in one incarnation if the replayed payload begins with a clear.
-Both are correct; if an earlier batch is missing, only the snapshot is. An answer that begins with a snapshot ends the wait for
-all earlier batches: the first message of an answer is never lost, so the publisher has no earlier batch. Early batches with
-lower numbers are then dropped, because the snapshot contains them.
+Both payloads are correct; if an earlier batch is missing, only the snapshot is correct. An answer that begins with a snapshot
+ends the wait for all earlier batches: the first message of an answer is never lost, so the publisher has no earlier batch.
+Early batches with lower numbers are then dropped, because the snapshot contains them.
 
 A heartbeat of a kvevents publisher states the digest of its state after that batch, its trust in this state, its incarnation,
-and when the next heartbeat comes (`trust`). Only a consumer can determine whether its own state is the same (`Stream.report`).
-A matching digest ends the degraded reasons of earlier batches. If the digest or the incarnation differs, the stream starts
-over: such a publisher answers a request from 0 with its whole state. A publisher inside the engine also attests the contents of
-the engine's own cache. If the consumer's state differs, the stream starts over too; only a matching attestation, a clear or
-another incarnation ends that degraded reason. After several consecutive restarts without a match the stream stays DEGRADED.
-Reports may come while another input is processed, so the next call of `Stream.deliveries` starts over.
+and when the next heartbeat comes (`trust`). Only a consumer can compare that digest with its own state (`Stream.report`). A
+matching digest ends the degraded reasons of earlier batches. If the digest or the incarnation differs, the stream starts over,
+because a publisher with heartbeats answers a request from 0 with its whole state. A publisher inside the engine also attests
+the contents of the engine's own cache. If the consumer's state differs, the stream starts over too; only a matching
+attestation, a clear or another incarnation ends that degraded reason. If several consecutive restarts bring no match, the
+stream stays DEGRADED. Reports may come while another input is processed, so the next call of `Stream.deliveries` starts over.
 
 How the table works
 ===================
 
 `Stream` classifies every event as an `Input`, and `AnswerReader` classifies the messages of replay. `TRANSITIONS[state][input]`
 has the next state and the action that `Stream` then takes. Classification depends on data (numbers, payloads, counts), never on
-the state, which matters only in this table. An action may cause a further input: without replay, FETCH_MISSING fails at once.
-An input that a state does not list cannot happen in that state; `Stream` raises `KeyError` if it does.
+the state, which matters only in this table. An action may cause a further input: if replay is not available, FETCH_MISSING
+fails at once. An input that a state does not list cannot happen in that state; `Stream` raises `KeyError` for such an input.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Input(enum.Enum):
 
 @enum.unique
 class Action(enum.Enum):
-    """The reaction of `Stream` to an input, which is its method of the same name."""
+    """The reaction of `Stream` to an input: the name of a method of `Stream`."""
 
     QUARANTINE_FRAME = "let the frame wait"
     DISCARD_QUARANTINE = "discard the quarantine; the frame is of a newer incarnation"

@@ -37,7 +37,7 @@ class DegradedReason(enum.Enum):
 REASONS_ENDED_BY_CLEAR: Final = frozenset(
     {DegradedReason.IDENTITY, DegradedReason.LOST, DegradedReason.REJECTED, DegradedReason.DIVERGED, DegradedReason.UNATTESTED}
 )
-"""Reasons that are about older events. AllBlocksCleared ends them."""
+"""Reasons that an AllBlocksCleared ends, because they are about earlier events."""
 REASONS_ENDED_BY_DIGEST: Final = REASONS_ENDED_BY_CLEAR - {DegradedReason.UNATTESTED}
 """Reasons that a matching digest ends. A digest is about the stream, but an attestation is about the engine, so only a matching
 attestation ends `UNATTESTED`."""
@@ -58,7 +58,7 @@ TrustState: TypeAlias = Literal["CONNECTING", "REPLAYING", "EXACT", "DEGRADED", 
 class Trust(Struct, frozen=True, eq=False):
     """State of a stream: `CONNECTING -> REPLAYING -> EXACT -> DEGRADED(reason) -> STALE`.
 
-    Values compare by their states, from STALE to EXACT (`trust >= Trust.DEGRADED`); `reason` is for people. EXACT means three
+    Comparisons (`trust >= Trust.DEGRADED`) order the states from STALE to EXACT; operators read `reason`. EXACT means three
     things. Every batch was delivered, from the publisher's start, a clear or a matching digest up to the newest known batch. A
     live batch of this connection has shown that replay comes from the same publisher, or the engine itself has named its replay
     endpoint. The newest heartbeat of the publisher, if any, reports EXACT.
@@ -71,24 +71,24 @@ class Trust(Struct, frozen=True, eq=False):
     """Whether the state is EXACT and the newest attestation of the engine's own cache matched. Only a publisher inside the
     engine sends attestations."""
     unproven: bool = False
-    """Whether the state is DEGRADED only because no live batch has confirmed replay yet, as with every idle engine after a
-    connect. Nothing contradicts replay, so routers count the blocks fully."""
+    """Whether the state is DEGRADED only because no live batch has confirmed replay yet, as for every idle engine after a
+    connect. No batch contradicts replay, so routers count the blocks fully."""
     inexact_tiers: tuple[str, ...] = ()
-    """Tiers that the state excludes, because their stores are announced but not their removals (`Source.stores_only`). A tier
-    has at most the announced blocks."""
+    """Tiers to which the state does not apply, because the engine announces their stores but no removals
+    (`Source.stores_only`). Such a tier has at most the announced blocks."""
 
     CONNECTING: ClassVar[Trust]
     """No connection yet."""
     REPLAYING: ClassVar[Trust]
-    """Catching up, or verifying after a reconnect that the publisher is the same."""
+    """The stream fetches missing batches, or verifies after a reconnect that the publisher is the same."""
     EXACT: ClassVar[Trust]
     ATTESTED: ClassVar[Trust]
     """EXACT and attested."""
     DEGRADED: ClassVar[Trust]
-    """Following, but not exact; `reason` says why."""
+    """Batches are delivered, but the state might be inexact; `reason` says why."""
     STALE: ClassVar[Trust]
-    """The delivered state may be outdated: the connection was lost, or does not exist yet after a restart of this process; or
-    the publisher has missed its heartbeats, or reports that it is STALE."""
+    """The delivered state may be outdated: the connection was lost, a restarted process has not connected yet, or the publisher
+    has missed its heartbeats or reports that it is STALE."""
 
     def with_reason(self, reason: str) -> Trust:
         """Return the same state with a reason."""
@@ -96,7 +96,7 @@ class Trust(Struct, frozen=True, eq=False):
         return Trust(self.name, reason, self.attested, self.unproven, self.inexact_tiers)
 
     def of_tier(self, tier: str) -> Trust:
-        """Return the trust in the blocks of one tier, such as `cpu`: at most DEGRADED for one of `inexact_tiers`."""
+        """Return the trust in the blocks of one tier, such as `cpu`: at most DEGRADED if it is one of `inexact_tiers`."""
         if tier not in self.inexact_tiers or trust_order(self.name) <= trust_order("DEGRADED"):
             return self
         return Trust("DEGRADED", f"the engine announces no removals from {tier}")
@@ -104,7 +104,7 @@ class Trust(Struct, frozen=True, eq=False):
     def __eq__(self, other: object) -> bool:
         return self.name == other.name if isinstance(other, Trust) else NotImplemented
 
-    __ne__ = object.__ne__  # that of a struct compares identities
+    __ne__ = object.__ne__  # the inherited `__ne__` of a struct compares identities
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -151,8 +151,8 @@ class _Marks:
     """The marks of one degraded reason. A mark is the last batch number that one cause of the reason affects.
 
     A slow consumer may report about a batch after hundreds of later causes, so marks are stored separately. If there are more
-    than `max_marks`, every number between the first mark and the oldest stored one counts as affected. That may explain a
-    digest mismatch too often, but never too seldom.
+    than `max_marks`, every number between the first mark and the oldest stored mark counts as affected. So a digest mismatch
+    may count as explained although it is not, but never the reverse.
     """
 
     __slots__ = ("_first_dropped", "_max_marks", "_newest")
@@ -162,7 +162,7 @@ class _Marks:
         self._newest: list[int] = []
         """The stored marks in ascending order. After the first `add`, the list is empty only if all marks were removed."""
         self._first_dropped: int | None = None
-        """The lowest mark that is no longer stored; all such marks are below the stored ones."""
+        """The lowest of the marks that were dropped; all of them are below the stored marks."""
 
     def add(self, last_affected: int) -> None:
         """Add a mark."""
@@ -222,23 +222,23 @@ class TrustLedger:
 
     def __iter__(self) -> Iterator[DegradedReason]:
         """Iterate in the order of `DegradedReason`."""
-        if len(self._marks) <= 1:  # the usual case, which every turn of a subscriber needs
+        if len(self._marks) <= 1:  # the usual case, kept fast because every turn of a subscriber iterates
             return iter(tuple(self._marks))
         return (reason for reason in DegradedReason if reason in self._marks)
 
     def add(self, reason: DegradedReason, last_affected: int) -> None:
-        """Add a reason that affects everything up to number `last_affected`."""
+        """Add a reason that affects all batches up to number `last_affected`."""
         marks = self._marks.get(reason)
         if marks is None:
             marks = self._marks[reason] = _Marks(self._max_marks)
         marks.add(last_affected)
 
     def discard(self, reason: DegradedReason) -> None:
-        """Remove a reason, regardless of the batches that it affects."""
+        """Remove a reason with all its marks."""
         self._marks.pop(reason, None)
 
     def clear(self, seq: int) -> None:
-        """Record that batch `seq` clears everything, which ends reasons that affect only earlier batches."""
+        """Record that batch `seq` clears all blocks, which ends reasons that affect only earlier batches."""
         self._last_clear = max(seq, self._last_clear)
         self._end_before(REASONS_ENDED_BY_CLEAR, seq)
 
@@ -248,7 +248,7 @@ class TrustLedger:
             self.add(DegradedReason.REJECTED, seq)
 
     def estimate(self, seq: int, reason: str) -> None:
-        """Record why the consumer's answers are estimates from batch `seq` on; an empty reason means that they are not."""
+        """Record why the consumer's answers are estimates from batch `seq` on; an empty reason means that answers are exact."""
         if seq >= self._last_estimate:
             self._last_estimate, self.estimate_reason = seq, reason
             self.discard(DegradedReason.ESTIMATED_MATCHES)
@@ -256,7 +256,7 @@ class TrustLedger:
                 self.add(DegradedReason.ESTIMATED_MATCHES, seq)
 
     def match_digest(self, seq: int) -> None:
-        """Record that the state after batch `seq` is the publisher's, which ends reasons that affect earlier batches."""
+        """Record that the state after batch `seq` has the right digest, which ends reasons that affect earlier batches."""
         self._last_match = max(seq, self._last_match)
         self._end_before(REASONS_ENDED_BY_DIGEST, seq)
         marks = self._marks.get(DegradedReason.REJECTED)
@@ -295,7 +295,7 @@ class TrustLedger:
         return self._last_attestation > self._last_mismatch
 
     def explains(self, seq: int) -> bool:
-        """Whether a known reason explains that the state after batch `seq` is not the publisher's."""
+        """Whether a known reason explains why the state after batch `seq` differs from the publisher's."""
         return any(reason in REASONS_ENDED_BY_DIGEST and marks.first <= seq for reason, marks in self._marks.items())
 
     def persistent(self) -> dict[DegradedReason, int]:
@@ -337,23 +337,23 @@ class MismatchCounter:
             self._consecutive = 0
 
     def allow_resync(self, seq: int) -> bool:
-        """Count a mismatch after batch `seq`. Return whether to fetch everything again."""
+        """Count a mismatch after batch `seq`. Return whether the stream should fetch everything again."""
         self._last_mismatch = max(seq, self._last_mismatch)
         self._consecutive += 1
         return self._consecutive <= self._max_consecutive
 
 
 class HeartbeatMonitor:
-    """The heartbeats of one publisher. A publisher without heartbeats is trusted and never counts as silent.
+    """The heartbeats of one publisher. A publisher that sends no heartbeats is trusted and never counts as silent.
 
-    It records heartbeats and their results; `Deliverer` decides how to react.
+    It records heartbeats and the results of their comparisons; `Deliverer` decides how to react.
     """
 
     def __init__(self, limits: StreamLimits) -> None:
         self._limits = limits
         self._heartbeat: Heartbeat | None = None
         self.incarnations = MismatchCounter(limits.max_consecutive_resyncs)
-        """Counts heartbeats that name another incarnation than the previous one."""
+        """Counts heartbeats whose incarnation differs from that of the previous heartbeat."""
         self.digests = MismatchCounter(limits.max_consecutive_resyncs)
         """Counts heartbeats whose digest differs from the delivered state."""
         self.attestations = MismatchCounter(limits.max_consecutive_resyncs)
@@ -361,20 +361,20 @@ class HeartbeatMonitor:
         self.begin_incarnation()
 
     def begin_incarnation(self) -> None:
-        """Begin another incarnation. The publisher's last heartbeat is valid until it sends the next one."""
+        """Begin another incarnation. The last heartbeat stays valid until the publisher sends another one."""
         self._newest_seq = -1
         self._incarnation: int | None = None
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Expect no heartbeat until the next connection has brought one."""
+        """Expect no heartbeat until one arrives on the next connection."""
         self.max_silence: float | None = None
-        """Seconds without any message after which the publisher counts as silent; None if it has promised no heartbeat."""
+        """Seconds without any message after which the publisher counts as silent; None if no heartbeat was promised."""
         self.replayed_at = 0.0
-        """The time at which replay last brought something new on this connection."""
+        """The time at which replay last brought a new batch on this connection."""
 
     def receive(self, seq: int, heartbeat: Heartbeat, *, live: bool) -> bool:
-        """Record the heartbeat of batch `seq`. Return False if a newer one is known."""
+        """Record the heartbeat of batch `seq`. Return False if a newer heartbeat is known."""
         if live:
             self.max_silence = heartbeat.interval * self._limits.max_missed_heartbeats
         if seq < self._newest_seq:
@@ -385,7 +385,7 @@ class HeartbeatMonitor:
     def is_other_incarnation(self, heartbeat: Heartbeat, *, live: bool) -> bool:
         """Record the incarnation of a heartbeat.
 
-        Return whether it differs from the incarnation of the previous heartbeat, if any.
+        Return whether the previous heartbeat, if any, had a different incarnation.
         """
         former, self._incarnation = self._incarnation, heartbeat.incarnation
         if live and former == heartbeat.incarnation:
@@ -394,7 +394,7 @@ class HeartbeatMonitor:
 
     @property
     def trust(self) -> Trust:
-        """The trust in the publisher's batches that its last heartbeat states; EXACT without a heartbeat."""
+        """The trust that the publisher's last heartbeat states; EXACT if there was no heartbeat."""
         if self._heartbeat is None or self._heartbeat.trust == Trust.EXACT.name:
             return Trust.EXACT
         is_stale = self._heartbeat.trust == Trust.STALE.name
