@@ -1,4 +1,4 @@
-"""The subscriber for asyncio. Functions of equal names do the same in `sync`, the subscriber for threads."""
+"""The subscriber for asyncio. Functions of the same names in `sync` are those of the subscriber for threads."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         return []
 
     async def _end_turn(self) -> None:
-        """Let other tasks run if this one has worked for long enough."""
+        """Let other tasks run if this task has worked for more than `MAX_TURN_SECONDS`."""
         if time.perf_counter() - self._resumed_at > MAX_TURN_SECONDS:
             await asyncio.sleep(0)
             self._resumed_at = time.perf_counter()
@@ -88,8 +88,8 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     ) -> list[BatchT | Reset | Gap]:
         """Receive until every stream has at least this trust. Return the deliveries, which were applied if there is a sink.
 
-        With the default trust, all streams have caught up as far as possible. Unproven streams (`Trust.unproven`) count as
-        EXACT, because an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After
+        If `trust` is the default, all streams have then caught up as far as possible. Unproven streams (`Trust.unproven`) count
+        as EXACT, because an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After
         cancellation, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
@@ -100,7 +100,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         return deliveries
 
     async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
-        """Wait until a delivery is ready. Return False if none is within `timeout` seconds."""
+        """Wait until a delivery is ready. Return False if none becomes ready within `timeout` seconds."""
         multiplexer, clock = self._multiplexer, self._clock
         end = None if timeout is None else clock() + timeout
         if self._waits:

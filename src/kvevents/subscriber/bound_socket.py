@@ -1,9 +1,9 @@
 """A bound SUB socket, to which any number of publishers connect. Sources that share it are distinguished by their topics.
 
 Theory of operation. libzmq states the descriptor of the connection with each message, and in the events of its monitor. So a
-source is connected when the first message of its topic arrives with any connection. It is disconnected when this connection has
-ended and all its messages were read, or when messages of the topic arrive with another connection. Numbers, trust and identity
-of one publisher do not depend on other publishers.
+source is connected when the first message of its topic arrives with any connection. The source is disconnected when this
+connection has ended and all its messages were read, or when messages of the topic arrive with another connection. Numbers,
+trust and identity of one publisher do not depend on other publishers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvevents.subscriber.socket_owner import SocketOwner, StallDetector
 from kvevents.zeromq.sockets import Socket, connect_or_bind, disable_monitor, endpoint_errors, open_monitor, read_monitor
 
 _SRCFD: Final = 2
-"""ZMQ_SRCFD, a property of a message that pyzmq does not name: the descriptor of its connection."""
+"""ZMQ_SRCFD, a message property that pyzmq does not name: the descriptor of the message's connection."""
 _ACCEPTED: Final = zmq.Event.ACCEPTED
 _HANDSHAKE_SUCCEEDED: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DISCONNECTED: Final = zmq.Event.DISCONNECTED
@@ -32,14 +32,14 @@ _DISCONNECTED: Final = zmq.Event.DISCONNECTED
 log = logging.getLogger(__name__)
 
 
-class _Change(enum.Enum):
+class _ConnectionChange(enum.Enum):
     CONNECTED = enum.auto()
     DISCONNECTED = enum.auto()
     SHARED = enum.auto()
-    """Another publisher also sends for the source."""
+    """A second publisher sends with the topic of the source."""
 
 
-_Arrival: TypeAlias = "list[bytes] | _Change"
+_Arrival: TypeAlias = "list[bytes] | _ConnectionChange"
 
 
 class TopicFeed:
@@ -47,17 +47,17 @@ class TopicFeed:
 
     fault = ""
     reopen_at: float | None = None
-    """Always None, because a bound socket waits for publishers and opens nothing again."""
+    """Always None, because a bound socket waits for publishers and never connects again."""
 
     def __init__(self, source: Source, socket: BoundSocket, owner: SocketOwner, connection: Connection | None) -> None:
         self.source = source
         self.connection = connection
-        """None while the source was found by its topic but is not followed yet."""
+        """The connection; None if the source was found by its topic but is not followed yet."""
         self.arrivals: deque[_Arrival] = deque()
         self.descriptor: int | None = None
-        """Descriptor of the connection of the newest message; None if unknown."""
+        """Descriptor of the connection that brought the newest message; None if unknown."""
         self.other_connections: set[int] = set()
-        """Descriptors of other connections with which messages of the source arrive at the same time."""
+        """Descriptors of other connections that also bring messages of the source."""
         self.is_connected = False
         self._socket = socket
         self._owner = owner
@@ -67,25 +67,25 @@ class TopicFeed:
         has_more = self._socket.read(limit)
         for _ in range(min(limit, len(self.arrivals))):
             arrival = self.arrivals.popleft()
-            if arrival is _Change.CONNECTED:
+            if arrival is _ConnectionChange.CONNECTED:
                 stream.begin_connection(now)
-            elif arrival is _Change.DISCONNECTED:
+            elif arrival is _ConnectionChange.DISCONNECTED:
                 stream.end_connection()
-            elif arrival is _Change.SHARED:
+            elif arrival is _ConnectionChange.SHARED:
                 stream.share()
             else:
                 stream.receive_live(arrival, now)
-        # True also if connections of this or another socket must be read although the selector does not report them.
+        # The result is also True if any connection must be read although the selector does not report it.
         return has_more or bool(self.arrivals or self._owner.marked_connections)
 
     def change(self, *, is_connected: bool) -> None:
-        """Queue a change of the source's connection, if its state differs."""
+        """Queue a change of the source's connection unless it already has that state."""
         if self.is_connected is not is_connected:
             self.is_connected = is_connected
-            self.arrivals.append(_Change.CONNECTED if is_connected else _Change.DISCONNECTED)
+            self.arrivals.append(_ConnectionChange.CONNECTED if is_connected else _ConnectionChange.DISCONNECTED)
 
     def close(self) -> None:
-        """Leave the socket, which the last source closes. Idempotent."""
+        """Leave the bound socket, which closes when its last source leaves. Idempotent."""
         self._socket.leave(self)
 
 
@@ -102,11 +102,11 @@ class BoundSocket:
         self._security: Final = owner.secure(source)
         self._feeds: list[TopicFeed] = []
         self._by_topic: dict[bytes, TopicFeed | None] = {}
-        """The feed of each topic that was received; None for a topic without a source."""
+        """The feed of each topic that was received; None if no source has the topic."""
         self._ignored: dict[bytes, int | None] = {}
-        """Topics whose sources the application does not follow, each with the descriptor of its newest message's connection."""
+        """Topics whose sources the application does not follow, each with the descriptor that brought its newest message."""
         self._ended_connections: set[int] = set()
-        """Descriptors of connections that have ended, but whose messages might not be read yet."""
+        """Descriptors of ended connections whose messages might not all be read yet."""
         self._peers: set[int] = set()
         """Descriptors of connections that were accepted and have not ended."""
         self._has_peer = self.endpoint.startswith("inproc://")
@@ -139,7 +139,7 @@ class BoundSocket:
         return (feed.connection for feed in self._feeds if feed.connection is not None)
 
     def join(self, source: Source, connection: Connection) -> TopicFeed:
-        """Return the feed of one more source. Raise `ConfigError` if it cannot share the socket."""
+        """Return the feed of one more source. Raise `ConfigError` if the source cannot share the socket."""
         for feed in self._feeds:
             if feed.connection is None and feed.source.topic == source.topic and not source.by_topic:
                 feed.source, feed.connection = source, connection
@@ -171,7 +171,7 @@ class BoundSocket:
                 self._ignored[topic.encode()] = feed.descriptor
 
     def leave(self, feed: TopicFeed) -> None:
-        """Remove the feed of a source, and close the socket after the last one. Idempotent."""
+        """Remove the feed of a source. After the last feed, close the socket. Idempotent."""
         if feed in self._feeds:
             self._feeds.remove(feed)
             self._by_topic = {topic: other for topic, other in self._by_topic.items() if other is not feed}
@@ -186,8 +186,8 @@ class BoundSocket:
         """Receive up to `limit` messages, for all sources. Return True if there may be more."""
         events = self._read_monitor() if self._stalls.is_stalled else []
         if any(event == _DISCONNECTED for event, _ in events):
-            # As in `LiveSocket`: libzmq 4.3.5 may abort the process if a full socket is read whose peer timed out.
-            self._replace()
+            # As in `LiveSocket`: libzmq 4.3.5 may abort the process when it reads a full socket whose peer has timed out.
+            self._replace_socket()
             return True
         is_drained = self._receive(limit)
         for event, value in events + self._read_monitor():
@@ -214,22 +214,22 @@ class BoundSocket:
         try:
             for _ in range(limit):
                 frames = self._sub.recv_multipart(zmq.DONTWAIT, copy=False)
-                self._sort([frame.bytes for frame in frames], _descriptor_of(frames[0]))
+                self._route([frame.bytes for frame in frames], _descriptor_of(frames[0]))
         except zmq.Again:
             return True
         return False
 
-    def _sort(self, message: list[bytes], descriptor: int) -> None:
+    def _route(self, message: list[bytes], descriptor: int) -> None:
         topic = message[0]
         if self._ignored and self._ignored.get(topic, -2) == descriptor:
             return
-        feed = self._by_topic[topic] if topic in self._by_topic else self._find(topic)
+        feed = self._by_topic[topic] if topic in self._by_topic else self._find_feed(topic)
         if feed is None:
             return
         if descriptor != feed.descriptor:
             if feed.descriptor in self._peers:
                 if not feed.other_connections:
-                    feed.arrivals.append(_Change.SHARED)
+                    feed.arrivals.append(_ConnectionChange.SHARED)
                 feed.other_connections.add(feed.descriptor)
                 feed.other_connections.discard(descriptor)
             elif feed.descriptor is not None:
@@ -238,13 +238,13 @@ class BoundSocket:
         if descriptor not in self._ended_connections:
             feed.change(is_connected=True)
         feed.arrivals.append(message)
-        self._mark(feed)
+        self._mark_readable(feed)
 
-    def _mark(self, feed: TopicFeed) -> None:
+    def _mark_readable(self, feed: TopicFeed) -> None:
         if feed.connection is not None:
             self._owner.marked_connections.add(feed.connection)
 
-    def _find(self, topic: bytes) -> TopicFeed | None:
+    def _find_feed(self, topic: bytes) -> TopicFeed | None:
         """Return the feed with the longest prefix of a topic. A source with `by_topic` gets a new feed for each topic."""
         feeds = [feed for feed in self._feeds if topic.startswith(feed.source.topic.encode())]
         feed_of_topic = max(feeds, key=lambda feed: (len(feed.source.topic), not feed.source.by_topic), default=None)
@@ -271,16 +271,16 @@ class BoundSocket:
                 feed.change(is_connected=False)
                 feed.other_connections.discard(descriptor)
                 feed.descriptor = None
-                self._mark(feed)
+                self._mark_readable(feed)
         self._ignored = {topic: fd for topic, fd in self._ignored.items() if fd not in self._ended_connections}
         if not self._peers:
             self._has_peer = False
             for feed in self._feeds:
                 feed.change(is_connected=False)
-                self._mark(feed)
+                self._mark_readable(feed)
         self._ended_connections.clear()
 
-    def _replace(self) -> None:
+    def _replace_socket(self) -> None:
         for feed in self._feeds:
             feed.change(is_connected=False)
             feed.descriptor = None
@@ -302,7 +302,7 @@ class BoundSocket:
 
 
 def _descriptor_of(frame: zmq.Frame) -> int:
-    """Return the descriptor of the connection with which a message arrived; -1 without a descriptor, as with inproc."""
+    """Return the descriptor of the connection with which a message arrived; -1 for inproc, which has no descriptor."""
     try:
         return int(frame.get(_SRCFD))
     except (zmq.ZMQError, ValueError):

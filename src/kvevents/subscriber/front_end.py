@@ -42,16 +42,16 @@ from kvevents.subscriber.zmq_transport import ZmqTransport
 log = logging.getLogger(__name__)
 
 DECODED_MESSAGES_PER_READ: Final = 32
-"""Maximum number of messages that are read from one stream before they are decoded, so that they fit in the CPU's cache."""
+"""Maximum number of messages that are read from one stream before decoding, so that they fit in the CPU's cache."""
 TRUST_INTERVAL: Final = 0.05
 """Seconds between two checks of the trust in `wait_for`, if nothing is received."""
 DELIVERIES_PER_SLICE: Final = 8
-"""Number of deliveries that are decoded and applied between two readings of the clock."""
+"""Number of deliveries that are decoded and applied before the clock is read again."""
 Sources: TypeAlias = Source | str | Iterable[Source | str]
 
 
 class TrustChange(NamedTuple):
-    """The trust of a stream, or its reason, has changed."""
+    """A stream whose trust, or the reason of its trust, has changed."""
 
     source: str
     rank: int
@@ -66,7 +66,7 @@ class Outcome(Protocol):
 
     @property
     def report(self) -> BatchReport | None:
-        """The findings of applying the delivery; None without findings."""
+        """The findings of applying the delivery; None if there is nothing to report."""
 
 
 class Sink(Protocol):
@@ -89,23 +89,23 @@ class Options(TypedDict, total=False):
     clock: Callable[[], float]
     """A monotonic clock in seconds."""
     sink: Sink | None
-    """Applies each delivery before it is returned, such as a `PrefixIndex`."""
+    """Object that applies each delivery before it is returned, such as a `PrefixIndex`."""
     on_change: OnChange | None
-    """Called by `receive` with each change of trust, instead of `trust_changes`, and with each reset and gap before it is
-    returned. If it raises, `receive` raises the same exception, as if a sink had raised it."""
+    """`receive` calls this function with each change of trust, instead of `trust_changes`, and with each reset and gap before
+    returning that delivery. If the function raises, `receive` raises the same exception, as if a sink had raised it."""
     on_found: OnFound | None
-    """Called by `receive` with each source that was found by its topic (`Source.by_topic`). It must not raise. It returns the
-    source to follow instead, with the same endpoint and topic but perhaps another name, or None to ignore the topic."""
+    """`receive` calls this function with each source found by its topic (`Source.by_topic`). The function must not raise. It
+    returns the source to follow, with the same endpoint and topic but perhaps another name, or None to ignore the topic."""
 
 
 class FrontEnd(Generic[BatchT]):
     """Base class of both subscribers.
 
-    Threads: the connections belong to the calls that use them, which are `add`, `remove` and the wait inside `receive`.
+    Threads: only `add`, `remove` and the wait inside `receive` use the connections, which belong to the running call.
     `_calls` has a token for each of these calls. Any thread and any signal handler may call `close`, also during another call.
-    If no call uses the connections, `close` closes them; if one does, `close` wakes it, and the last call that returns closes
-    them. Each side first changes its own variable (`_is_closed` or `_calls`) and then reads that of the other side, so at least
-    one side sees both changes. `_lock` is held while streams are read or changed, never during a wait.
+    If no call uses the connections, `close` closes them; if a call does, `close` wakes it, and the last call that returns
+    closes them. `close` and the other calls first change their own variable (`_is_closed` or `_calls`) and then read the other
+    one, so at least one of them sees both changes. `_lock` is held while streams are read or changed, never during a wait.
     """
 
     def __init__(  # noqa: PLR0913 - the options of both subscribers
@@ -121,7 +121,7 @@ class FrontEnd(Generic[BatchT]):
         on_change: OnChange | None = None,
         on_found: OnFound | None = None,
     ) -> None:
-        """Raise `ConfigError` and `EndpointError`. `Options` explains the parameters."""
+        """Raise `ConfigError` or `EndpointError`. `Options` explains the parameters."""
         self._clock = clock
         self._on_change = on_change
         self._process = os.getpid()
@@ -141,13 +141,13 @@ class FrontEnd(Generic[BatchT]):
         self._waits: set[object] = set()
         """The calls that wait for deliveries."""
         self._read_at = clock()
-        """The time at which a waiting call last returned, or at which a task last ran in one."""
+        """The time at which a waiting call last returned, or at which a waiting task last ran."""
         self._lock = threading.RLock()
         try:
             for given in [sources] if isinstance(sources, (Source, str)) else sources:
                 self.add(given)
                 source = Source(given) if isinstance(given, str) else given
-                # Not in `add`: services add sources later, and show this in the trust.
+                # `add` logs no such warning: services add sources later, and show the fault in the trust.
                 if source.replay_endpoint is None and not source.by_topic:
                     log.warning(
                         "%s has no replay endpoint: what is lost stays lost, so it is never EXACT", printable(source.label)
@@ -159,11 +159,11 @@ class FrontEnd(Generic[BatchT]):
     def add(self, source: Source | str, resume: Checkpoint | None = None) -> None:
         """Follow one more source; a string is its endpoint.
 
-        With `resume`, continue after the checkpoint of an earlier process. The stream first verifies that the publisher is
-        still the same incarnation, as after a reconnect. If it is, the next delivery is the batch after the checkpoint;
-        otherwise it is a `Reset`. Until then trust is STALE.
+        If `resume` is given, continue after this checkpoint of an earlier process. The stream first verifies that the publisher
+        is still the same incarnation, as after a reconnect. If it is, the next delivery is the batch after the checkpoint; if
+        not, it is a `Reset`. Until the stream has verified this, trust is STALE.
 
-        Raise `ConfigError` if the name and rank are already followed or differ from those of `resume`, and `EndpointError` if
+        Raise `ConfigError` if the name and rank are followed already or are not those of `resume`, and `EndpointError` if
         the endpoint is invalid.
         """
         if isinstance(source, str):
@@ -189,12 +189,12 @@ class FrontEnd(Generic[BatchT]):
             self._end_call(call)
 
     def report(self, delivery: Batch | RawBatch | Reset | Gap, report: BatchReport | None) -> None:
-        """Report the findings of decoding and applying a batch, which change the trust. If `report` is None, do nothing.
+        """Report the findings of decoding and applying a batch; they can change the trust. If `report` is None, do nothing.
 
-        Call it at most once for each batch, at any time after its delivery. With a `sink`, the subscriber calls it itself.
+        Call this at most once for each batch, at any time after its delivery. If there is a `sink`, the subscriber calls it.
         The report does not end degraded reasons that are newer than the batch. The subscriber itself has decoded a `Batch`, so
-        only the comparisons of such a report are used. If a digest does not match, the next delivery may be a `Reset`. A report
-        about another kind of delivery, or about a source that was removed, is ignored.
+        of a report about a `Batch` only comparisons are used. If a digest does not match, the next delivery may be a `Reset`. A
+        report about another kind of delivery, or about a source that was removed, is ignored.
         """
         if report is not None:
             with self._lock:
@@ -203,7 +203,7 @@ class FrontEnd(Generic[BatchT]):
     def checkpoint(self, name: str | None = None, rank: int = 0) -> Checkpoint:
         """Return the checkpoint from which a later process can `resume` a stream after the returned deliveries.
 
-        Call it when all returned deliveries have been applied and reported. It also works after `close`.
+        Call it when all returned deliveries have been applied and reported. This also works after `close`.
         """
         with self._lock:
             return self._multiplexer.checkpoint(name, rank)
@@ -227,7 +227,7 @@ class FrontEnd(Generic[BatchT]):
     def trust_changes(self) -> list[tuple[tuple[str, int], Trust]]:
         """Return (source, rank) and trust of each stream whose trust or reason has changed since the last call.
 
-        The first call returns all streams. Each change is returned once, so only one thread should call this.
+        The first call returns all streams. Each change is returned only once, so only one thread should call this method.
         """
         with self._lock:
             return self._multiplexer.trust_changes(self._unread_seconds)
@@ -243,7 +243,7 @@ class FrontEnd(Generic[BatchT]):
             return self._multiplexer.statuses(self._unread_seconds)
 
     def _notify(self, on_change: OnChange) -> None:
-        """Report each change of trust. If `on_change` raises, this change and the later ones are reported again."""
+        """Report each change of trust. If `on_change` raises, this change and all later changes are reported again."""
         changes = deque(self.trust_changes())
         try:
             while changes:
@@ -255,10 +255,10 @@ class FrontEnd(Generic[BatchT]):
                 self._multiplexer.repeat_trust_changes(key for key, _ in changes)
 
     _due_at = math.inf
-    """The time by which a waiting call reads the connections again; a task is later if its event loop is blocked."""
+    """The time by which a waiting call reads the connections again; a task does so later if its event loop is blocked."""
 
     def _has_reached(self, trust: Trust) -> bool:
-        """Whether there are streams, and all of them have at least this trust. Unproven streams count as EXACT."""
+        """Whether there is at least one stream, and all streams have at least this trust. Unproven streams count as EXACT."""
         trusts = [status.trust for status in self.statuses()]
         return bool(trusts) and all(current >= trust or current.unproven for current in trusts)
 
@@ -269,7 +269,7 @@ class FrontEnd(Generic[BatchT]):
 
     @contextmanager
     def _repeating_if_interrupted(self) -> Iterator[list[Any]]:
-        """Return a list for deliveries, which are delivered again after an exception, unless a sink has applied them."""
+        """Yield a list. If the block raises, the deliveries in it are delivered again, unless a sink has applied them."""
         deliveries: list[Any] = []
         try:
             yield deliveries
@@ -301,7 +301,7 @@ class FrontEnd(Generic[BatchT]):
         return cast("BatchT", self._decode(self._multiplexer.ready.popleft()))
 
     def _pop_many(self, limit: int | None, seconds: float = math.inf) -> list[BatchT | Reset | Gap]:
-        """Remove and return at most `limit` deliveries that are ready, and at most about `seconds` of work."""
+        """Remove and return at most `limit` ready deliveries, but stop after about `seconds` of decoding and applying."""
         if seconds == math.inf:
             return self._take(self._multiplexer.pop(limit))
         deliveries: list[BatchT | Reset | Gap] = []
@@ -313,7 +313,7 @@ class FrontEnd(Generic[BatchT]):
         return deliveries
 
     def _take(self, raw_deliveries: list[RawDelivery]) -> list[BatchT | Reset | Gap]:
-        """Decode, apply and report deliveries that were removed from `ready`, according to the options of this subscriber."""
+        """Decode deliveries that were removed from `ready`, then apply and report them, each as the options require."""
         deliveries: list[Any] = [self._decode(raw) for raw in raw_deliveries] if self._decodes else raw_deliveries
         if self._sink is not None or self._on_change is not None:
             try:
@@ -349,7 +349,7 @@ class FrontEnd(Generic[BatchT]):
         if self._is_closed:
             raise ClosedError(f"{type(self).__name__} is closed")
         if self._process != os.getpid():
-            raise ForkedError(f"this {type(self).__name__} belongs to the process before the fork; make another one here")
+            raise ForkedError(f"this {type(self).__name__} was created before a fork; create another one in this process")
 
     def _begin_call(self, call: object) -> None:
         """Start using the connections; `_end_call` must follow. Raise `ClosedError`."""
@@ -374,7 +374,7 @@ class FrontEnd(Generic[BatchT]):
     def _close(self) -> None:
         self._is_closed = True
         if self._process != os.getpid():
-            # In the child, another thread's lock is never released, and its call never returns.
+            # In a forked child, a lock that another thread held is never released, and the call of that thread never returns.
             self._multiplexer.transport.close()
         elif self._calls:
             self._multiplexer.transport.wake()

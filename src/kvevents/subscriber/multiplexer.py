@@ -1,4 +1,4 @@
-"""The core of both subscribers: streams, their connections and their timers. It never waits; the front ends do.
+"""The core of both subscribers: streams, their connections and their timers. This module never waits; the front ends do.
 
 `Transport` and `Connection` are the interface between streams and sockets: two small classes that a test can replace
 (`kvevents.testing.FakeTransport`).
@@ -48,13 +48,13 @@ DEFAULT_CONCURRENT_REPLAYS: Final = 64
 
 
 OnFound: TypeAlias = Callable[[Source], Source | None]
-"""Returns the source to follow for a source that was found by its topic; None to ignore the topic."""
+"""Receives a source that was found by its topic; returns the source to follow, or None to ignore the topic."""
 
 MIN_UNREAD_SECONDS: Final = 0.1
-"""Maximum number of seconds without a read of the connections that certainly lower the trust of no stream."""
+"""If the connections were read within this many seconds, no stream loses trust for being unread."""
 _CAUGHT_UP_STATES: Final = ("EXACT", "DEGRADED")
 _MAX_DESCRIBED: Final = 3
-"""Maximum number of endpoints in the repr of a subscriber, and of streams in an error."""
+"""Maximum number of endpoints in the repr of a subscriber, and maximum number of streams in an error message."""
 
 
 class Connection(Protocol):
@@ -64,8 +64,8 @@ class Connection(Protocol):
         """Feed arrived messages to `stream`, at most about `limit` of each kind. Return True if there may be more.
 
         While the stream misses nothing, live messages are fed before a replay reply, which may come from a later incarnation.
-        `end_connection` is called before every message of a newer connection, or after every message of the old one if no newer
-        connection is up yet. `begin_connection` is called after every message of the old connection.
+        All messages of an old connection are fed before `begin_connection` is called. `end_connection` is called before any
+        message of a newer connection is fed, or, if no newer connection is up yet, after all messages of the old one.
 
         Raise `EndpointError` if the connection cannot continue. The caller then closes it and opens another one later.
         """
@@ -73,14 +73,14 @@ class Connection(Protocol):
 
     @property
     def fault(self) -> str:
-        """Why there is no live connection, if that is known; empty if there is one."""
+        """Why there is no live connection; empty if there is one, or if the cause is unknown."""
         ...
 
     def deadline(self) -> float | None:
-        """Return the time at which `read_into` is due even if nothing arrives; None if it is not."""
+        """Return the time at which `read_into` is due even if nothing arrives; None if there is no such time."""
 
     def request_replay(self, request: FetchRequest) -> None:
-        """Send a replay request, on a new connection if the request requires it. Raise `EndpointError` if that fails."""
+        """Send a replay request, on a new connection if the request requires it. Raise `EndpointError` if it cannot be sent."""
 
     def end_replay(self) -> None:
         """Close the replay connection, and drop unread replies."""
@@ -105,7 +105,7 @@ class Transport(Protocol):
         ...
 
     def ignore_found(self, source: Source) -> None:
-        """Drop all messages with the topic of this source, which `take_found` has returned."""
+        """Drop all messages with the topic of `source`, a source that `take_found` has returned."""
 
     @property
     def max_wait(self) -> float | None:
@@ -137,10 +137,10 @@ class StreamStatus(Struct, frozen=True):
     last_seq: int
     """Sequence number of the newest batch that was delivered or given up; -1 before the first."""
     waiting: int
-    """Number of batches that wait because an earlier one is missing, or because their publisher is not verified."""
+    """Number of batches that wait because an earlier batch is missing, or because their publisher is not verified."""
     counters: StreamCounters
     error: str = ""
-    """Why there is no connection or no replay request; empty if unknown or if there are both. The subscriber retries."""
+    """Why there is no connection or no replay request; empty if both exist or the cause is unknown. The subscriber retries."""
 
 
 class StreamEntry:
@@ -149,16 +149,16 @@ class StreamEntry:
     def __init__(self, stream: Stream, connection: Connection, first_incarnation: int) -> None:
         self.stream = stream
         self.connection: Connection | None = connection
-        """None after a failure, until the next attempt, which is due at `reopen_at`."""
+        """The connection; None between a failure and the next attempt, which is due at `reopen_at`."""
         self.reopen_at = self.opened_at = float("-inf")
         self.backoff = Backoff()
         self.error = ""
         self.stated_rank: int | None = None
-        """The last compared rank of the payloads."""
+        """The rank that payloads stated when ranks were last compared."""
         self.failure = ""
-        """Why the application could not apply a delivery; empty again when all batches were delivered again and taken."""
+        """Why the application could not apply a delivery; cleared when the application has taken all batches once more."""
         self.first_incarnation = first_incarnation
-        """Lower incarnations belong to an earlier subscription to the source, except `resumed_incarnation`."""
+        """Lower incarnations, except `resumed_incarnation`, belong to an earlier subscription to the source."""
         self.resumed_incarnation = stream.incarnation
         self.mark_consumed()
         self.timer: float | None = None
@@ -180,7 +180,7 @@ class StreamEntry:
         return f"{printable(self.stream.source.label)} rank {self.stream.source.rank}"
 
     def trust(self, unread_seconds: float) -> Trust:
-        """Return the trust in the stream. Its reason includes the fault of the connection, if any.
+        """Return the trust in the stream. The reason includes the fault of the connection, if any.
 
         `unread_seconds` is the time for which the application has not read the connections.
         """
@@ -194,11 +194,11 @@ class StreamEntry:
 
     @property
     def fault(self) -> str:
-        """The fault of the connection; empty without a fault."""
+        """The fault of the connection; empty if it has none."""
         return self.error or ("" if self.connection is None else self.connection.fault)
 
     def deadline(self) -> float | None:
-        """Return the time at which the stream or its connection has something to do; None if there is no such time."""
+        """Return the time at which a timer of the stream or of its connection is due; None if no timer runs."""
         connection_at = self.reopen_at if self.connection is None else self.connection.deadline()
         stream_at = self.stream.deadline()
         return stream_at if connection_at is None else connection_at if stream_at is None else min(stream_at, connection_at)
@@ -220,7 +220,7 @@ class StreamEntry:
         )
 
     def checkpoint(self, ready: Container[int]) -> Checkpoint:
-        """Return a checkpoint after the deliveries that the application has taken; `ready` has the ids of all others."""
+        """Return a checkpoint after the deliveries that the application has taken: those whose id is not in `ready`."""
         position = self.stream.position()
         deliveries = [delivery for delivery in self.delivered_batches if id(delivery) not in ready]
         if len(deliveries) < len(self.delivered_batches):
@@ -231,29 +231,29 @@ class StreamEntry:
 class Multiplexer:
     """All streams of one subscriber.
 
-    The failure of one stream does not affect the others. If a connection raises `EndpointError`, it is closed, its stream is
+    The failure of one stream does not affect other streams. If a connection raises `EndpointError`, it is closed, its stream is
     disconnected, and a new connection is opened after a delay. A replay request that cannot be sent counts as unanswered, so
-    the stream repeats it.
+    the stream sends it again.
     """
 
     def __init__(self, transport: Transport, limits: StreamLimits, max_concurrent_replays: int, messages_per_read: int) -> None:
         self.transport = transport
         self.on_found: OnFound = self._follow_unless_removed
         self._removed_topics: set[tuple[str, str]] = set()
-        """Bound endpoints and topics of sources that were found and later removed, so that they are not followed again."""
+        """Bound endpoints and topics of found sources that were removed, so that such sources are not followed again."""
         self.ready: deque[RawDelivery] = deque()
-        """Deliveries that the application has not taken. The front ends call `run_once` only when it is empty."""
+        """Deliveries that the application has not taken. The front ends call `run_once` only while this queue is empty."""
         self._limits = limits
         self._messages_per_read = messages_per_read
         self._max_replays = max_concurrent_replays
         self._entries: dict[tuple[str, int], StreamEntry] = {}
         self._finders: dict[tuple[str, int], StreamEntry] = {}
-        """The sources with `by_topic`, which find other sources. Their own streams receive nothing."""
+        """Entries of sources with `by_topic`, which find other sources. The streams of these entries receive nothing."""
         self._by_connection: dict[Connection, StreamEntry] = {}
         self._unconsumed_streams: set[StreamEntry] = set()
         """Streams with deliveries since `ready` was last empty."""
         self._readable: dict[StreamEntry, None] = {}
-        """Streams to read, as a set with a fixed order, so that equal inputs give equal runs."""
+        """Streams to read: a set in insertion order, so that the same inputs are always processed in the same order."""
         self._changed_streams: dict[StreamEntry, None] = {}
         """Streams whose trust may have changed since the last call of `trust_changes`."""
         self._was_aging = False
@@ -261,10 +261,10 @@ class Multiplexer:
         self._timers: list[tuple[float, int, StreamEntry]] = []
         self._timer_count = 0
         self._next_incarnation = 0
-        """An incarnation that is higher than those of all removed sources."""
+        """A number above all incarnations of removed sources."""
         self._replaying: set[StreamEntry] = set()
         self._replay_queue: OrderedDict[StreamEntry, None] = OrderedDict()
-        """Streams that wait, in order, until one of `_replaying` ends."""
+        """Streams that wait, in this order, until a stream in `_replaying` has finished its replay."""
 
     # --- sources
 
@@ -272,7 +272,7 @@ class Multiplexer:
         """Start following `source`, or continue after a checkpoint. Raise `ConfigError`, `EndpointError`."""
         key = (source.label, source.rank)
         if key in self._entries or key in self._finders:
-            raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; names and ranks must differ")
+            raise ConfigError(f"source {source.label!r} rank {source.rank} is given twice; use different names or ranks")
         first = self._next_incarnation
         stream = Stream(source, self._limits, first, self._pending)
         if resume is not None:
@@ -350,9 +350,9 @@ class Multiplexer:
         return [entry.checkpoint(ready) for entry in self._entries.values()]
 
     def trust_changes(self, unread_seconds: float) -> list[tuple[tuple[str, int], Trust]]:
-        """Return source, rank and trust of each stream whose trust or reason has changed since the last call."""
+        """Return source, rank and trust of each stream whose trust, or its reason, has changed since the last call."""
         streams, self._changed_streams = self._changed_streams, {}
-        # The trust of an unread stream changes without an input, and changes back when the stream is read.
+        # If the connections are not read, trust changes without any input, and changes back when they are read.
         is_aging = unread_seconds > MIN_UNREAD_SECONDS
         if is_aging or self._was_aging:
             streams = dict.fromkeys(self._entries.values())
@@ -381,11 +381,11 @@ class Multiplexer:
         entry.stream.report(delivery, report)
         self._changed_streams[entry] = None
         if report.heartbeat is not None or report.digest_matches is not None:
-            # The next run collects any delivery, request or deadline that the report has caused.
+            # The next run collects the deliveries, the request and the deadline that the report may have caused.
             self._readable[entry] = None
 
     def start_over(self, deliveries: Iterable[RawDelivery], reason: str) -> None:
-        """Deliver all batches again of those streams whose deliveries the application could not apply."""
+        """Make the streams of deliveries that the application could not apply deliver all their batches again."""
         streams = {(delivery.source, delivery.rank) for delivery in deliveries}
         remaining = [ready for ready in self.ready if (ready.source, ready.rank) not in streams]
         self.ready.clear()
@@ -410,7 +410,7 @@ class Multiplexer:
         return due if max_wait is None else min(due, max_wait)
 
     def run_once(self, connections: Iterable[Connection], now: float) -> None:
-        """Read from these connections and from those that have more to read, and run the timers that are due."""
+        """Read from `connections` and from streams that have more to read, and run the timers that are due."""
         if not self.ready:
             self._mark_consumed()
         for connection in connections:
@@ -419,7 +419,7 @@ class Multiplexer:
                 self._readable[readable] = None
         self._changed_streams.update(self._readable)
         for entry in list(self._readable):
-            # Streams are removed one by one, so that later ones are still read if an unexpected exception ends this loop.
+            # Streams are removed one by one: if an exception ends this loop, the next run still reads the later streams.
             del self._readable[entry]
             self._read(entry, now)
             self._collect(entry, now)
@@ -430,7 +430,7 @@ class Multiplexer:
         while self._timers and self._timers[0][0] <= now:
             due, _, entry = heapq.heappop(self._timers)
             if entry.timer != due:
-                # An earlier timer has replaced this one; it is not pushed again, because the heap would grow with every gap.
+                # An earlier timer has replaced this one. Pushing it again would make the heap grow with every gap.
                 continue
             entry.timer = None
             if self._entries.get((entry.stream.source.label, entry.stream.source.rank)) is entry:
@@ -478,7 +478,7 @@ class Multiplexer:
         self._schedule(entry)
 
     def _compare_ranks(self, changed_entry: StreamEntry) -> None:
-        """Compare the ranks that payloads state with the ranks of the sources, in all streams of one engine."""
+        """For all streams of one engine, compare the rank that payloads state with the rank of the source."""
         changed_entry.stated_rank = changed_entry.stream.stated_rank
         label = changed_entry.stream.source.label
         ranks = {entry.stream.source.rank: entry for entry in self._entries.values() if entry.stream.source.label == label}
@@ -502,7 +502,7 @@ class Multiplexer:
                 self._set_error(entry, f"replay cannot be requested: {error}")
             else:
                 entry.error = ""
-            # Sending may consume the signal of a message that has just arrived.
+            # Sending may consume the signal of a message that has just arrived, so the connection must be read.
             self._readable[entry] = None
 
     def _start_queued_replays(self, now: float) -> None:
@@ -557,7 +557,7 @@ class Multiplexer:
         self._set_error(entry, f"no connection: {error}")
 
     def _set_error(self, entry: StreamEntry, error: str) -> None:
-        """Store an error, and log it if it differs from the error that was logged before."""
+        """Store an error, and log the error unless it equals the stored one."""
         if entry.error != error:
             entry.error = error
             log.warning("%s: %s; retrying", entry.label, error)

@@ -1,7 +1,7 @@
 """A connection to a worker of SMG (Shepherd Model Gateway), whose events come over gRPC: `grpc://HOST:PORT`.
 
 Theory of operation. The native client (`native/smg`) calls the worker, begins each call with the first batch, and numbers the
-batches of a call as a publisher does: a number is missing where batches are lost. The batches of a call are stored here, and
+batches of a call as a publisher does: numbers of lost batches are missing. The batches of a call are stored here, and
 answer the stream's requests for replay. Two calls may reach different engines, so each call is a separate incarnation.
 """
 
@@ -26,7 +26,7 @@ MAX_STORED_BYTES: Final = 16 << 20
 """Maximum number of bytes of payloads that are stored to answer requests for replay. A request for older payloads begins a new
 call, which sends all batches again."""
 _CONNECTED: Final = -1
-"""The number of an arrival that reports the beginning of a call; a lower number reports an end and its reason."""
+"""The number of an arrival that reports the beginning of a call; a lower number reports the end of a call and its reason."""
 _WAKEUP_BYTES: Final = 4_096
 
 
@@ -52,10 +52,10 @@ class SmgConnection:
         finally:
             writer.close()
         self._batches: deque[tuple[int, bytes]] = deque()
-        """Numbers and payloads of the current call; the oldest ones are dropped when there are too many."""
+        """Numbers and payloads of the current call; the oldest are dropped if all have more than `MAX_STORED_BYTES`."""
         self._stored_bytes = 0
         self._first = 0
-        """The lowest stored number, or 0."""
+        """The lowest stored number; 0 if no batch was dropped."""
         self._replies: deque[list[bytes]] = deque()
         self._is_connected = self._has_begun = False
         owner.selector.register(self._reader, selectors.EVENT_READ, frozenset({self}).__iter__)
@@ -104,7 +104,7 @@ class SmgConnection:
             self._first = self._batches[0][0]
 
     def request_replay(self, request: FetchRequest) -> None:
-        """Answer with the batches of this call, or begin another call if they are no longer stored."""
+        """Answer with batches of this call, or begin another call if the requested batches are no longer stored."""
         if request.new_connection:
             self._replies.clear()
         if request.start < self._first:
@@ -124,5 +124,5 @@ class SmgConnection:
         with contextlib.suppress(KeyError, ValueError):
             self._owner.selector.unregister(self._reader)
         self._reader.close()
-        self._subscription = None  # which ends the call
+        self._subscription = None  # dropping the object ends the call
         self._on_close(self)

@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 
 class StallDetector:
-    """Detects that the application has not received for so long that connections with full sockets may have timed out.
+    """Detects that the application has not called `receive` for so long that connections with full sockets may have timed out.
 
-    It measures the time between two waits, in which nothing reads the sockets. A quiet source is not a stall: while the
-    application keeps waiting, `is_stalled` is False. A front end that waits by other means (asyncio) must call
+    It measures the time between two waits; in this time, nothing reads the sockets. A quiet source is not a stall: while the
+    application keeps waiting, `is_stalled` is False. A front end that waits in another way (asyncio) must call
     `Transport.wait` at least every `max_wait` seconds.
     """
 
     def __init__(self, heartbeat_timeout: float, clock: Callable[[], float]) -> None:
-        # Half of the timeout, because libzmq may have sent the ping before the socket was full.
+        # The limit is half of the timeout, because libzmq may have sent the ping before the socket was full.
         self._max_delay = max(0.0, heartbeat_timeout) / 2
         self._clock = clock
         self._waited_at = float("-inf")
         self.is_stalled = True
-        """Whether the latest wait began too late; True before the first wait, when this is unknown."""
+        """Whether the latest wait began too late; True before the first wait."""
 
     @property
     def max_wait(self) -> float | None:
-        """Number of seconds between two waits that is certainly no stall; None if any time between them can be one."""
+        """Maximum number of seconds between two waits that never counts as a stall; None if any time may count."""
         return self._max_delay / 2 or None
 
     def begin_wait(self) -> None:
@@ -68,9 +68,9 @@ class SocketOwner:
         self._sockets: set[Socket] = set()
         self._securities: set[SocketSecurity] = set()
         pipe = self.wake_reader, self.wake_writer = os.pipe()
-        # Needed because garbage collection finalizes a context before its sockets, and then waits endlessly for them.
+        # Without the finalizer, garbage collection would finalize a context before its sockets, and wait for them endlessly.
         private = self.context if self.owns_context else None
-        self.finalizer = weakref.finalize(self, _abandon, self.process, private, self._sockets, self._securities, pipe)
+        self.finalizer = weakref.finalize(self, _close_dropped, self.process, private, self._sockets, self._securities, pipe)
         self.finalizer.atexit = False
         os.set_blocking(self.wake_writer, False)
         self.selector.register(self.wake_reader, selectors.EVENT_READ)
@@ -111,7 +111,7 @@ class SocketOwner:
             socket.close(linger=0)
 
 
-def _abandon(
+def _close_dropped(
     process: int,
     context: zmq.Context[Socket] | None,
     sockets: Collection[Socket],
@@ -125,7 +125,7 @@ def _abandon(
         return
 
     def close() -> None:
-        # Monitors go first: libzmq's I/O thread, which serves all sockets, would wait endlessly to report to a closed one.
+        # Monitors go first: libzmq's I/O thread, which serves all sockets, would wait endlessly to report to a closed monitor.
         for socket in sockets:
             with contextlib.suppress(zmq.ZMQError):  # the application has terminated its context
                 disable_monitor(socket)

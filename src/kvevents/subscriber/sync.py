@@ -1,4 +1,4 @@
-"""The subscriber for threads. Functions of equal names do the same in `aio`, the subscriber for asyncio."""
+"""The subscriber for threads. Functions of the same names in `aio` are those of the subscriber for asyncio."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Subscriber(FrontEnd[BatchT], Closeable):
             for delivery in subscriber:
                 print(delivery)
 
-    With `decode=False` it delivers `RawBatch` instead of `Batch`, for applications that decode payloads themselves. They must
-    `report` their findings. With a `sink`, such as a `PrefixIndex`, each delivery is applied and reported before it is
-    returned. If the sink raises, `receive` raises the same exception, and each stream whose deliveries were passed to the sink
-    is delivered again after a `Reset`. Its trust is at most REPLAYING until then.
+    With `decode=False` it delivers `RawBatch` instead of `Batch`, for applications that decode payloads themselves. Such an
+    application must `report` its findings. With a `sink`, such as a `PrefixIndex`, each delivery is applied and reported before
+    it is returned. If the sink raises, `receive` raises the same exception, and each stream whose deliveries were passed to the
+    sink is delivered again after a `Reset`. Until all were delivered again, the trust of such a stream is at most REPLAYING.
     """
 
     if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class Subscriber(FrontEnd[BatchT], Closeable):
     def wait_for(self, trust: Trust = Trust.DEGRADED, timeout: float | None = None) -> list[BatchT | Reset | Gap]:
         """Receive until every stream has at least this trust. Return the deliveries, which were applied if there is a sink.
 
-        With the default trust, all streams have caught up as far as possible. Unproven streams (`Trust.unproven`) count as
-        EXACT, because an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After another
+        If `trust` is the default, all streams have then caught up as far as possible. Unproven streams (`Trust.unproven`) count
+        as EXACT, because an idle engine proves nothing more. Raise `TrustTimeoutError` after `timeout` seconds. After another
         exception, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
@@ -77,7 +77,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
         return deliveries
 
     def _wait_ready(self, timeout: float | None) -> bool:
-        """Wait until a delivery is ready. Return False if none is within `timeout` seconds."""
+        """Wait until a delivery is ready. Return False if none becomes ready within `timeout` seconds."""
         multiplexer, clock = self._multiplexer, self._clock
         end = None if timeout is None else clock() + timeout
         call = object()

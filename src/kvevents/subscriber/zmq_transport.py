@@ -43,7 +43,7 @@ from kvevents.zeromq.sockets import (
 from kvevents.zeromq.zap import SocketSecurity
 
 _CONNECTED: Final = zmq.Event.CONNECTED
-"""A peer accepts TCP connections. The handshake shows whether it is a publisher."""
+"""A peer has accepted the TCP connection. The handshake shows whether the peer is a publisher."""
 _HANDSHAKE_SUCCEEDED: Final = zmq.Event.HANDSHAKE_SUCCEEDED
 _DISCONNECTED: Final = zmq.Event.DISCONNECTED
 _CONNECT_RETRIED: Final = zmq.Event.CONNECT_RETRIED
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 class ZmqTransport(SocketOwner):
-    """Opens connections over ZeroMQ sockets, in `context` if one is given. Not thread-safe, as sockets are not.
+    """Opens connections over ZeroMQ sockets, in `context` if one is given. Like sockets, it is not thread-safe.
 
     A transport that is dropped without `close` closes its sockets and descriptors, and causes a `ResourceWarning`. In a forked
     child, `close` closes only the child's copies of the descriptors, because the sockets belong to the parent.
@@ -80,7 +80,7 @@ class ZmqTransport(SocketOwner):
         self._bound_sockets: dict[str, BoundSocket] = {}
         self.names: Final = NameResolver[Connection](self.watch)
         self._wake_lock = threading.RLock()
-        """Held by `wake` while it writes, so that `close` does not close the descriptor at the same time."""
+        """Lock that `wake` holds while it writes, so that `close` does not close the descriptor at the same time."""
 
     def open(self, source: Source) -> Connection:
         """Start to connect to `source`, or bind its endpoint. Raise `ConfigError` and `EndpointError`."""
@@ -95,7 +95,7 @@ class ZmqTransport(SocketOwner):
         return connection
 
     def bind(self, source: Source, connection: ZmqConnection) -> TopicFeed:
-        """Return the feed of a source with a bound endpoint, which is bound now if no other source has bound it."""
+        """Return the feed of a source with a bound endpoint. Bind the endpoint if no other source has bound it."""
         socket = self._bound_sockets.get(source.endpoint)
         if socket is None or socket.is_closed:
             socket = self._bound_sockets[source.endpoint] = BoundSocket(source, self, self.stalls)
@@ -129,7 +129,7 @@ class ZmqTransport(SocketOwner):
 
     @property
     def max_wait(self) -> float | None:
-        """Maximum wait with which a quiet source can be distinguished from a stalled application."""
+        """Maximum seconds between waits at which a quiet source can be distinguished from a stalled application."""
         return self.stalls.max_wait
 
     def fileno(self) -> int:
@@ -137,7 +137,7 @@ class ZmqTransport(SocketOwner):
         return self.selector.fileno()
 
     def wake(self) -> None:
-        """Make the selector readable from now on."""
+        """Make the selector readable, and leave it so."""
         with self._wake_lock, contextlib.suppress(BlockingIOError):
             if self.finalizer.alive:
                 os.write(self.wake_writer, b"\0")
@@ -145,7 +145,7 @@ class ZmqTransport(SocketOwner):
     def close(self) -> None:
         """Close every connection, and the context if it is private."""
         if self.process != os.getpid():
-            # Nothing is unregistered: the parent uses the same epoll set, and would no longer see the descriptor.
+            # Descriptors stay registered: the parent uses the same epoll set, and would no longer see an unregistered one.
             self.finalizer()
             self.selector.close()
             self.names.close()
@@ -171,9 +171,9 @@ class ZmqConnection:
         self._transport = transport
         self._replay: Socket | None = None
         self._postponed_request: FetchRequest | None = None
-        """A replay request that waits for an address."""
+        """A replay request that waits until the address of the replay endpoint is known."""
         self._read_ahead = 0
-        """Number of live messages that were read while a replay reply was waiting."""
+        """Number of live messages that were read while a replay reply was not read."""
         self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
         self._as_set: Final = frozenset({self}).__iter__
         self._security = transport.secure(source)
@@ -185,7 +185,7 @@ class ZmqConnection:
 
     @property
     def fault(self) -> str:
-        """Why there is no live connection; empty if there is one, or if that is unknown."""
+        """Why there is no live connection; empty if there is one, or if the cause is unknown."""
         return self._live.fault
 
     def deadline(self) -> float | None:
@@ -201,9 +201,9 @@ class ZmqConnection:
         if replay is None:
             self._read_ahead = 0
             return has_more
-        # Live messages are read first: an incarnation that has ended may have sent them before the reply, after which the
-        # stream would drop them. While messages are missing, live messages wait for the reply anyway. There is a limit, so that
-        # a busy stream does not postpone the reply endlessly.
+        # Live messages are read first, because an earlier incarnation may have sent them, and the stream would drop them after
+        # the reply of a later one. While messages are missing, live messages wait for the reply anyway. The limit keeps a busy
+        # stream from postponing the reply endlessly.
         if has_more and stream.expected_run(1) and self._read_ahead < self._max_read_ahead and is_readable(replay):
             self._read_ahead += limit
             stream.defer_replay_timeout(now)
@@ -215,20 +215,20 @@ class ZmqConnection:
         return has_more or not is_drained
 
     def request_replay(self, request: FetchRequest) -> None:
-        """Send a replay request. If the socket refuses it, the stream gets no reply and requests again."""
+        """Send a replay request. If the socket refuses the request, the stream gets no reply and sends the request again."""
         endpoint = self._source.replay_endpoint
         if request.new_connection or self._postponed_request is not None:
             self.end_replay()
         if self._replay is None and endpoint is not None:
             lookup = self._transport.names.resolve(endpoint, self)
             if not lookup.endpoints:
-                # Without an address, the request will count as unanswered, and the stream requests again.
+                # If there is no address, the request will count as unanswered, and the stream sends it again.
                 self._postponed_request = None if lookup.error else request
                 return
             endpoint = lookup.endpoints[0]
             self._replay = self._transport.open_socket(zmq.DEALER, endpoint, self._security)
             try:
-                # An engine's ROUTER drops messages when 1,000 are queued, so a whole replay buffer should have room here.
+                # An engine's ROUTER drops messages when 1,000 are queued, so this socket should hold a whole replay buffer.
                 self._replay.set(zmq.RCVHWM, self._transport.options.receive_hwm)
                 connect_or_bind(self._replay, endpoint, bind=False)
                 with endpoint_errors(endpoint, f"cannot wait for {endpoint}"):
@@ -259,7 +259,7 @@ class ZmqConnection:
 
 
 class LiveSocket:
-    """A SUB socket and its monitor. The selector reports `connection` when either is readable."""
+    """A SUB socket and its monitor. The selector reports `connection` when either socket is readable."""
 
     def __init__(
         self, source: Source, security: SocketSecurity | None, transport: ZmqTransport, connection: ZmqConnection
@@ -279,21 +279,21 @@ class LiveSocket:
         self._was_connected = False
         """Whether the stream has ever begun a connection."""
         self._is_connected = False
-        """Whether the stream's newest connection change is a beginning."""
+        """Whether the newest connection change that was fed to the stream is `begin_connection`."""
         self._has_ended = False
-        """Whether the connection has ended without a newer one, so that `end_connection` is due after its last messages."""
+        """Whether the connection has ended and no newer one has begun, so `end_connection` is due after its last messages."""
         self._old_messages_left: float = 0
-        """Maximum number of unread messages of earlier connections before `begin_connection` is due; 0 if it is not."""
+        """Maximum number of messages to read from earlier connections before `begin_connection` is due; 0 if it is not due."""
         self.reopen_at: float | None = None
-        """The time at which a new socket is opened, because libzmq may have stopped reconnecting; None if no time is set."""
+        """The time at which to open a new socket, because libzmq might not reconnect; None if no new socket is planned."""
         self._is_named = False
         """Whether the endpoint has a host name, whose address may change."""
         self._is_accepted = False
         """Whether the peer of the last attempt has accepted the TCP connection."""
         self._expects_retry = False
-        """Whether the next report of a retry follows the end of a connection, so that it is not a failed attempt."""
+        """Whether the next retry event only follows the end of a connection, so that it shows no failed attempt."""
         self.fault = ""
-        """Why there is no connection; empty if there is one, or if that is unknown. It has been logged."""
+        """Why there is no connection, as logged; empty if there is a connection, or if the cause is unknown."""
         self._monitor: Socket | None = None
         self._open()
 
@@ -314,7 +314,7 @@ class LiveSocket:
             raise
 
     def _connect(self, now: float = 0.0) -> None:
-        """Connect the socket once its address is known. Without an address, open another socket later."""
+        """Connect the socket once its address is known. If the lookup fails, open another socket later."""
         lookup = self._lookup
         if lookup is None or not lookup.is_done:
             return
@@ -335,10 +335,10 @@ class LiveSocket:
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed live messages and connection changes to `stream`. Return True if there may be more.
 
-        libzmq reports changes on another socket, so their place among the messages is not exactly known. The monitor is read
-        after the messages, so that every change before one of these messages is known. Until a new connection begins, all
-        messages are of the old one. After its end is known, messages are fed until the socket is drained by a further read;
-        then the connection ends.
+        libzmq reports changes on another socket, so the place of a change among the messages is not exactly known. The monitor
+        is read after the messages, so that every change that preceded a message is known. Until a new connection begins, all
+        messages come from the old one. When the end of the old connection is known, messages are fed until a further read
+        drains the socket; then `end_connection` is called.
         """
         self._connect(now)
         changes = self._read_monitor() if self._stalls.is_stalled else []
@@ -361,7 +361,7 @@ class LiveSocket:
                 changes = changes[changes.index(_HANDSHAKE_SUCCEEDED) + 1 :]
         had_ended, self._has_ended = self._has_ended, self._has_ended or _DISCONNECTED in changes
         if _HANDSHAKE_SUCCEEDED in changes:
-            # Any of the messages may be from the new connection.
+            # Any of these messages may come from the new connection.
             had_ended = False
             self._feed_disconnected(stream)
             capacity = self._options.receive_hwm or math.inf
@@ -386,7 +386,7 @@ class LiveSocket:
         """Reopen the socket later if its connection stays down.
 
         libzmq does not reconnect after a peer has violated the protocol (other socket type or keys, or a message that is too
-        large). Nor does libzmq resolve a name again, because it has only the address.
+        large). libzmq does not resolve a name again either, because it knows only the address.
         """
         is_down = newest in ((_DISCONNECTED, _CONNECT_RETRIED) if self._is_named else (_DISCONNECTED,))
         due = self.reopen_at or now + self._options.reconnect_max_ms / 1000
@@ -395,8 +395,8 @@ class LiveSocket:
     def _abandon_socket(self, stream: Stream) -> None:
         """Replace a socket whose connection was lost while the application was stalled. Replay returns the lost messages.
 
-        If the socket was full, its pongs waited behind the messages. libzmq 4.3.5 aborts the process when such a socket is
-        read (libzmq issues 3596 and 3937).
+        If the socket was full, the peer's pongs waited behind the messages. libzmq 4.3.5 aborts the process when such a socket
+        is read (libzmq issues 3596 and 3937).
         """
         self._old_messages_left = 0
         self._feed_disconnected(stream)
@@ -409,7 +409,7 @@ class LiveSocket:
             stream.end_connection()
 
     def _update_fault(self, changes: list[int]) -> None:
-        """Derive `fault` from connection changes and log it when it changes."""
+        """Derive `fault` from connection changes, and log a changed fault."""
         fault = self.fault
         for change in changes:
             if change == _CONNECTED:
@@ -454,11 +454,11 @@ class LiveSocket:
 
 
 # --- receiving without waiting ---------------------------------------------------------------------------------------------
-# pyzmq's wrappers cost three times what libzmq does here, so these functions call its backend directly.
+# pyzmq's wrappers cost three times as much as libzmq, so these functions call pyzmq's backend directly.
 
 
 def is_readable(socket: Socket) -> bool:
-    """Return whether a message can be received. To receive and catch `zmq.Again` would cost three times as much."""
+    """Return whether a message can be received. Receiving and catching `zmq.Again` would cost three times as much."""
     return bool(int(_get(socket, _EVENTS)) & _POLLIN)
 
 
@@ -482,7 +482,7 @@ class ReceivedBatches(NamedTuple):
     payloads: list[bytes]
     """Payloads of the expected batches, in order."""
     messages: list[list[bytes]]
-    """All messages from the first unexpected one on, each a list of frames."""
+    """All messages from the first unexpected message on, each as a list of frames."""
     is_drained: bool
     """Whether the socket holds no more messages."""
 
@@ -490,7 +490,7 @@ class ReceivedBatches(NamedTuple):
 def receive_batches(native: Any | None, socket: Socket, topic: bytes, numbers: range, limit: int) -> ReceivedBatches:
     """Receive at most `limit` messages; expected batches (with this topic and these numbers) are reduced to their payloads.
 
-    A message with more or fewer than three frames is never an expected batch. Without `native` only pyzmq is used.
+    A message with more or fewer than three frames is never an expected batch. If `native` is None, only pyzmq is used.
     """
     if native is not None:
         result = native.receive(socket.underlying, topic, numbers.start, len(numbers), limit)
