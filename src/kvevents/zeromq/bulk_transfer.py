@@ -1,8 +1,8 @@
 """Sends or receives many messages of a libzmq socket in one native call.
 
 A message has three frames, and one pyzmq call per frame costs several times as much as libzmq itself. So the native module
-calls the functions of the libzmq that pyzmq has loaded, on pyzmq's own sockets. It handles only the ordinary case and leaves
-everything else to pyzmq, which raises the proper exception.
+calls the functions of the libzmq that pyzmq has loaded, on pyzmq's own sockets. It handles only messages that can be
+transferred at once, and leaves all other cases to pyzmq, which raises the proper exception.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FRAMES: Final = 3
 
 @cache
 def libzmq_io() -> Any | None:
-    """Return a `_native.Libzmq`; None without the native module, or if pyzmq has another backend or an unsupported libzmq."""
+    """Return a `_native.Libzmq`; None if there is no native module, or it does not support pyzmq's backend or libzmq."""
     try:
         native = require_native("message transfer in one call")
         backend = importlib.import_module("zmq.backend.cython._zmq")

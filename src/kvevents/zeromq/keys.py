@@ -50,7 +50,7 @@ def z85_decode(text: str) -> bytes | None:
         return None
     try:
         return z85.decode(text.encode())
-    except (KeyError, struct.error):  # a character that Z85 does not have, or a value above 32 bits
+    except (KeyError, struct.error):  # the text has a character outside Z85, or a group above 32 bits
         return None
 
 
@@ -60,8 +60,8 @@ def z85_decode(text: str) -> bytes | None:
 def read_pair(path: Path) -> KeyPair:
     """Return the keys of a `.key_secret` file.
 
-    Raises `ConfigError` if the file cannot be read, holds no pair, or can be read by others. If the file belongs to this user,
-    only the user may have access. If it belongs to another user, as a mounted secret may, the group may have access too.
+    Raises `ConfigError` if the file cannot be read, holds no pair, or can be read or changed by others. If the file belongs to
+    this user, only this user may have access. If it belongs to another user, as a mounted secret can, its group may too.
     """
     text, status = _read_file(path)
     public, secret = (next(_values_of(text, name), "") for name in ("public-key", "secret-key"))
@@ -91,7 +91,7 @@ def read_public_keys(path: Path) -> list[str]:
 def write_pair(base: Path, pair: KeyPair, comment: str, *, replace: bool) -> tuple[Path, Path]:
     """Write `BASE.key` and `BASE.key_secret`; return both paths, the public one first.
 
-    `comment` is one line in both files. Raises `ConfigError` if a file exists, unless `replace`, or cannot be written.
+    `comment` is a line of both files. Raises `ConfigError` if a file exists and `replace` is False, or if writing fails.
     """
     public, secret = (base.with_name(base.name + suffix) for suffix in (PUBLIC_SUFFIX, SECRET_SUFFIX))
     for path in (public, secret):
@@ -144,7 +144,7 @@ def _read_file(path: Path) -> tuple[str, os.stat_result]:
 
 
 def _write(path: Path, text: str, mode: int, *, replace: bool) -> None:
-    """Write the file completely or not at all. Its mode never allows more than `mode`, also while it is written."""
+    """Write the file completely or not at all. The file's mode never allows more than `mode`, not even during the write."""
     target = path.with_name(path.name + ".new") if replace else path
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if replace else os.O_EXCL)
     try:
@@ -168,16 +168,16 @@ def _write(path: Path, text: str, mode: int, *, replace: bool) -> None:
 class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """CURVE keys of one end, each 40 characters of Z85 (`zmq.curve_keypair`).
 
-    Without `server_key`, this end is the CURVE server, whose public key the peers must know. With `server_key`, this end is a
-    client of the server that owns that key. Either end can bind.
+    If `server_key` is None, this end is the CURVE server, whose public key the peers must know. If not, this end is a client of
+    the server that owns that key. Either end can bind.
 
-    Raises `ConfigError` for an invalid key, and for a `key_file` that cannot be read or that others can read.
+    Raises `ConfigError` if a key is invalid, or if `key_file` cannot be read or can be read by others.
     """
 
     public_key: str = ""
-    """Public key of this end, instead of a file with both keys."""
+    """Public key of this end, if `key_file` is not set."""
     secret_key: Secret = ""
-    """Secret key of this end, instead of a file with both keys."""
+    """Secret key of this end, if `key_file` is not set."""
     server_key: PublicKey | None = None
     """Public key of the other end, or a file with it (NAME.key), if the other end is the CURVE server, as engines are."""
     key_file: FilePath | None = None
@@ -201,17 +201,17 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
                 sentence = f"must be {KEY_CHARACTERS} characters of Z85, as `kvevents keys` or zmq.curve_keypair() makes"
                 raise ConfigError(f"curve.{name} {sentence}{', or a file that exists' if name == 'server_key' else ''}")
         if self.allowed is not None and self.server_key is not None:
-            raise ConfigError("curve.allowed is for a CURVE server; with curve.server_key this end is a client; leave one out")
+            raise ConfigError("curve.allowed is for a CURVE server; with curve.server_key this end is a client; remove one")
 
     def _load_key_file(self, path: Path) -> None:
         pair = read_pair(path)
         for name, value in (("public_key", pair.public), ("secret_key", pair.secret)):
             if getattr(self, name) not in {"", value}:
-                raise ConfigError(f"curve.{name} differs from that in curve.key_file ({path}); leave it out")
+                raise ConfigError(f"curve.{name} differs from that in curve.key_file ({path}); remove curve.{name}")
             msgspec.structs.force_setattr(self, name, value)
 
     def _load_server_key(self, text: str) -> None:
-        """Read the key from the file `text`. If there is no such file, keep the text, which fails the check of keys."""
+        """Read the key from the file named `text`. If there is no such file, keep the text, which then fails the check."""
         if not os.path.isfile(text):  # noqa: PTH113 - unlike Path.is_file, it raises for no text
             return
         keys = read_public_keys(Path(text))
@@ -220,9 +220,9 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
         msgspec.structs.force_setattr(self, "server_key", keys[0])
 
     def apply(self, socket: Any) -> None:
-        """Set the keys on a ZeroMQ socket; call it before the socket binds or connects.
+        """Set the keys on a ZeroMQ socket; call this before the socket binds or connects.
 
-        With `allowed`, no client can connect unless `kvevents.zeromq.zap.secure_sockets` handles the list.
+        If `allowed` is set, clients can connect only while a handler of `kvevents.zeromq.zap.secure_sockets` answers for them.
         """
         if self.server_key is None:
             socket.curve_server = True
@@ -239,7 +239,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
         return f"<Curve {role}, public key {self.public_key!r}>"
 
     def __rich_repr__(self) -> Any:
-        """Yield the fields without the secret key."""
+        """Yield the fields to show, which exclude the secret key."""
         yield "public_key", self.public_key
         yield "server_key", self.server_key
         yield "allowed", self.allowed

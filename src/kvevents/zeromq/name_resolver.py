@@ -1,7 +1,7 @@
 """Resolves the host names of endpoints in threads, so that a slow lookup delays only its own source.
 
-libzmq has one thread for the sockets of all sources, and would wait in it for the name server, at each attempt to connect. So
-its sockets get addresses instead of names. A name is resolved again when its socket is opened again.
+libzmq has one thread for the sockets of all sources. In this thread it would wait for the name server at each attempt to
+connect. So libzmq's sockets get addresses instead of names. A name is resolved again when its socket is opened again.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Lookup:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.endpoints: list[str] = []
-        """The endpoint with each address of its host instead of the name; IPv4 addresses first, as in libzmq."""
+        """One endpoint per address of the host, with the address instead of the name; IPv4 comes first, as in libzmq."""
         self.error = ""
-        """Why there is no address; empty if there is one, or until the lookup ends."""
+        """Why there is no address; empty if there is an address, and until the lookup ends."""
         self.ended_at = float("-inf")
 
     @property
@@ -54,19 +54,19 @@ class Lookup:
 
 
 class NameResolver(Generic[Waiter]):
-    """Starts lookups and reports their ends to a selector. One thread calls all methods."""
+    """Starts lookups, and wakes a selector when a lookup ends. One thread calls all methods."""
 
     def __init__(self, watch: Callable[[socket.socket, Callable[[], Collection[Waiter]]], None]) -> None:
-        """`watch` makes a selector report the waiters that the function returns whenever the socket is readable."""
+        """`watch` takes a socket and a function; when the socket is readable, a selector reports the function's waiters."""
         self._watch = watch
         self._lookups: dict[str, Lookup] = {}
         self._waiters: dict[Lookup, set[Waiter]] = {}
         self._ended_lookups: deque[Lookup] = deque()
         self._wake_sockets: tuple[socket.socket, socket.socket] | None = None
-        """Both ends of the socket pair that wakes the selector; opened with the first name."""
+        """Both ends of the socket pair that wakes the selector; opened for the first name that is resolved."""
 
     def resolve(self, endpoint: str, waiter: Waiter) -> Lookup:
-        """Return the lookup of an endpoint. If it is not done, the selector reports `waiter` when it ends."""
+        """Return the lookup of an endpoint. If the lookup is not done, the selector reports `waiter` when the lookup ends."""
         target = split_tcp(endpoint)
         if target is None or not has_name(endpoint):
             resolved_lookup = Lookup(endpoint)

@@ -53,7 +53,7 @@ def endpoint_errors(endpoint: str, failure: str) -> Iterator[None]:
 
 
 def connect_or_bind(socket: Socket, endpoint: str, *, bind: bool, role: str = "") -> str:
-    """Connect a socket to an endpoint, or bind it there; return the endpoint as ZeroMQ reports it.
+    """Connect a socket to an endpoint, or bind the socket to it; return the endpoint as ZeroMQ reports it.
 
     `role`, such as `replay`, names the socket in errors. Raises `EndpointError`.
     """
@@ -74,24 +74,24 @@ def connect_or_bind(socket: Socket, endpoint: str, *, bind: bool, role: str = ""
 
 _ZERO_COPY_RECV: Final = 10
 """A context option of libzmq that pyzmq does not name. It is switched off because every message is copied into `bytes` anyway.
-To share receive buffers costs a third more for messages of a few kB, and a message would keep a whole buffer in memory."""
+Sharing receive buffers costs a third more for messages of a few kB, and a message would keep a whole buffer in memory."""
 
 
 def private_context() -> zmq.Context[Socket]:
     """Return a new context for as many sockets as libzmq allows."""
     context: zmq.Context[Socket] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
-    # A libzmq without the option also works, but is slower.
+    # A libzmq that lacks this option also works, but is slower.
     with suppress(zmq.ZMQError):
         context.set(_ZERO_COPY_RECV, 0)
     return context
 
 
 def destroy_context(context: zmq.Context[Any]) -> None:
-    """Close all sockets of a context without flushing them, terminate it, and wait at most a second for the end.
+    """Close all sockets of a context without flushing them, terminate the context, and wait at most a second for its end.
 
     libzmq waits for each socket without a limit. If an interrupt arrives while pyzmq creates a socket, pyzmq does not close
-    that. Termination then continues in a daemon thread, which ends at the latest with the process.
+    that socket. In this case termination continues in a daemon thread, which ends at the latest with the process.
     """
     thread = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True, name="zmq-destroy")
     with suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
@@ -102,9 +102,9 @@ def destroy_context(context: zmq.Context[Any]) -> None:
 # --- sockets of subscribers
 
 DESCRIPTORS_PER_SOURCE: Final = 8
-"""Two more than the descriptors of a source: SUB, monitor (two), DEALER, and one TCP connection each for SUB and DEALER."""
+"""A source uses six: SUB, monitor (two), DEALER, and one TCP connection each for SUB and DEALER. Two are a reserve."""
 _SPARE_DESCRIPTORS: Final = 64
-"""Number of descriptors that are reserved for the rest of the process."""
+"""Number of descriptors that are reserved for other files of the process."""
 
 
 class SocketOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,7 +114,7 @@ class SocketOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Maximum number of messages that wait in a live or a replay socket while the application is busy, 0 for no limit. When a
     socket is full, libzmq drops messages at the publisher, and replay repairs the gap."""
     max_message_bytes: Bytes = 64 * 1024 * 1024
-    """Maximum size of a message; a larger one ends the connection. Only abuse reaches it: it is twice the decoder's limit."""
+    """Maximum size of a message, twice the decoder's limit. A larger message ends the connection; only abuse causes that."""
     reconnect_ms: Positive = 100
     """Delay before the first reconnect attempt; it doubles after each failure, with jitter."""
     reconnect_max_ms: Positive = 5_000
@@ -173,7 +173,7 @@ _MAX_EVENTS_PER_READ: Final = 1_000
 def open_monitor(socket: Socket, events: int) -> Socket:
     """Return the socket on which libzmq reports these connection events."""
     while True:
-        # pyzmq repeats other calls after an interruption by a signal, but not this one.
+        # pyzmq repeats other calls if a signal interrupts them, but not `get_monitor_socket`.
         with suppress(zmq.error.InterruptedSystemCall):
             return socket.get_monitor_socket(events)
 
@@ -199,10 +199,10 @@ def disable_monitor(socket: Socket) -> None:
 
 
 def check_descriptors(sources: int) -> None:
-    """Raise `EndpointError` if the process cannot open the descriptors of this many sources.
+    """Raise `EndpointError` if the limit of the process is too low for the descriptors of this many sources.
 
-    libzmq's report of that fault cannot be mapped to an error. The application owns the limit: a library that raised it would
-    break `select()` in the whole process. Only the programs of kvevents raise it.
+    If descriptors run out, libzmq reports nothing that can be mapped to an error. The application owns the limit: if a library
+    raised the limit, `select()` could break in the whole process. Only the programs of kvevents raise it.
     """
     count = DESCRIPTORS_PER_SOURCE * sources
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -263,10 +263,10 @@ def close_socket(socket: Socket, deadline: float | None) -> float:
     """
     now = monotonic()
     linger = 0.0 if deadline is None else max(deadline - now, FLUSH_GRACE)
-    with suppress(zmq.ZMQError):  # a terminated context has no names
+    with suppress(zmq.ZMQError):  # the context was terminated, so the name is free
         endpoint = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
         if endpoint.startswith("inproc://"):
-            socket.unbind(endpoint)  # close() frees the name later, but the next publisher may need it before that
+            socket.unbind(endpoint)  # close() frees the name too late for a publisher that is opened at once
     socket.close(linger=int(linger * 1000))
     return now + int(linger * 1000) / 1000
 
@@ -274,8 +274,8 @@ def close_socket(socket: Socket, deadline: float | None) -> float:
 class Reconnector:
     """Keeps an event socket connected to a consumer that listens at `endpoint`. Raises `EndpointError`.
 
-    libzmq reconnects after most failures and reports this to its monitor. But it does not reconnect after a peer has violated
-    the protocol (another socket type, other keys), although the right peer may use that address later. `poll` then reconnects.
+    libzmq reconnects after most failures and reports this to its monitor. But libzmq does not reconnect after a peer has
+    violated the protocol (another socket type, other keys), although the right peer may use that address later; `poll` does.
     """
 
     def __init__(self, socket: Socket, endpoint: str, role: str, delay: float) -> None:
@@ -292,7 +292,7 @@ class Reconnector:
             raise
 
     def poll(self, now: float) -> None:
-        """Read the monitor, and connect again if that is due; `now` is in monotonic seconds."""
+        """Read the monitor, and connect again if a reconnect is due; `now` is in monotonic seconds."""
         for event, _ in read_monitor(self._monitor):
             self._reconnect_at = now + self._delay if event == zmq.Event.DISCONNECTED else None
         if self._reconnect_at is not None and now >= self._reconnect_at:

@@ -1,13 +1,13 @@
 """Decides which keys may connect to CURVE servers: the handler side of ZAP, ZeroMQ's authentication protocol (RFC 27).
 
 Theory of operation. For each peer that has proven to own a key, libzmq sends a request to the socket bound to
-`inproc://zeromq.zap.01` in its context. A context can have only one such handler, so all its allow-lists share a thread,
-`zmq-zap`, which distinguishes them by ZAP's "domain". A socket with an allow-list rejects every peer if there is no handler
-(`ZAP_ENFORCE_DOMAIN`).
+`inproc://zeromq.zap.01` in its context. A context can have only one such handler, so all allow-lists of a context share a
+thread, `zmq-zap`, which distinguishes the lists by ZAP's "domain". A socket with an allow-list rejects every peer if there is
+no handler (`ZAP_ENFORCE_DOMAIN`).
 
-The handler answers 300 for a peer that is not allowed, not 400. After 400, libzmq's client never connects again, so a consumer
-whose key is added later would need a restart. After 300, the connection ends, at once or after `handshake_timeout`, and the
-client retries periodically until its key is added.
+For a peer that is not allowed, the handler answers 300 instead of 400. After 400, libzmq's client never connects again, so a
+consumer whose key is added later would need a restart. After 300, the connection ends, at once or after `handshake_timeout`,
+and the client retries periodically until its key is added.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class SecuritySettings(Settings, frozen=True, kw_only=True, forbid_unknown_field
     """Limits and timers of CURVE servers."""
 
     handshake_timeout: Seconds = 10.0
-    """Maximum number of seconds in which a connection must complete its handshake, and for which a refused one stays open."""
+    """Maximum seconds in which a connection must complete its handshake, and for which a refused connection stays open."""
     log_interval: Seconds = 60.0
-    """Minimum number of seconds between two log records about refused connections of one end. Each states their number."""
+    """Minimum seconds between two log records about refused connections of one end. A record has the number of refusals."""
     max_allowed_keys: Positive = 4_096
-    """Maximum number of keys in one allow-list, and of files in its folder. To read a file takes about 50 us."""
+    """Maximum number of keys in one allow-list, and of files in its folder. Reading a file takes about 50 us."""
     reread_interval: Pause = 1.0
     """Seconds for which the keys of the files are used before a new connection reads the files again."""
 
@@ -58,7 +58,7 @@ class KeyAllowList:
     """The public keys that may connect: given keys, the keys of a file, or the keys of all `*.key` files of a folder."""
 
     def __init__(self, allowed: tuple[str, ...] | str, settings: SecuritySettings = DEFAULT_SECURITY_SETTINGS) -> None:
-        """`allowed` has keys in Z85, or is a path."""
+        """`allowed` is a tuple of keys in Z85, or the path of a file or folder."""
         self.keys: frozenset[bytes] = frozenset()
         self.errors: list[str] = []
         """Errors of files at the last `refresh`. The keys of these files are not allowed."""
@@ -69,7 +69,7 @@ class KeyAllowList:
             self.keys = frozenset(decoded_key for key in allowed if (decoded_key := z85_decode(key)) is not None)
 
     def refresh(self) -> None:
-        """Read the files, unless they were just read. Raises nothing; a file that cannot be read allows no key."""
+        """Read the files, unless they were read within `reread_interval`. Raises nothing; an unreadable file allows no key."""
         now = time.monotonic()
         if self._path is None or now - self._read_at < self._settings.reread_interval:
             return
@@ -104,7 +104,7 @@ class KeyAllowList:
 
 
 class SocketSecurity:
-    """The keys of one end, and its allow-list if it has one. Close it after its sockets."""
+    """The keys of one end, and its allow-list if it has one. Close this object after the sockets of that end."""
 
     def __init__(self, curve: Curve, label: str, settings: SecuritySettings) -> None:
         """Raises `ConfigError` if the allow-list cannot be used."""
@@ -116,7 +116,7 @@ class SocketSecurity:
         self._curve = curve
         self._label = label
         self.handler: _ZapHandler | None = None
-        """The handler that answers for this end."""
+        """The handler that answers ZAP requests for this end; None if there is no allow-list."""
         self._logged_refusals, self._logged_at = 0, float("-inf")
         self._logged_errors: list[str] = []
         if self.allow_list is not None:
@@ -125,7 +125,7 @@ class SocketSecurity:
                 raise ConfigError(f"curve.allowed: {self.allow_list.errors[0]}")
 
     def apply(self, socket: Any) -> None:
-        """Set keys and allow-list on a socket; call this before it binds or connects."""
+        """Set keys and allow-list on a socket; call this before the socket binds or connects."""
         self._curve.apply(socket)
         if self.allow_list is not None:
             socket.zap_domain = self.domain.encode()
@@ -175,7 +175,7 @@ def secure_sockets(
 ) -> SocketSecurity | None:
     """Return the security of the sockets of one end in `context`; None without keys. `label` names the end in the log.
 
-    Raises `ConfigError` for an allow-list that cannot be used, and if `context` has another ZAP handler.
+    Raises `ConfigError` if the allow-list cannot be used, or if `context` has another ZAP handler.
     """
     if curve is None:
         return None
@@ -197,7 +197,7 @@ class _ZapHandler:
         self.domains: dict[bytes, SocketSecurity] = {}
         self.context_id = context.underlying
         self.process = os.getpid()
-        # Not context.socket(): an asyncio context has other sockets, and destroy() would close one that the thread uses.
+        # Not context.socket(): it may create an asyncio socket, and destroy() would close a socket that the thread uses.
         self._socket: zmq.Socket[bytes] = zmq.Socket(context, zmq.REP)
         self._socket.linger = 0
         try:
@@ -205,7 +205,7 @@ class _ZapHandler:
         except zmq.ZMQError as error:
             self._socket.close()
             text = f"cannot use curve.allowed: this ZeroMQ context has another ZAP handler ({ZAP_ENDPOINT}: {error})"
-            raise ConfigError(f"{text}; pass another context, or leave allowed out and check keys in that handler") from error
+            raise ConfigError(f"{text}; pass another context, or omit allowed and check keys in that handler") from error
         self._wake_read, self._wake_write = os.pipe()
         self._thread = threading.Thread(target=self._run, name="zmq-zap", daemon=True)
         self._thread.start()
@@ -225,10 +225,10 @@ class _ZapHandler:
                     self._socket.send_multipart(self._answer(self._socket.recv_multipart()))
         except Exception:
             logger.exception("the handler of allowed keys ended; all further connections are refused")
-        # Removed before the socket is closed: after that the context can end, and a new context may have the same id.
+        # The handler is removed before its socket is closed: then the context can end, and a new context may get the same id.
         if _registry.handlers.get(self.context_id) is self:
             del _registry.handlers[self.context_id]
-        with suppress(zmq.ZMQError):  # close() alone frees the name only some time later
+        with suppress(zmq.ZMQError):  # close() alone would free the name too late
             self._socket.unbind(ZAP_ENDPOINT)
         self._socket.close()
 
@@ -256,7 +256,7 @@ _registry = _Registry()
 
 
 def _reset_after_fork() -> None:
-    """Forget handlers and lock in a forked child, where neither their threads nor the holder of the lock exist."""
+    """Replace lock and handlers in a forked child: neither the handlers' threads nor the holder of the lock exist there."""
     _registry.lock = threading.RLock()
     _registry.handlers = {}
 
