@@ -236,7 +236,7 @@ class MemoryRelay(Relay):
 
     def take_turn_with(self, deliveries: list[RawDelivery]) -> None:
         """Forward deliveries as a turn does, also those that engines in memory deliver in several turns."""
-        self._warn(deliveries)
+        self._send_lower_trust(deliveries)
         self._forward(deliveries)
 
     def _open_journal(self, disk: Disk | None) -> Journal | None:

@@ -1002,7 +1002,7 @@ def test_keys_of_another_relay_are_forwarded(scenario: World) -> None:
         ({"heartbeat": 1e9}, "heartbeat is 1000000000"),
         ({"buffer_steps": 0}, "buffer_steps is 0"),
         ({"hwm": -1}, "hwm is -1"),
-        ({"tokens": "hash", "dialect": "vllm-0.22"}, "has no room"),
+        ({"tokens": "hash", "dialect": "vllm-0.22"}, "has no field"),
         ({"dialect": "vllm-0.1"}, "older than"),
     ],
     ids=str,

@@ -1,7 +1,7 @@
-"""What a relay writes into its journal besides batches, and how it continues from a journal.
+"""Checkpoints and snapshots that a relay writes into its journal, and how a relay continues from a journal.
 
 A *relay checkpoint* states how far each upstream was followed. A snapshot of the journal contains the history of the replay
-buffer and, if upstreams share the stream, which upstream owns which blocks. Without a journal nothing is written, and the
+buffer and, if upstreams share the stream, which upstream owns which blocks. If there is no journal, nothing is written, and the
 checkpoints stay in memory.
 """
 
@@ -41,17 +41,17 @@ from kvevents.wire import decode_batch
 BlocksKey: TypeAlias = tuple[int, int]
 """The ordinal of an upstream, and a rank that its batches state."""
 _OWNERSHIP_PREFIX: Final = b"\xc1aside"
-"""First bytes of a snapshot part that holds an `Ownership`. No payload of a batch starts with these."""
+"""First bytes of a snapshot part that holds an `Ownership`. No payload of a batch starts with these bytes."""
 
 
 @build_decoder_now
 class RelayCheckpoint(msgspec.Struct, frozen=True):
-    """How far the upstreams were followed, and what a later process must know to continue."""
+    """How far the upstreams were followed, and the state that a later process needs to continue."""
 
     fingerprint: str
-    """`RelaySettings.fingerprint`; a relay with another fingerprint has another stream."""
+    """`RelaySettings.fingerprint`; a relay with a different fingerprint sends a different stream."""
     checkpoints: list[Checkpoint]
-    """Checkpoints by ordinal of the upstream."""
+    """The checkpoint of each upstream, by ordinal."""
     form: str = ""
     """`DialectEncoder.form`."""
     has_salted_prompts: bool = False
@@ -64,9 +64,9 @@ class Ownership(msgspec.Struct, frozen=True):
     """The owners of the blocks of a shared stream, or of some of these blocks."""
 
     number: int = -1
-    """The last number of the stream that the ownership covers."""
+    """The number of the last batch that the ownership covers."""
     blocks: list[tuple[BlocksKey, Any]] = []
-    """An upstream and a rank, with a piece of their `UpstreamBlocks.dump`; further pieces can be in other `Ownership`s."""
+    """Pieces of `UpstreamBlocks.dump`, each with its upstream and rank; other `Ownership`s can hold more pieces."""
 
 
 # --- writing
@@ -96,17 +96,17 @@ class CheckpointWriter:
         self.checkpoints = list(checkpoints)
         """The last written checkpoints, by ordinal of the upstream."""
         self._written_number = -1
-        """The next number at the time at which the upstreams' checkpoints were last taken."""
+        """Value of `next_number` when the upstreams' checkpoints were last taken."""
         self._written_at = self._snapshot_tried_at = -math.inf
         self._degraded_reasons: list[frozenset[DegradedReason]] = []
         """Degraded reasons of the upstreams at the last checkpoint."""
 
     def request(self) -> None:
-        """Make the next `run_due` write a checkpoint, regardless of the time."""
+        """Make the next `run_due` write a checkpoint, even if none is due."""
         self._written_at = -math.inf
 
     def record_gap(self, ordinal: int, gap: Gap) -> None:
-        """Record that batches of an upstream are lost. Call it before batches that follow the gap are sent."""
+        """Record that batches of an upstream are lost. Call this before sending batches that follow the gap."""
         checkpoint = self.checkpoints[ordinal]
         if checkpoint.incarnation == gap.incarnation:
             reasons = {**checkpoint.degraded_reasons, DegradedReason.LOST.name: gap.last}
@@ -114,9 +114,9 @@ class CheckpointWriter:
             self.write()
 
     def run_due(self, statuses: Sequence[StreamStatus], now: float) -> None:
-        """Write a checkpoint or a snapshot if it is due. Call it when everything received has been sent.
+        """Write a checkpoint or a snapshot if it is due. Call it when all received batches have been sent.
 
-        `statuses` are those of the upstreams, by ordinal.
+        `statuses` has the status of each upstream, by ordinal.
         """
         journal = self._journal
         if journal is None:
@@ -132,7 +132,7 @@ class CheckpointWriter:
             self._write_snapshot(journal, statuses)
 
     def take(self, statuses: Sequence[StreamStatus]) -> None:
-        """Take the checkpoints of the upstreams and write them. Call it when everything received has been sent."""
+        """Take the checkpoints of the upstreams and write them. Call it when all received batches have been sent."""
         self._written_number = self._sequencer.next_number
         self._degraded_reasons = [status.degraded_reasons for status in statuses]
         self.checkpoints = self._upstreams.checkpoints()
@@ -149,7 +149,7 @@ class CheckpointWriter:
     def _write_snapshot(self, journal: Journal, statuses: Sequence[StreamStatus]) -> None:
         """Replace the files of the journal by a snapshot.
 
-        It has the history of the buffer as one state, the owners of blocks after the newest batch, and the buffer's batches.
+        The snapshot has the buffer's compacted history, the owners of blocks after the newest batch, and the buffered batches.
         """
         last = self._sequencer.next_number - 1
         history_and_tail = self._buffer.history_up_to(last)
@@ -166,7 +166,7 @@ class CheckpointWriter:
         ownership = [Ownership(last), *(Ownership(last, [(key, piece)]) for key, own in blocks.items() for piece in own.dump())]
         parts = [] if history is None else list(history.payloads)
         parts += [_OWNERSHIP_PREFIX + msgspec.msgpack.encode(owned) for owned in ownership]
-        self.take(statuses)  # `tail` does not name upstreams, so the checkpoints must include all of it
+        self.take(statuses)  # `tail` does not name upstreams, so the checkpoints must cover all its batches
         journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.partial)
 
 
@@ -174,19 +174,19 @@ class CheckpointWriter:
 
 
 class Restored(NamedTuple):
-    """What a relay starts with."""
+    """The state with which a relay starts."""
 
     incarnation: int
     next_number: int = 0
     checkpoints: tuple[Checkpoint, ...] = ()
     """Checkpoints of the upstreams by ordinal; empty for a new incarnation."""
     forwarded: Mapping[int, Position] = {}
-    """Position of the newest batch of each upstream that an earlier process has sent."""
+    """By ordinal of the upstream, the position of its newest batch that an earlier process has sent."""
     blocks: Mapping[BlocksKey, UpstreamBlocks] = {}
     was_resumed: bool = False
     """Whether the relay continues the incarnation of an earlier process."""
     reason: str = "new incarnation: there is no journal"
-    """Why the relay continues or starts a new incarnation, for operators."""
+    """Why the relay continues the old incarnation or starts a new one, for operators."""
     seconds: float = 0.0
     """Seconds that the restoration took."""
 
@@ -280,8 +280,8 @@ def _decode_journal(settings: RelaySettings, recovered: Recovered) -> _DecodedJo
 def _observe(newest: dict[int, ForwardedBatch], batches: Iterable[ForwardedBatch], checkpoints: Sequence[Checkpoint]) -> None:
     """Store in `newest` the newest batch of each upstream that was forwarded after its checkpoint.
 
-    The journal has batches without their heartbeats. A batch without any other event confirms nothing, and is not stored. A
-    part of a snapshot cannot be repeated by the upstream, which is then followed from its start.
+    The journal omits heartbeats, so a batch that had no other event cannot be compared, and is not stored. An upstream cannot
+    repeat a part of a snapshot; after such a batch it is followed from its start.
     """
     for batch in batches:
         if batch.upstream < len(checkpoints):
@@ -300,7 +300,7 @@ def _apply_journal(
     received: Mapping[int, IndexedStream],
     newest: dict[int, ForwardedBatch],
 ) -> dict[BlocksKey, UpstreamBlocks]:
-    """Apply the journal to the buffer and to all streams, in parallel: native code applies without the interpreter lock."""
+    """Apply the journal to the buffer and to all streams, in parallel, because native code releases the interpreter lock."""
     recovered, parts = usable.recovered, usable.parts
     streams = [state, *received.values()]
     with ThreadPoolExecutor(max(1, len(streams))) as pool:
@@ -316,7 +316,7 @@ def _apply_journal(
     if len(settings.upstreams) == 1:
         return {}
     blocks = _restore_ownership(settings, usable)
-    # Each stream now has the blocks of all upstreams; remove those of the other upstreams.
+    # Each stream now has the blocks of all upstreams; keep only the blocks of its own upstream.
     for at, stream in received.items():
         for (other, rank), own in blocks.items():
             if other != at:
@@ -325,7 +325,7 @@ def _apply_journal(
 
 
 def _restore_ownership(settings: RelaySettings, usable: _DecodedJournal) -> dict[BlocksKey, UpstreamBlocks]:
-    """Restore which upstream owns which blocks. The journal also records the upstream of each retraction."""
+    """Restore which upstream owns which blocks. For a retraction too, the journal names the upstream."""
     fields = expressible_placement(settings.resolved_dialect)
     blocks: defaultdict[BlocksKey, UpstreamBlocks] = defaultdict(lambda: UpstreamBlocks(fields))
     number = -1

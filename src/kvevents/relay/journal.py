@@ -1,20 +1,20 @@
-"""The journal of a relay: a snapshot file and a log after it, from which a killed relay continues with the same bytes.
+"""The journal of a relay: a snapshot file and a later log, from which a killed relay continues with the same bytes.
 
 ::
 
     new ──> disk ──> memory ──> disk          closed, from every state
 
-In state "disk" everything appended is in the log when `append` returns, so a killed process loses nothing that it sent. When
-the log is long, the journal begins a new log, and a thread writes a *snapshot*: the state, and the batches between it and the
-new log. The complete snapshot is renamed to its final name, and older files are removed.
+In state "disk", all appended batches are in the log when `append` returns, so a killed process loses no batch that it sent.
+When the log is long, the journal begins a new log, and a thread writes a *snapshot*: the state, and the batches between that
+state and the new log. The complete snapshot is renamed to its final name, and older files are removed.
 
 When an append fails, the logs are marked as broken, which needs no space on the disk, and the state becomes "memory": the relay
 continues, and nothing is written. The journal tries the disk again after growing delays. When the disk works, `wants_snapshot`
 asks the relay for a snapshot. The snapshot and a new log lead back to state "disk". The new log is also marked as broken until
 the snapshot is complete.
 
-A snapshot is synced before it replaces files, and a log when it is closed or continued, but not for each batch: after a power
-failure the relay begins a new incarnation, and receives lost batches from the upstream again.
+A snapshot is synced before it replaces files. A log is synced when it is closed or continued, but not after each batch. So
+after a power failure the relay begins a new incarnation, and receives lost batches from the upstream again.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from kvevents.relay.journal_format import (
 from kvevents.relay.journal_recovery import Recovered, recover
 
 JournalState: TypeAlias = Literal["new", "disk", "memory", "closed"]
-"""`new` before `begin`; `disk` if the files have everything sent; `memory` if the disk fails, so that nothing is recorded."""
+"""`new` before `begin`; `disk` if the files have all sent batches; `memory` if the disk fails and no batch is recorded."""
 
 MIB: Final = 1 << 20
 _RECOVERABLE_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS})
-"""Errors that can disappear without action. Any other error when the folder is opened needs an operator."""
+"""Errors that can disappear without action. If opening the folder raises any other error, an operator must correct it."""
 _PROBE: Final = f"probe{TEMPORARY}"
 _UNMARKED_ADVICE: Final = "the logs could not be marked as broken: remove the folder before another relay starts with it"
 _DELETED_ERROR: Final = OSError(errno.ENOENT, "its files were deleted or moved")
@@ -64,15 +64,15 @@ class JournalLimits:
     """Limits and timers of a journal. Times are in seconds."""
 
     compact_bytes: int = 64 * MIB
-    """Size of the logs above which a snapshot is due; if larger, twice the size of the last snapshot replaces this limit."""
+    """Size of the logs above which a snapshot is due; the limit is twice the size of the last snapshot if that is larger."""
     max_log_bytes: int = 8192 * MIB
-    """Maximum size of the logs while no snapshot can be made. Above it the journal behaves as if the disk were full."""
+    """Maximum size of the logs while no snapshot can be made. Above this size the journal behaves as if the disk were full."""
     first_retry_delay: float = 1.0
     """Delay before a failed disk is tried again; each further delay is twice as long."""
     max_retry_delay: float = 60.0
     """Maximum delay until a failed disk is tried again."""
     close_timeout: float = 10.0
-    """How long `close` waits for the disk."""
+    """Maximum time for which `close` waits for the disk."""
     check_interval: float = 1.0
     """Time between two checks whether the files still exist."""
     probe_bytes: int = MIB
@@ -89,7 +89,7 @@ class JournalStats:
 
     state: JournalState
     reason: str
-    """Why the state is "memory" or the last snapshot failed; empty if neither is so."""
+    """Why the state is "memory" or the last snapshot failed; empty if neither happened."""
     bytes: int
     """Size of the snapshot and the logs."""
     appended: int
@@ -104,16 +104,16 @@ class JournalStats:
 
 class _SnapshotWrite(NamedTuple):
     result: Future[int]
-    """The size of the snapshot."""
+    """Result of the thread: the size of the snapshot in bytes."""
     log: FileWriter
     """The log that continues the snapshot."""
 
 
 class Journal:
-    """Records the batches of one relay in one folder. Call `recover`, then `begin` or `resume`, then append.
+    """Records the batches of one relay in one folder. Call `recover`, then `begin` or `resume`, then `append`.
 
-    Use it from one thread, and call `tick` several times a second. Append batches before they are sent, so that the journal has
-    everything that was sent. A failing disk raises no exception; the state becomes "memory", with a reason.
+    Use the object from one thread, and call `tick` several times a second. Append batches before sending them, so that the
+    journal has every batch that was sent. A failing disk raises no exception; the state becomes "memory", with a reason.
 
     Raises `JournalError` for a folder that cannot be written, or that another process uses.
     """
@@ -129,11 +129,11 @@ class Journal:
         self._incarnation = self._generation = 0
         self._log: FileWriter | None = None
         self._closed_logs = 0
-        """Bytes of the logs after the last snapshot, except the current one."""
+        """Number of bytes of the logs after the last snapshot, except the current log."""
         self._snapshot_bytes = 0
         self._snapshot_write: _SnapshotWrite | None = None
         self._is_disk_back = False
-        """Whether a failed disk works again, so that a snapshot is wanted."""
+        """Whether a failed disk works again, so that a snapshot can lead back to state "disk"."""
         self._is_marked = True
         """Whether, in state "memory", all logs are marked as broken."""
         self._reason = ""
@@ -162,7 +162,7 @@ class Journal:
         return recover(self._folder, self._disk.boot_id())
 
     def begin(self, incarnation: int) -> None:
-        """Begin a new incarnation of the relay, with number 0, and remove all files of earlier ones."""
+        """Begin a new incarnation of the relay, with number 0, and remove all files of earlier incarnations."""
         self._incarnation = incarnation
         self._start(())
 
@@ -201,7 +201,7 @@ class Journal:
     # --- records
 
     def append(self, batches: Batches) -> None:
-        """Record consecutive batches that are about to be sent: all of them or none."""
+        """Record consecutive batches, either all or none, before they are sent."""
         count = len(batches.payloads)
         if self._append(batches):
             self._appended += count
@@ -216,12 +216,12 @@ class Journal:
         self._end_state.next_number += 1
 
     def set_checkpoint(self, checkpoint: bytes) -> None:
-        """Record the relay's checkpoint. It replaces the previous one."""
+        """Record the relay's checkpoint, which replaces the previous checkpoint."""
         self._append(journal_format.CheckpointSet(checkpoint))
         self._end_state.checkpoint = checkpoint
 
     def set_origin(self, upstream: int, origin: Origin) -> None:
-        """Record the batch of an upstream from which the next batches are made. It replaces the upstream's previous origin."""
+        """Record the upstream batch from which the next batches are made; it replaces the upstream's previous origin."""
         self._append(journal_format.OriginSet(upstream, origin))
         self._end_state.origins[upstream] = origin
 
@@ -260,8 +260,8 @@ class Journal:
     ) -> bool:
         """Begin to write a snapshot if `wants_snapshot`; return whether it was begun.
 
-        `parts` are the state after batch `number`, which is -1 without a state. `tail` are all batches that were sent after
-        that; they are recorded as those of `upstream`. A thread writes the snapshot, and removes the files that it replaces.
+        `parts` are the state after batch `number`; if there is no state, `number` is -1. `tail` has all later batches that were
+        sent, which are recorded as batches of `upstream`. A thread writes the snapshot, and removes the files that it replaces.
         """
         if not self.wants_snapshot or self._folder is None:
             return False
@@ -298,7 +298,7 @@ class Journal:
         self._snapshot_write = None
         error = write.result.exception()
         if write.log is not self._log:
-            return  # appending to the log has failed since
+            return  # appending to that log failed after the snapshot was begun
         if error is not None:
             if self.state == "memory":
                 self._stop_recording(error)
@@ -319,7 +319,7 @@ class Journal:
     # --- timers, and the end
 
     def tick(self, now: float | None = None) -> None:
-        """Do what is due. `now` is in seconds of a monotonic clock."""
+        """Run the checks and retries that are due. `now` is in seconds of a monotonic clock."""
         self._now = time.monotonic() if now is None else now
         self._check_snapshot()
         if self.state == "memory":
@@ -331,7 +331,7 @@ class Journal:
                 self._stop_recording(_DELETED_ERROR)
 
     def close(self) -> bool:
-        """Mark the end of the log and release the folder; idempotent. Return whether all batches are on the disk in time."""
+        """Mark the end of the log and release the folder; idempotent. Return whether all batches reached the disk in time."""
         if self.state == "closed":
             return True
         until = time.monotonic() + self.limits.close_timeout
@@ -344,7 +344,7 @@ class Journal:
         else:
             is_recorded = False
         self.state = "closed"
-        if self._folder is not None and is_done:  # if not, a thread might still write, and the folder must stay locked
+        if self._folder is not None and is_done:  # while a thread might still write, the folder must stay locked
             self._folder.close()
         return is_recorded
 
@@ -367,7 +367,7 @@ class Journal:
         return self._closed_logs + (0 if self._log is None else self._log.size)
 
     def _new_log(self, state: bytes, before: FileWriter | None = None) -> FileWriter:
-        """Begin a log that continues the log `before`, if any. It gets its final name after its header was written."""
+        """Begin a log that continues the log `before`, if any. Its file gets the final name after the header was written."""
         assert self._folder is not None  # noqa: S101 - the callers check
         self._generation += 1
         header = Header(journal_format.LOG, self._generation, self._incarnation, self._end_state.next_number, state=state)
@@ -405,7 +405,7 @@ class Journal:
         log.close()
 
     def _stop_recording(self, error: BaseException) -> None:
-        """Enter state "memory", and mark the logs as broken, because they will lack what is sent from now on."""
+        """Enter state "memory", and mark the logs as broken, because they will lack all later batches."""
         log, self._log = self._log, None
         self.state = "memory"
         self._is_disk_back = False
@@ -415,7 +415,7 @@ class Journal:
         self._count_failure(error)
 
     def _mark_broken(self) -> bool:
-        """Mark or remove all logs, so that no later relay resumes from them. Return False if that fails too."""
+        """Mark or remove all logs, so that no later relay resumes from them. Return whether this succeeded for all."""
         if self._folder is None:
             return True
         try:

@@ -28,7 +28,7 @@ class Disk:
     boot_id_file = Path("/proc/sys/kernel/random/boot_id")
 
     def boot_id(self) -> bytes:
-        """Return 16 bytes that identify this boot of the machine; `UNKNOWN_BOOT` if the system does not provide them."""
+        """Return 16 bytes that identify this boot of the machine; `UNKNOWN_BOOT` if the system has no such id."""
         try:
             return bytes.fromhex(self.boot_id_file.read_text().strip().replace("-", ""))[:16].ljust(16, b"\0")
         except (OSError, ValueError):
@@ -46,7 +46,7 @@ class Disk:
     def write(self, file: int, parts: Sequence[bytes]) -> None:
         """Append all parts."""
         left = sum(map(len, parts)) - os.writev(file, parts)
-        if left:  # a nearly full disk accepts a part, and then fails for the rest
+        if left:  # a nearly full disk writes a part of the data, and fails at the next call
             rest = memoryview(b"".join(parts))[-left:]
             while rest:
                 rest = rest[os.write(file, rest) :]

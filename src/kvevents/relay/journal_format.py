@@ -8,16 +8,16 @@
     frame   length of the body u32, CRC-32 of length and body u32, body: a record as MessagePack
 
 All integers are little-endian. Each CRC continues from the CRC of the previous frame, or of the header. So a missing, moved or
-foreign frame is detected just as a flipped bit is.
+foreign frame is detected like a flipped bit.
 
 Only *state* and *committed* are ever overwritten. `committed` is the number of valid bytes. It is written after the frames, and
-before these are acknowledged. So this many bytes must exist and be valid, or the file is damaged. Further bytes belong to a
-write that was not acknowledged, and are ignored. The state says whether `committed` covers everything that was sent:
+before they are acknowledged. If fewer bytes exist or one is invalid, the file is damaged. Further bytes belong to a write that
+was not acknowledged, and are ignored. The state says whether `committed` covers everything that was sent:
 
 - OPEN while the log is written,
 - CLOSED after an orderly end,
 - CONTINUED if there is a later log,
-- BROKEN, as any other value, if the disk failed to record what was sent last.
+- BROKEN if the disk failed to record the last batches that were sent; any other value means the same.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Positions: TypeAlias = dict[int, tuple[int, int]]
 
 
 class ForwardedBatch(NamedTuple):
-    """A batch with the relay's number, and the identity of the upstream's batch from which it was made."""
+    """A batch with the relay's number, and the identity of the upstream batch from which the relay made it."""
 
     number: int
     upstream: int
@@ -82,14 +82,14 @@ class Origin(NamedTuple):
 
 
 class SkippedNumbers(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Sequence numbers without a batch. Consumers see them as lost."""
+    """Sequence numbers without a batch, from `first` to `last`. Consumers count them as lost."""
 
     first: int
     last: int
 
 
 class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Batches numbered from `first` on, in columns."""
+    """Consecutive batches, of which `first` is the first number, in columns."""
 
     first: int
     upstreams: list[int]
@@ -101,7 +101,7 @@ class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
     payloads: list[bytes]
 
     def positions(self) -> Positions:
-        """Return the position up to which these batches forward each upstream."""
+        """Return the position of the last of these batches of each upstream."""
         return dict(zip(self.upstreams, zip(self.incarnations, self.seqs, strict=True), strict=True))
 
     def rows(self) -> Iterator[ForwardedBatch]:
@@ -118,13 +118,13 @@ class UpstreamReset(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class CheckpointSet(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The relay's newest checkpoint, encoded by the relay. It replaces the previous one."""
+    """The relay's newest checkpoint, encoded by the relay. The record replaces the previous checkpoint."""
 
     checkpoint: bytes
 
 
 class OriginSet(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The origin of the batches that follow in the journal. It replaces the previous origin of the same upstream."""
+    """The origin of the batches that follow in the journal. The record replaces the previous origin of the same upstream."""
 
     upstream: int
     origin: Origin
@@ -137,7 +137,7 @@ class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Begins the state in a snapshot, which is the state after batch `number`; -1 if there is no state.
+    """Begins the state in a snapshot: the state after batch `number`, which is -1 if there is no state.
 
     `partial` is True if the state might lack live blocks.
     """
@@ -165,11 +165,11 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 class DamagedError(Exception):
-    """A file does not contain what was written into it. The message describes the damage."""
+    """The content of a file differs from the content that was written. The message describes the damage."""
 
 
 class Header(NamedTuple):
-    """The beginning of a file."""
+    """The header and the state at the beginning of a file."""
 
     kind: int
     """`LOG` or `SNAPSHOT`."""
@@ -182,7 +182,7 @@ class Header(NamedTuple):
     boot: bytes = UNKNOWN_BOOT
     """Id of the machine's boot during which the file was begun."""
     check: int = 0
-    """CRC-32 with which the first frame continues."""
+    """CRC-32 of the header, from which the CRC of the first frame continues."""
     state: bytes = BROKEN
     committed: int = 0
     version: int = VERSION
@@ -218,7 +218,7 @@ class FileWriter:
         self.size += _FRAME.size + len(body)
 
     def commit(self) -> None:
-        """Make all appended frames valid."""
+        """Commit all appended frames: write the new value of `committed`."""
         self._disk.overwrite(self.fd, COMMITTED_AT, _encode_committed(self.size))
 
     def set_state(self, state: bytes) -> None:
@@ -227,11 +227,11 @@ class FileWriter:
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # the content was committed or given up
+        with suppress(OSError):  # the content was committed before, or is not needed
             os.close(self.fd)
 
     def discard(self) -> None:
-        """Close the file, and remove it if it still has its first name."""
+        """Close the file, and remove it unless it was renamed."""
         self.close()
         with suppress(OSError):
             self._disk.remove(self._name, self._folder.fd)
@@ -267,7 +267,7 @@ def read_header(file: BinaryIO) -> Header:
 
 
 def read_records(file: BinaryIO, header: Header) -> Iterator[JournalRecord]:
-    """Read all committed records in order. Raises `DamagedError` at the first invalid one."""
+    """Read all committed records in order. Raises `DamagedError` at the first invalid record."""
     if os.fstat(file.fileno()).st_size < header.committed:
         raise DamagedError("its end is missing")
     file.seek(FRAMES_AT)
@@ -324,7 +324,7 @@ def write_snapshot(
 ) -> int:
     """Write a snapshot, remove the files that it replaces, and return its size. Raises `OSError`.
 
-    `before` is the log that ends where the snapshot ends. It is synced and closed before the snapshot is written.
+    `before` is the log that ends where the snapshot ends. That log is synced and closed before the snapshot is written.
     """
     if before is not None:
         try:

@@ -1,4 +1,4 @@
-"""Reads the files of a journal, and decides whether they contain everything that was sent."""
+"""Reads the files of a journal, and decides whether they contain all batches that were sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvevents.relay.journal_format import Batches, DamagedError, ForwardedBatch,
 
 @dataclass(slots=True, kw_only=True)
 class Recovered:
-    """The contents of a journal. `parts` and `batches` read the files again: use them before appending to the journal."""
+    """The contents of a journal. `parts` and `batches` read the files again: call them before appending."""
 
     folder: Folder | None = field(default=None, repr=False)
     headers: list[Header] = field(default_factory=list)
@@ -29,14 +29,14 @@ class Recovered:
     positions: Positions = field(default_factory=dict)
     origins: dict[int, Origin] = field(default_factory=dict)
     incomplete: str = ""
-    """Why the files might lack batches that were sent, so that the relay must begin a new incarnation; empty if they do not."""
+    """Why the files might lack batches that were sent, so that the relay must begin a new incarnation; empty if complete."""
 
     def parts(self) -> Iterator[bytes]:
-        """Return the state of the snapshot. Raises `JournalError` if it cannot be read again."""
+        """Return the state of the snapshot. Raises `JournalError` if the file cannot be read again."""
         return (record.payload for record in self._reread(self.headers[:1]) if isinstance(record, journal_format.SnapshotPart))
 
     def batches(self) -> Iterator[ForwardedBatch]:
-        """Return all batches after the state. Raises `JournalError` if they cannot be read again."""
+        """Return all batches after the state. Raises `JournalError` if a file cannot be read again."""
         for record in self._reread(self.headers):
             if isinstance(record, Batches):
                 yield from record.rows()
@@ -103,18 +103,18 @@ def _find_files(recovered: Recovered, folder: Folder) -> None:
 
 def _read_file(recovered: Recovered, folder: Folder, header: Header) -> None:
     try:
-        if header.kind == journal_format.LOG:  # a snapshot's header has the number after its last batch
+        if header.kind == journal_format.LOG:  # `first` of a snapshot is the number after its last batch
             _advance(recovered, header.first, 0)
         with folder.read(header.name) as file:
             for record in journal_format.read_records(file, header):
-                _apply(recovered, record)
+                _apply_record(recovered, record)
         if header.kind == journal_format.SNAPSHOT:
             _advance(recovered, header.first, 0)
     except DamagedError as error:
         raise DamagedError(f"{header.name}: {error}") from error
 
 
-def _apply(recovered: Recovered, record: JournalRecord) -> None:
+def _apply_record(recovered: Recovered, record: JournalRecord) -> None:
     match record:
         case Batches():
             _advance(recovered, record.first, len(record.payloads))
@@ -139,7 +139,7 @@ def _apply(recovered: Recovered, record: JournalRecord) -> None:
 
 def _advance(recovered: Recovered, first: int, count: int) -> None:
     if first != recovered.next_number:
-        raise DamagedError(f"number {first} does not follow {recovered.next_number - 1}")
+        raise DamagedError(f"batch {first} does not follow batch {recovered.next_number - 1}")
     recovered.next_number += count
 
 

@@ -27,7 +27,7 @@ from kvevents.wire.dialects import DECLARED, Dialect, detect_dialect, dialect_fo
 
 UNKNOWN_FORM: Final = ""
 SAMPLED_PAYLOADS: Final = 64
-"""Number of an upstream's first payloads that are examined. Every second unsigned 64-bit hash shows that it is unsigned."""
+"""Number of first payloads of an upstream that are examined. Half of all unsigned 64-bit hashes are above the signed range."""
 
 _FORMS: Final[dict[str, Dialect | None]] = {
     UNKNOWN_FORM: None,
@@ -37,22 +37,22 @@ _FORMS: Final[dict[str, Dialect | None]] = {
     "array": dialect_for("vllm", "0.22"),
     "array signed": dialect_for("sglang", "0.5.9"),
 }
-"""For each form, the dialect with all fields of the dialects of that form. Consumers of older releases skip fields that they do
-not know; in arrays, these follow the last known element."""
+"""By form, a dialect that has the fields of all dialects of that form. Consumers of older releases skip fields that they do
+not know; in arrays, unknown fields follow the last known element."""
 
 
 class DialectEncoder:
     """Encodes the relay's own batches for one stream. `encode` is thread-safe.
 
     A stream whose payloads are forwarded as received has no configured dialect: the encoder detects its form from the payloads.
-    With `fixed` it uses `dialect`, or the default encoding if that is None, and detects nothing.
+    If `fixed` is True, the encoder uses `dialect`, or the default encoding if `dialect` is None, and detects nothing.
     """
 
     def __init__(
         self, dialect: Dialect | None, *, fixed: bool, max_payload: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
     ) -> None:
         self.form = UNKNOWN_FORM
-        """The detected form of the stream, a key of `_FORMS`. A checkpoint stores it for the next process."""
+        """The detected form of the stream, a key of `_FORMS`. A checkpoint stores the form for the next process."""
         self.max_payload: Final = max_payload
         """Maximum number of bytes of a payload that consumers accept."""
         self._fixed: Final = fixed
@@ -61,24 +61,24 @@ class DialectEncoder:
         self._newest = b""
 
     def restore(self, form: str) -> None:
-        """Use the form that an earlier process detected."""
+        """Use the form that an earlier process detected, unless the dialect is fixed."""
         if not self._fixed and form in _FORMS:
-            self._use(form)
+            self._set_form(form)
 
     def observe(self, payloads: Sequence[bytes]) -> None:
-        """Detect the form from payloads that are about to be sent. Only the first ones are examined."""
+        """Detect the form from payloads that are about to be sent. Only the first payloads are examined."""
         if self._fixed:
             return
         self._newest = payloads[-1]
         for payload in payloads[: SAMPLED_PAYLOADS - self._examined]:
             self._examined += 1
-            self._examine(payload)
+            self._examine_payload(payload)
 
     def observe_newest(self) -> None:
-        """Examine the newest observed payload, even if enough payloads have been examined."""
+        """Examine the newest observed payload, even if `SAMPLED_PAYLOADS` payloads have been examined."""
         newest, self._newest = self._newest, b""
         if newest:
-            self._examine(newest)
+            self._examine_payload(newest)
 
     def restart_detection(self) -> None:
         """Examine payloads again, because the next incarnation of the upstream can be another release."""
@@ -92,28 +92,28 @@ class DialectEncoder:
         """Encode a batch as several payloads if one would exceed `max_payload`. Raises `EncodeError`."""
         return encode_payloads(batch, self._dialect, self.max_payload)
 
-    def _examine(self, payload: bytes) -> None:
+    def _examine_payload(self, payload: bytes) -> None:
         events = decode_batch(payload).batch.events
         dialect = detect_dialect(payload)
         if not events or dialect is None:
             return
         if dialect.batch_form == "map":
-            self._use("map batch")
+            self._set_form("map batch")
             return
         has_hashes = any(not isinstance(event, AllBlocksCleared) and event.block_hashes for event in events)
-        # Hashes below 2**63 do not show whether they are signed, so the earlier result remains.
+        # Hashes below 2**63 do not show whether hashes are signed, so the earlier result remains.
         was_signed = self.form.startswith(dialect.event_form) and self.form.endswith("signed")
         is_signed = was_signed or (dialect.has_signed_hashes and has_hashes)
-        self._use(f"{dialect.event_form} signed" if is_signed else dialect.event_form)
+        self._set_form(f"{dialect.event_form} signed" if is_signed else dialect.event_form)
 
-    def _use(self, form: str) -> None:
+    def _set_form(self, form: str) -> None:
         self.form, self._dialect = form, _FORMS[form]
 
 
 def encode_payloads(
     batch: EventBatch, dialect: Dialect | None, max_payload: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
 ) -> list[bytes]:
-    """Encode a batch as one payload, or as several that consumers accept. A single event can still exceed `max_payload`.
+    """Encode a batch as one or several payloads that consumers accept. A single event can still exceed `max_payload`.
 
     Raises `EncodeError`.
     """
@@ -147,7 +147,7 @@ def loses_events(report: BatchReport) -> bool:
 OWN_UPSTREAM: Final = 65_535
 """The upstream that the journal records for batches that the relay itself creates: heartbeats, clears and empty batches."""
 RETRACTION_OFFSET: Final = 32_768
-"""Added to the ordinal of an upstream for batches that the relay itself creates to remove what the upstream stored."""
+"""Added to the ordinal of an upstream for batches that the relay itself creates to remove the upstream's blocks."""
 _MAX_REASON_CHARACTERS: Final = 1_000
 """Maximum number of characters of a heartbeat's reason."""
 _EMPTY_DIGEST: Final = "0" * 32
@@ -163,7 +163,7 @@ class IndexedStream:
         self._seq = 0
 
     def apply(self, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
-        """Apply the next payloads. Return the outcome of each payload that was not applied as usual, by its position."""
+        """Apply the next payloads. Return by position the outcome of each payload that had findings or was not applied."""
         first = self._seq
         self._seq += len(payloads)
         return self._index.apply_payloads(self._name, self._incarnation, first, payloads)
@@ -187,7 +187,7 @@ class IndexedStream:
         return self._index._compare(self._name, 0, None, None, attestation)[1]  # noqa: SLF001 - as below
 
     def key_of(self, rank: int | None, block_hash: int) -> int | None:
-        """Return the block key of a resident block of a rank; None if it is not resident, or an orphan."""
+        """Return the block key of a resident block of a rank; None if the block is not resident or is an orphan."""
         return self._index._key_of(self._name, 0, rank, block_hash)  # noqa: SLF001 - the only user
 
     @property
@@ -199,7 +199,7 @@ class IndexedStream:
 class OutputSequencer:
     """For each batch: assigns its number, applies it to `state`, appends it to the journal and sends it, in this order.
 
-    `state` has the blocks that consumers hold. `journal` is None if nothing outlives the process. `next_number` is the first
+    `state` has the blocks that consumers hold. `journal` is None if no state outlives the process. `next_number` is the first
     number to assign; if it is above 0, consumers might not have seen the previous number.
     """
 
@@ -227,10 +227,10 @@ class OutputSequencer:
         """Whether consumers might not have seen the newest number."""
 
     def forward(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
-        """Send `payloads`, which were made from batches of one upstream. Return the outcomes of those not applied as usual.
+        """Send `payloads`, which were made from batches of one upstream. Return the outcomes as `IndexedStream.apply` does.
 
-        A number is skipped before a payload with events that cannot be decoded. A payload that is not decodable at all is not
-        sent.
+        If some events of a payload cannot be decoded, a number is skipped before that payload. A payload of which nothing can
+        be decoded is not sent.
         """
         self.encoder.observe(payloads)
         applied = self.state.apply(payloads)
@@ -248,7 +248,7 @@ class OutputSequencer:
     def record_origin(self, ordinal: int, batches: Sequence[RawBatch]) -> None:
         """Record the newest of the batches from which the next payloads are made.
 
-        The journal has only the changed payloads. After a kill, the upstream must confirm by replay that it sent this batch.
+        The journal has only the changed payloads. After a kill, replay must show that the upstream sent this batch.
         """
         newest = batches[-1]
         if self._journal is not None:
@@ -261,12 +261,12 @@ class OutputSequencer:
         self.send_payloads([self.encoder.encode(KVEventBatch(time.time(), list(events), rank))])
 
     def send_payloads(self, payloads: Sequence[bytes], upstream: int = OWN_UPSTREAM) -> None:
-        """Send payloads that the relay itself creates. After a kill the journal has all of them or none."""
+        """Send payloads that the relay itself creates. If the relay is killed, the journal has all of them or none."""
         self.state.apply(payloads)
         self._send(upstream, payloads)
 
     def send_heartbeat(self, trust: Trust, attestation: int | None = None) -> None:
-        """Send a heartbeat with the digest of the blocks that consumers hold, and with their attestation if given."""
+        """Send a heartbeat with the digest of the blocks that consumers hold, and with `attestation` if it is not None."""
         self.heartbeats += 1
         reason = trust.reason[:_MAX_REASON_CHARACTERS]
         incarnation = self._event_server.incarnation
@@ -283,14 +283,14 @@ class OutputSequencer:
         self._is_newest_unseen = True
 
     def flush_skipped(self) -> None:
-        """Send an empty batch if the newest number was skipped, so that consumers notice."""
+        """Send an empty batch if the newest number was skipped, so that consumers notice the gap."""
         if self._is_newest_unseen:
             self.send_events([])
 
     def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, report: BatchReport) -> None:
-        """Send a payload without its heartbeat, after a skipped number if events are missing."""
+        """Remove the heartbeat from a payload and send the payload; skip a number before it if events are missing."""
         if loses_events(report):
-            # Skipped before the batch is sent: a relay that is killed in between skips a number again.
+            # The number is skipped first: a relay that is killed before it sends the batch skips another number later.
             self.skip_number()
         parts = [payload]
         if report.heartbeat is not None:
@@ -304,7 +304,7 @@ class OutputSequencer:
                 self.skip_number()
 
     def _send(self, upstream: int, payloads: Sequence[bytes], origins: Sequence[RawBatch] = ()) -> None:
-        """Append payloads to the journal and send them. `origins` are the upstream's batches that became the payloads."""
+        """Append payloads to the journal and send them. `origins` are the upstream batches of the payloads."""
         if not payloads:
             return
         if self._journal is not None:
@@ -320,10 +320,10 @@ class OutputSequencer:
 
 
 class HeartbeatSchedule:
-    """Decides when a heartbeat is due: periodically, when trust changes, and before the last one leaves the replay buffer.
+    """Sends heartbeats periodically, when trust changes, and before the last heartbeat leaves the replay buffer.
 
-    `heartbeat` is the promised period. `trust_interval` is the minimum time between two heartbeats if trust has risen or its
-    reason has changed. Both are in seconds.
+    `heartbeat` is the period that heartbeats promise. `trust_interval` is the minimum time between two heartbeats if trust has
+    risen or its reason has changed. Both periods are in seconds.
     """
 
     def __init__(
@@ -353,21 +353,21 @@ class HeartbeatSchedule:
             self.send_if_lower(trust)
 
     def send_if_lower(self, trust: Trust) -> None:
-        """Send a heartbeat if trust is lower than in the last heartbeat, or, before the first one, lower than EXACT."""
+        """Send a heartbeat if trust is lower than in the last heartbeat; if none was sent yet, lower than EXACT."""
         if trust_order(trust.name) < trust_order("EXACT" if self._sent is None else self._sent.name):
             self.send(trust)
 
     def send(self, trust: Trust, attestation: int | None = None) -> None:
-        """Send a heartbeat, due or not; `attestation` is about everything that was sent before it."""
+        """Send a heartbeat, even if none is due; `attestation` is about all batches that were sent before it."""
         self._sent, self._sent_at = trust, self._clock()
         self._sequencer.send_heartbeat(trust, attestation)
 
     @property
     def is_repeat_due(self) -> bool:
-        """Whether the last heartbeat has reached the middle of the replay buffer, and batches have already left the buffer.
+        """Whether half of the replay buffer is newer than the last heartbeat, and batches have already left the buffer.
 
-        A consumer that starts late gets older batches as a snapshot, which has no trust. With a heartbeat in the buffer it
-        learns the trust in the same answer.
+        A consumer that starts late gets older batches as a snapshot, which has no trust. If the buffer holds a heartbeat, the
+        same answer brings the trust.
         """
         half = max(1, len(self._buffer) // 2)
         return bool(self._sent and self._buffer.has_evicted and self._sequencer.batches_since_heartbeat >= half)

@@ -1,6 +1,6 @@
 """The relay: republishes batches of its upstreams, with its own numbers and with history.
 
-Theory of operation. One thread takes deliveries from the subscriber, in order and each exactly once. A batch gets the next
+Theory of operation. One thread takes deliveries from the subscriber, in order and without repetition. A batch gets the next
 number, is applied to an index of the blocks that consumers hold (whose digest is sent in heartbeats), is written into the
 journal, and is then sent. So the journal has every batch that a consumer has received, and a relay that was killed continues
 with the same bytes under the same numbers. Batches that leave the replay buffer are compacted into the live blocks, which a
@@ -10,25 +10,25 @@ consumer that starts late receives first.
   upstreams share the stream, by removals in batches of the upstream's ranks. Numbers continue.
 - A *rank* stays in the payloads, and consumers separate the blocks of different ranks. The relay's own heartbeats and clears
   have no rank, which means all ranks.
-- A *gap* of an upstream skips a number, so that every consumer notices that batches are missing, even if it does not know
-  relays. Gaps that arrive together skip a single number: each skipped number makes every consumer request the whole replay
-  buffer twice, and one number is enough until the next clear.
+- A *gap* of an upstream skips a number, so that every consumer notices that batches are missing, even a consumer that does not
+  know relays. For several gaps that are received together, the relay skips only one number: each skipped number makes every
+  consumer request the whole replay buffer twice, and one is enough until the next clear.
 - An *attestation* of an engine's own cache is compared with the blocks that the relay has sent, and forwarded in a heartbeat of
   the relay at the same place of the stream, so that consumers also compare it. A stream of several upstreams has no
   attestation. If an attestation differs, the relay follows the upstream from its start: consumers receive DEGRADED with the
   reason, and then the reset.
-- A *heartbeat* states the relay's trust. The replay buffer always has one, so a consumer that starts late, and gets older
-  batches as a snapshot, learns the trust from the same reply.
+- A *heartbeat* states the relay's trust. The replay buffer always has a heartbeat, so a consumer that starts late, and gets
+older batches as a snapshot, learns the trust from the same reply.
 - The journal records how far each upstream was followed. After a restart the subscriber verifies by replay that the upstream is
-  the same incarnation, and receives the missed batches. If it is another incarnation, there is a reset.
+  the same incarnation, and receives the missed batches. If the upstream has another incarnation, a reset follows.
 
-A relay can be killed between any two steps, and afterwards it knows only what it has written. So each step is written before
-its consequences. A reset is written before its removals; otherwise a restarted relay could continue the upstream where it was.
-A gap's degraded reason is written before the batches that follow the gap; otherwise the batches would count as forwarded, and
-the loss would be forgotten.
+A relay can be killed between any two steps, and the next process knows only what was written. So each step is written before
+the steps that depend on it. A reset is written before its removals, so that a restarted relay does not continue with the
+upstream's old incarnation. A gap's degraded reason is written before the batches that follow the gap. If it were not, these
+batches would count as forwarded, and the loss would be forgotten.
 
-If an exception interrupts a turn, the turn may have received deliveries that were not sent. The relay then refuses further
-turns, and a new relay continues from the journal.
+If an exception interrupts a turn, the turn may have received deliveries that were not sent. After such an exception the relay
+refuses further turns, and a new relay continues from the journal.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _INCOMPLETE: Final = Trust("DEGRADED", "an upstream restarted or sends a snapsho
 
 
 class Relay(Closeable):
-    """Relays one upstream, or several as one stream, to any number of consumers; a context manager.
+    """Relays one upstream, or several upstreams as one stream, to any number of consumers; a context manager.
 
     Call `run`, or `turn` repeatedly from one thread. `status` and `trust` are thread-safe, and describe the last turn.
     `transport` replaces the sockets towards upstreams, and `disk` the journal's files.
@@ -94,7 +94,7 @@ class Relay(Closeable):
         self._is_interrupted = False
         """Whether received deliveries might not have been sent completely, because a turn has not ended."""
         self._has_skipped = False
-        """Whether a number was skipped in this turn, and there was no clear since then."""
+        """Whether a number was skipped in this turn and no clear was sent after it."""
         self._resets_ahead = 0
         """Number of resets that were received and not yet forwarded."""
         self._forwarded = self._divergences = 0
@@ -114,12 +114,12 @@ class Relay(Closeable):
         self._encoder = encoder = DialectEncoder(
             settings.resolved_dialect, fixed=settings.changes_payloads, max_payload=limits.max_payload_bytes
         )
-        # If block keys replace tokens, the streams as received provide the keys, and show whether upstreams' digests match.
+        # If block keys replace tokens, the received streams provide the keys, and show whether upstreams' digests match.
         ordinals = range(len(settings.upstreams))
         received = {at: IndexedStream(index, f"upstream {at}") for at in ordinals if settings.tokens == "hash"}
         self._buffer = ReplayBuffer(settings.buffer_steps, Compactor.create(), encoder.encode)
         self._restored = restored = restore(settings, self._journal, self._buffer, self._state, received, encoder)
-        # Opened after the buffer was restored, because consumers can request replay at once.
+        # The server opens after the buffer was restored, because consumers can request replay at once.
         self._event_server = self._open_event_server(self._buffer, restored.incarnation)
         undo.callback(self._event_server.close, 0.0)
         self._sequencer = OutputSequencer(
@@ -141,10 +141,10 @@ class Relay(Closeable):
                 )
                 for at in ordinals
             ]
-        self._follow(undo, transport)
+        self._subscribe(undo, transport)
 
-    def _follow(self, undo: ExitStack, transport: Transport | None) -> None:
-        """Subscribe to the upstreams after the restored positions, and send a heartbeat or store a checkpoint."""
+    def _subscribe(self, undo: ExitStack, transport: Transport | None) -> None:
+        """Subscribe to the upstreams from the restored positions on; then send a heartbeat or store a checkpoint."""
         settings, limits, restored = self.settings, self.limits, self._restored
         self._upstreams = Upstreams(
             settings.upstreams,
@@ -171,7 +171,7 @@ class Relay(Closeable):
         )
         self._update_last_turn()
         if restored.was_resumed:
-            # Consumers that were connected before the restart must not consider their state the newest one.
+            # Consumers that were connected before the restart must not consider their state complete.
             self._heartbeats.send_if_due(self.trust())
         else:
             self._checkpoints.take(self._statuses)
@@ -249,7 +249,7 @@ class Relay(Closeable):
     def turn(self, timeout: float | None = None) -> int:
         """Wait for deliveries (at most `timeout` seconds, by default `turn_timeout`), forward them, and return their number.
 
-        Raises `ClosedError` after `close`, and after a turn that raised any other exception.
+        Raises `ClosedError` after `close`, and if an earlier turn raised any other exception.
         """
         if self._closed:
             raise ClosedError("the relay is closed")
@@ -260,8 +260,8 @@ class Relay(Closeable):
         self._is_interrupted = True
         deliveries = self._upstreams.receive(self.limits.turn_timeout if timeout is None else timeout)
         if deliveries:
-            self._begin(deliveries)
-            self._warn(deliveries)
+            self._begin_incarnation(deliveries)
+            self._send_lower_trust(deliveries)
             self._forward(deliveries)
         now = self._clock()
         if self._is_maintenance_due or not deliveries or now >= self._maintain_at:
@@ -270,7 +270,7 @@ class Relay(Closeable):
         return len(deliveries)
 
     def _maintain(self, now: float) -> None:
-        """Do the periodic work, which is not needed for each forwarded batch."""
+        """Do the periodic work, which need not follow each forwarded batch."""
         self._is_maintenance_due = False
         self._maintain_at = now + self.limits.maintenance_interval
         self._update_last_turn()
@@ -285,7 +285,7 @@ class Relay(Closeable):
         self._statuses = tuple(self._upstreams.statuses())
         self._journal_stats = None if self._journal is None else self._journal.stats()
 
-    def _begin(self, deliveries: list[RawDelivery]) -> None:
+    def _begin_incarnation(self, deliveries: list[RawDelivery]) -> None:
         """Begin a new incarnation with a clear, before any gap, so that consumers drop the blocks of an earlier incarnation."""
         if self._has_begun:
             return
@@ -300,8 +300,8 @@ class Relay(Closeable):
             for rank in sorted(ranks):
                 self._sequencer.send_events([BlockRemoved([])], rank)
 
-    def _warn(self, deliveries: list[RawDelivery]) -> None:
-        """Send lower trust before the batches that lowered it, because consumers stay EXACT until they receive it."""
+    def _send_lower_trust(self, deliveries: list[RawDelivery]) -> None:
+        """Send a heartbeat before batches that lower the trust, because without it consumers would stay EXACT."""
         # From a reset or a gap to the last part of the snapshot that follows, consumers hold less than the upstream.
         is_incomplete = any(isinstance(delivery, Reset | Gap) for delivery in deliveries)
         self._heartbeats.send_if_lower(_INCOMPLETE if is_incomplete else self._upstreams.trust())
@@ -326,7 +326,7 @@ class Relay(Closeable):
     def _forward_batches(self, ordinal: int, batches: list[RawBatch]) -> None:
         self._forwarded += len(batches)
         if not self._checkpoints.checkpoints[ordinal].fingerprints:
-            self._checkpoints.request()  # the first checkpoint with which the upstream can be recognised
+            self._checkpoints.request()  # only a checkpoint with a fingerprint can identify the upstream
             self._is_maintenance_due = True
         for start in range(0, len(batches), self._run_limit):
             self._transforms[ordinal].forward(batches[start : start + self._run_limit])
@@ -334,10 +334,10 @@ class Relay(Closeable):
                 self._heartbeats.send(self._current_trust())
 
     def _current_trust(self) -> Trust:
-        """Return the trust in the batches that were sent so far, while others wait to be sent.
+        """Return the trust in the batches that were already sent, while received batches wait to be sent.
 
-        It includes losses and findings in batches that were received; otherwise a heartbeat would make consumers EXACT too
-        early. Degraded reasons from before a reset end when it is received, so until it is forwarded, trust is `_INCOMPLETE`.
+        Losses and findings of waiting batches count too, because a heartbeat must not make consumers EXACT too early. Receiving
+        a reset ends the older degraded reasons, so trust is `_INCOMPLETE` until the reset is forwarded.
         """
         return _INCOMPLETE if self._resets_ahead else self._upstreams.trust()
 
@@ -355,7 +355,7 @@ class Relay(Closeable):
             else:
                 self._sequencer.send_events(events, rank)
         self._encoder.restart_detection()
-        self._checkpoints.request()  # written after all deliveries that were received with the reset were sent
+        self._checkpoints.request()  # the checkpoint is written after all deliveries that came with the reset were sent
 
     def _forward_gap(self, ordinal: int, gap: Gap) -> None:
         self._is_maintenance_due = True
@@ -376,7 +376,7 @@ class Relay(Closeable):
         self._has_gaps |= bool(report.rejected)
         self._upstreams.subscriber.report(batch, report)
         # If the attestation does not match, the upstream starts over, with a reset. A shared stream forwards no attestation,
-        # because an engine attests only its own blocks, and consumers hold those of several engines.
+        # because an engine attests only its own blocks, and consumers hold the blocks of several engines.
         if report.attestation_matches and not self._is_shared and report.heartbeat is not None:
             self._heartbeats.send(self._current_trust(), report.heartbeat.attestation)
         if report.cleared:
@@ -384,7 +384,7 @@ class Relay(Closeable):
             self._clear_if_empty()
 
     def _clear_if_empty(self) -> None:
-        """Clear a shared stream with gaps when no upstream holds a block: removals do not end LOST at consumers."""
+        """Clear a shared stream with gaps when no upstream holds a block, because removals do not end `LOST` at consumers."""
         if not (self._is_shared and self._has_gaps):
             return
         is_empty = not any(own for transform in self._transforms for own in transform.blocks.values())
@@ -395,7 +395,7 @@ class Relay(Closeable):
     # --- the end
 
     def close(self) -> None:
-        """Write a last checkpoint and close everything; idempotent."""
+        """Write a last checkpoint, and close sockets, journal and upstreams; idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -72,7 +72,7 @@ class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         dialect = self.resolved_dialect
         if dialect is not None and dialect.event_form == "array" and self.tokens != "keep":
             raise ConfigError(
-                f"tokens={self.tokens!r} replaces tokens with keys, for which {dialect} has no room; choose a dialect with "
+                f"tokens={self.tokens!r} replaces tokens with keys, for which {dialect} has no field; choose a dialect with "
                 "events as maps: vllm from 0.24 on, sglang from 0.5.20 on, or None"
             )
 

@@ -107,16 +107,16 @@ def serve_metrics(
 ) -> Callable[[], None]:
     """Serve metrics and probes at a port until the returned function is called.
 
-    `live` returns why the process should be restarted; an empty text if it should not. Raises `EndpointError` if the port
-    cannot be bound.
+    `live` returns why the process should be restarted, or an empty text if no restart is needed. Raises `EndpointError` if the
+    port cannot be bound.
     """
     return serve(
-        lambda: families("kvevents_relay_", _METRICS, status()), port, host, Probes(live, lambda: _unreached(status()))
+        lambda: families("kvevents_relay_", _METRICS, status()), port, host, Probes(live, lambda: _describe_unreached(status()))
     )
 
 
-def _unreached(status: RelayStatus) -> str:
-    """Return a sentence that names the upstreams that have never been connected; empty if all have been."""
+def _describe_unreached(status: RelayStatus) -> str:
+    """Return a sentence that names the upstreams that have never been connected; empty if all have been connected."""
     unreached = [upstream for upstream in status.upstreams if upstream.trust == Trust.CONNECTING]
     names = ", ".join(f"{upstream.source} rank {upstream.rank} at {upstream.endpoint}" for upstream in unreached)
     return f"no connection yet to {names}" if unreached else ""

@@ -53,15 +53,15 @@ class PassThrough:
 
 
 def clear_of_all_tiers() -> list[KVEvent]:
-    """Return the clears that empty all tiers for certain; a clear without a tier might leave blocks in lower tiers."""
+    """Return the clears that certainly empty all tiers; a clear that names no tier might leave blocks in lower tiers."""
     return [AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL})]
 
 
 def _runs_to_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawBatch]]:
-    """Split consecutive batches after each one that can have an attestation, which is about all batches up to it."""
+    """Split consecutive batches after each batch that may have an attestation, which covers all batches up to there."""
     first = 0
     for end, batch in enumerate(batches, 1):
-        # A heartbeat's field name, which MessagePack stores unchanged.
+        # The name of the heartbeat's field, which MessagePack stores unchanged.
         if b"attestation" in batch.payload or end == len(batches):
             yield batches[first:end]
             first = end
@@ -70,12 +70,12 @@ def _runs_to_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawB
 class Transform:
     """Decodes the batches of one upstream, changes them and encodes them again.
 
-    `received` is the stream of the upstream as received, if block keys replace tokens. `blocks` are the upstream's blocks by
+    `received` is the unchanged stream of the upstream, if block keys replace tokens. `blocks` are the upstream's blocks by
     rank, restored from a journal, if several upstreams share the stream. `write_checkpoint` is called before the first salted
     prompt is forwarded.
 
-    An engine's attestation is compared with the blocks that were sent for it, unless the dialect has omitted some. After a
-    resumption with a dialect, this is unknown until the next clear.
+    An engine's attestation is compared with the blocks that were sent for the engine, unless the dialect has omitted blocks.
+    Until the next clear, a resumed relay with a dialect does not know whether blocks were omitted.
     """
 
     def __init__(  # noqa: PLR0913 - one for each part of the relay that it uses
@@ -112,13 +112,13 @@ class Transform:
         """The first rank that a batch stated, if the dialect has no field for the rank."""
 
     def forward(self, batches: Sequence[RawBatch]) -> None:
-        """Send batches of the upstream, and report findings of decoding them."""
+        """Send batches of the upstream, and report what decoding them has found."""
         self._sequencer.record_origin(self._ordinal, batches)
         for batch in batches:
             self._forward(batch)
 
     def retract(self) -> dict[int | None, list[KVEvent]]:
-        """Forget the upstream's blocks, and return by rank the events that remove them at consumers; empty without blocks."""
+        """Forget the upstream's blocks, and return by rank the events that remove these at consumers."""
         if self._received is not None:
             self._received.reset()
         self._omits_blocks = False
@@ -132,10 +132,10 @@ class Transform:
             applied = self._received.apply([_with_rank(batch) if self._is_shared else batch.payload]).get(0)
             # In a shared stream, `received` was restored from sent batches, which can lack blocks of the upstream.
             agrees = None if applied is None or applied.report is None or self._is_shared else applied.report.digest_matches
-        payloads, report = self._change(batch)
+        payloads, report = self._transform_batch(batch)
         report = replace(report, digest_matches=agrees)
         if loses_events(report):
-            # Before the batch: a relay that is killed in between skips a number again.
+            # The number is skipped first: a relay that is killed before it sends the batch skips another number later.
             self._sequencer.skip_number()
         self._sequencer.forward(self._ordinal, [batch] * len(payloads), payloads)
         if report != _NO_FINDINGS:
@@ -149,11 +149,11 @@ class Transform:
             return self._sequencer.state.attests(heartbeat.attestation)
         return sum(own.digest for own in self.blocks.values()) & ATTESTATION_MASK == heartbeat.attestation
 
-    def _change(self, delivery: RawBatch) -> tuple[list[bytes], BatchReport]:
-        """Return the payloads to send for a batch, and the report about its decoding.
+    def _transform_batch(self, delivery: RawBatch) -> tuple[list[bytes], BatchReport]:
+        """Return the payloads to send for a batch, and the findings of decoding it.
 
-        The list is empty if no event remains, and has several payloads if one would be too large for consumers. Events that the
-        dialect cannot express also count as rejected, because consumers must notice that they are missing.
+        The list is empty if no event remains, and has several payloads if one payload would be too large for consumers. Events
+        that the dialect cannot express also count as rejected, because consumers must notice their absence.
         """
         decoding = decode_batch(delivery.payload)
         batch, rejected = self._expressible_rank(decoding.batch, list(decoding.rejected))
@@ -174,15 +174,15 @@ class Transform:
         if not self._has_tokens:
             if not self.has_salted_prompts and any(map(_is_salted, events)):
                 self.has_salted_prompts = True
-                self._write_checkpoint()  # written before the batch, so that a relay that resumes from the journal knows
-            events = [redact(event, partial(self._key, rank)) for event in events]
+                self._write_checkpoint()  # written before the batch, so that a resumed relay knows of the salt
+            events = [redact(event, partial(self._block_key, rank)) for event in events]
         if events or (report.heartbeat is None and not payloads):
             payloads += self._encode(KVEventBatch(batch.ts, events, rank), rejected)
         self._omits_blocks |= any(rejection.loses_events for rejection in rejected)
         return payloads, replace(report, rejected=tuple(rejected))
 
     def _record_blocks(self, rank: int, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
-        """Record the events of a rank, and return them for the shared stream; an empty list for ranks beyond `MAX_RANKS`."""
+        """Record the events of a rank, and return them for the shared stream; an empty list if there are too many ranks."""
         blocks = self.blocks
         if rank not in blocks and len(blocks) >= MAX_RANKS:
             rejected.append(Rejected("more", f"an upstream has more than {MAX_RANKS} ranks"))
@@ -214,7 +214,7 @@ class Transform:
         return [payload for batch in batches for payload in self._encode(batch, rejected)]
 
     def _is_misplaced(self, event: KVEvent) -> bool:
-        """Return whether consumers put an event's blocks into a wrong group or tier, as the dialect has no field for it."""
+        """Return whether consumers put an event's blocks into a wrong group or tier, because the dialect lacks that field."""
         if self._dialect is None or not isinstance(event, BlockStored):
             return False
         misplaced = {
@@ -227,7 +227,7 @@ class Transform:
     def _expressible_clears(self, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
         """Widen each clear whose tier or group the dialect cannot express, so that consumers clear too much, not too little.
 
-        After a clear of everything, as at the beginning of a compacted history, such a clear has no effect and is dropped.
+        After a clear of all blocks, as at the beginning of a compacted history, such a clear has no effect and is dropped.
         """
         expressible: list[KVEvent] = []
         is_empty = False
@@ -249,8 +249,8 @@ class Transform:
         fields = self._dialect.stored_fields
         return [event for event in events if not isinstance(event, BlockStored) or _namespace_fields(event).issubset(fields)]
 
-    def _key(self, rank: int | None, block_hash: int) -> int:
-        """Return the block key, which prompts match; or a placeholder if the block is an orphan or tokens are dropped."""
+    def _block_key(self, rank: int | None, block_hash: int) -> int:
+        """Return the block key that prompts match, or a placeholder if the block is an orphan or tokens are dropped."""
         known = None if self._received is None else self._received.key_of(rank, block_hash)
         return placeholder_key(block_hash) if known is None else known
 
@@ -284,21 +284,21 @@ def _with_rank(batch: RawBatch) -> bytes:
 
 
 def expressible_placement(dialect: Dialect | None) -> frozenset[str]:
-    """Return the fields of a `Placement` that a dialect has."""
+    """Return those fields of a placement that events of a dialect can carry."""
     return PLACEMENT_FIELDS if dialect is None else PLACEMENT_FIELDS.intersection(dialect.removed_fields)
 
 
 def _namespace_fields(event: BlockStored) -> set[str]:
-    """Return the fields that separate a store's tokens from equal tokens of another prompt."""
+    """Return the fields by which a store's blocks differ from blocks with equal tokens in another namespace."""
     names = {"cache_salt"} if event.cache_salt else set()
     if event.extra_keys and any(event.extra_keys):
         names.add("extra_keys")
-    # All dialects have the number of an adapter, which identifies it without its name.
+    # All dialects have the number of an adapter, which identifies the adapter even if its name is missing.
     return names | ({"lora_name"} if event.lora_name and event.lora_id is None else set())
 
 
 def _with_salt_as_unknown_field(event: KVEvent) -> KVEvent:
-    """Move a salt into the unknown fields, because the encoding without a dialect has no field for a salt."""
+    """Move a salt into the unknown fields, because the default encoding has no field for a salt."""
     if not isinstance(event, BlockStored) or event.cache_salt is None:
         return event
     fields = {**(event.unknown_fields or {}), "cache_salt": event.cache_salt}
@@ -312,21 +312,21 @@ _HARMLESS_FIELDS: Final = PLACEMENT_FIELDS.union(
     ("block_hashes", "parent_block_hash", "block_digests", "parent_block_digest", "block_size", "lora_id", "lora_name"),
     ("kv_cache_spec_kind", "kv_cache_spec_sliding_window"),
 )
-"""Fields of a store that reveal nothing about a prompt. All other fields are removed, also those of future releases."""
+"""Fields of a store that reveal nothing about a prompt. All other fields are removed, including fields of future releases."""
 _PROMPT_FIELDS: Final = tuple(set(BlockStored.__struct_fields__) - _HARMLESS_FIELDS - {"token_ids", "block_keys"})
 
 
 def redact(event: KVEvent, key: Callable[[int], int]) -> KVEvent:
-    """Replace the tokens of a store with the keys of its hashes, and remove everything else that reveals a prompt."""
+    """Replace the tokens of a store with the keys of its hashes, and remove all other fields that reveal a prompt."""
     if isinstance(event, BlockStored):
         # A store with neither tokens nor keys announces another copy of known blocks, and must not get keys. A store with keys
-        # comes from another relay, and gets new keys.
+        # comes from another relay, and its keys are replaced.
         has_content = (event.token_ids or event.block_keys) and event.block_hashes
         keys = list(map(key, event.block_hashes)) if has_content else None
         return replace(event, token_ids=[], block_keys=keys, **dict.fromkeys(_PROMPT_FIELDS))
     if event.unknown_fields is None:
         return event
-    # The scope of a clear is an unknown field. It stays, because without it consumers would clear more.
+    # The scope of a clear is an unknown field. The scope stays, because without it consumers would clear more blocks.
     scope = scope_of(event) if isinstance(event, AllBlocksCleared) else {}
     return replace(event, unknown_fields=scope or None)
 

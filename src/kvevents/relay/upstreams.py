@@ -1,9 +1,9 @@
-"""The upstreams of a relay: which of their batches are new, the trust in them, and which blocks each of them holds.
+"""The upstreams of a relay: which of their batches are new, the trust in the upstreams, and which blocks each upstream holds.
 
 Several upstreams can become one stream, in which each upstream clears only its own blocks. A clear of one upstream is sent as
-removals of the blocks that this upstream holds, so that the blocks of the others stay. An upstream whose history is not known
-from its start can remove blocks that are not recorded as its own. Such removals are dropped, because the blocks can belong to
-another upstream.
+removals of the blocks that this upstream holds, so that the blocks of other upstreams stay. If an upstream's history is not
+known from its start, the upstream can remove blocks that are not recorded for it. Such removals are dropped, because the blocks
+can belong to another upstream.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ Position: TypeAlias = tuple[int, int]
 class Upstreams:
     """Subscribes to the upstreams, and returns deliveries that were not forwarded before.
 
-    `checkpoints` are those of an earlier process, by ordinal. `forwarded` is the newest batch of each upstream that this
-    process had sent, which must be of the checkpoint's incarnation (`resume_point`). Replay returns the batches from the
-    checkpoint to this one again, and they are skipped.
+    `checkpoints` has the checkpoint of each upstream, by ordinal, that an earlier process stored. `forwarded` has the newest
+    batch of each upstream that the earlier process sent, in the checkpoint's incarnation (`resume_point`). Replay returns the
+    batches from the checkpoint to that batch again, and they are skipped.
 
     A sequence number identifies a batch only within one incarnation. So an upstream that is not verified to be the same
     incarnation is followed from its start, with a `Reset`.
@@ -98,7 +98,7 @@ class Upstreams:
         return self.ordinals[delivery.source, delivery.rank]
 
     def trust(self) -> Trust:
-        """Return the lowest trust of all upstreams; the reason names those that have it. It is attested if all are."""
+        """Return the lowest trust of all upstreams; the reason names those that have it. ATTESTED needs all."""
         return _combine_trust({source: self.subscriber.trust(*source) for source in self.ordinals})
 
     def statuses(self) -> list[StreamStatus]:
@@ -111,15 +111,15 @@ class Upstreams:
 
     def _skip_forwarded(self, deliveries: list[RawDelivery]) -> list[RawDelivery]:
         new: list[RawDelivery] = []
-        restarted: set[int] = set()
+        restarted_ordinals: set[int] = set()
         for delivery in deliveries:
             ordinal = self.ordinal(delivery)
-            if ordinal in restarted:
+            if ordinal in restarted_ordinals:
                 continue
             if isinstance(delivery, Gap) or self._is_new(ordinal, delivery):
                 new.append(delivery)
             elif DegradedReason.IDENTITY in self.subscriber.status(delivery.source, delivery.rank).degraded_reasons:
-                restarted.add(ordinal)
+                restarted_ordinals.add(ordinal)
                 self._follow_from_start(ordinal)
             elif isinstance(delivery, RawBatch):
                 # A skipped batch is decoded, because its findings affect the upstream's trust in this process.
@@ -134,7 +134,7 @@ class Upstreams:
             return True
         if isinstance(delivery, RawBatch) and (delivery.incarnation, delivery.seq) <= newest:
             return False
-        # Deliveries are in order, so all later ones are new.
+        # Deliveries are in order, so all later deliveries are new.
         del self._forwarded[ordinal]
         return True
 
@@ -153,7 +153,7 @@ class Upstreams:
 
 
 def lowest_trust(statuses: Sequence[StreamStatus]) -> Trust:
-    """Return the lowest trust of streams; the reason names the streams that have it. It is attested if all streams are."""
+    """Return the lowest trust of streams; the reason names the streams that have it. ATTESTED needs all."""
     return _combine_trust({(status.source, status.rank): status.trust for status in statuses})
 
 
@@ -166,10 +166,10 @@ def _combine_trust(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
 
 
 def resume_point(checkpoint: Checkpoint, position: Position | None) -> Checkpoint:
-    """Return the checkpoint to resume from if the journal ends with `position` of the upstream.
+    """Return the checkpoint to resume from; `position` is the upstream's last position in the journal.
 
     If the upstream began a new incarnation after the checkpoint, the checkpoint's number does not show which batches were sent.
-    Then the upstream is followed from its start, with a `Reset`.
+    In that case the upstream is followed from its start, with a `Reset`.
     """
     if position is None or position[0] == checkpoint.incarnation:
         return checkpoint
@@ -183,7 +183,7 @@ _BLOCKS_PER_PIECE: Final = 500_000
 
 
 class RemovalPlacement(NamedTuple):
-    """The placement of a copy, as the fields of a removal state it."""
+    """The placement of a copy, as given by the fields of a removal event."""
 
     medium: str | None
     group_idx: int | None
@@ -197,14 +197,14 @@ PLACEMENT_FIELDS: Final = frozenset(RemovalPlacement._fields)
 class UpstreamBlocks:
     """Counts the copies of each block that one upstream holds, by placement.
 
-    `fields` are the fields of a placement that the dialect of the stream has. Placements that differ only in others are one.
+    `fields` are those fields of a placement that the stream's dialect has; a difference in any other field does not count.
     """
 
     def __init__(self, fields: frozenset[str] = PLACEMENT_FIELDS) -> None:
         self._fields: Final = fields
         self._placements: dict[RemovalPlacement, Counter[int]] = {}
         self._certain: dict[RemovalPlacement, set[int]] = {}
-        """By placement below the device, the blocks stored since the last clear without a tier, which certainly exist."""
+        """By placement below the device tier: blocks that certainly exist, as no clear without a tier followed their store."""
         self._count = 0
         self._digest = 0
 
@@ -219,7 +219,7 @@ class UpstreamBlocks:
     def apply(self, events: Iterable[KVEvent]) -> list[KVEvent]:
         """Record the events of the upstream, and return them for the shared stream: clears become removals.
 
-        All returned events name a group, because consumers count the copies of several upstreams only if they do.
+        All returned events name a group, because without a group consumers do not count the copies of several upstreams.
         """
         shared_events: list[KVEvent] = []
         for event in events:
@@ -229,7 +229,7 @@ class UpstreamBlocks:
         return shared_events
 
     def clear(self, **scope: Any) -> list[KVEvent]:
-        """Forget all blocks, or those of one scope such as `medium="GPU"`, and return the removals of these blocks."""
+        """Forget all blocks, or only those of a scope such as `medium="GPU"`, and return their removals."""
         return self._remove_placements(
             placement
             for placement in self._placements
@@ -275,7 +275,7 @@ class UpstreamBlocks:
         return [*removals, *chain.from_iterable(map(self._mark_uncertain, self._placements))]
 
     def _mark_uncertain(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
-        """Mark all copies as uncertain. To consumers, a store of one more copy and its removal show that."""
+        """Mark all copies of a placement as uncertain: consumers do so when one more copy is stored and removed."""
         hashes = list(self._certain.pop(placement, ()))
         for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
             chunk = hashes[start : start + limit]

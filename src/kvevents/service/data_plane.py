@@ -27,7 +27,7 @@ from kvevents_native import _native
 CLOSE_SECONDS: Final = 1.0
 """Number of seconds for clients to read the last responses after the control plane has stopped."""
 REFRESH_PAUSE: Final = 20
-"""Shortest pause before a change of the fleet refreshes the responses to probes again, as a multiple of a refresh's duration."""
+"""Shortest pause between refreshes of the responses to probes after changes of the fleet, in durations of one refresh."""
 DURATION_BOUNDS: Final = (0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.0256, 0.1, 0.5, 2.0)
 """Bucket bounds of the histogram of response times, in seconds between a request's headers and its response."""
 MATCH_RATIO_BOUNDS: Final = (0.0, 0.01, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
