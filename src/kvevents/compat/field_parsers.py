@@ -1,6 +1,6 @@
 """Parses configuration values as the engines' pydantic models do in lax mode.
 
-Strings must be strings. Numbers and flags may be written in several ways.
+A text field accepts only a string. A number or a flag may be written in several ways.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _FLAGS: Final = {
     **dict.fromkeys(("1", "1.0", "on", "t", "true", "y", "yes"), True),
     **dict.fromkeys(("0", "0.0", "off", "f", "false", "n", "no"), False),
 }
-_EXPECTED: Final = {str: "a string", int: "an integer", bool: "a boolean"}
+_KIND_NAMES: Final = {str: "a string", int: "an integer", bool: "a boolean"}
 
 
 def parse_fields(owner: str, fields: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parsed values of the known fields among `values`. `fields` has the types of all known fields.
+    """Return the parsed values of the known fields among `values`. `fields` maps each known name to its type.
 
     Raises `ConfigError` with one line for each invalid value. `owner` is the name of the configuration.
     """
@@ -32,7 +32,7 @@ def parse_fields(owner: str, fields: Mapping[str, Any], values: Mapping[str, Any
         try:
             result[name] = _parse(value, fields[name])
         except msgspec.ValidationError:
-            errors.append(f"{name}: expected {_expected(fields[name])}, not {value!r}")
+            errors.append(f"{name}: expected {_describe_kind(fields[name])}, not {value!r}")
     if errors:
         raise ConfigError(f"{len(errors)} validation error(s) for {owner}\n" + "\n".join(errors))
     return result
@@ -48,7 +48,7 @@ def _parse(value: Any, kind: Any) -> Any:
     return msgspec.convert(value, kind, strict=int not in kinds)
 
 
-def _expected(kind: Any) -> str:
+def _describe_kind(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
-    return next(_EXPECTED[part] for part in types_in(kind) if part in _EXPECTED)
+    return next(_KIND_NAMES[part] for part in types_in(kind) if part in _KIND_NAMES)

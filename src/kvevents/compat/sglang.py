@@ -1,7 +1,7 @@
 """`sglang.srt.disaggregation.kv_events` with the publisher of kvevents.
 
-Names, signatures, defaults, fields and observable behaviour are those of SGLang 0.5.23. Events are sent as arrays, as up to
-0.5.19, which almost all subscribers read; `dialect="sglang-0.5.23"` of the publisher sends the bytes of that release.
+The names, signatures, defaults, fields and observable behaviour are those of SGLang 0.5.23. Events are sent as arrays (as up to
+0.5.19), which almost all subscribers read; `dialect="sglang-0.5.23"` of the publisher sends the bytes of that release.
 
 Improvements: `publish` does not block, replay neither loses batches nor delays live ones, `ipc://` endpoints work with ranks,
 and `shutdown` never raises.
@@ -100,7 +100,7 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks left a medium."""
+    """Blocks were removed from a medium."""
 
     block_hashes: list[int]
     medium: str | None = None
@@ -127,14 +127,14 @@ class KVEventsConfig:
     publisher: str = "null"
     endpoint: str = "tcp://*:5557"
     bind: bool | None = None
-    """Bind or connect; None decides by the endpoint."""
+    """Whether to bind instead of connecting; if None, the endpoint decides."""
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
     hwm: int = 100_000
     max_queue_size: int = 100_000
     topic: str = ""
     format: Literal["default", "dynamo"] = "default"
-    """With `dynamo` the engine publishes namespaced hashes; the publisher does not use this field."""
+    """If it is `dynamo`, the engine publishes namespaced hashes. The publisher does not use this field."""
 
     def __init__(self, **data: Any) -> None:
         values = parse_fields(type(self).__name__, _FIELDS, data)
@@ -194,7 +194,7 @@ class EventPublisher(publisher.EventPublisher):
         self._attn_dp_rank = attn_dp_rank
 
     def describe_local_source(self, block_size: int) -> dict[str, Any] | None:  # noqa: ARG002 - the engine's signature
-        """Return where another process on this host can subscribe; None if it cannot."""
+        """Return how another process on this host can subscribe, or None if no other process can."""
         return None
 
 
@@ -226,13 +226,13 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         self._set_local_endpoints()
 
     def _set_local_endpoints(self) -> None:
-        # Resolved now, since the working directory may change later.
+        # The paths are resolved now, because the working directory can change later.
         self._local_pub_endpoint = _with_absolute_path(self._bound_endpoint) if self._binds else None
         self._local_replay_endpoint = None if self._replay_bound is None else _with_absolute_path(self._replay_bound)
 
     def publish(self, events: Any) -> None:
         """Accept one batch, as `kvevents.publisher.ZmqEventPublisher.publish` does; its rank field is `attn_dp_rank`."""
-        # A copy of the fast path of the base class: one more call would double its cost.
+        # This repeats the fast path of the base class, because calling that method would double the cost.
         try:
             if events.attn_dp_rank is None:
                 events.attn_dp_rank = self._data_parallel_rank
@@ -247,7 +247,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
     def describe_local_source(self, block_size: int) -> dict[str, Any] | None:
         """Return rank, endpoint, topic, block size, and the replay endpoint if any, as reachable from this host.
 
-        None if the socket connects and for `inproc://`, to which no other process can subscribe.
+        Return None if the socket connects, or if its transport is `inproc://`: no other process can subscribe then.
         """
         endpoint = _advertised_replay_endpoint(self._local_pub_endpoint)
         if endpoint is None:
@@ -279,7 +279,7 @@ class EventPublisherFactory(PublisherRegistry):
 
     @classmethod
     def create(cls, config: str | None, attn_dp_rank: int = 0, **options: Any) -> publisher.EventPublisher:
-        """Return the publisher for one rank from the JSON of `--kv-events-config`; a `NullEventPublisher` without it.
+        """Return one rank's publisher from the JSON of `--kv-events-config`; a `NullEventPublisher` if `config` is None.
 
         `options`, such as `dialect`, are passed to its constructor.
 
@@ -295,24 +295,24 @@ class EventPublisherFactory(PublisherRegistry):
         return cls._constructor(kind)(attn_dp_rank=attn_dp_rank, **settings, **options)
 
 
-# --- which rank publishes, and under which hashes -----------------------------------------------------------------------------
+# --- the rank that publishes, and namespaced hashes --------------------------------------------------------------------------
 
 _NAMESPACE_TAG: Final = b"sglang-kv-event-namespace-v1"
-"""Prefix of the hashed bytes; routers that compute namespaced hashes use the same."""
+"""Prefix of the hashed bytes; routers that compute namespaced hashes use the same prefix."""
 
 
 def select_kv_publisher_dp_rank(attn_dp_size: int, attn_dp_rank: int, dp_rank: int | None) -> int:
     """Return the rank that is added to a scheduler's ports.
 
-    With attention data parallelism it is the attention rank, otherwise the rank of the replica.
+    This is the attention rank if the scheduler uses attention data parallelism, and the replica's rank if it does not.
     """
     return attn_dp_rank if attn_dp_size > 1 else dp_rank or 0
 
 
 def is_kv_publisher_rank(kv_events_config: str | None) -> bool:
-    """Whether this scheduler publishes: for each KV cache, the one with pipeline, tensor and context rank 0 does.
+    """Whether this scheduler publishes: a scheduler does if its pipeline, tensor and context ranks are 0.
 
-    Raises `MissingDependencyError` without SGLang, whose runtime knows the ranks.
+    Raises `MissingDependencyError` if SGLang is not installed, because its runtime knows the ranks.
     """
     if not kv_events_config:
         return False
@@ -325,9 +325,9 @@ def is_kv_publisher_rank(kv_events_config: str | None) -> bool:
 
 
 def kv_event_namespace_seed(*, extra_key: str | None, cache_salt: str | None) -> bytes | None:
-    """Return the 32-byte seed of the namespace of an extra key and a cache salt; None without either.
+    """Return the 32-byte seed of the namespace of an extra key and a cache salt, or None if both are None.
 
-    The seed is the SHA-256 of both parts, each as a presence byte, its length in 8 bytes, little-endian, and its UTF-8 text.
+    The seed is SHA-256 of a tag and both parts. Each part is a presence byte, a length (8 bytes, little-endian) and UTF-8 text.
     """
     if extra_key is None and cache_salt is None:
         return None
@@ -344,7 +344,7 @@ def kv_event_namespace_seed(*, extra_key: str | None, cache_salt: str | None) ->
 def namespaced_block_hash(block_hash: int, *, namespace_seed: bytes | None) -> int:
     """Return the signed 64-bit hash of a block within a namespace: the first 8 bytes of SHA-256 over the seed and the hash.
 
-    Without a seed, return the hash unchanged. Raises OverflowError for a hash that is not a signed 64-bit integer.
+    If the seed is None, return the hash unchanged. Raises OverflowError for a hash that is not a signed 64-bit integer.
     """
     if namespace_seed is None:
         return block_hash
@@ -359,7 +359,7 @@ def namespaced_block_hash(block_hash: int, *, namespace_seed: bytes | None) -> i
 _BINDABLE_HOSTS: Final = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - to recognise them in settings
 
 HostPort: TypeAlias = tuple[str, int]
-"""Host, without brackets, and port."""
+"""A host, written without brackets, and a port."""
 
 
 def _split_tcp(endpoint: str | None) -> HostPort | None:
@@ -386,7 +386,7 @@ def parse_advertisable_tcp(endpoint: str | None) -> HostPort | None:
 
 
 def parse_bindable_tcp(endpoint: str | None) -> HostPort | None:
-    """Return host and port if the host is a wildcard; SGLang connects to all other hosts."""
+    """Return host and port if the host is a wildcard, and None if not: SGLang connects to other hosts instead of binding."""
     target = _split_tcp(endpoint)
     return target if target is not None and target[0] in _BINDABLE_HOSTS else None
 
@@ -396,8 +396,8 @@ def resolve_load_pub_range(
 ) -> tuple[HostPort | None, str | None]:
     """Return the address at which rank 0 publishes its load, or the reason why it publishes none.
 
-    Rank r publishes r ports higher. `load_publish_endpoint` is `off` or empty (no address and no reason), `auto` (the ports
-    after those of the events, or after those of replay if they would overlap), or an address.
+    Rank r publishes at that port plus r. `load_publish_endpoint` is `off` or empty (no address and no reason), `auto` (the
+    ports after those of the events, or after those of replay if they would overlap), or an address.
     """
     mode = (load_publish_endpoint or "").strip()
     if dp_size < 1 or not mode or mode.lower() == "off":

@@ -1,8 +1,8 @@
 """`vllm.distributed.kv_events` and `vllm.config.kv_events` with the publisher of kvevents.
 
-Names, signatures, defaults, fields and observable behaviour are those of vLLM 0.33. Programs for older releases work too:
-fields that came later may be left out. Events are sent as arrays, as up to 0.23, which almost all subscribers read;
-`dialect="vllm-0.33"` of the publisher sends the bytes of that release.
+The names, signatures, defaults, fields and observable behaviour are those of vLLM 0.33. Programs for older releases work too:
+fields that later releases added are optional. Events are sent as arrays, the form of the releases up to 0.23, which almost all
+subscribers read; `dialect="vllm-0.33"` of the publisher sends the bytes of that release.
 
 Improvements: `publish` does not block, replay neither loses batches nor delays live ones, `ipc://` endpoints work with ranks,
 and `shutdown` never raises.
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 ExternalBlockHash: TypeAlias = bytes | int
-"""The type of this name in `vllm.v1.core.kv_cache_utils`."""
+"""vLLM's type of the same name, from `vllm.v1.core.kv_cache_utils`."""
 
 
 class KVCacheEvent(events.KVCacheEvent, array_like=True, forbid_unknown_fields=False):
@@ -73,7 +73,7 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks left a medium."""
+    """Blocks were removed from a medium."""
 
     block_hashes: list[ExternalBlockHash]
     medium: str | None = None
@@ -103,7 +103,7 @@ class KVEventsConfig:
 
     enable_kv_cache_events: bool = False
     publisher: str | None = None
-    """None becomes `zmq` if events are enabled, otherwise `null`."""
+    """None is replaced by `zmq` if events are enabled, and by `null` if they are not."""
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
     buffer_steps: int = 10_000
@@ -121,7 +121,7 @@ class KVEventsConfig:
 
     @classmethod
     def from_cli(cls, cli_value: str) -> Self:
-        """Parse the JSON of `--kv-events-config`. Raises `ConfigError` for other text and for unknown keys."""
+        """Parse the JSON of `--kv-events-config`. Raises `ConfigError` unless it is an object with known keys."""
         data = parse_object(cli_value, cls.__name__)
         unknown = sorted(data.keys() - _FIELDS.keys())
         if unknown:
@@ -145,7 +145,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
 
     As in vLLM, `tcp://*:0` binds a port that the OS chooses, at this node's address (`get_ip`) only.
 
-    Raises `ConfigError`, a ValueError, for `tcp://*:0` on a node without a known address.
+    Raises `ConfigError`, a ValueError, if the endpoint is `tcp://*:0` and this node's address is unknown.
     """
 
     _may_collide = True
@@ -167,7 +167,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         super().__init__(data_parallel_rank, events, replay, buffer_steps, hwm, max_queue_size, topic, dialect=dialect)
 
     def get_publisher_config(self) -> KVEventsConfig:
-        """Return the settings in force; port 0 is replaced by the port that the OS chose, at this node's address."""
+        """Return the settings, with port 0 replaced by the port that the OS chose at this node's address."""
         config = super().get_publisher_config()
         return KVEventsConfig(**{field.name: getattr(config, field.name) for field in fields(KVEventsConfig)})
 
@@ -186,19 +186,19 @@ def resolve_node_endpoint(endpoint: str) -> str:
 
 
 _WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - to recognise them
-_PROBED: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-"""Addresses reserved for documentation (RFC 5737, RFC 3849)."""
+_PROBE_ADDRESSES: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+"""Addresses for which the OS selects a route. RFC 5737 and RFC 3849 reserve these addresses for documentation."""
 
 
 def get_ip() -> str:
-    """Return `VLLM_HOST_IP`, or the address of this host's default route, or `0.0.0.0` without a route.
+    """Return `VLLM_HOST_IP`, or the local address of this host's default route, or `0.0.0.0` if there is no route.
 
     The rules are those of `vllm.utils.network_utils.get_ip`.
     """
     configured_ip = os.environ.get("VLLM_HOST_IP")
     if configured_ip:
         return configured_ip
-    for family, address in _PROBED:
+    for family, address in _PROBE_ADDRESSES:
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # on a datagram socket this selects a route and sends nothing
             local_ip: str = probe.getsockname()[0]
