@@ -1,7 +1,7 @@
 """Indexers, which answer how much of a prompt each worker holds, and the drivers that start them.
 
-The API is that of Mooncake's RFC #1403 and of NVIDIA Dynamo. The drivers are for `kvevents serve`, for NVIDIA Dynamo's indexer,
-and for indexers that are already running.
+Indexers have the API of Mooncake's RFC #1403 or of NVIDIA Dynamo. The drivers are for `kvevents serve`, for NVIDIA Dynamo's
+indexer, and for indexers that are already running.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from kvevents.package_metadata import VERSION
 
 ACCEPTED: Final = frozenset({200, 201})
 EXACT: Final = "EXACT"
-"""Trust state, in answers of kvevents, of workers whose matches are guaranteed."""
+"""The trust state that kvevents reports for a worker whose match is guaranteed."""
 ABILITIES: Final[frozenset[Ability]] = frozenset({"lora", "ranks", "register", "reports", "salt", "tenants", "unregister"})
 
 
 class Match(msgspec.Struct):
-    """The part of a prompt that an instance holds, in tokens."""
+    """Number of tokens of a prompt that an instance holds, in total and by rank."""
 
     longest_matched: int
     dp: dict[str, int] = {}
@@ -66,7 +66,7 @@ class _Worker(msgspec.Struct):
 class Indexer(Target):
     """An indexer at a URL, with the API of NVIDIA Dynamo.
 
-    Workers get instance ids from `first` on, so that scenarios with different first ids can share one indexer.
+    Workers get the instance ids from `first` on. So scenarios can share an indexer if their values of `first` differ.
     """
 
     def __init__(self, url: str, model: str = "m", first: int = 1, answer_seconds: float = ANSWER_SECONDS) -> None:
@@ -77,7 +77,7 @@ class Indexer(Target):
         self._instances: dict[str, int] = {}
         self._registrations: list[EngineRegistration] = []
         self._caveats: dict[str, str] = {}
-        """Trust states other than EXACT in the newest answers, as a sentence for each worker."""
+        """For each worker whose trust state in the newest answers is not EXACT, a sentence that names the state."""
 
     # --- following
 
@@ -103,7 +103,7 @@ class Indexer(Target):
             raise TargetError(f"{self._url}/unregister answered {answer.text}")
 
     def close(self) -> None:
-        """Unregister everything, so that a running indexer has the same registrations as before."""
+        """Unregister every worker of the scenario, because the indexer may continue to run."""
         for registration in self._registrations:
             self.ask("POST", "/unregister", self._identity(registration))
 
@@ -119,7 +119,7 @@ class Indexer(Target):
 
     def _compare(self, query: CheckQuery) -> list[WrongAnswer]:
         names = {str(instance): name for name, instance in self._instances.items()}
-        matches = {names.get(instance, f"instance-{instance}"): match for instance, match in self._ask(query).items()}
+        matches = {names.get(instance, f"instance-{instance}"): match for instance, match in self._send_query(query).items()}
         held = {name: match.longest_matched for name, match in matches.items()}
         held |= {f"{name}:{rank}": tokens for name, match in matches.items() for rank, tokens in match.dp.items()}
         for name, match in matches.items():
@@ -133,12 +133,12 @@ class Indexer(Target):
                 wrong.append(WrongAnswer(worker, f"{name}: {answered} of {expected} tokens"))
         return wrong
 
-    def _ask(self, query: CheckQuery) -> dict[str, Match]:
+    def _send_query(self, query: CheckQuery) -> dict[str, Match]:
         names = {"lora_name": query.lora, "cache_salt": query.salt, "tenant_id": query.tenant}
         given = {name: value for name, value in names.items() if value is not None}
-        # Without `whole_prompt` kvevents leaves out the last token, which engines always recompute. Dynamo ignores the field.
+        # By default kvevents leaves out the last token, which engines always recompute. Dynamo ignores `whole_prompt`.
         answer = self.ask("POST", "/query", {"token_ids": query.ids, "whole_prompt": True, **given, **self._scope()})
-        if answer.status == 404:  # a model without workers
+        if answer.status == 404:  # the model has no workers
             return {}
         if answer.status != 200:
             raise TargetError(f"{self._url}/query answered {answer.text}")
@@ -156,7 +156,7 @@ class Indexer(Target):
         return {name: "; ".join(dict.fromkeys(texts)) or self._caveats.get(name) for name, texts in problems.items()}
 
     def _listed(self) -> dict[str, list[str]]:
-        """Return the problems of each listed instance, by its id: a status other than `active`, and the last errors."""
+        """Return each listed instance's problems, by id: a status other than `active`, and the last errors of its listeners."""
         problems: dict[str, list[str]] = {}
         for worker in self.ask("GET", f"/workers?model_name={self._model}").decode(list[_Worker]):
             texts = problems[str(worker.instance_id)] = [] if worker.status == "active" else [f"status {worker.status}"]
@@ -222,16 +222,16 @@ class MooncakeIndexer(Indexer):
 
 DYNAMO: Final = ("ai-dynamo-runtime", "1.6.1")
 SNAPSHOT_SECONDS: Final = 0.5
-"""Time between two snapshots of `kvevents serve`: short, since a scenario waits for a snapshot before it kills the process."""
+"""Time between two snapshots of `kvevents serve`; short because the driver waits for a snapshot before it kills the process."""
 SNAPSHOT_WAIT_SECONDS: Final = 20.0
 
 FIRST_INSTANCE: Final = 1_000_000
 INSTANCES: Final = 100
-"""Number of instance ids of each scenario at a running indexer; the first scenario's ids begin at `FIRST_INSTANCE`."""
+"""Number of instance ids that are reserved for each scenario at a running indexer. The first id is `FIRST_INSTANCE`."""
 
 
 class StartedIndexer(Indexer):
-    """An indexer in a process of the referee, which can be killed."""
+    """An indexer in a process that the referee starts and can kill."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program.url)
@@ -256,7 +256,7 @@ class Kvevents(StartedIndexer):
     def kill(self) -> None:
         now = time.time()
         if not wait_until(lambda: (self.ask("GET", "/v1/stats").json.get("snapshot_at") or 0.0) >= now, SNAPSHOT_WAIT_SECONDS):
-            raise TargetError(f"no snapshot was written within {SNAPSHOT_WAIT_SECONDS:g} s")
+            raise TargetError(f"{self._url} wrote no snapshot within {SNAPSHOT_WAIT_SECONDS:g} s")
         super().kill()
 
     def start(self, registrations: Sequence[EngineRegistration]) -> None:
@@ -292,12 +292,12 @@ class IndexerDriver(Driver):
 
 
 class RunningIndexer(Driver):
-    """An indexer that is already running. All scenarios share it, each with its own model and instance ids."""
+    """An indexer that is already running. All scenarios share this indexer; each has its own model and instance ids."""
 
     abilities = ABILITIES
 
     def __init__(self, url: str, answer_seconds: float = ANSWER_SECONDS, kind: type[Indexer] = Indexer) -> None:
-        """Create the driver. `kind` is the class for the API that the indexer has."""
+        """Create the driver. `kind` is the class that implements the indexer's API."""
         self.title = url
         self._url = url
         self._kind = kind

@@ -1,6 +1,6 @@
 """Plays a scenario against a target: performs the steps with engines on real sockets, and judges the answers at the checks.
 
-Every wait is bounded. Clients reach an engine through proxies if the scenario has faults of its network.
+Every wait is bounded. Clients reach an engine through proxies if the scenario has network faults for that engine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CUT_SECONDS: Final = 2.0
 
 
 def batches_by_incarnation(name: str, scenario: Scenario) -> list[list[LiveBatch]]:
-    """Return the batches that an engine publishes in each of its incarnations, as the scenario determines them."""
+    """Return one list for each incarnation of an engine: the batches that the scenario makes the engine publish."""
     topic, incarnations = scenario.engines[name].topic.encode(), [list[LiveBatch]()]
     for step, published in zip(scenario.steps, payloads(scenario), strict=True):
         if getattr(step, "engine", None) != name:
@@ -42,7 +42,7 @@ def batches_by_incarnation(name: str, scenario: Scenario) -> list[list[LiveBatch
 
 
 class ScriptedEngine:
-    """One engine of a scenario. Its methods perform the steps of the same names. `stack` closes its sockets at the end."""
+    """One engine of a scenario. Each method performs the step of the same name. `stack` closes the sockets at the end."""
 
     def __init__(self, name: str, scenario: Scenario, stack: ExitStack) -> None:
         self.settings: Final[ScenarioEngine] = scenario.engines[name]
@@ -64,7 +64,7 @@ class ScriptedEngine:
         self._batches = next(self._incarnations)
         self.tape: Final = self._stack.enter_context(TapePlayer(self._batches, faults=faults, replay_endpoint=replay))
         self.proxies: list[FaultProxy] = []
-        """Proxies in front of its endpoints, if the scenario has faults of its network."""
+        """Proxies in front of the engine's endpoints; empty unless the scenario has network faults for the engine."""
         ends = [end for end in (self.tape.endpoint, self.tape.replay_endpoint) if end is not None]
         if any(isinstance(step, Cut | Stall | HalfOpen) and step.engine == name for step in scenario.steps):
             self.proxies = [self._stack.enter_context(FaultProxy(end)) for end in ends]
@@ -88,12 +88,12 @@ class ScriptedEngine:
         return port.endpoint
 
     def publish(self, times: int, *, lost: bool) -> None:
-        """Publish the next batches of the script."""
+        """Publish the scenario's next `times` batches of this engine."""
         self.tape.faults = replace(self.tape.faults, drop=1.0 if lost else (), skipped=())
         self.tape.play(times)
 
     def skip(self) -> None:
-        """Use up a sequence number."""
+        """Skip a sequence number: no batch is published under it."""
         self.tape.faults = replace(self.tape.faults, skipped=range(len(self._batches)))
         self.tape.play(1)
 
@@ -118,11 +118,11 @@ class ScriptedEngine:
 
 
 class Player:
-    """One scenario on one target."""
+    """Plays one scenario against one target."""
 
     def __init__(self, scenario: Scenario, target: Target, engines: dict[str, ScriptedEngine]) -> None:
         self.outcomes: Final[list[ScenarioOutcome]] = []
-        """The outcome of each check so far."""
+        """The outcomes of the checks that were performed, in their order."""
         self.silent_seconds = 0.0
         self._scenario = scenario
         self._target = target
@@ -134,18 +134,18 @@ class Player:
     def play(self) -> ScenarioOutcome:
         """Perform the steps until an answer is silently wrong, and return the worst outcome. Raise `TargetError`."""
         for step in self._scenario.steps:
-            self._do(step)
+            self._perform(step)
             if self.outcomes and self.outcomes[-1].verdict is Verdict.SILENT:
                 break
         verdict, detail = worst(self.outcomes)
         return ScenarioOutcome(verdict, "; ".join(filter(None, [detail, *self._notes])))
 
     @singledispatchmethod
-    def _do(self, step: Any) -> None:
-        """Perform a step of an engine: call the engine's method with the name of the step."""
+    def _perform(self, step: Any) -> None:
+        """Perform a step of an engine by calling the engine's method of the same name."""
         getattr(self._engines[step.engine], type(step).__name__.lower())()
 
-    @_do.register
+    @_perform.register
     def _register(self, step: steps.Register) -> None:
         registration = registration_of(step, self._scenario, self._engines)
         try:
@@ -157,64 +157,64 @@ class Player:
         if self._engines[step.engine].settings.address == "engine":
             self._await_subscriber(steps.AwaitSubscriber(step.engine))
 
-    @_do.register
+    @_perform.register
     def _restart(self, step: Restart) -> None:
         with self._target.engine_restarting(self._scenario.worker(step.engine)):
             self._engines[step.engine].restart()
 
-    @_do.register
+    @_perform.register
     def _unregister(self, step: steps.Unregister) -> None:
         self._target.unregister(self._registered.pop(step.engine))
 
-    @_do.register
+    @_perform.register
     def _publish(self, step: steps.Publish) -> None:
         self._engines[step.engine].publish(step.times, lost=step.lost)
 
-    @_do.register
+    @_perform.register
     def _store(self, step: Store) -> None:
         self._engines[step.engine].publish(step.blocks[1], lost=step.lost)
 
-    @_do.register
+    @_perform.register
     def _resend(self, step: steps.Resend) -> None:
         self._engines[step.engine].resend(step.seq)
 
-    @_do.register
+    @_perform.register
     def _send(self, step: steps.Send) -> None:
         self._engines[step.engine].tape.send_raw([bytes.fromhex(frame) for frame in step.frames])
 
-    @_do.register
+    @_perform.register
     def _await_subscriber(self, step: steps.AwaitSubscriber) -> None:
         if not self._engines[step.engine].tape.wait_for_subscriber(self._scenario.subscribe):
             self._notes.append(f"no subscription to {step.engine} within {self._scenario.subscribe:g} s")
 
-    @_do.register
+    @_perform.register
     def _disturb(self, step: Stall | HalfOpen | steps.Heal) -> None:
         for proxy in self._engines[step.engine].proxies:
             {Stall: proxy.stall, HalfOpen: proxy.half_open, steps.Heal: proxy.heal}[type(step)]()
 
-    @_do.register
+    @_perform.register
     def _stop(self, step: steps.Stop) -> None:
         self._engines[step.engine].stop()
         self._target.engine_stopped(self._scenario.worker(step.engine))
 
-    @_do.register
+    @_perform.register
     def _kill(self, _: steps.Kill) -> None:
         self._target.kill()
 
-    @_do.register
+    @_perform.register
     def _start(self, _: steps.Start) -> None:
         self._target.start(list(self._registered.values()))
 
-    @_do.register
+    @_perform.register
     def _pause(self, step: steps.Pause) -> None:
         time.sleep(step.seconds)
 
-    @_do.register
+    @_perform.register
     def _settle(self, step: steps.Settle) -> None:
         workers = [self._scenario.worker(name) for name in self._engines]
         self._query_until_stable(Check(step.within, step.queries, may_report=workers))
 
-    @_do.register
+    @_perform.register
     def _check(self, step: steps.Check) -> None:
         self.outcomes.append(self._query_until_stable(step))
 

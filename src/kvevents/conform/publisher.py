@@ -1,8 +1,7 @@
-"""Targets that publish: the referee gives a publisher batches, reads its stream and its replay, and compares.
+"""Targets that publish: the referee gives a publisher batches, and compares the publisher's messages with these batches.
 
-A publisher reports a loss by its sequence numbers: a consumer notices a number missing between two others, and a reply that
-begins after the requested number. A consumer cannot notice that the last batches are missing, so the verdict is then "silently
-wrong".
+Sequence numbers reveal a loss: a consumer notices a missing number between two received ones, and a reply whose first number is
+above the requested one. A consumer cannot notice that the last batches are missing, so the verdict is then "silently wrong".
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ BLOCK_SIZE: Final = 16
 FEED_SECONDS: Final = 30.0
 """Maximum time for a publisher to read the batches that it is given."""
 END_SECONDS: Final = 15.0
-"""Maximum time for a publisher to end."""
+"""Maximum time from the end of a publisher's input until its process ends."""
 CONNECT_SECONDS: Final = 15.0
 JOIN_SECONDS: Final = 0.3
 """Time for a subscription to reach the publisher over an open connection; ZMTP does not acknowledge subscriptions."""
 SILENCE_SECONDS: Final = 3.0
-"""Time without a message after which a reply without an end marker counts as ended."""
-_NOT_FED: Final = "the referee cannot give batches to a running publisher; name its command instead of endpoints"
+"""Time without a message after which a reply counts as ended although no end marker has arrived."""
+_CANNOT_FEED_REASON: Final = "the referee cannot give batches to a running publisher; name its command instead of endpoints"
 
 
 class ReceivedStream(NamedTuple):
-    """The batches that were received from a stream, and its fault."""
+    """The batches that were received from a stream (number and payload), and the fault of the stream."""
 
     batches: list[tuple[int, bytes]]
     fault: str | None = None
-    """Invalid frames, or a missing end marker."""
+    """A sentence that describes invalid frames or a missing end marker, or None if neither was found."""
 
 
 def given_hash(incarnation: int, number: int) -> int:
@@ -62,7 +61,7 @@ def given_hash(incarnation: int, number: int) -> int:
 
 
 def apply(held: set[int], payload: bytes) -> str | None:
-    """Apply a batch to the blocks that a consumer holds. Return why one of its events cannot be decoded, or None."""
+    """Apply a batch to a consumer's blocks. Return why one of the batch's events cannot be decoded, or None if all can."""
     decoded = decode_batch(payload)
     for event in decoded.batch.events:
         if isinstance(event, AllBlocksCleared):
@@ -101,7 +100,7 @@ class Publisher(NamedTuple):
     endpoint: str
     replay_endpoint: str
     program: Program | None = None
-    """Its process, if the referee starts it; None for a publisher that is already running."""
+    """The publisher's process if the referee starts the publisher, or None if it is already running."""
 
     def start(self) -> None:
         """Start the process, and wait until both endpoints accept connections."""
@@ -128,7 +127,7 @@ class PublisherPlayer:
     @property
     def _program(self) -> Program:
         if self._publisher.program is None:
-            raise TargetError(_NOT_FED)
+            raise TargetError(_CANNOT_FEED_REASON)
         return self._publisher.program
 
     @do.register
@@ -174,7 +173,7 @@ class PublisherPlayer:
                     if time.monotonic() > deadline:
                         raise TargetError(f"no connection to {endpoint} within {CONNECT_SECONDS:g} s")
             finally:
-                disable_monitor(socket)  # before it closes: libzmq's I/O thread would wait for ever to report to it
+                disable_monitor(socket)  # before the socket closes, or libzmq waits forever to report to the monitor
 
     @do.register
     def _send_request(self, step: steps.SendRequest) -> None:
@@ -215,7 +214,7 @@ class PublisherPlayer:
                 self.outcomes.append(judge_stream(self._read_reply(dealer, step.within), step.start, wanted, possible))
 
     def _read_reply(self, dealer: zmq.Socket[bytes], seconds: float) -> ReceivedStream:
-        """Read a reply until its end marker, a silence, or the deadline. Raise `TargetError` if the publisher has ended."""
+        """Read a reply, for `seconds` at most; it also ends after a silence. Raise `TargetError` if the publisher has ended."""
         sample, fault = ReplaySample(), None
         sample.read(dealer, Patience(SILENCE_SECONDS, seconds), is_strict=True)
         if sample.malformed:
@@ -260,9 +259,9 @@ class PublisherPlayer:
 
 
 class PublisherDriver:
-    """Plays scenarios with a publisher that it starts for each of them, or that is already running.
+    """Plays scenarios with a publisher. The driver starts a publisher for each scenario, or uses one that is already running.
 
-    `source` is a running publisher, or the words of a command with the fields `{endpoint}`, `{replay_endpoint}` and
+    `source` is the running publisher, or the words of a command with the fields `{endpoint}`, `{replay_endpoint}` and
     `{buffer_steps}`.
     """
 
@@ -282,7 +281,7 @@ class PublisherDriver:
 
     def _outcome(self, scenario: PublisherScenario) -> ScenarioOutcome:
         if scenario.needs and isinstance(self._source, Publisher):
-            return ScenarioOutcome(Verdict.NOT_APPLICABLE, _NOT_FED)
+            return ScenarioOutcome(Verdict.NOT_APPLICABLE, _CANNOT_FEED_REASON)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         with ExitStack() as stack:
             stack.callback(context.destroy, linger=0)
@@ -317,10 +316,10 @@ def kvevents_publisher() -> PublisherDriver:
 
 
 def publisher_driver(target: str) -> PublisherDriver:
-    """Return the driver of a publisher: of a running one at `ENDPOINT,REPLAY`, or of a command.
+    """Return the driver of a publisher. `target` is `ENDPOINT,REPLAY` of a running publisher, or a command.
 
-    The command must publish each line of its stdin, a JSON object with `events`, as one batch, and must send all batches before
-    it ends at the end of its input. Raise `ConfigError`.
+    Each line of the command's stdin is a JSON object with `events`, which the command must publish as one batch. At the end of
+    its input, it must send all batches and then end. Raise `ConfigError`.
     """
     if target.startswith("tcp://"):
         endpoint, _, replay_endpoint = target.partition(",")
@@ -332,5 +331,5 @@ def publisher_driver(target: str) -> PublisherDriver:
         title = Path(words[0]).name
         _fill_in(words, "", "", 1)
     except (ValueError, LookupError) as error:
-        raise ConfigError(f"invalid publisher command {target!r}: {error}; expected fields as {{endpoint}}") from error
+        raise ConfigError(f"invalid publisher command {target!r}: {error}; expected fields such as {{endpoint}}") from error
     return PublisherDriver(title, words)

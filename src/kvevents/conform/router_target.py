@@ -1,9 +1,9 @@
 """Targets that choose a worker for a prompt: routers with an OpenAI endpoint.
 
-The referee plays the workers: small OpenAI servers beside the engines' event sockets. It adds one more worker, the control,
-whose engine has no faults. The control holds first one block less of a prompt than the best worker of the scenario, then one
-more. A router that misses blocks chooses the control in the first case, and a router that counts blocks that are gone does not
-choose it in the second.
+The referee plays the workers: small OpenAI servers beside the engines' event sockets. The referee adds one more worker, the
+control, whose engine has no faults. The control first holds one block of a prompt less than the best worker of the scenario,
+and then one block more. A router that misses blocks chooses the control in the first case. A router that counts removed blocks
+does not choose it in the second.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvevents.testing.tape import ANY_LOCAL_PORT
 MODEL: Final = "m"
 CONTROL: Final = "control"
 REQUESTS: Final = 3
-"""Number of requests for each prompt and state of the control. All must reach a right worker: one might do so by chance."""
+"""Number of requests per prompt and state of the control. All must reach a right worker: one could do so by chance."""
 CONTROL_SECONDS: Final = 0.2
 """Time for the router to read the events of the control."""
 VLLM_ROUTER: Final = ("vllm-router", "0.1.17")
@@ -47,7 +47,7 @@ class RouterWorker(NamedTuple):
 
 
 class FakeWorker:
-    """An OpenAI server without a model: a prompt's token ids are the numbers in its text, and answers are the worker's name."""
+    """An OpenAI server without a model. A prompt's token ids are the numbers in its text. Every answer is the worker's name."""
 
     def __init__(self, name: str) -> None:
         worker = self
@@ -57,7 +57,7 @@ class FakeWorker:
 
             def _answer(self) -> None:
                 text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if worker.is_closed:  # the client has kept the connection open
+                if worker.is_closed:  # the client has kept a connection open
                     self.close_connection = True
                     return
                 answer = worker.answer(self.command, self.path, text)
@@ -82,7 +82,7 @@ class FakeWorker:
         self.url: Final = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def answer(self, method: str, path: str, text: bytes) -> Any:
-        """Return the answer to a request; None for an unknown path."""
+        """Return the answer to a request, or None if the path is unknown or the body is invalid."""
         try:
             body = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
         except msgspec.MsgspecError:
@@ -101,7 +101,7 @@ class FakeWorker:
         }.get(f"{method} {path.partition('?')[0]}")
 
     def close(self) -> None:
-        """End the server; idempotent."""
+        """Stop the server. A repeated call does nothing."""
         self.is_closed = True
         self._server.shutdown()
         self._server.server_close()
@@ -109,12 +109,12 @@ class FakeWorker:
 
 
 def tokens_of(prompt: str | list[int]) -> list[int]:
-    """Return the token ids of a prompt of the referee."""
+    """Return the token ids of a prompt that the referee sent."""
     return prompt if isinstance(prompt, list) else [int(word) for word in prompt.split() if word.isdecimal()]
 
 
 class Control:
-    """The engine of the control: it holds as many blocks of each prompt as the referee sets, and announces every change."""
+    """The engine of the control. The referee sets how many blocks of each prompt it holds, and it announces every change."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -126,7 +126,7 @@ class Control:
         self.replay_endpoint: Final = self._publisher.replay_endpoint
 
     def hold(self, tokens: Sequence[int], salt: str | None, blocks: int) -> bool:
-        """Hold `blocks` blocks of a prompt. Return whether their number has changed."""
+        """Hold the first `blocks` blocks of a prompt. Return whether the engine held another number of blocks before."""
         key = (tokens[0], salt)
         before = self._held.get(key, 0)
         self._held[key] = blocks
@@ -166,22 +166,22 @@ class PlayedWorker(Protocol):
 
     @property
     def url(self) -> str:
-        """Its address."""
+        """The URL of the worker's server."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End it; idempotent."""
+        """Stop the worker's server. A repeated call does nothing."""
 
 
 class Ports(NamedTuple):
-    """Where a router listens: for requests, and for readers of its metrics."""
+    """The ports at which a router listens for requests and for readers of its metrics."""
 
     requests: int
     metrics: int
 
 
 class RouterTarget(Target):
-    """A router in a process of the referee."""
+    """A router in a process that the referee starts."""
 
     def __init__(
         self, program: Program, ports: Ports, workers: Mapping[str, PlayedWorker], control: Control, block_size: int
@@ -213,12 +213,12 @@ class RouterTarget(Target):
         return next((wrong for block in blocks if (wrong := self._choose(query, held, block)) is not None), None)
 
     def _choose(self, query: CheckQuery, held: Mapping[str, int], blocks: int) -> WrongAnswer | None:
-        """Send requests while the control holds `blocks` blocks. Return the wrong choice; None if all choices are right."""
+        """Send requests while the control holds `blocks` blocks. Return the wrong choice, or None if all choices are right."""
         tokens, control, best = query.ids, blocks * self._block_size, max(held.values(), default=0)
         if self._control.hold(tokens, query.salt, blocks):
             time.sleep(CONTROL_SECONDS)
         right = {name for name, tokens in held.items() if tokens == best} if best > control else {CONTROL}
-        # One token more than the blocks: engines always compute the last token of a prompt, so it never counts as cached.
+        # One token is appended, because engines always compute the last token of a prompt and never count it as cached.
         body: dict[str, Any] = {"model": MODEL, "prompt": " ".join(map(str, [*tokens, 0])), "max_tokens": 1}
         if query.salt is not None:
             body["cache_salt"] = query.salt
@@ -233,7 +233,7 @@ class RouterTarget(Target):
         wrong = max(chosen.keys() - right, key=lambda name: chosen[name])
         count = "all requests" if chosen[wrong] == REQUESTS else f"{chosen[wrong]} of {REQUESTS} requests"
         truth = ", ".join(f"{name} {tokens}" for name, tokens in sorted({**held, CONTROL: control}.items()))
-        # The router knows the control's blocks: if it chooses the control wrongly, it misses blocks of the best worker.
+        # The control has no faults. So a router that wrongly chooses the control misses blocks of the best worker.
         concerned = min(right) if wrong == CONTROL else wrong
         return WrongAnswer(concerned, f"{count} sent to {wrong}; tokens held: {truth}")
 
@@ -256,7 +256,7 @@ RouterCommand = Callable[[Ports, int, Sequence[RouterWorker]], Sequence[str]]
 
 
 class RouterDriver(Driver):
-    """Starts a router for each scenario; the router knows all workers from its start."""
+    """Starts a router for each scenario. The command that starts the router names all workers."""
 
     abilities = frozenset[Ability]({"kill", "salt"})
     kind: type[RouterTarget] = RouterTarget
@@ -267,7 +267,7 @@ class RouterDriver(Driver):
 
     @contextmanager
     def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> Iterator[Target]:
-        """Yield a router that starts with the first registration."""
+        """Yield a router whose process starts at the first call of `register`."""
         with ExitStack() as stack:
             control = Control(scenario.block_size)
             stack.callback(control.close)
@@ -279,7 +279,7 @@ class RouterDriver(Driver):
                 for registration in followed
             ]
 
-            # Reserved until the end, because routers of several scenarios run at the same time.
+            # The port stays reserved until the end, because routers of several scenarios run at the same time.
             metrics = reserve_port(ANY_LOCAL_PORT)
             stack.callback(metrics.close)
             metrics_port = int(metrics.endpoint.rpartition(":")[2])
@@ -301,7 +301,7 @@ class RouterDriver(Driver):
 
 
 def vllm_router(folder: Path) -> Driver:
-    """Return the driver of vllm-router with its policy `kv_aware`, from its wheel in a virtual environment in `folder`."""
+    """Return the driver of vllm-router with the policy `kv_aware`, installed in a virtual environment in `folder`."""
     program = str(Path(python_with(*VLLM_ROUTER, folder)).with_name("vllm-router"))
 
     def command(ports: Ports, block_size: int, members: Sequence[RouterWorker]) -> list[str]:
@@ -317,10 +317,10 @@ def vllm_router(folder: Path) -> Driver:
 
 
 def command_router(template: str) -> Driver:
-    """Return the driver of a router, from a command with `{port}`, `{block_size}`, `{urls}`, `{endpoints}` and `{replays}`.
+    """Return the driver of the router that a command starts. Raise `ConfigError` if it cannot be split or has other fields.
 
-    The last three are comma-separated lists with an entry for each worker, which is empty for a worker without replay. The
-    command can also have `{metrics_port}`. Raise `ConfigError` for a command that cannot be split or has other fields.
+    The fields are `{port}`, `{block_size}`, `{urls}`, `{endpoints}`, `{replays}` and `{metrics_port}`. The plural ones are
+    comma-separated lists with an entry for each worker. An entry of `{replays}` can be empty.
     """
 
     def command(ports: Ports, block_size: int, members: Sequence[RouterWorker]) -> list[str]:
@@ -339,5 +339,5 @@ def command_router(template: str) -> Driver:
         title = words[0]
         command(Ports(1, 2), 16, [])
     except (ValueError, LookupError) as error:
-        raise ConfigError(f"invalid router command {template!r}: {error}; expected fields as {{port}} and {{urls}}") from error
+        raise ConfigError(f"invalid router command {template!r}: {error}; expected fields like {{port}}, {{urls}}") from error
     return RouterDriver(title, command)

@@ -21,14 +21,14 @@ from msgspec import Meta, Struct
 from kvevents.errors import ConfigError
 
 VERSION: Final = 2
-"""Version of the format. It is raised if older players would misunderstand new files."""
+"""Version of the format. A change of the format that older players would misunderstand increases it."""
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", description="bytes as hexadecimal digits")]
 PlainName = Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
 WaitSeconds = Annotated[float, Meta(ge=0.0, le=60.0)]
 Ability = Literal["kill", "lora", "ranks", "register", "reports", "salt", "tenants", "unregister"]
-"""Abilities of a target, in this order: it can be killed and started again, match within a LoRA, distinguish ranks of a worker,
-accept engines while it runs, report single workers, match within a salt, separate tenants, remove engines while it runs."""
+"""What a target can do, in this order: be killed and started again, match within a LoRA, distinguish ranks of a worker, accept
+engines while running, report problems of a worker, match within a salt, separate tenants, remove engines while running."""
 
 GROUPS: Final = {
     "dialects": "What each engine release sends",
@@ -40,7 +40,7 @@ GROUPS: Final = {
     "registration": "What is registered",
     "publishing": "What a publisher sends",
 }
-"""Groups of scenarios, each with its heading."""
+"""Heading of each group of scenarios, by the name of the group."""
 
 
 class Tokens(Struct, frozen=True, forbid_unknown_fields=True, rename={"run": "$tokens"}):
@@ -56,25 +56,25 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """An engine: a PUB socket for live batches, a ROUTER socket for replay, and a replay buffer."""
 
     seed: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)] = 1
-    """Determines the hashes of `$store`: engines with different seeds have different hashes for equal tokens."""
+    """Seed of the hashes in `$store`: engines with different seeds give equal tokens different hashes."""
     worker: PlainName | None = None
-    """Name of the worker in answers; the name of the engine by default. Ranks of one worker share it."""
+    """Name of the worker in answers; the name of the engine by default. The ranks of one worker share one name."""
     rank: Annotated[int, Meta(ge=0, le=1023)] = 0
     topic: str = ""
     replay: Literal["answers", "none", "dead", "silent"] = "answers"
-    """`none`: the target is given no replay endpoint. `dead`: nothing listens at it. `silent`: it never answers."""
+    """`none`: the target gets no replay endpoint. `dead`: nothing listens at the endpoint. `silent`: nothing answers there."""
     replay_of: PlainName | None = None
-    """Name of another engine, whose replay endpoint the target is given, as by a wrong setting."""
+    """Name of another engine whose replay endpoint the target gets, as if an operator had set the wrong one."""
     address: Literal["engine", "unreachable", "unresolvable", "silent"] = "engine"
-    """The endpoint that the target is given: that of the engine, a port where nothing listens, a host name that does not exist,
+    """The endpoint that the target gets: the engine's endpoint, a port where nothing listens, a host name that does not exist,
     or a port that accepts connections and sends nothing."""
     buffer_steps: Annotated[int, Meta(ge=0)] = 10_000
-    """Number of batches in the replay buffer. A request for older batches is answered from the oldest one in it."""
+    """Number of batches in the replay buffer. A reply to a request for older batches begins with the oldest one."""
     reply_shape: Literal["topic", "no-topic", "bare-end"] = "topic"
-    """`topic`: replies have a topic (vLLM from 0.26, SGLang from 0.5.22). `no-topic`: they have none. `bare-end`: they have
-    none, and the end marker has no sequence number."""
+    """`topic`: replies have a topic (vLLM from 0.26, SGLang from 0.5.22). `no-topic`: replies have no topic. `bare-end`:
+    replies have no topic, and the end marker has no sequence number."""
     replay_send_limit: Annotated[int, Meta(ge=0)] | None = None
-    """Maximum number of batches in one reply; the rest is dropped without notice, as by the engines' ROUTER sockets."""
+    """Maximum number of batches in one reply. As in engines, the ROUTER socket drops further batches without notice."""
     replay_holes: list[int] = []
     """Sequence numbers that are missing in replies."""
     replay_junk: list[list[Hex]] = []
@@ -83,13 +83,13 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     is_endless: bool = False
     """Whether a reply repeats its batches and never ends."""
     faulty_replies: Annotated[int, Meta(ge=0)] | None = None
-    """Number of requests, from the first one on, whose replies have the faults above. All by default."""
+    """Number of requests, counted from the first one, whose replies have the faults above. None means all requests."""
 
 
 class Forms(Struct, frozen=True, forbid_unknown_fields=True):
     """What batches and events look like: JSON values in which `$`-words are placeholders. The default is vLLM 0.33.
 
-    `$time` is 1760000000 plus 1/16 s for each earlier batch of the scenario, `$milliseconds` a thousand times that.
+    `$time` is 1760000000 plus 1/16 s for each earlier batch of the scenario; `$milliseconds` is the same time in milliseconds.
     """
 
     batch: Any = msgspec.field(default_factory=lambda: ["$time", "$events", "$rank"])
@@ -105,14 +105,14 @@ class Forms(Struct, frozen=True, forbid_unknown_fields=True):
             "lora_name": None,
         }
     )
-    """A store of one block."""
+    """Form of an event that stores one block."""
     remove: Any = msgspec.field(default_factory=lambda: {"type": "BlockRemoved", "block_hashes": "$hashes", "medium": "GPU"})
     clear: Any = msgspec.field(default_factory=lambda: {"type": "AllBlocksCleared"})
     hashes: Literal["unsigned", "signed", "bytes"] = "unsigned"
-    """Hashes are integers of 64 bits, or 32 bytes of which the last 8 are the integer, big-endian."""
+    """Form of a hash: an integer of 64 bits, or 32 bytes that end with the integer, big-endian."""
 
     def has(self, event: Any) -> bool:
-        """Whether an event is a macro whose changes concern only fields of its form."""
+        """Return whether an event is a macro that changes only fields that the macro's form has."""
         for macro, form in (("$store", self.store), ("$remove", self.remove), ("$clear", self.clear)):
             if isinstance(event, dict) and macro in event:
                 return len(event) == 1 or (isinstance(form, dict) and event.keys() - {macro} <= form.keys())
@@ -134,7 +134,7 @@ class Register(_EngineStep, frozen=True, tag="register"):
 
     tenant: str | None = None
     block_size: int | None = None
-    """Block size of the registration; that of the scenario by default."""
+    """Block size in the registration; the scenario's block size by default."""
 
 
 class Unregister(_EngineStep, frozen=True, tag="unregister"):
@@ -145,9 +145,9 @@ class Store(_EngineStep, frozen=True, tag="store"):
     """Publish blocks of a prompt, each in its own batch, as `publish` does with `[{"$store": [prompt, place, 1]}]`."""
 
     prompt: Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
-    """Its first token id; the following ids are consecutive."""
+    """First token id of the prompt; the ids that follow are consecutive."""
     blocks: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=1)]]
-    """Place of the first block in the prompt, and number of blocks."""
+    """Position of the first block in the prompt, counted in blocks from 0, and number of blocks."""
     lost: bool = False
     """Whether the live messages are lost."""
 
@@ -155,7 +155,7 @@ class Store(_EngineStep, frozen=True, tag="store"):
 class Publish(_EngineStep, frozen=True, tag="publish"):
     """Give a batch the next sequence number, store it for replay, and send it.
 
-    The batch is one of: `events` in the form of a batch, as msgpack; `batch`, as msgpack; the bytes `payload`.
+    The payload is one of these: `events` in the form of a batch, encoded as msgpack; `batch`, encoded as msgpack; `payload`.
     """
 
     events: list[Any] | None = None
@@ -167,23 +167,23 @@ class Publish(_EngineStep, frozen=True, tag="publish"):
 
 
 class Skip(_EngineStep, frozen=True, tag="skip"):
-    """Use up the engine's next sequence number without a batch, as an engine does that cannot encode a batch."""
+    """Skip the engine's next sequence number, as an engine does if it cannot encode a batch."""
 
 
 class Resend(_EngineStep, frozen=True, tag="resend"):
-    """Send the live message of a stored batch, again or late: a duplicate, or a message out of order."""
+    """Send the live message of a stored batch now. The target receives it as a duplicate or out of order."""
 
     seq: int
 
 
 class Send(_EngineStep, frozen=True, tag="send"):
-    """Send a message of any frames from the PUB socket. It takes no sequence number and is not stored."""
+    """Send a message with the given frames from the PUB socket. The message gets no sequence number and is not stored."""
 
     frames: list[Hex]
 
 
 class Restart(_EngineStep, frozen=True, tag="restart"):
-    """End the engine's process and start another at the same endpoints: its buffer is empty, and numbers begin at 0."""
+    """End the engine's process and start another at the same endpoints, with an empty buffer and numbers from 0."""
 
 
 class Stop(_EngineStep, frozen=True, tag="stop"):
@@ -195,11 +195,11 @@ class Cut(_EngineStep, frozen=True, tag="cut"):
 
 
 class Stall(_EngineStep, frozen=True, tag="stall"):
-    """Let the network deliver nothing, with all connections open, until `heal`."""
+    """Let the network deliver nothing until `heal`. All connections stay open."""
 
 
 class HalfOpen(_EngineStep, frozen=True, tag="half-open"):
-    """Let the connections that are open now deliver nothing for ever, as if a peer were replaced without closing them."""
+    """Let the connections that are open now deliver nothing from now on, as if a peer were replaced without closing them."""
 
 
 class Heal(_EngineStep, frozen=True, tag="heal"):
@@ -215,7 +215,7 @@ class Kill(_Step, frozen=True, tag="kill"):
 
 
 class Start(_Step, frozen=True, tag="start"):
-    """Start the killed target, and register again the engines that it has not stored."""
+    """Start the killed target, and register the engines again that the target has not stored."""
 
 
 class Pause(_Step, frozen=True, tag="pause"):
@@ -229,8 +229,8 @@ class CheckQuery(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
 
     tokens: Tokens | list[int]
     held: dict[Annotated[str, Meta(pattern="^[a-z0-9.-]+(:[0-9]+)?$")], int]
-    """Tokens of the longest prefix that each worker holds, on any tier; those of one rank under `worker:rank`. Workers
-    that are left out hold none."""
+    """Number of tokens in the longest prefix that each worker holds on any tier, by `worker` or, for one rank, by
+    `worker:rank`. Workers that are not listed hold no prefix."""
     lora: str | None = None
     salt: str | None = None
     tenant: str | None = None
@@ -245,7 +245,7 @@ class CheckQuery(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=
 
 
 class Settle(_Step, frozen=True, tag="settle"):
-    """Wait until the answers are right, for `within` seconds at most. The answers are not judged."""
+    """Wait for at most `within` seconds until the answers are right. No verdict is given about these answers."""
 
     queries: list[CheckQuery]
     within: WaitSeconds
@@ -260,9 +260,9 @@ class Check(_Step, frozen=True, tag="check"):
     within: WaitSeconds
     queries: list[CheckQuery] = []
     may_report: list[PlainName] = []
-    """Workers about which the wire leaves a doubt. They may be reported, but their answers must be right."""
+    """Workers whose state the events leave uncertain. The target may report them, but their answers must be right."""
     may_be_wrong: list[PlainName] = []
-    """Workers about which no reader can know what is right. Their answers may be wrong if they are reported."""
+    """Workers whose right answers no reader can know. The answers may be wrong if the target reports these workers."""
     must_report: list[PlainName] = []
     """Workers about which the target must report a problem."""
 
@@ -284,9 +284,9 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
     rule: PlainName
     """The rule from which the right answers follow: a key of `rules.json`."""
     source: str
-    """Source of the rule: a release, and a file in it or a document."""
+    """Source of the rule: a release with one of its files, or a document."""
     hold: WaitSeconds
-    """Seconds for which answers must stay right before they count."""
+    """Seconds for which the answers must stay right before a check accepts them."""
     subscribe: WaitSeconds
     """Maximum number of seconds until the target subscribes, for the first time or again."""
     engines: dict[PlainName, ScenarioEngine]
@@ -301,7 +301,7 @@ class Scenario(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 class FeedBatches(_Step, frozen=True, tag="feed"):
-    """Give the publisher batches. Each stores one block: batch n of an incarnation stores block n with parent n - 1."""
+    """Give the publisher batches. Batch n of an incarnation stores one block, number n, whose parent is block n - 1."""
 
     batches: Annotated[int, Meta(ge=1, le=100_000)]
 
@@ -311,11 +311,11 @@ class Subscribe(_Step, frozen=True, tag="subscribe"):
 
     reader: PlainName
     stalls: bool = False
-    """Whether it reads nothing and has a short queue, like a consumer that hangs."""
+    """Whether the socket has a short queue that is not read, like that of a consumer that hangs."""
 
 
 class SendRequest(_Step, frozen=True, tag="send-request"):
-    """Send a message of any frames from a DEALER socket to the replay endpoint. No reply is awaited."""
+    """Send a message with the given frames from a DEALER socket to the replay endpoint, and wait for no reply."""
 
     frames: list[Hex]
 
@@ -329,7 +329,7 @@ class EndPublisher(_Step, frozen=True, tag="end-publisher"):
 
 
 class CheckLive(_Step, frozen=True, tag="check-live"):
-    """Read until a reader has received these numbers, each once and in order, with the batches that were given for them."""
+    """Read until a reader has received the batches `first` to `last`, each once, in order and unchanged."""
 
     reader: PlainName
     first: int
@@ -338,18 +338,18 @@ class CheckLive(_Step, frozen=True, tag="check-live"):
 
 
 class CheckReplay(_Step, frozen=True, tag="check-replay"):
-    """Request all batches from `start` on. Consumers that apply the reply must hold their blocks, and may hold older ones."""
+    """Request all batches from `start` on. After applying the reply, consumers must hold these batches' blocks."""
 
     start: int
     within: WaitSeconds
     consumers: Annotated[int, Meta(ge=1, le=100)] = 1
     """Number of concurrent requests, each from its own socket."""
     delay: WaitSeconds = 0.0
-    """Time until the consumers begin to read."""
+    """Seconds from the requests until the consumers begin to read the replies."""
 
 
 class CheckWatched(_Step, frozen=True, tag="check-watched"):
-    """Read live batches for some seconds, and compare them with their replay. If possible, give the publisher 10 batches."""
+    """Give the publisher 10 batches if it accepts any. Then read live batches and compare them with their replay."""
 
     seconds: WaitSeconds
 
@@ -362,7 +362,7 @@ PublisherStep = (
 class PublisherScenario(
     Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="target", tag="publisher"
 ):
-    """The batches that a publisher is given, and those that its consumers must receive."""
+    """The batches that a publisher gets, and the batches that its consumers must receive."""
 
     version: Literal[2]
     name: PlainName
@@ -374,7 +374,7 @@ class PublisherScenario(
     buffer_steps: Annotated[int, Meta(ge=1)] = 10_000
     """Number of batches in the replay buffer."""
     needs: list[Literal["feed"]] = []
-    """Whether the publisher must take batches from the referee."""
+    """`feed` if the referee must be able to give the publisher batches."""
 
 
 AnyScenario = Scenario | PublisherScenario
@@ -395,7 +395,7 @@ class Macros:
         self._rank = engine.rank
 
     def payload(self, step: Publish, number: int) -> bytes:
-        """Return the bytes that a step publishes after `number` batches of the scenario."""
+        """Return the payload that a step publishes if the scenario has published `number` batches before."""
         if step.payload is not None:
             return bytes.fromhex(step.payload)
         time = 1_760_000_000.0 + number / 16  # so that no two batches of a scenario have the same bytes
@@ -405,12 +405,12 @@ class Macros:
         return msgspec.msgpack.encode(self.expand(self._forms.batch, {**names, "$events": self.expand(step.events, names)}))
 
     def expand(self, value: Any, names: Mapping[str, Any]) -> Any:
-        """Return a JSON value in which all macros, and the placeholders in `names`, are replaced by their values."""
+        """Replace all macros in a JSON value, and the placeholders that are keys of `names`, and return the result."""
         [expanded] = self._expand_all(value, names)
         return expanded
 
     def _expand_all(self, value: Any, names: Mapping[str, Any]) -> Iterator[Any]:
-        """Yield the values that replace an item of a list: a `$store` can become several events."""
+        """Yield the values that replace a value in a list. A single `$store` can become several events."""
         match value:
             case str():
                 yield names.get(value, value)
@@ -421,9 +421,9 @@ class Macros:
                     yield self._store(prompt, block, changes)
             case {"$remove": [prompt, place, count], **changes}:
                 hashes = [self._hash(prompt, block) for block in range(place, place + count)]
-                yield self.expand(_changed(self._forms.remove, changes), {"$hashes": hashes})
+                yield self.expand(_with_changes(self._forms.remove, changes), {"$hashes": hashes})
             case {"$clear": True, **changes}:
-                yield self.expand(_changed(self._forms.clear, changes), {})
+                yield self.expand(_with_changes(self._forms.clear, changes), {})
             case dict():
                 yield self._expand_object(value, names)
             case _:
@@ -442,14 +442,14 @@ class Macros:
             case {"$msgpack": item}:
                 return msgspec.msgpack.encode(self.expand(item, names))
         if unknown := [key for key in value if key.startswith("$")]:
-            raise ConfigError(f"unknown macro {unknown[0]} with {value[unknown[0]]!r}")
+            raise ConfigError(f"unknown macro {unknown[0]!r} with {value[unknown[0]]!r}")
         return {key: self.expand(item, names) for key, item in value.items()}
 
     def _store(self, prompt: int, place: int, changes: Mapping[Any, Any]) -> Any:
         size = changes.get("block_size", self._block_size)
         first, parent = prompt + place * size, self._hash(prompt, place - 1) if place else None
         names = {"$hash": self._hash(prompt, place), "$parent": parent, "$block_size": size}
-        return self.expand(_changed(self._forms.store, changes), {**names, "$tokens": list(range(first, first + size))})
+        return self.expand(_with_changes(self._forms.store, changes), {**names, "$tokens": list(range(first, first + size))})
 
     def _hash(self, prompt: int, place: int) -> int | bytes:
         number = block_hash(self._seed, prompt, place)
@@ -458,7 +458,7 @@ class Macros:
         return number - (1 << 64) if self._forms.hashes == "signed" and number >> 63 else number
 
 
-def _changed(form: Any, changes: Mapping[Any, Any]) -> Any:
+def _with_changes(form: Any, changes: Mapping[Any, Any]) -> Any:
     return {**form, **changes} if changes else form
 
 
@@ -480,7 +480,7 @@ def payloads(scenario: Scenario) -> list[list[bytes]]:
 
 
 def read_scenario(text: bytes | str, place: str = "scenario") -> AnyScenario:
-    """Return the scenario of a JSON text. Raise `ConfigError`, which names `place`, if it does not have the format."""
+    """Decode a scenario from JSON. Raise `ConfigError`, which names `place`, if the text does not have the format."""
     try:
         scenario: AnyScenario = msgspec.json.decode(text, type=AnyScenario)
     except msgspec.MsgspecError as error:
@@ -489,12 +489,12 @@ def read_scenario(text: bytes | str, place: str = "scenario") -> AnyScenario:
         return scenario
     unknown = {name for step in scenario.steps if (name := getattr(step, "engine", None)) and name not in scenario.engines}
     if unknown:
-        raise ConfigError(f"invalid {place}: steps name engines that it does not have: {', '.join(sorted(unknown))}")
+        raise ConfigError(f"invalid {place}: steps name engines that `engines` does not contain: {', '.join(sorted(unknown))}")
     return scenario
 
 
 def shipped_scenarios() -> Iterator[AnyScenario]:
-    """Yield the scenarios of this package, in the order of `GROUPS` and then by name."""
+    """Yield the scenarios of this package, sorted by the order of their groups in `GROUPS` and then by name."""
     folder = files("kvevents.conform") / "scenarios"
     scenarios = [read_scenario(file.read_bytes(), file.name) for file in folder.iterdir() if file.name.endswith(".json")]
     order = list(GROUPS)
@@ -512,10 +512,10 @@ def json_schema() -> dict[str, Any]:
 
 
 def in_dialect(scenario: Scenario, release: Scenario) -> Scenario | None:
-    """Return a scenario with the forms and the reply shape of `release`, which is the scenario about another release.
+    """Return `scenario` with the forms and the reply shape of another release, which `release`, a scenario, demonstrates.
 
-    Return None if the forms cannot express the scenario: it gives whole batches, or fields that events of the release do not
-    have. Payloads in bytes stay as they are.
+    Return None if these forms cannot express the scenario, because it contains whole batches, or fields that events of that
+    release do not have. Payloads that are given as bytes are not changed.
     """
     for step in scenario.steps:
         if isinstance(step, Publish) and (step.batch is not None or not all(map(release.forms.has, step.events or ()))):

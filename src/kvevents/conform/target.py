@@ -1,7 +1,7 @@
 """The interfaces of a target and of its driver; HTTP requests to targets, and the processes of targets.
 
-A target turns the referee's questions into its own protocol. An indexer answers with tokens per worker, a router with the
-worker that it chose. Endpoint Pickers of the Gateway API would be another kind of target: `differences` would send a request by
+A target translates the referee's questions into its own protocol. An indexer answers with tokens per worker, a router with the
+worker that it chose. Endpoint Pickers of the Gateway API could be a third kind of target: `differences` would send a request by
 the `ext_proc` protocol and read `x-gateway-destination-endpoint` of the answer; the workers would be those of a router.
 """
 
@@ -43,14 +43,14 @@ MAX_BYTES: Final = 64 << 20
 
 
 class TargetResponse(NamedTuple):
-    """Status and body."""
+    """The status and the body of an HTTP response."""
 
     status: int
     body: bytes
 
     @property
     def json(self) -> Any:
-        """The decoded body; None if it is not JSON."""
+        """The decoded body, or None if it is not JSON."""
         try:
             return msgspec.json.decode(self.body)
         except (msgspec.MsgspecError, RecursionError):
@@ -65,14 +65,14 @@ class TargetResponse(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The status with the error that the body names."""
+        """The status code, followed by the error in the body if the body contains one."""
         content = self.json
         error = content.get("error", "") if isinstance(content, dict) else self.body[:200].decode(errors="replace")
         return f"{self.status} {error}".strip()
 
 
 def request(url: str, method: str = "GET", body: Any = None, *, seconds: float = ANSWER_SECONDS) -> TargetResponse:
-    """Send a request, with `body` as JSON, and return the answer. Raise `TargetError`."""
+    """Send a request whose body is `body` as JSON, and return the response. Raise `TargetError`."""
     parts = urlsplit(url)
     path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
     call = Call(method, path, dict[str, Any], None if body is None else msgspec.json.encode(body))
@@ -86,15 +86,15 @@ def request(url: str, method: str = "GET", body: Any = None, *, seconds: float =
 
 
 class TargetError(ExternalError):
-    """The target ended, or did not answer as it should or in time. The message has the reason and the place."""
+    """The target ended, gave an unexpected answer, or did not answer in time. The message says why and where."""
 
 
 class RejectedError(ExternalError):
-    """The target rejected a registration. The message is its answer."""
+    """The target rejected a registration. The message is the target's answer."""
 
 
 def wait_until(reached: Callable[[], bool], seconds: float) -> bool:
-    """Wait for a condition. Return False after `seconds`."""
+    """Wait until a condition is true, and return True. Return False if it is not true within `seconds` seconds."""
     deadline = time.monotonic() + seconds
     while not reached():
         if time.monotonic() > deadline:
@@ -137,13 +137,13 @@ class Target(ABC):
 
     @abstractmethod
     def reports(self) -> dict[str, str | None]:
-        """Return the reported problem of each registered worker; None if the target reports none, or cannot report any."""
+        """Return the problem that the target reports for each registered worker, or None if it reports no problem."""
 
     def engine_stopped(self, worker: str) -> None:  # noqa: B027  most targets have nothing to end
-        """Handle the end of a worker's engine: end everything else that the referee plays for this worker."""
+        """Handle the end of a worker's engine: stop everything else that the referee simulates for this worker."""
 
     def engine_restarting(self, worker: str) -> AbstractContextManager[None]:
-        """Return a context for a restart of a worker's engine, which restarts everything else that is in its process."""
+        """Return a context for a restart of a worker's engine. It also restarts what else is in the engine's process."""
         del worker
         return nullcontext()
 
@@ -156,7 +156,7 @@ class Target(ABC):
         raise NotImplementedError
 
     def start(self, registrations: Sequence[EngineRegistration]) -> None:
-        """Start the process again, and register again the engines that it has not stored."""
+        """Start the process again, and register the engines again that the process has not stored."""
         raise NotImplementedError
 
 
@@ -166,18 +166,18 @@ class Driver(ABC):
     title: str
     """Name and version."""
     abilities: frozenset[Ability]
-    """Abilities of its targets, besides following engines that they know from their start, and answering queries."""
+    """Abilities of the driver's targets. All targets follow the engines that they know from their start, and answer queries."""
 
     @abstractmethod
     def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> AbstractContextManager[Target]:
-        """Return a context in which the target runs. `registrations` are those that the scenario makes later.
+        """Return a context in which the target runs. `registrations` are the registrations that the scenario's steps will make.
 
-        Raise `TargetError` if it does not start.
+        Raise `TargetError` if the target does not start.
         """
 
 
 START_SECONDS: Final = 60.0
-"""Maximum time from the start of a program until it is ready: many programs start at once on few CPUs."""
+"""Maximum time from the start of a program until the program is ready. It is long because many programs start at once."""
 INSTALL_SECONDS: Final = 540.0
 """Maximum time to install a wheel with its dependencies."""
 
@@ -186,11 +186,11 @@ class Program:
     """A program in its own process group, with a reserved port, a folder for its state, and a log."""
 
     def __init__(self, title: str, command: Callable[[int, Path], Sequence[str]], *, is_fed: bool = False) -> None:
-        """Create the program. `command` returns its command for a port and a folder. With `is_fed` it reads its stdin."""
+        """Create the program. `command` returns its command line for a port and a folder. If `is_fed`, it reads its stdin."""
         self.title: Final = title
         self._is_fed = is_fed
         self._folder = tempfile.TemporaryDirectory(prefix="kvevents-conform-")
-        # Reserved until the end, because programs of several scenarios run at the same time.
+        # The port stays reserved until the end, because programs of several scenarios run at the same time.
         self._reserved_port = reserve_port(ANY_LOCAL_PORT)
         self.port: Final = int(self._reserved_port.endpoint.rpartition(":")[2])
         self._command = command(self.port, Path(self._folder.name))
@@ -198,11 +198,11 @@ class Program:
 
     @property
     def url(self) -> str:
-        """The address of the process, if it speaks HTTP."""
+        """The URL of the program, if the program is an HTTP server."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self, is_ready: Callable[[], bool]) -> None:
-        """Start it, and wait until it is ready. Raise `TargetError` if it ends instead, or takes too long."""
+        """Start the program, and wait until it is ready. Raise `TargetError` if it ends early or takes too long."""
         stdin = subprocess.PIPE if self._is_fed else subprocess.DEVNULL
         with Path(self._folder.name, "log").open("ab") as log:
             try:
@@ -222,12 +222,12 @@ class Program:
             time.sleep(5 * POLL_SECONDS)
 
     def check(self) -> None:
-        """Raise `TargetError` if it has ended."""
+        """Raise `TargetError` if the program has ended."""
         if self._process is not None and self._process.poll() is not None:
-            raise TargetError(f"{self.title} ended with {self._process.returncode}: {self._last_lines()}")
+            raise TargetError(f"{self.title} ended with exit status {self._process.returncode}: {self._last_lines()}")
 
     def kill(self) -> None:
-        """End its process group with SIGKILL."""
+        """End the program's process group with SIGKILL."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -236,12 +236,12 @@ class Program:
                 self._process.stdin.close()
 
     def feed(self, data: bytes, seconds: float) -> None:
-        """Write to its stdin. Raise `TargetError` if it ends, or does not read within `seconds`."""
+        """Write to the program's stdin. Raise `TargetError` if the program ends, or does not read within `seconds`."""
         if self._process is None or self._process.stdin is None:
-            raise TargetError(f"{self.title} is not started, or does not read its stdin")
+            raise TargetError(f"{self.title} cannot be given input: it is not started, or does not read its stdin")
         descriptor, rest, deadline = self._process.stdin.fileno(), memoryview(data), time.monotonic() + seconds
         os.set_blocking(descriptor, False)
-        poll = select.poll()  # select() takes no descriptor above 1,023
+        poll = select.poll()  # select() accepts no descriptor above 1,023
         poll.register(descriptor, select.POLLOUT)
         while rest:
             if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
@@ -252,7 +252,7 @@ class Program:
                 raise TargetError(f"{self.title} ended: {self._last_lines()}") from error
 
     def end(self, seconds: float) -> None:
-        """Close its stdin, and wait until it ends. Raise `TargetError` if it does not, within `seconds`."""
+        """Close the program's stdin, and wait until it ends. Raise `TargetError` if this takes more than `seconds`."""
         if self._process is None or self._process.stdin is None:
             return
         self._process.stdin.close()
@@ -277,7 +277,7 @@ class Program:
 def python_with(package: str, version: str, folder: Path, *wheels: Path, requirements: Sequence[str] = ()) -> str:
     """Return the interpreter of a virtual environment with a released wheel. Create the environment in `folder` if needed.
 
-    Wheels in this folder and in the folders `wheels` are used before those of the package index. `requirements` are installed
+    Wheels in this folder and in the folders `wheels` are preferred to those in the package index. `requirements` are installed
     too. Raise `ExternalError` if the installation fails.
     """
     home = folder / f"{package}-{version}"

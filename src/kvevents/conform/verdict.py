@@ -1,4 +1,4 @@
-"""Verdicts about answers, given the correct answer and what the target reports about itself; and the results of a run.
+"""Verdicts about answers, which depend on the correct answer and on what the target reports; and the results of a run.
 
 Results are written as JSON and as JUnit XML.
 """
@@ -21,17 +21,17 @@ from kvevents.conform.scenario import VERSION, Check
 
 
 class ConformRun(msgspec.Struct, frozen=True):
-    """A run of scenarios: targets, machine and results."""
+    """A run of scenarios against one target: the target, the machine and the results."""
 
     target: str
     command: str
     date: str
-    """The day, in UTC."""
+    """Date of the run, in UTC."""
     machine: str
     referee: str
     """Version of kvevents."""
     scenarios: int
-    """Version of the scenarios' format."""
+    """Version of the format in which the scenarios are written."""
     seconds: float
     results: list[Result]
 
@@ -41,9 +41,9 @@ class ConformRun(msgspec.Struct, frozen=True):
         return Counter(result.verdict for result in self.results)
 
     def has_failed(self, max_needless: int | None = None) -> bool:
-        """Whether an answer was wrong without notice or missing, or too many scenarios were reported without need.
+        """Return whether an answer was silently wrong or missing, or too many scenarios have the verdict `NEEDLESS`.
 
-        At most `max_needless` may be, by default one for each `SCENARIOS_PER_NEEDLESS` played, and none of the group `healthy`.
+        At most `max_needless` may have it: by default one for each `SCENARIOS_PER_NEEDLESS` played, and none of `healthy`.
         """
         needless = [result.group for result in self.results if result.verdict is Verdict.NEEDLESS]
         played = len(self.results) - self.counts[Verdict.NOT_APPLICABLE]
@@ -53,14 +53,14 @@ class ConformRun(msgspec.Struct, frozen=True):
 
     @property
     def summary(self) -> str:
-        """The counts as a sentence."""
+        """A sentence with the number of scenarios for each verdict."""
         counts = ", ".join(f"{self.counts[verdict]} {verdict}" for verdict in list(Verdict)[1:])
         left_out = self.counts[Verdict.NOT_APPLICABLE]
         return f"{self.target}: {counts}" + (f"; {left_out} not applicable" if left_out else "")
 
 
 def make_run(target: str, command: Sequence[str], seconds: float, results: list[Result]) -> ConformRun:
-    """Return the results together with the target, the command and the machine."""
+    """Return a run that contains the results, the target, the command and this machine."""
     machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}"
     today = datetime.now(UTC).date().isoformat()
     return ConformRun(target, " ".join(command), today, machine, package_metadata.VERSION, VERSION, round(seconds, 1), results)
@@ -109,27 +109,27 @@ class Verdict(StrEnum):
     CORRECT = "correct"
     """Every answer equals the truth."""
     REPORTED = "reported"
-    """The target reports or has rejected a worker that it must report, or whose answers differ from the truth as they may."""
+    """The target reports or has rejected a worker that it must report, or a worker whose answers are allowed to be wrong."""
     NEEDLESS = "reported without need"
-    """The target reports a worker that it need not report: its answers are right, or one that must be right differs."""
+    """The target reports a worker without a reason in the scenario. The worker's answers may be right or wrong."""
     SILENT = "silently wrong"
-    """An answer differs from the truth, and nothing that names the worker says so."""
+    """An answer about a worker differs from the truth, and the target does not report the worker."""
     UNANSWERED = "unanswered"
     """The target ended, or did not answer in time."""
 
 
 SCENARIOS_PER_NEEDLESS: Final = 20
-"""Number of played scenarios for each scenario that may be reported without need by default: 5 of the 116 for readers."""
+"""By default, one played scenario in this many may have the verdict `NEEDLESS`: 5 of the 116 scenarios for readers."""
 
 
 class WrongAnswer(NamedTuple):
-    """An answer about one worker that is not the truth."""
+    """A wrong answer about one worker."""
 
     worker: str
     text: str
-    """What was answered, and what is true."""
+    """The answer and the truth, as text."""
     report: str | None = None
-    """The problem with the worker that the answer itself reports."""
+    """The problem that the answer reports for this worker, or None if it reports none."""
 
 
 class ScenarioOutcome(NamedTuple):
@@ -147,18 +147,18 @@ class Result(msgspec.Struct, frozen=True):
     title: str
     verdict: Verdict
     detail: str
-    """The differences, and what the target reports; for right answers, only what the target reports."""
+    """The wrong answers and the target's reports, as text; if all answers are right, only the reports."""
     seconds: float
     """Duration of the scenario."""
     silent_seconds: float
-    """Longest time from the beginning of a check at the end of which an answer was still wrong without a report."""
+    """Longest time from the beginning of a check to a silently wrong answer in this check."""
 
 
 def judge(check: Check, differences: Sequence[WrongAnswer], reports: Mapping[str, str | None]) -> ScenarioOutcome:
-    """Return the verdict about the differences from the truth, worker by worker.
+    """Give a verdict about each worker, and return the worst one with the details of all workers.
 
-    `reports` has the problem that the target reports for each worker, or None if it reports that all is well. A difference
-    counts as reported only if the target reports the worker concerned, in the answer or elsewhere.
+    `reports` has the problem that the target reports for each worker, or None if the target reports no problem. A difference
+    counts as reported only if the target reports that same worker, in the answer or elsewhere.
     """
     reported = {difference.worker: difference.report for difference in differences if difference.report is not None}
     reported |= {name: text for name, text in reports.items() if text is not None}
@@ -181,7 +181,7 @@ def judge(check: Check, differences: Sequence[WrongAnswer], reports: Mapping[str
 
 
 def worst(outcomes: Sequence[ScenarioOutcome]) -> ScenarioOutcome:
-    """Return the worst outcome, the last of equally bad ones. Return a correct one if there are no outcomes."""
+    """Return the outcome with the worst verdict; the last one if several are equal. Return `CORRECT` if `outcomes` is empty."""
     order = list(Verdict)
     return max(
         reversed(outcomes), key=lambda outcome: order.index(outcome.verdict), default=ScenarioOutcome(Verdict.CORRECT, "")
