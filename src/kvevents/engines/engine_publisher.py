@@ -1,14 +1,14 @@
 """The publisher inside an engine: it attests the engine's cache, and hands over to the engine's own publisher when it fails.
 
-Theory of operation of the takeover. If `publish` raises, if encoding or sending fails `max_failures` times in sequence, or if
-the publisher thread ends, then the thread stops taking batches from the queue and closes its sockets. Batches that arrive
-during the takeover wait in the queue. The thread creates the engine's own publisher, which binds the same ports, and gives it
-the waiting batches. From then on `publish` passes every batch to the engine's publisher.
+Theory of operation of the takeover. The takeover begins if `publish` raises, if encoding or sending fails `max_failures` times
+in sequence, or if the publisher thread fails. The thread then stops taking batches from the queue and closes its sockets.
+Batches that arrive during the takeover wait in the queue. The thread creates the engine's own publisher, which binds the same
+ports, and gives it the waiting batches. From then on `publish` passes every batch to the engine's publisher.
 
-For consumers the stream continues. The engine's publisher begins at the next number, so no number is used twice. Its replay
-buffer gets the batches of kvevents: by these a consumer recognises the stream after it has reconnected, and requests those that
-it missed. A batch that was lost is a gap, which an empty batch reveals at once. Heartbeats, attestation and full history end,
-since the engines' publishers have none.
+For consumers the stream continues. The engine's publisher begins at the next number, so no number is used twice. The replay
+buffer of that publisher gets the batches of kvevents. From these a consumer recognises the stream after a reconnect, and it
+requests the batches that it missed. A lost batch is a gap, which an empty batch reveals at once. Heartbeats, attestation and
+full history end, because the engines' publishers have none.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from kvevents.publisher.compaction import DigestTracker, Encode, SequencedPayloa
 
 
 class OwnPublisher(NamedTuple):
-    """The engine's own publisher, as it would be created."""
+    """What is needed to create the engine's own publisher."""
 
     engine: str
     """Name of the engine, for log messages."""
     options: dict[str, Any]
     """The options that the engine passed to its constructor."""
     create: Callable[..., Any]
-    """The constructor; its arguments replace the engine's options."""
+    """Calls the constructor with the engine's options; the arguments replace options of the same name."""
     empty_batch: Callable[[], Any]
-    """Returns a batch of the engine's type without events."""
+    """Returns a batch that has the engine's type and no events."""
 
 
 class EnginePublisher(ZmqEventPublisher):
     """A publisher inside an engine.
 
-    Its heartbeats carry the digest of the engine's cache if all batches up to that state of the cache have been published. The
-    engine's scheduler thread calls all methods except those of the publisher thread.
+    A heartbeat carries the digest of a state of the engine's cache if all batches that lead to this state have been published.
+    The engine's scheduler thread calls all methods except those of the publisher thread.
     """
 
     logger = logging.getLogger(__name__)
     _max_failures = 3
-    """Number of failures in sequence after which the engine's own publisher takes over."""
+    """Number of consecutive failures after which the engine's own publisher takes over."""
     _accepted_batches = 0
     """Number of batches that `publish` has accepted."""
     _cache_state: tuple[int, int] | None = None
-    """Number of batches up to the newest known state of the cache, and its digest. The pair is replaced as a whole."""
+    """Number of batches that lead to the newest known state of the cache, and the digest of that state, as one object."""
     expects_attestation = False
-    """Whether to log a warning if no state of the cache is known at the first heartbeat after a batch."""
+    """Whether the first heartbeat after a batch logs a warning if no state of the cache is known."""
     _is_attestation_stopped = False
     _incompleteness = ""
     """Why the engine's events do not describe its cache; empty if they do."""
     _must_report_incompleteness = False
-    """Whether a heartbeat with this reason must precede the next batch."""
+    """Whether a heartbeat with the reason in `_incompleteness` must precede the next batch."""
     _fallback: OwnPublisher | None = None
     _successor: Any = None
-    """The engine's own publisher, once it has taken over."""
+    """The engine's own publisher after the takeover, or None before it."""
     _failed_sends = _failed_encodes = 0
-    """Consecutive failures to send a batch, and to encode one."""
+    """Number of consecutive failures to send a batch, and number of consecutive failures to encode a batch."""
     _fault: BaseException | None = None
-    """The exception because of which this publisher gave up."""
+    """The exception that started the takeover, or None before it."""
 
     def publish(self, events: Any) -> None:
         """Accept one batch, as the base class does. A fault of kvevents is not raised."""
@@ -85,11 +85,11 @@ class EnginePublisher(ZmqEventPublisher):
     # --- attestation ---------------------------------------------------------------------------------------------------------
 
     def record_cache(self, digest: int, *, is_batch_pending: bool) -> None:
-        """Record the engine's cache after all batches so far, and also after the next batch if `is_batch_pending`."""
+        """Record the digest of the cache after all accepted batches, and after the next batch too if `is_batch_pending`."""
         self._cache_state = (self._accepted_batches + is_batch_pending, digest)
 
     def end_attestation(self, error: Exception) -> None:
-        """Log the first fault of a hook, and send no attestation from now on."""
+        """Stop sending attestations because a hook has failed, and log the first such failure."""
         if not self._is_attestation_stopped:
             self._is_attestation_stopped = True
             self.logger.warning("kvevents: attestation is switched off: a hook failed: %s: %s", type(error).__name__, error)
@@ -138,11 +138,11 @@ class EnginePublisher(ZmqEventPublisher):
     # --- takeover by the engine's own publisher ------------------------------------------------------------------------------
 
     def hand_over_to(self, fallback: OwnPublisher | None, max_failures: int) -> None:
-        """Let the engine's publisher take over after `max_failures` failures in sequence. Call this before the constructor."""
+        """Let the engine's publisher take over after `max_failures` consecutive failures. Call this before the constructor."""
         self._fallback, self._max_failures = fallback, max_failures
 
     def _give_up(self, error: BaseException) -> None:
-        """End the publisher thread, which then hands over. Do nothing if there is no publisher of the engine to take over."""
+        """End the publisher thread, which then hands over. Do nothing if the engine's publisher cannot take over."""
         if self._fallback is not None and not self._end_reason:
             self._fault = error
             self._end_queue(f"{type(error).__name__}: {error}")
@@ -184,7 +184,7 @@ class EnginePublisher(ZmqEventPublisher):
         super()._on_encode_failure(seq, error)
 
     def _record_failure(self, error: BaseException) -> None:
-        # The line about the takeover names the error, so the failures before it are not logged.
+        # The log message about the takeover names the error, so the failures before the takeover are not logged.
         if self._fallback is None or not self._failed_sends:
             super()._record_failure(error)
         else:
@@ -208,7 +208,7 @@ class EnginePublisher(ZmqEventPublisher):
         """Let the engine's own publisher continue the stream, and log the takeover in one line."""
         fault = self._fault or RuntimeError(self._end_reason)
         try:
-            first = self._replace_by(fallback)
+            first = self._create_successor(fallback)
         except Exception as error:  # noqa: BLE001 - the engine goes on without events
             self._fallback = None
             self.logger.error(  # noqa: TRY400 - a traceback would show the second fault only
@@ -229,17 +229,17 @@ class EnginePublisher(ZmqEventPublisher):
                 fault,
             )
 
-    def _replace_by(self, fallback: OwnPublisher) -> int:
+    def _create_successor(self, fallback: OwnPublisher) -> int:
         """Close all sockets and create the engine's own publisher. Return the number of its first batch."""
         batches: list[SequencedPayload] = []
-        with suppress(Exception):  # if the buffer has failed, its batches are a gap
+        with suppress(Exception):  # if reading the buffer fails, its batches become a gap
             batches = self._replay_buffer.buffered_batches()
         self._server.close(self.SHUTDOWN_TIMEOUT)
-        successor = fallback.create(**self._changed_endpoints(fallback.options))
-        # Both engines' publishers have these two attributes in all releases that the plugins support.
+        successor = fallback.create(**self._successor_options(fallback.options))
+        # In all supported releases, both engines' publishers have the attributes `_seq_gen` and `_buffer`.
         if not hasattr(successor, "_seq_gen"):
             successor.shutdown()
-            raise AttributeError("its numbers cannot continue those of kvevents")
+            raise AttributeError("it has no `_seq_gen`, so its sequence numbers cannot continue those of kvevents")
         if isinstance(history := getattr(successor, "_buffer", None), deque):
             history.extend(batches)
         with self._lock:
@@ -253,8 +253,8 @@ class EnginePublisher(ZmqEventPublisher):
             successor.shutdown()
         return first
 
-    def _changed_endpoints(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the options with the ports that the OS chose, minus the rank, since the engine's publisher adds its rank.
+    def _successor_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options with each port that the OS chose, minus the rank, because the engine's publisher adds the rank.
 
         Only `tcp://*:0` is replaced: the engines' publishers connect to other hosts instead of binding.
         """

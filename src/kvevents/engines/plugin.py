@@ -1,14 +1,14 @@
 """The common part of the plugins: their settings, and the entry of an engine's registry that they replace.
 
-The environment variable `KVEVENTS_PUBLISHER` turns the plugin on and has its settings. Without it an installed kvevents changes
-nothing in an engine. Endpoints and buffers are set by the engines' own options; engines reject or drop options unknown to them.
+The environment variable `KVEVENTS_PUBLISHER` turns the plugin on and contains its settings. If it is not set, kvevents changes
+nothing in an engine. The engine's own options set endpoints and buffers; engines reject or drop unknown options.
 
 The publisher (`engine_publisher`) sends the digest of the engine's own prefix cache in heartbeats. `kvevents.events` defines
-the digest. A plugin updates it with the cache: a block that enters adds its term, a block that leaves subtracts it. So reading
-the digest costs nothing. Consumers compare it with the blocks that they hold.
+the digest. A plugin updates the digest with the cache: it adds the term of each block that enters and subtracts the term of
+each block that leaves. So reading the digest costs nothing. Consumers compare the digest with the blocks that they hold.
 
-If keys are configured, nothing is published in clear. If the settings cannot be used, or the publisher of kvevents cannot be
-created, the engine gets its own null publisher, since its own publisher of events has no keys.
+If keys are configured, nothing is published unencrypted. If the settings cannot be used or the publisher of kvevents cannot be
+created, the engine then gets its null publisher, because its own event publisher cannot encrypt.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from kvevents.settings import Positive, Seconds, Settings, convert, read_toml
 from kvevents.zeromq.keys import Curve
 
 VARIABLE: Final = "KVEVENTS_PUBLISHER"
-_ON: Final = frozenset({"on", "1", "true", "yes"})
-_OFF: Final = frozenset({"", "off", "0", "false", "no"})
+_ON_VALUES: Final = frozenset({"on", "1", "true", "yes"})
+_OFF_VALUES: Final = frozenset({"", "off", "0", "false", "no"})
 
 
 class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a plugin inside an engine."""
 
     heartbeat: Seconds | None = 5.0
-    """Time between batches that carry the publisher's digest and the attestation. With None, neither is sent."""
+    """Time between batches that carry the publisher's digest and the attestation. If None, neither is sent."""
     compact: bool = True
-    """Whether consumers that join late get all resident blocks, of any age. Needs a replay endpoint."""
+    """Whether consumers that join late get all resident blocks, of any age. This requires a replay endpoint."""
     attestation: bool = True
     """Whether heartbeats carry a digest of the engine's own cache, which consumers compare with their state."""
     curve: Curve | None = None
     """CURVE keys of the publisher's sockets."""
     max_failures: Positive = 3
-    """Number of failures in sequence to encode or to send after which the engine's own publisher takes over. With `curve` it
-    never does, since it has no keys."""
+    """Number of consecutive failures to encode or to send after which the engine's own publisher takes over. If `curve` is set,
+    the engine's publisher never takes over, because it has no keys."""
     limits: PublisherSettings = DEFAULT_PUBLISHER_SETTINGS
     """Limits and timers of the publisher."""
 
@@ -60,24 +60,24 @@ class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
-    """Return the settings in `KVEVENTS_PUBLISHER`. Return None if it is empty, `off` or `0`: the engine is not changed then.
+    """Return the settings in `KVEVENTS_PUBLISHER`. Return None if the variable is empty, `off` or `0`.
 
-    Other values are `on` or `1` for the defaults, a JSON object, or the path of a TOML file.
+    Other values of the variable are `on` or `1` for the defaults, a JSON object, or the path of a TOML file.
 
     Raises `ConfigError`, which names the field, for an unknown field, and for a value of another type or out of range.
     """
     text = environ.get(VARIABLE, "").strip()
-    if text.lower() in _OFF:
+    if text.lower() in _OFF_VALUES:
         return None
-    if text.lower() in _ON:
+    if text.lower() in _ON_VALUES:
         return EngineSettings()
     return convert(parse_object(text, VARIABLE) if text.startswith("{") else read_toml(Path(text)), EngineSettings, VARIABLE)
 
 
 def mention_keys(environ: Mapping[str, str]) -> bool:
-    """Whether the settings might configure keys. They need not be valid. True if their file cannot be read."""
+    """Return whether settings, valid or not, might configure keys. Return True if the settings' file cannot be read."""
     text = environ.get(VARIABLE, "").strip()
-    if not text.startswith("{") and text.lower() not in _ON | _OFF:
+    if not text.startswith("{") and text.lower() not in _ON_VALUES | _OFF_VALUES:
         try:
             text = Path(text).read_text(encoding="utf-8", errors="replace")
         except OSError:
@@ -96,7 +96,7 @@ later, the engine's own publisher continues the stream. The function may raise a
 
 
 class PublisherConstructor:
-    """The new entry. It returns a publisher of kvevents; if that fails, the engine's own or, with keys, its null publisher."""
+    """Creates a publisher of kvevents or, if that fails, the engine's own publisher (with keys, the null publisher)."""
 
     def __init__(
         self,
@@ -107,9 +107,9 @@ class PublisherConstructor:
         module: Any,
         fault: Exception | None = None,
     ) -> None:
-        """`engine` names the engine in log messages; `rank_option` is the parameter that has the rank.
+        """Create the entry. `engine` is the name in log messages; `rank_option` is the name of the parameter for the rank.
 
-        `fault` is the reason why settings that configure keys cannot be used.
+        `fault` is the error in settings that configure keys, or None if the settings are valid.
         """
         self._engine = engine
         self._rank_option = rank_option
@@ -148,10 +148,10 @@ def replace_publisher(
 ) -> None:
     """Replace the entry `zmq` of the engine's `EventPublisherFactory` if the plugin is turned on.
 
-    The publisher is always registered under `own_name`, which operators can name in the engine's options.
+    The publisher is always registered under `own_name`, unless that is empty. Operators can select it in the engine's options.
 
-    Exceptions, which wrong settings or an unknown release of the engine cause, are logged. One is raised only if the engine
-    would publish in clear without it although keys are configured.
+    Exceptions, for example from wrong settings or an unknown release of the engine, are logged. An exception is raised only if
+    keys are configured and the engine would publish unencrypted without it.
     """
     settings, fault = None, None
     try:
@@ -193,7 +193,7 @@ def replace_publisher(
 
 
 def log_unused(engine: str, error: BaseException, *, has_keys: bool = False) -> None:
-    """Log that kvevents does not publish, which publisher the engine has instead, and why."""
+    """Log that the engine does not use kvevents, which publisher it uses instead, and why."""
     place = f"{engine} publishes KV cache events itself"
     if has_keys:
         place = "no KV cache events are published, since the settings ask for keys"
@@ -210,8 +210,8 @@ def attach_publisher(
 ) -> None:
     """Install the hooks of a new publisher, and log its features.
 
-    `install_hooks` returns whether the engine's cache can be attested; `ignored_options` are the options of the engine that
-    the publisher does not know.
+    `install_hooks` returns whether the engine's cache can be attested; `ignored_options` are the engine's options that the
+    publisher does not support.
     """
     with publisher.ending_attestation():
         publisher.expects_attestation = install_hooks() and settings.attestation
@@ -230,11 +230,11 @@ def attach_publisher(
 
 
 _HOOK_NAMES: Final = "_kvevents_hooked"
-"""Attribute of an engine's class: the names of its methods that have a hook, so that none gets two."""
+"""Name of the class attribute that has the names of the hooked methods, so that no method gets two hooks."""
 
 
 def hook(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a method of an engine's class by `wrap(method)`; do nothing if it is replaced already."""
+    """Replace a method of an engine's class by `wrap(method)`; do nothing if the method already has a hook."""
     hooks: set[str] = owner.__dict__.get(_HOOK_NAMES, set())
     if name not in hooks:
         original = getattr(owner, name)
@@ -243,7 +243,7 @@ def hook(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..
 
 
 class _EngineLogHandler(logging.Handler):
-    """Passes records of the loggers of kvevents to a logger of the engine, whose handlers write them."""
+    """Passes log records of kvevents to a logger of the engine, whose handlers write the records."""
 
     def __init__(self, target: logging.Logger) -> None:
         super().__init__()
@@ -259,8 +259,8 @@ class _EngineLogHandler(logging.Handler):
 def show_in_engine_log(engine: str) -> None:
     """Write messages of the publisher, for example about a full queue, to the log of the engine.
 
-    vLLM configures only its own logger, so messages of other loggers would be lost, or written without a time. Does nothing if
-    the process has handlers for messages of kvevents already.
+    vLLM configures only its own logger, so messages of other loggers would be lost, or written without a time. Do nothing if
+    the process already has handlers for messages of kvevents.
     """
     logger, target = logging.getLogger("kvevents"), engine_logger(engine)
     if logger.hasHandlers():
@@ -271,5 +271,5 @@ def show_in_engine_log(engine: str) -> None:
 
 
 def engine_logger(engine: str) -> logging.Logger:
-    """Return a child of the engine's logger, so that the lines appear in its log."""
+    """Return a child of the engine's logger. Messages of this logger appear in the engine's log."""
     return logging.getLogger(f"{engine.lower()}.kvevents")

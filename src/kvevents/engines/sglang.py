@@ -2,17 +2,17 @@
 
 SGLang from 0.5.11 loads the entry points of the group `sglang.srt.plugins` in every process, and before it creates the
 scheduler. `register` adds the entry `kvevents` to `EventPublisherFactory` (`srt/disaggregation/kv_events.py`), and replaces
-`zmq` if `KVEVENTS_PUBLISHER` is set. The hook into the scheduler is installed when SGLang creates a publisher, so other
-processes have none.
+`zmq` if `KVEVENTS_PUBLISHER` is set. The hook into the scheduler is installed when SGLang creates a publisher, so processes
+without a publisher have no hook.
 
 The attestation. SGLang's radix trees have no table of hashes, and the tree of the newest releases is native code. So the digest
-is computed from the events in the order in which the tree queued them. It is sent only while the tree's own count of cached
-tokens on the GPU (evictable and protected) equals the tokens of the blocks in the digest. A store or removal that the tree did
-not announce, or announced twice, makes the two differ. Reading both takes constant time.
+is computed from the events in the order in which the tree queued them. The digest is sent only while the tree's own number of
+cached tokens on the GPU (evictable and protected) equals the number of tokens in the digest's blocks. If the tree did not
+announce a change, or announced it twice, the numbers differ. Reading both numbers takes constant time.
 
-Without keys, no fault stops SGLang's events. If creating the publisher fails, SGLang uses its own. If publishing fails later,
-SGLang's own publisher takes over. A fault in a hook ends the attestation. Each fault is logged once. The hook passes on all
-arguments. The page `guides/sglang.md` of the documentation lists the releases with which this module was run.
+Unless keys are configured, no fault stops SGLang's events. If creating the publisher fails, SGLang uses its own publisher. If
+publishing fails later, SGLang's publisher takes over. A fault in a hook ends the attestation. Each fault is logged once. The
+page `guides/sglang.md` of the documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvevents.wire.dialects import Dialect, dialect_for
 _ENGINE: Final = "SGLang"
 logger = engine_logger(_ENGINE)
 OWN_NAME: Final = "kvevents"
-"""The publisher's own name in `--kv-events-config`, where `zmq` selects it as well."""
+"""Name that selects the publisher of kvevents in `--kv-events-config`. `zmq` also selects it if the plugin is turned on."""
 _EVENTS_MODULE: Final = "sglang.srt.disaggregation.kv_events"
 _GPU_MEDIA: Final = (None, "GPU")
 _FIRST_RELEASE: Final = "0.5.10"
@@ -45,19 +45,19 @@ _EMITTERS: Final = (
     ("sglang.srt.managers.scheduler_components.kv_events_publisher", "SchedulerKvEventsPublisher", "publish_kv_events"),
     ("sglang.srt.observability.scheduler_metrics_mixin", "SchedulerMetricsMixin", "_publish_kv_events"),
 )
-"""Methods that take the events of `self.tree_cache` and publish them: in SGLang from 0.5.13, and in earlier releases."""
-_UNANNOUNCED: Final = (("swa", "sliding windows"), ("mamba", "states of Mamba layers"))
-"""Kinds of data that a prefix needs besides blocks of full attention, which alone have events up to 0.5.23. The first name of
-each completes the method `supports_...` of a tree."""
+"""Module, class and name of the method that publishes the events of `self.tree_cache`: from SGLang 0.5.13 on, and before."""
+_UNANNOUNCED_KINDS: Final = (("swa", "sliding windows"), ("mamba", "states of Mamba layers"))
+"""Kinds of data that a prefix needs besides blocks of full attention; releases up to 0.5.23 send no events about them. The
+first string of each completes the name of a tree's method `supports_...`; the second describes the kind."""
 _MAX_UNEQUAL_BATCHES: Final = 1000
 """Number of batches after which a lasting difference between the tree and its events is logged. A difference for a few batches
 is normal: the hierarchical cache counts the blocks that it loads before it announces them."""
 
 
 def register() -> None:
-    """Replace SGLang's publisher `zmq` if the settings ask for it, and add `kvevents`. Called by SGLang as a plugin.
+    """Replace SGLang's publisher `zmq` if the plugin is turned on, and add `kvevents`. SGLang calls this as a plugin.
 
-    Can be called repeatedly. Raises an exception only if SGLang would otherwise publish in clear although keys are configured.
+    Repeated calls do nothing. An exception is raised only if keys are configured and SGLang would publish unencrypted.
     """
     replace_publisher(_ENGINE, "attn_dp_rank", _EVENTS_MODULE, _create_publisher, os.environ, OWN_NAME)
 
@@ -89,10 +89,10 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
     def link(self, cache: Any) -> None:
         """Send the digest of `cache`, SGLang's `tree_cache`, in heartbeats; call it before the first batch of the cache.
 
-        A tree with sliding windows or states is not attested: a match needs those too, and SGLang announces neither.
+        A tree with sliding windows or Mamba states is not attested: a match needs them too, and SGLang does not announce them.
         """
         self.is_linked, self.expects_attestation = True, False
-        kinds = [name for kind, name in _UNANNOUNCED if _needs(getattr(cache, "inner", cache), kind)]
+        kinds = [name for kind, name in _UNANNOUNCED_KINDS if _match_needs_kind(getattr(cache, "inner", cache), kind)]
         if kinds:
             self.report_incomplete_events(
                 f"SGLang does not announce which {' and '.join(kinds)} its cache holds, so it may find less of a prompt"
@@ -101,7 +101,7 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
             self._cache_digest = _CacheDigest(cache, importlib.import_module(_EVENTS_MODULE))
 
     def publish(self, events: Any) -> None:
-        """Accept one batch, which has all events that the tree has queued."""
+        """Accept one batch, which contains all events that the tree has queued."""
         super().publish(events)
         digest = self._cache_digest
         if digest is None or self._is_attestation_stopped:
@@ -111,8 +111,8 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
                 self.record_cache(digest.digest, is_batch_pending=False)
 
 
-def _needs(tree: Any, kind: str) -> bool:
-    """Return whether the tree finds a prefix only as far as it has this kind of data."""
+def _match_needs_kind(tree: Any, kind: str) -> bool:
+    """Return whether the tree matches a prefix only as far as it has data of this kind."""
     components = {str(key): component for key, component in getattr(tree, "components", {}).items()}
     # A sliding window that only a draft model reads does not limit the prefix (SGLang from 0.5.23).
     is_decisive = getattr(components.get(kind), "gates_prefix_match", True)
@@ -157,7 +157,7 @@ class _CacheDigest:
         self.digest = 0
         self.blocks = 0
         """Number of blocks in the digest."""
-        self._count_tokens()  # raises if the cache has no such counts
+        self._count_tokens()  # raises if the cache does not count its tokens
 
     def add(self, events: list[Any]) -> bool:
         """Add the events of a batch. Return whether the tree holds as many tokens as the blocks in the digest.
@@ -201,7 +201,7 @@ class _CacheDigest:
 
 
 def _install_hooks() -> bool:
-    """Hook into SGLang's scheduler. Return whether its cache can be attested in this release."""
+    """Hook into SGLang's scheduler. Return whether the plugin can attest the cache of this release."""
     for module_name, owner_name, method_name in _EMITTERS:
         module = sys.modules.get(module_name)
         owner = getattr(module, owner_name, None)

@@ -2,11 +2,11 @@
 
 vLLM loads the entry points of the group `vllm.general_plugins` in every process, and in EngineCore before the scheduler is
 created. `register` replaces the entry `zmq` of `EventPublisherFactory`, since vLLM's configuration allows no other name. The
-hooks into the block pool are installed when vLLM creates a publisher, so other processes have none.
+hooks into the block pool are installed when vLLM creates a publisher, so processes without a publisher have no hooks.
 
-Without keys, no fault stops vLLM's events. If creating the publisher fails, vLLM uses its own. If publishing fails later,
-vLLM's own publisher takes over. A fault in a hook ends the attestation. Each fault is logged once. Hooks pass on all arguments,
-so new ones do no harm. The page `guides/vllm.md` of the documentation lists the releases with which this module was run.
+Unless keys are configured, no fault stops vLLM's events. If creating the publisher fails, vLLM uses its own publisher. If
+publishing fails later, vLLM's publisher takes over. A fault in a hook ends the attestation. Each fault is logged once. The page
+`guides/vllm.md` of the documentation lists the releases with which this module was run.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from kvevents.wire.dialects import Dialect, dialect_for
 _ENGINE: Final = "vLLM"
 logger = engine_logger(_ENGINE)
 _EVENTS_MODULE: Final = "vllm.distributed.kv_events"
-_ANNOUNCE_AGAIN: Final = "emit_cached_block_events"
+_REPEAT_METHOD_NAME: Final = "emit_cached_block_events"
 _GPU_MEDIA: Final = (None, "GPU")
 _FULL_KINDS: Final = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of KV cache groups that need all blocks of a prompt; None since releases before 0.26 state no kind."""
+"""Kinds of KV cache groups that need all blocks of a prompt. None is one because releases before 0.26 state no kind."""
 _KNOWN_OPTIONS: Final = frozenset({"endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
 
 
 def register() -> None:
-    """Replace vLLM's publisher `zmq` if the settings ask for it. vLLM calls this function as a plugin, also repeatedly.
+    """Replace vLLM's publisher `zmq` if the plugin is turned on. vLLM calls this function as a plugin, possibly repeatedly.
 
-    It raises an exception only if vLLM would otherwise publish in clear although keys are configured.
+    An exception is raised only if keys are configured and vLLM would publish unencrypted.
     """
     replace_publisher(_ENGINE, "data_parallel_rank", _EVENTS_MODULE, _create_publisher, os.environ)
 
@@ -69,14 +69,14 @@ class VllmEventPublisher(EnginePublisher):
         self.hand_over_to(fallback, settings.max_failures)
         self._options = options
         self.lora_paths: Final[dict[str, str]] = {}
-        """The path from which each LoRA was loaded last, by the LoRA's name."""
+        """Path from which a LoRA was last loaded, by the name of the LoRA."""
         base_options = {name: value for name, value in options.items() if name in _KNOWN_OPTIONS}
         for name in {"endpoint", "replay_endpoint"} & {name for name, value in base_options.items() if value is not None}:
             base_options[name] = compat.resolve_node_endpoint(base_options[name])
         super().__init__(data_parallel_rank, **base_options, dialect=_dialect_of_release(), **settings.publisher_options())
 
     def get_publisher_config(self) -> Any:
-        """Return vLLM's `KVEventsConfig` with the endpoints in force. Its publisher is `zmq`, the only name vLLM can decode."""
+        """Return vLLM's `KVEventsConfig` with the bound endpoints. Its publisher is `zmq`: vLLM can decode no other name."""
         config = super().get_publisher_config()
         endpoints = {"endpoint": config.endpoint, "replay_endpoint": config.replay_endpoint}
         config_class = importlib.import_module(_EVENTS_MODULE).KVEventsConfig
@@ -107,7 +107,7 @@ def _create_publisher(
 # --- hooks -------------------------------------------------------------------------------------------------------------------
 
 _new_publisher = threading.local()
-"""`publisher` is the newest publisher of a thread; the same thread then creates the KVCacheManager of the same scheduler."""
+"""`publisher` is the thread's newest publisher. The thread then creates the KVCacheManager of the same scheduler."""
 
 
 def _install_hooks() -> bool:
@@ -119,10 +119,10 @@ def _install_hooks() -> bool:
     core = sys.modules.get("vllm.v1.engine.core")  # EngineCore creates the scheduler
     if core is not None:
         hook(core.EngineCore, "add_lora", _publish_lora_change)
-    if hasattr(pool.BlockPool, _ANNOUNCE_AGAIN):
-        hook(pool.BlockPool, _ANNOUNCE_AGAIN, _without_announcements)
+    if hasattr(pool.BlockPool, _REPEAT_METHOD_NAME):
+        hook(pool.BlockPool, _REPEAT_METHOD_NAME, _suppress_announcements)
     elif "kv_cache_report_mode" in inspect.getsource(importlib.import_module("vllm.v1.request")):
-        # Requests can ask for announcements of blocks that are cached already (vLLM from 0.26).
+        # From vLLM 0.26 on, a request can ask that blocks are announced that were already cached.
         logger.warning("kvevents: no attestation: this release of vLLM announces cached blocks again in an unknown way")
         return False
     block_map = getattr(pool, "BlockHashToBlockMap", None)
@@ -142,8 +142,8 @@ def _has_groups() -> bool:
     return "group_idx" in importlib.import_module(_EVENTS_MODULE).BlockStored.__struct_fields__
 
 
-def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
-    """Suppress announcements of blocks that are cached already, and of positions of a sliding window that hold no block.
+def _suppress_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
+    """Suppress announcements of blocks that were already cached, and of positions in a sliding window that hold no block.
 
     Consumers would count them as further copies, which no event ever removes. Consumers that join late get full history.
     """
@@ -155,7 +155,7 @@ def _without_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_changes(original: Callable[..., Any], *, sign: int, has_groups: bool) -> Callable[..., Any]:
-    """Add the term of each inserted key to the digest; with `sign` -1, subtract the term of each popped key.
+    """Wrap a method so that it adds the term of its key to the digest or, if `sign` is -1, subtracts the term.
 
     A key is the block hash and four bytes of the KV cache group (`make_block_hash_with_group_id`).
     """
@@ -170,7 +170,7 @@ def _count_changes(original: Callable[..., Any], *, sign: int, has_groups: bool)
                 block_map.kvevents_digest = block_map.__dict__.get("kvevents_digest", 0) + change & ATTESTATION_MASK
             except Exception as error:  # noqa: BLE001 - the engine goes on
                 with suppress(Exception):
-                    block_map.kvevents_digest = error  # `_digest_of` reports it, and ends the attestation
+                    block_map.kvevents_digest = error  # `_digest_of` raises it, which ends the attestation
         return result
 
     return count
@@ -191,7 +191,7 @@ def _link_when_created(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _record_before_publish(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record the digest of the cache when the scheduler takes all events, which it then publishes."""
+    """Record the digest of the cache when the scheduler takes all events in order to publish them."""
 
     def take_events(manager: Any, *arguments: Any, **options: Any) -> Any:
         events = original(manager, *arguments, **options)
@@ -208,7 +208,7 @@ def _record_before_publish(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _digest_of(manager: Any) -> int:
-    """Return the sum of the digests of the pools on the GPU, of which hybrid models may have several."""
+    """Return the sum of the digests of all pools on the GPU. Hybrid models can have several pools."""
     pools = manager.__dict__.get("kvevents_pools")
     if pools is None:
         coordinator = getattr(manager, "coordinator", None)
@@ -224,8 +224,8 @@ def _digest_of(manager: Any) -> int:
     return total & ATTESTATION_MASK
 
 
-def _note_whether_emptied(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record whether a connector has emptied its cache: some connectors cannot, and none can while the cache is in use."""
+def _record_connector_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Record whether a connector has emptied its cache. Some connectors never can, and none can while the cache is in use."""
 
     def reset_cache(connector: Any, *arguments: Any, **options: Any) -> Any:
         result = original(connector, *arguments, **options)
@@ -236,7 +236,7 @@ def _note_whether_emptied(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take_connector_events(scheduler: Any) -> list[Any]:
-    """Return the events that a connector has not announced yet, without clears."""
+    """Take the events that wait in a connector, and return them except clears."""
     take_events = getattr(scheduler.connector, "take_events", None)
     return [] if take_events is None else [event for event in take_events() if type(event).__name__ != "AllBlocksCleared"]
 
@@ -244,8 +244,8 @@ def _take_connector_events(scheduler: Any) -> list[Any]:
 def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
     """Publish a reset of the cache at once. vLLM would publish it with the next step, which an idle engine does not take.
 
-    A reset that includes the connector also empties host memory, which vLLM's event does not say. Host memory is emptied even
-    if blocks of the GPU stay because running requests use them.
+    A reset that includes the connector also empties host memory, but vLLM's event does not say so. Host memory is emptied even
+    if blocks on the GPU stay because running requests use them.
     """
 
     def reset_prefix_cache(scheduler: Any, *arguments: Any, **options: Any) -> Any:
@@ -255,11 +255,11 @@ def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         connector = getattr(scheduler, "connector", None)
         with publisher.ending_attestation():
             if hasattr(connector, "reset_cache"):
-                hook(type(connector), "reset_cache", _note_whether_emptied)
+                hook(type(connector), "reset_cache", _record_connector_reset)
         result = original(scheduler, *arguments, **options)
         with publisher.ending_attestation():
             is_emptied = connector is not None and vars(connector).pop("kvevents_is_emptied", False)
-            # The connector's waiting events are published now. Later they would remove blocks that the next step stores.
+            # The connector's waiting events are published now. If they came later, they would remove blocks of the next step.
             _publish_pending(scheduler, publisher, _take_connector_events(scheduler) if is_emptied else [])
             if is_emptied:
                 publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared({"medium": "CPU"})]))
@@ -276,9 +276,9 @@ def _publish_pending(scheduler: Any, publisher: VllmEventPublisher, further: lis
 
 
 def _publish_lora_change(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Publish at once that a LoRA is now loaded from another path: no request finds the blocks of the former path any more.
+    """Publish at once that a LoRA is now loaded from another path. No request matches the blocks of the former path any more.
 
-    vLLM hashes the path but announces the name. Consumers conclude the change from one block that is stored under two hashes.
+    vLLM hashes the path but announces the name. Consumers infer the change from one block that is stored under two hashes.
     """
 
     def add_lora(core: Any, *arguments: Any, **options: Any) -> Any:
@@ -292,13 +292,13 @@ def _publish_lora_change(original: Callable[..., Any]) -> Callable[..., Any]:
                 publisher.lora_paths[lora.lora_name] = lora.lora_path
                 if former not in {None, lora.lora_path}:
                     _publish_pending(scheduler, publisher, [])
-                    publisher.publish(KVEventBatch(time.time(), _lora_change(scheduler.kv_cache_manager, lora)))
+                    publisher.publish(KVEventBatch(time.time(), _lora_change_events(scheduler.kv_cache_manager, lora)))
         return result
 
     return add_lora
 
 
-def _lora_change(manager: Any, lora: Any) -> list[KVEvent]:
+def _lora_change_events(manager: Any, lora: Any) -> list[KVEvent]:
     """Return stores of one block under two hashes, and their removal, in the first group that needs all blocks of a prompt."""
     kinds = getattr(manager, "kv_cache_event_metadata", None)
     for group in manager.coordinator.single_type_managers:
