@@ -1,4 +1,4 @@
-"""Convert recordings to tables of what happened to the blocks of prefix caches, as Parquet files, and query them with SQL.
+"""Convert recordings to tables that list the changes of prefix caches, as Parquet files, and query the tables with SQL.
 
 ::
 

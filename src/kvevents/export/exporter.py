@@ -30,7 +30,7 @@ from kvevents.recording.files import StrPath
 from kvevents.stream import Gap, RawBatch
 from kvevents.wire import decode_batch
 
-_I63: Final = 1 << 63
+_I64_END: Final = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class ExportSummary:
 
     folder: Path
     rows: dict[str, int]
-    """Rows by table."""
+    """Number of rows by name of the table."""
     bytes: int
-    """Size of all files together."""
+    """Total size of the files in bytes."""
     seconds: float
     counts: dict[str, int]
-    """Sums over all workers of the counters in `workers`, from `lost` on; `malformed` messages and `unplaced` replays."""
+    """Sum over all workers of each counter in `COUNTED`; number of `malformed` messages and of `unplaced` replayed batches."""
     reject_reasons: dict[str, int]
-    """Events that could not be decoded, by reason."""
+    """Number of events that could not be decoded, by reason."""
     truncated: list[str] = field(default_factory=list)
     """A message for each recording whose last line is incomplete."""
 
@@ -72,9 +72,9 @@ def export(
 ) -> ExportSummary:
     """Write recordings as one data set: the `TABLES`, as Parquet files in a folder. Creates the folder if its parent exists.
 
-    With `tokens` the table `events` contains the prompts' token ids, and must be protected like the prompts. The files get
-    their final names when all are complete; an export that fails leaves no file. Raises `UsageError` if tables exist and
-    `force` is not set, and `RecordingError` for a recording that cannot be read or a folder that cannot be written.
+    If `tokens` is true, the table `events` contains the prompts' token ids, and must be protected like the prompts. The files
+    get their final names when all files are complete; an export that fails leaves no files. Raises `UsageError` if tables exist
+    and `force` is not set, and `RecordingError` for a recording that cannot be read or a folder that cannot be written.
     """
     folder = Path(folder)
     if not recordings:
@@ -85,7 +85,7 @@ def export(
             writers[table.name] = TableWriter(folder, table, limits, tokens=tokens)
             stack.callback(writers[table.name].discard)
         work = _Export(folder, limits, progress, writers, tokens=tokens)
-        for path, name in zip(recordings, _names(recordings), strict=True):
+        for path, name in zip(recordings, _unique_names(recordings), strict=True):
             work.read(path, name)
         return work.finish()
 
@@ -102,12 +102,12 @@ class _Worker:
         self.batches = 0
         self.counts: Counter[str] = Counter()
         self.gap_before = 0
-        """Number of batches that were lost after the newest batch."""
+        """Number of batches that were lost since the newest counted batch."""
         self.first_at: float | None = None
         self.last_at: float | None = None
 
     def count_batch(self, incarnation: int, time: float | None) -> None:
-        """Count a batch with the time `time`."""
+        """Count a batch that has the timestamp `time`."""
         self.incarnations.add(incarnation)
         self.batches += 1
         self.gap_before = 0
@@ -115,7 +115,7 @@ class _Worker:
         self.first_at = self.last_at if self.first_at is None else self.first_at
 
     def row(self) -> Row:
-        """Return the row of `workers`. Call it after the last batch."""
+        """Return this worker's row of the table `workers`. Call this after the last batch."""
         stream = self.stream
         self.counts["duplicates"] = stream.duplicates
         self.counts.update(self.cache.counts)
@@ -125,11 +125,11 @@ class _Worker:
 
 
 COUNTED: Final = tuple(column.name for column in WORKERS.columns[7:-2])
-"""Names of the counters of a worker."""
+"""Names of the columns of `workers` that are counters."""
 
 
 class _Export:
-    """One export."""
+    """Reads recordings and writes the tables of one export."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class _Export:
             elif isinstance(delivery, RawBatch):
                 self._add_batch(worker, delivery)
                 self._progress(ExportProgress(name, self._batches.rows, self._events.rows))
-        self._end(list(workers.values()))
+        self._end_residencies(list(workers.values()))
         self._totals.update(malformed=streams.malformed, unplaced=streams.unplaced)
         if reader.truncation:
             self._truncations.append(reader.truncation)
@@ -205,7 +205,7 @@ class _Export:
         events, ts = decoding.batch.events, decoding.batch.ts or None
         time = t if ts is None else ts
         rank = decoding.batch.data_parallel_rank
-        if worker.stream.rank is None and rank is not None and -_I63 <= rank < _I63:
+        if worker.stream.rank is None and rank is not None and -_I64_END <= rank < _I64_END:
             worker.stream.rank = rank
         gap_before = worker.gap_before
         worker.count_batch(batch.incarnation, time)
@@ -228,16 +228,16 @@ class _Export:
             residencies -= worker.cache.drop_oldest()
         self._lifetimes.add(cache.take_ended())
 
-    def _end(self, workers: list[_Worker]) -> None:
-        """End the residencies: at the end of the recording if the worker was followed until then, or else at its last batch."""
+    def _end_residencies(self, workers: list[_Worker]) -> None:
+        """End the residencies of workers: at the recording's end if it was followed until then, or else at its last batch."""
         ends = [worker.last_at for worker in workers if worker.last_at is not None]
         for worker in workers:
             worker.cache.finish(max(ends) if ends and worker.stream.is_followed else None)
             self._lifetimes.add(worker.cache.take_ended())
 
 
-def _names(recordings: Sequence[StrPath]) -> list[str]:
-    """Return the names of files; equal names get a number from the second on."""
+def _unique_names(recordings: Sequence[StrPath]) -> list[str]:
+    """Return the file name of each recording. A name that has occurred before gets a number, for example `run.jsonl (2)`."""
     counts: Counter[str] = Counter()
     names: list[str] = []
     for path in recordings:

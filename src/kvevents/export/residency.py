@@ -1,4 +1,4 @@
-"""The cache of one worker, block by block, as events describe it, and the rows of `events` and `lifetimes` that follow."""
+"""The cache of one worker as events describe it, block by block, and the resulting rows of `events` and `lifetimes`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvevents.export.tables import Row
 from kvevents.index import StoredKeys, stored_keys, tier_of
 from kvevents.wire.encode import scope_of
 
-_I63: Final = 1 << 63
+_I64_END: Final = 1 << 63
 
 UNKEYED: Final = {
     "other-group": "in a group that skips blocks, such as a sliding window, and no resident block with a key has its hash",
@@ -23,21 +23,21 @@ UNKEYED: Final = {
     "parent-unknown": "its parent is not resident, according to the recording",
     "parent-unkeyed": "its parent has no key",
 }
-"""Reasons why a block has no key."""
+"""Reasons why a block has no key, with an explanation of each."""
 
 
 class ChainState(NamedTuple):
-    """The properties of a block from which those of its children follow."""
+    """Properties of a block that determine the same properties of its children."""
 
     key: int | None
     depth: int | None
-    """Number of blocks from the root; None if unknown."""
+    """Number of blocks from the root of the chain to this block, or None if unknown."""
     salt: int
-    """The part of the seed of local hashes that the salt contributes; 0 without a salt."""
+    """What the salt adds to the seed of local hashes; 0 if there is no salt."""
 
 
 class Placement(NamedTuple):
-    """The place of a copy of a block. Copies are counted for each placement."""
+    """Where a copy of a block is. Each placement has its own number of copies."""
 
     tier: str
     group: int | None
@@ -76,13 +76,13 @@ class _Block:
 
 
 class WorkerCache:
-    """Follows the blocks of a worker. Call `begin_batch` and `apply`, `finish` at the end, and `take_ended` after each call."""
+    """Follows the blocks of a worker. Call `begin_batch` and `apply` for each batch, and `finish` at the end."""
 
     def __init__(self, worker: int, salt_key: bytes, *, tokens: bool) -> None:
         self.counts: Final[Counter[str]] = Counter()
         """The counters `unkeyed`, `unknown_removals` and `dropped` of the table `workers`."""
         self.residencies = 0
-        """Current residencies."""
+        """Number of residencies that have not ended."""
         self._worker = worker
         self._salt_key = salt_key
         self._ended_rows: list[Row] = []
@@ -94,7 +94,7 @@ class WorkerCache:
         self._time: float | None = None
         self._blocks: dict[int, _Block] = {}
         self._grouped_placements: set[tuple[str, str | None]] = set()
-        """Tiers and localities of stores that named a group: a second store of a block on one of them is another copy."""
+        """Tiers and localities of stores that named a group. There, a second store of a block adds a copy."""
         self._apply: dict[type[KVEvent], Callable[[Any, BatchPosition, int], list[Row]]] = {
             BlockStored: self._store,
             BlockRemoved: self._remove,
@@ -107,7 +107,7 @@ class WorkerCache:
         return rows
 
     def begin_batch(self, batch: BatchPosition, gap: int) -> None:
-        """Begin a batch, before which `gap` batches were lost. A new incarnation ends all residencies."""
+        """Begin a batch. `gap` batches were lost directly before it. If it begins an incarnation, all residencies end."""
         if batch.incarnation != self._incarnation:
             self._end_all("restart", self._time)
             self._incarnation = batch.incarnation
@@ -115,7 +115,7 @@ class WorkerCache:
         self._time = batch.at
 
     def apply(self, event: KVEvent, batch: BatchPosition, position: int) -> list[Row]:
-        """Apply the event at a position of its batch, and return its rows of `events`."""
+        """Apply the event at `position` in its batch, and return the rows of `events` that describe the event."""
         return self._apply[type(event)](event, batch, position)
 
     def finish(self, time: float | None) -> None:
@@ -160,7 +160,7 @@ class WorkerCache:
         return rows or [self._row_without_block("stored", batch, position, (placement.tier, medium, *placement[1:]))]
 
     def _salt_digest(self, salt: int) -> str | None:
-        """Return a keyed digest; the key is not stored. Salts are often names, so that a plain digest could be guessed."""
+        """Return a digest with a secret key: salts are often names, which can be guessed from a digest without a key."""
         if not salt:
             return None
         return hashlib.blake2b(salt.to_bytes(8, "little"), key=self._salt_key, digest_size=8).hexdigest()
@@ -174,17 +174,17 @@ class WorkerCache:
     def _stored_block(
         self, event: BlockStored, index: int, parent: int | None, former: ChainState, keys: StoredKeys
     ) -> tuple[_Block, str | None]:
-        """Return the block at a position of a store, with its earlier residencies; and why it has no key, or None."""
+        """Return the block at `index` of a store, with its earlier residencies; and the reason if it has no key, else None."""
         known_block = self._blocks.get(event.block_hashes[index])
         key, keyless_reason = (keys.keys[index], None) if index < len(keys.keys) else (None, keys.unkeyed)
         if key is None and known_block is not None and known_block.chain.key is not None:
-            return known_block, None  # a copy on another tier or in another group: an equal hash is the same block
-        # Stores of these kinds can leave out blocks of the chain, and stores by key can have an unknown parent.
+            return known_block, None  # a copy on another tier or in another group: equal hashes identify the block
+        # Such stores can leave out blocks of the chain, and a store by key can have an unknown parent.
         is_chain = keys.unkeyed not in {"other-group", "no-tokens", "length-mismatch"} and event.block_keys is None
         depth = former.depth + index + 1 if is_chain and former.depth is not None else None
         if not is_chain:
             parent = event.parent_block_hash if index == 0 else None
-        tokens = event.block_size if 0 < event.block_size < _I63 else None
+        tokens = event.block_size if 0 < event.block_size < _I64_END else None
         block = _Block(ChainState(key, depth, former.salt), parent, tokens)
         if known_block is not None:
             block.residencies = known_block.residencies
@@ -201,7 +201,7 @@ class WorkerCache:
             existing.max_copies = max(existing.max_copies, existing.copies)
 
     def _token_ids(self, event: BlockStored, index: int) -> Row:
-        """Return the token ids of a block if they are exported; None instead if one exceeds 64 bits or is an item's digest.
+        """Return a row with a block's token ids if they are exported. The ids are None if one is too large or a digest.
 
         If the numbers of hashes and tokens do not match, the first block gets all tokens.
         """
@@ -213,7 +213,7 @@ class WorkerCache:
         elif index > 0:
             tokens = ()
         plain_ids = [token[0] if isinstance(token, tuple) else token for token in tokens]
-        numbers = [token for token in plain_ids if isinstance(token, int) and -_I63 <= token < _I63]
+        numbers = [token for token in plain_ids if isinstance(token, int) and -_I64_END <= token < _I64_END]
         return (numbers if len(numbers) == len(plain_ids) else None,)
 
     # --- removals and clears
@@ -240,7 +240,7 @@ class WorkerCache:
         return rows or [self._row_without_block("removed", batch, position, (placement.tier, event.medium, *placement[1:]))]
 
     def _clear(self, event: AllBlocksCleared, batch: BatchPosition, position: int) -> list[Row]:
-        """Clear everything, or only the tier or the group that the event names."""
+        """Clear all blocks, or only those on the tier and in the group that the event names."""
         fields = scope_of(event)
         tier = tier_of(fields["medium"]) if "medium" in fields else None
         group = fields.get("group_idx")
@@ -272,4 +272,4 @@ class WorkerCache:
 
 def _placement_of(event: BlockStored | BlockRemoved) -> Placement:
     group = event.group_idx or 0
-    return Placement(tier_of(event.medium), group if -_I63 <= group < _I63 else None, event.locality, event.ownership)
+    return Placement(tier_of(event.medium), group if -_I64_END <= group < _I64_END else None, event.locality, event.ownership)

@@ -24,12 +24,12 @@ _SETTINGS: Final[dict[str, str | bool | int | float | list[str]]] = {
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
 }
-"""Settings of DuckDB, which must not download extensions."""
+"""Settings of DuckDB that prevent DuckDB from downloading extensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A query. Its SQL can read the tables `workers`, `batches`, `events` and `lifetimes`."""
+    """A query whose SQL can read the tables `workers`, `batches`, `events` and `lifetimes`."""
 
     name: str
     sql: str
@@ -55,7 +55,7 @@ def queries() -> dict[str, Query]:
 
 
 def find_query(name: str) -> Query:
-    """Return a built-in query, or read the file `name` if it ends in `.sql`. Raises `ConfigError`."""
+    """Return the built-in query `name` or, if `name` ends in `.sql`, the query in the file `name`. Raises `ConfigError`."""
     if name.endswith(_SUFFIX):
         try:
             return Query(name, Path(name).read_text(encoding="utf-8"))
@@ -86,10 +86,10 @@ def run_query(folder: StrPath, query: Query) -> QueryResult:
             for table in TABLES:
                 database.read_parquet(escape(str(folder / table.file))).create_view(table.name)
         except duckdb.Error as error:
-            raise RecordingError(f"cannot read {folder}: {error}; export again with --force") from error
+            raise RecordingError(f"cannot read the export in {folder}: {error}; export again with --force") from error
         try:
             result = database.execute(query.sql)
-            description = getattr(result, "description", None) or ()  # SQL without a statement has no result
+            description = getattr(result, "description", None) or ()  # SQL that contains no statement has no result
             columns = tuple(column[0] for column in description)
             return QueryResult(columns, result.fetchall() if columns else [])
         except duckdb.Error as error:
@@ -103,12 +103,12 @@ class ExportLimits(Settings, frozen=True, kw_only=True):
     """Limits of an export. Raises `ConfigError`."""
 
     rows: Positive = 1 << 16
-    """Maximum number of rows in a row group; in Python they take about 50 MB until they are written."""
+    """Maximum number of rows in a row group. Such a row group takes about 50 MB in Python until it is written."""
     tokens: Positive = 1 << 20
-    """Number of exported token ids above which a row group is written early, since they make rows long."""
+    """Number of token ids in a row group above which the row group is written early, because token ids make rows long."""
     resident_blocks: Positive = 4_000_000
-    """Maximum number of residencies of one export, about 700 bytes each. Beyond it, the oldest blocks of the worker that stores
-    more are counted as `dropped`. The device memory of a fleet of 100 engines holds fewer blocks."""
+    """Maximum number of current residencies in one export, about 700 bytes each. Above it, the oldest blocks of the worker that
+    stores a block are counted as `dropped`. The device memory of a fleet of 100 engines holds fewer blocks."""
 
 
 DEFAULT_EXPORT_LIMITS: Final = ExportLimits()
@@ -121,11 +121,11 @@ class Column(NamedTuple):
     type: str
     meaning: str
     nullable: bool = False
-    """Whether values can be null."""
+    """Whether the column can contain null."""
 
 
 class Table(NamedTuple):
-    """A table, which is a file `NAME.parquet`."""
+    """A table, which is stored in the file `NAME.parquet`."""
 
     name: str
     meaning: str
@@ -133,11 +133,11 @@ class Table(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Name of its file."""
+        """Name of the table's file."""
         return f"{self.name}.parquet"
 
     def schema(self, *, tokens: bool = False) -> Any:
-        """Return its `pyarrow.Schema`. With `tokens`, `events` has a column of token ids."""
+        """Return the table's `pyarrow.Schema`. If `tokens` is true, the schema of `events` has a column of token ids."""
         fields = [pa.field(column.name, column.type, column.nullable) for column in self.columns]
         # The token ids of the block, the first of each pair under EAGLE.
         token_ids = [pa.field("token_ids", pa.list_(pa.int64()))] if tokens and self.name == "events" else []
@@ -266,7 +266,7 @@ class TableWriter:
             self._file = self.partial_path.open("wb")
             self._parquet = pq.ParquetWriter(self._file, self._schema, compression="zstd")
         except OSError as error:
-            raise _cannot_write(self.partial_path, error) from error
+            raise _write_error(self.partial_path, error) from error
 
     def add(self, rows: Sequence[Row], tokens: int = 0) -> None:
         """Add rows that contain `tokens` token ids. Raises `RecordingError` if they cannot be written."""
@@ -283,11 +283,11 @@ class TableWriter:
             self._parquet.close()
             self._file.close()
         except OSError as error:
-            raise _cannot_write(self.partial_path, error) from error
+            raise _write_error(self.partial_path, error) from error
 
     def discard(self) -> None:
-        """Remove the file, complete or not."""
-        with suppress(OSError):  # `add` or `close` has reported a full disk before
+        """Remove the temporary file, whether it is complete or not."""
+        with suppress(OSError):  # `add` or `close` has already reported the full disk
             self._parquet.close()
         with suppress(OSError):
             self._file.close()
@@ -302,8 +302,8 @@ class TableWriter:
             try:
                 self._parquet.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
             except OSError as error:
-                raise _cannot_write(self.partial_path, error) from error
+                raise _write_error(self.partial_path, error) from error
 
 
-def _cannot_write(path: Path, error: OSError) -> RecordingError:
+def _write_error(path: Path, error: OSError) -> RecordingError:
     return RecordingError(f"cannot write {path}: {error.strerror or error}; free some space, or choose another folder")
