@@ -19,22 +19,22 @@ class MultiModal(Struct, frozen=True):
     """
 
     id: str | int | bytes
-    """The hash as the engine sends it in `extra_keys`; in `mm_keys` (TensorRT-LLM) the `uuid`, or the `hash` of an item without
-    `uuid`. A number is Dynamo's `mm_hash`, of which the lowest 64 bits count, at any position of the item in a block. Text and
-    bytes count together with that position."""
+    """The hash that the engine sends in `extra_keys`; for `mm_keys` (TensorRT-LLM), the item's `uuid`, or its `hash` if it has
+    no `uuid`. A number is Dynamo's `mm_hash`; only its lowest 64 bits are used, and the item's position in a block is ignored.
+    Text and bytes are used together with that position."""
     start: int
-    """Position of its first token in the prompt."""
+    """Position of the item's first placeholder token in the prompt."""
     length: int
-    """Number of its placeholder tokens."""
+    """Number of the item's placeholder tokens."""
 
 
 class Namespace(Struct, frozen=True):
     """Separates equal tokens: blocks of different namespaces never match each other."""
 
     model: str | None = None
-    """Match only workers with this model (`PrefixIndex.set_model`), or workers without one if None. Not part of the keys."""
+    """Match only workers with this model (`PrefixIndex.set_model`), or without a model if None. Keys do not contain it."""
     lora: str | int | None = None
-    """Name of the LoRA adapter, or its number, a signed 64-bit integer, for engines that send no name (vLLM before 0.14)."""
+    """Name of the LoRA adapter; for engines that send no name (vLLM before 0.14), its number, a signed 64-bit integer."""
     salt: str | None = None
     """Cache salt of the request."""
     mm: Sequence[MultiModal] = ()
@@ -42,12 +42,12 @@ class Namespace(Struct, frozen=True):
 
 
 def block_keys(tokens: Any, block_size: int, namespace: Namespace | None = None, *, eagle: bool = False) -> list[int]:
-    """Return the rolling keys of the complete blocks of a prompt, unsigned 64-bit integers.
+    """Return the rolling keys of the complete blocks of a prompt as unsigned 64-bit integers.
 
     `key[0] = local[0]`, `key[i] = XXH3-64(key[i-1] LE || local[i] LE, seed 1337)`, `local` as in `local_hashes`: the scheme of
-    NVIDIA Dynamo (crate dynamo-kv-router 1.6.1) and of SMG, the SGLang gateway (crate kv-index 2.0.0). `tokens` as for
-    `PrefixIndex.match`. With `eagle` a block covers one token more than `block_size`, as in SGLang. `block_size` is from 1 to
-    2**32 - 1. Raises `TypeError`, `ValueError` or `OverflowError` for invalid arguments.
+    NVIDIA Dynamo (crate dynamo-kv-router 1.6.1) and of SMG, the SGLang gateway (crate kv-index 2.0.0). `PrefixIndex.match`
+    explains `tokens`. If `eagle` is true, a block covers `block_size` + 1 tokens, as in SGLang. `block_size` is at least 1 and
+    below 2**32. Raises `TypeError`, `ValueError` or `OverflowError` for invalid arguments.
     """
     return _native.hashes(tokens, block_size, namespace, eagle, True)
 
@@ -61,7 +61,7 @@ def extract_token_array(text: bytes, name: str) -> tuple[bytes, memoryview] | No
     """Extract the array of token ids `name` from a JSON object, without a Python object for each token.
 
     Returns the text with an empty array in place of the token ids, and the token ids as a buffer of unsigned 32-bit integers.
-    Returns None if the array is missing or contains anything else: then a JSON decoder must read the text.
+    Returns None if the array is missing or contains other values: a JSON decoder must then read the text.
     """
     parts = _native.lifted(text, name)
     return None if parts is None else (parts[0], memoryview(parts[1]).cast("I"))
@@ -71,9 +71,9 @@ class StoredKeys(NamedTuple):
     """The keys of the blocks of one store."""
 
     keys: list[int]
-    """Keys of the blocks before the first block that has no key."""
+    """Keys of the store's blocks, up to but without the first block that has no key."""
     salt: int | None
-    """The salt's part of the seed of local hashes: 0 for a root without salt, None if the parent's part applies."""
+    """What the salt adds to the seed of local hashes: 0 for a root without a salt, None if the parent's value applies."""
     unkeyed: str | None
     """Why the remaining blocks have no keys: `other-group`, `no-tokens`, `length-mismatch`, `bad-token` or `parent-unknown`."""
 
@@ -81,22 +81,22 @@ class StoredKeys(NamedTuple):
 def stored_keys(event: BlockStored, parent: tuple[int, int] | None = None) -> StoredKeys:
     """Return the keys of the blocks of a store, as an index computes them.
 
-    `parent` has the key of the first block's parent, and the salt's part of the seed (`StoredKeys.salt`). It is None if the
-    parent is unknown, or the first block has no parent. Raises `TypeError`, `ValueError` or `OverflowError` for an event whose
-    fields do not have the declared types.
+    `parent` is the key of the first block's parent, and what the salt adds to the seed (`StoredKeys.salt`). `parent` is None if
+    the parent is unknown, or the first block has no parent. Raises `TypeError`, `ValueError` or `OverflowError` for an event
+    whose fields do not have the declared types.
     """
     return StoredKeys(*_native.stored_keys(encode_events([event]), parent))
 
 
 def tier_of(medium: str | None) -> str:
-    """Return the tier of a medium, ignoring case: one of `kvevents.events.TIERS`, or the medium's name in upper case."""
+    """Return a medium's tier: one of `kvevents.events.TIERS`, or an unknown name in upper case. Case is ignored."""
     return _native.tier_of(medium or "")
 
 
 def local_hashes(tokens: Any, block_size: int, namespace: Namespace | None = None, *, eagle: bool = False) -> list[int]:
-    """Return a hash of each complete block of a prompt, independent of the other blocks: `XXH3-64(u32-LE tokens, seed)`.
+    """Return a hash of each complete block of a prompt, which depends on no other block: `XXH3-64(u32-LE tokens, seed)`.
 
     The seed is 1337, plus `XXH3-64(LoRA name)`, plus `XXH3-64(salt, seed 1)`, modulo 2**64. Hashes of multimodal items in a
-    block are appended to its tokens, sorted, as u64-LE. Arguments and errors as in `block_keys`.
+    block are appended to its tokens, sorted, as u64-LE. The arguments and errors are those of `block_keys`.
     """
     return _native.hashes(tokens, block_size, namespace, eagle, False)

@@ -23,28 +23,28 @@ from kvevents_native import _native
 
 
 class IndexLimits(Struct, frozen=True):
-    """Limits of an index besides its memory limit. `IndexStats` counts the data beyond them."""
+    """Limits of an index besides its memory limit. `IndexStats` counts the data that exceed these limits."""
 
     max_orphans: int = 65_536
     """Maximum number of orphans: blocks of one stream that wait for their parent or their tokens, each about 200 bytes."""
     max_orphan_bytes: int = 64 << 20
-    """Maximum bytes of orphans, since a block can have as many tokens as a payload; never above an eighth of a memory limit."""
+    """Maximum size of all orphans in bytes: one block can fill a payload. The limit is at most 1/8 of a memory limit."""
     max_places: int = 64
-    """Maximum number of placements (tier, locality, ownership, group) of one incarnation of a stream; an engine has a few."""
+    """Maximum number of placements (tier, locality, ownership, group) in one incarnation of a stream. An engine uses a few."""
     max_groups: int = 64
-    """Maximum number of KV cache groups of one incarnation of a stream; a hybrid model has a few."""
+    """Maximum number of KV cache groups in one incarnation of a stream. A hybrid model has a few."""
     max_block_sizes: int = 16
-    """Maximum number of block sizes of one incarnation of a stream: each needs another search per prompt. An engine has one."""
+    """Maximum number of block sizes in one incarnation of a stream. Each size costs a search per prompt. An engine has one."""
     max_records_per_key: int = 16
-    """Maximum number of records that lookups examine per block key. A stream has one for each hash of a block, usually few."""
+    """Maximum number of records that a lookup examines per block key. A stream has one record for each hash of the block."""
     max_blocks_per_hash: int = 1_024
     """Maximum number of blocks of one stream with the same hash. Engines that hash pages without their prefix have several."""
     max_ranks: int = 64
-    """Maximum number of ranks that the payloads of one stream may state; a relay of one node has a few."""
+    """Maximum number of different ranks in the payloads of one stream. A relay of one node sends a few ranks."""
     max_fences: int = 65_536
-    """Maximum number of removed workers whose late deliveries are still rejected; beyond it, the oldest are forgotten."""
+    """Maximum number of removed workers whose late deliveries are rejected; above it, the first removed are forgotten."""
     max_speculated: int = 1_000_000
-    """Maximum number of blocks of the overlay; beyond it, the oldest decisions expire early."""
+    """Maximum number of blocks in the overlay; above it, the oldest decisions end before they expire."""
 
     def __post_init__(self) -> None:
         for name, limit in asdict(self).items():
@@ -59,18 +59,18 @@ class ApplyResult(Struct, frozen=True):
     """The outcome of a delivery."""
 
     status: Literal["applied", "duplicate", "void"]
-    """`duplicate`: it was applied before. `void`: it belongs to an earlier incarnation, or to a removed worker."""
+    """`duplicate`: the delivery was applied before. `void`: its incarnation has ended, or its worker was removed."""
     report: BatchReport | None = None
-    """The argument for the subscriber's `report`, or None if there is nothing to report, as for most batches."""
+    """The argument for the subscriber's `report`, or None in the usual case that there is nothing to report."""
 
 
 class Block(Struct, frozen=True):
     """A block on one tier and in one group of one worker."""
 
     key: int
-    """Rolling key of its tokens; see `block_keys`."""
+    """Rolling key of the block's tokens; see `block_keys`."""
     hash: int
-    """The engine's own hash."""
+    """The hash by which the engine identifies the block."""
     tier: str
     """`gpu`, `cpu`, `disk`, or an unknown medium in upper case."""
     group: int
@@ -78,37 +78,37 @@ class Block(Struct, frozen=True):
     copies: int
     """Maximum number of copies: how many more times the engine has stored the block than removed it."""
     certain_copies: int
-    """Minimum number of copies; 0 if the block might be gone. An engine can announce a resident block again, so that a repeated
-    store adds no certain copy."""
+    """Minimum number of copies; 0 if the block might no longer be cached. An engine can announce a resident block again, so a
+    repeated store does not increase this number."""
 
 
 class Counters(Struct, frozen=True):
     """Counters of an index, for one worker or for all."""
 
     blocks: int
-    """Different blocks held; a block on several tiers counts once."""
+    """Number of different resident blocks; a block on several tiers counts once."""
     orphans: int
-    """Blocks that wait for their parent or their tokens."""
+    """Number of blocks that wait for their parent or their tokens."""
     copies: int
-    """Maximum number of copies beyond the first of each block on a tier."""
+    """Maximum number of further copies: the copies of each block on each tier, minus one for each."""
     uncertain: int
-    """Blocks that might be gone, once for each tier and group: they were announced several times and removed less often."""
+    """Number of blocks, per tier and group, that might be gone: they were stored several times and removed less often."""
     rejected: dict[tuple[str, str], int]
-    """Rejected stores, by kind of KV cache group (`none` if the engine sends none) and reason: `unknown-kind`,
+    """Number of rejected stores, by kind of KV cache group (`none` if the engine sends no kind) and reason: `unknown-kind`,
     `length-mismatch`, `bad-token`, `too-many-placements`, `too-many-alike`, `too-many-ranks`, `rank-of-another-stream`,
     `no-rank` (a stream of several ranks)."""
     unknown_removals: int
-    """Removals of blocks that were not held."""
+    """Number of removed blocks that the worker did not hold according to the index."""
     orphans_dropped: int
-    """Orphans dropped because of `IndexLimits.max_orphans` or `max_orphan_bytes`."""
+    """Number of orphans dropped because of `IndexLimits.max_orphans` or `max_orphan_bytes`."""
     evicted: int
-    """Blocks rejected because of the memory limit."""
+    """Number of blocks rejected because of the memory limit."""
     duplicates: int
-    """Batches delivered more than once."""
+    """Number of batches that were delivered again after they had been applied."""
     void: int
-    """Deliveries of earlier incarnations."""
+    """Number of deliveries that belong to earlier incarnations."""
     gaps: int
-    """Gaps reported by the subscriber."""
+    """Number of gaps that the subscriber reported."""
 
 
 class WorkerInfo(Counters, frozen=True):
@@ -117,19 +117,19 @@ class WorkerInfo(Counters, frozen=True):
     source: str
     rank: int
     carried_ranks: list[int]
-    """The other ranks of this source whose batches arrive in its stream; each of them is a worker too."""
+    """The other ranks of the source whose batches arrive in this worker's stream. Each of these ranks is a worker too."""
     model: str | None
     incarnation: int
     last_seq: int
-    """Sequence number of the newest batch; -1 before the first."""
+    """Sequence number of the newest batch; -1 before the first batch."""
     block_sizes: list[int]
-    """Tokens per block in the current incarnation; several if KV cache groups differ in them, or cache parts of blocks."""
+    """Block sizes in tokens in the current incarnation; several if KV cache groups differ in size or cache parts of blocks."""
     estimate: str | None
-    """Why matches of this worker can differ from those of its engine even if the index has all of its events: a key of
+    """Why matches of this worker can differ from those of the engine even if the index has all of the engine's events: a key of
     `ESTIMATES`. None if they cannot differ."""
     attested: bool | None
-    """Whether the worker's blocks were exactly those of its engine's own cache at the last attestation of the current
-    incarnation; None before the first. Only a publisher inside the engine sends attestations."""
+    """Whether the worker's blocks were exactly those of the engine's own cache at the last attestation in the current
+    incarnation, or None before the first attestation. Only a publisher inside the engine sends attestations."""
     tiers: dict[str, int]
     """Number of blocks by tier. A block counts on each tier that holds it, and once for each group of a hybrid model."""
 
@@ -139,28 +139,28 @@ class IndexStats(Counters, frozen=True):
 
     workers: int
     bytes: int
-    """Heap memory of the index."""
+    """Heap memory of the index in bytes."""
     unique_blocks: int
-    """Different blocks; a block that several workers hold counts once."""
+    """Number of different blocks; a block that several workers hold counts once."""
     wire_rejected: dict[str, int] = {}
-    """Events and fields of payloads that could not be decoded, by reason."""
+    """Number of events and fields in payloads that could not be decoded, by reason."""
     speculated: int = 0
     """Number of blocks in the overlay."""
     confirmed: int = 0
-    """Decisions of the overlay whose prompt was stored before they expired."""
+    """Number of decisions in the overlay whose prompt the worker stored before the decision expired."""
     expired: int = 0
-    """Decisions of the overlay that expired."""
+    """Number of decisions in the overlay that expired."""
     displaced: int = 0
-    """Decisions of the overlay that ended before they expired, since it had more than `max_speculated` blocks."""
+    """Number of decisions that ended before they expired, because the overlay had more than `max_speculated` blocks."""
 
 
 _T = TypeVar("_T")
 Worker: TypeAlias = tuple[str, int] | str
-"""Source and rank, or the source alone for rank 0."""
+"""A worker's source and rank, or only its source if the rank is 0."""
 
 MAX_PAYLOAD_EXPANSION: Final = 100
-"""Maximum number of bytes of memory for each byte of a payload, both while it is decoded and for its blocks, orphans and names
-afterwards. Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
+"""Maximum number of bytes of memory for each byte of a payload, both during decoding and, for its blocks, orphans and names,
+after it. Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
 
 ESTIMATES: Final = {
     "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, a limit was exceeded, or "
@@ -172,31 +172,31 @@ ESTIMATES: Final = {
     "unknown-hashing": "its KV cache groups need the engine's own hashes of a prompt, which no known scheme has reproduced",
     "several-block-sizes": "its blocks differ in size, and its events state no KV cache groups",
 }
-"""The meaning of each value of `WorkerInfo.estimate`."""
+"""Explanation of each value of `WorkerInfo.estimate`."""
 _LOOKUP_ESTIMATES: Final = frozenset({"unknown-kind", "unknown-hashing", "several-block-sizes"})
-"""Estimates that follow from the lookup rules of a model. Its events are complete and right, so its stream may be EXACT."""
+"""Estimates whose cause is the lookup rule of a model. The engine's events are complete, so the stream may be EXACT."""
 
 
 def describe_estimate(code: str, count: int) -> str:
-    """Return the sentence for an estimate; empty for an empty code."""
+    """Return the explanation of an estimate; an empty text if `code` is empty."""
     return f"its matches are estimates, since {ESTIMATES[code].format(count=count)}" if code else ""
 
 
-_APPLIED: Final = ApplyResult("applied")
-_CLEARED: Final = ApplyResult("applied", BatchReport(cleared=True))
-_NOTHING: Final = BatchReport()
-_DUPLICATE: Final = ApplyResult("duplicate")
-_VOID: Final = ApplyResult("void")
+_APPLIED_RESULT: Final = ApplyResult("applied")
+_CLEARED_RESULT: Final = ApplyResult("applied", BatchReport(cleared=True))
+_EMPTY_REPORT: Final = BatchReport()
+_DUPLICATE_RESULT: Final = ApplyResult("duplicate")
+_VOID_RESULT: Final = ApplyResult("void")
 _BLOCKS_PER_PAGE: Final = 1_000
-"""Number of blocks that are converted to Python objects before other threads can run; they take about 0.2 ms."""
+"""Number of blocks that are converted to Python objects before other threads can run. Converting them takes about 0.2 ms."""
 
 
 class PrefixIndex(_native.NativeIndex):
-    """Finds the prefix of a prompt that each worker holds, by tier, exactly as the streams announced it.
+    """Finds the prefix of a prompt that each worker holds, by tier, exactly as the streams announced the blocks.
 
     Thread-safe. Deliveries of one stream must be applied in the order in which a subscriber returns them. `memory_limit` is in
-    bytes. At the limit new blocks are rejected and counted as `evicted`, first those of workers with at least the average
-    number of blocks; existing blocks stay. Entries of the overlay expire by `clock`.
+    bytes. At the limit, new blocks are rejected and counted as `evicted`; existing blocks stay. The first new blocks to be
+    rejected are those of workers with at least the average number of blocks. Entries of the overlay expire by `clock`.
     """
 
     def __new__(
@@ -212,7 +212,7 @@ class PrefixIndex(_native.NativeIndex):
         wire = DEFAULT_WIRE_LIMITS
         sizes = (wire.max_payload_bytes, wire.max_events, wire.max_hashes, wire.max_fields)
         bounds = (*sizes, wire.max_free_form_bytes, wire.max_nesting)
-        results = (_APPLIED, _CLEARED, _DUPLICATE, _VOID)
+        results = (_APPLIED_RESULT, _CLEARED_RESULT, _DUPLICATE_RESULT, _VOID_RESULT)
         self = super().__new__(cls, bounds, memory_limit, asdict(limits), results)
         self._clock = clock
         self._wire_rejected = Counter()
@@ -228,12 +228,12 @@ class PrefixIndex(_native.NativeIndex):
     def apply(self, delivery: Batch | RawBatch | Reset | Gap) -> ApplyResult:
         """Apply a delivery of a subscriber.
 
-        If the payloads of one stream state several ranks, each rank becomes a worker of its own, named by that rank. A batch
-        with a rank concerns that rank alone; a clear, a gap or a reset without a rank concerns all of them.
+        If the payloads of one stream state several ranks, each rank becomes a separate worker. A batch with a rank concerns
+        only that rank; a clear, a gap or a reset without a rank concerns all ranks of the stream.
 
-        A gap removes nothing, but the stream is not exact any more: the lost batches might have had removals. A compacted gap
-        changes nothing: the snapshot after it contains all skipped batches. Content that a peer sent never raises. Raises
-        `UsageError` for events whose fields do not have the types that `kvevents.events` declares.
+        A gap removes no blocks, but the stream is not exact any more: the lost batches might have contained removals. A
+        compacted gap changes nothing: the snapshot after it replaces all skipped batches. No content from a peer raises an
+        exception. Raises `UsageError` for events whose fields do not have the types that `kvevents.events` declares.
 
         After a batch with a heartbeat, the digest and the attestation in it are compared with the stream in this index.
         """
@@ -244,7 +244,7 @@ class PrefixIndex(_native.NativeIndex):
             return self._apply_events(delivery)
         if isinstance(delivery, Gap):
             if delivery.compacted:
-                return _APPLIED
+                return _APPLIED_RESULT
             return self._gap(delivery.source, delivery.rank, delivery.incarnation, delivery.last)
         return self._reset(delivery.source, delivery.rank, delivery.incarnation)
 
@@ -265,9 +265,9 @@ class PrefixIndex(_native.NativeIndex):
     def apply_payloads(self, stream: Worker, incarnation: int, first: int, payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
         """Apply payloads as raw batches numbered from `first` on, without the interpreter lock.
 
-        Returns the outcome of each payload that was not applied or has a report, by the position of the payload.
+        Returns the outcomes of the payloads that were not applied or caused a report, by position in `payloads`.
         """
-        return self._apply_run(*_parts(stream), incarnation, first, payloads)
+        return self._apply_run(*_source_and_rank(stream), incarnation, first, payloads)
 
     def _apply_events(self, batch: Batch) -> ApplyResult:
         try:
@@ -297,7 +297,7 @@ class PrefixIndex(_native.NativeIndex):
         attestation_matches: bool | None,
         estimate: tuple[str, int] | None,
     ) -> ApplyResult:
-        """Return a result with its report. Native code calls this with the fields of `Rejected` and `Heartbeat` in their order.
+        """Return a result with a report. Native code passes the fields of `Rejected` and `Heartbeat` in declaration order.
 
         `estimate` is a new code with a count, or an empty code if answers are no longer estimates.
         """
@@ -317,7 +317,7 @@ class PrefixIndex(_native.NativeIndex):
         attestation_matches: bool | None,
         estimate: str | None,
     ) -> ApplyResult:
-        """Add a report. The heartbeat of a batch that is not applied is reported too, since it describes the sender."""
+        """Add a report. The heartbeat of a batch that was not applied is reported too, because it describes the sender."""
         if result.status != "applied":
             return result if heartbeat is None else ApplyResult(result.status, BatchReport(heartbeat=heartbeat))
         with self._count_lock:
@@ -325,12 +325,12 @@ class PrefixIndex(_native.NativeIndex):
                 self._wire_rejected[rejection.reason] += rejection.count
         is_cleared = result.report is not None and result.report.cleared
         report = BatchReport(rejections, is_cleared, heartbeat, agrees, attestation_matches, estimate)
-        return ApplyResult(result.status, None if report == _NOTHING else report)
+        return ApplyResult(result.status, None if report == _EMPTY_REPORT else report)
 
     # --- workers
 
     def set_model(self, source: str, model: str | None) -> None:
-        """Set the model of all present and future ranks of `source`. Prompts match them with `Namespace(model=...)` only."""
+        """Set the model of all present and future ranks of `source`. Only prompts with this `Namespace.model` match them."""
         self._label(source, model)
 
     def set_drafts(self, source: str, groups: Iterable[int] | None) -> None:
@@ -373,7 +373,7 @@ class PrefixIndex(_native.NativeIndex):
         return WorkerInfo(**_known(worker, self._worker))
 
     def stats(self) -> IndexStats:
-        """Return statistics. Reads one stream after the other, and waits for streams that are being written to."""
+        """Return statistics. Reads the streams one after the other, and waits while another thread writes to a stream."""
         totals, infos = self._totals(), self._workers()
         rejections: Counter[tuple[str, str]] = Counter(totals.pop("rejected"))
         sums: Counter[str] = Counter({name: totals.pop(name) for name in _TOTAL_COUNTERS})
@@ -384,56 +384,57 @@ class PrefixIndex(_native.NativeIndex):
         return IndexStats(**counts, rejected=dict(rejections), workers=len(infos), wire_rejected=dict(self._wire_rejected))
 
     def blocks(self, worker: Worker) -> Iterator[Block]:
-        """Return the blocks that a worker holds now, once for each tier and group, unordered. Raises `UnknownSourceError`."""
+        """Return a worker's blocks in any order. A block occurs once for each tier and group. Raises `UnknownSourceError`."""
         pages = _known(worker, self._blocks)
         return (Block(*block) for page in iter(lambda: pages.take(_BLOCKS_PER_PAGE), []) for block in page)
 
     def digest(self, stream: Worker) -> str:
-        """Return 32 hex digits, which are equal for streams with equal blocks, hashes, tiers, groups and copies.
+        """Return a digest of 32 hex digits. Streams with equal blocks, hashes, tiers, groups and copies have equal digests.
 
-        If a stream carries several ranks, the digest covers all of them. It does not depend on the order of events, on sequence
-        numbers or on orphans. Raises `UnknownSourceError`.
+        If a stream carries several ranks, the digest covers all of them. The digest does not depend on the order of events, on
+        sequence numbers or on orphans. Raises `UnknownSourceError`.
         """
         return f"{_known(stream, self._digest):032x}"
 
     # --- snapshots
 
     def snapshot(self, file: str | os.PathLike[str] | BinaryIO, workers: Iterable[tuple[str, int]] | None = None) -> None:
-        """Write everything except the overlay. A file at a path is replaced when all is written. Raises `SnapshotError`.
+        """Write all but the overlay. A file at a path is replaced when the new file is complete. Raises `SnapshotError`.
 
-        With `workers` (sources and ranks), only their streams with all carried ranks are written, and for these workers the
-        models of their sources and the records of their removal. Unknown workers are skipped.
+        If `workers` (sources and ranks) are given, only their streams with all carried ranks are written, and only the models
+        and the removal records of these workers. Unknown workers are skipped.
         """
         write_snapshot(self, file, None if workers is None else list(workers))
 
     def restore(self, file: str | os.PathLike[str] | BinaryIO) -> None:
-        """Replace the whole content with a snapshot. If it raises `SnapshotError`, it has changed nothing."""
+        """Replace the whole content with a snapshot. If the call raises `SnapshotError`, the index is unchanged."""
         read_snapshot(self, file)
 
     def merge(self, file: str | os.PathLike[str] | BinaryIO) -> list[tuple[str, int]]:
-        """Add the workers of a snapshot of an index. Returns them, sorted by source and rank, without carried ranks.
+        """Add the workers of a snapshot of an index.
 
-        Other threads can query and apply during the call. They find each added worker with all of its blocks or not at all. The
-        streams of added workers continue after the sequence numbers in the snapshot: apply none of their deliveries before the
-        call. Workers that were removed here are added too. Models are set for sources that have none here. Blocks above a
+        Returns the added workers, sorted by source and rank, without carried ranks. Other threads can query and apply during
+        the call. Other threads find each added worker either with all blocks or not at all. The streams of added workers
+        continue after the sequence numbers in the snapshot: apply none of their deliveries before the call. Workers that were
+        removed from this index are added too. A source that has no model here gets its model from the snapshot. Blocks above a
         memory limit are rejected (`evicted`).
 
-        If the call raises `SnapshotError`, it has added nothing. It does so, for example, if the index already has one of the
-        workers: remove that worker first.
+        If the call raises `SnapshotError`, it has added nothing. One cause of this error is a worker that the index already
+        has: remove that worker first.
         """
         return merge_snapshot(self, file)
 
     # --- the overlay
 
     def speculate(self, worker: Worker, tokens: Any, namespace: Namespace | None = None, ttl: float = 2.0) -> None:
-        """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, since the prompt was sent to it.
+        """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, because it was sent there.
 
-        The entry counts in `match(..., overlay=True)` only, and only if it is longer than the prefix that the worker holds. It
-        has at most the first 65,536 blocks of the prompt.
+        The entry counts in `match(..., overlay=True)` only, and only if it is longer than the prefix that the worker holds. An
+        entry has at most the first 65,536 blocks of the prompt.
         """
         if not ttl > 0:
             raise ConfigError(f"invalid ttl {ttl}: expected a number of seconds above 0")
-        self._speculate(*_parts(worker), tokens, namespace, self._now(), ttl)
+        self._speculate(*_source_and_rank(worker), tokens, namespace, self._now(), ttl)
 
     def _now(self) -> float:
         return self._clock()
@@ -447,12 +448,12 @@ _CURRENT_COUNTERS: Final = ("blocks", "orphans", "copies", "uncertain")
 _TOTAL_COUNTERS: Final = ("unknown_removals", "orphans_dropped", "evicted", "duplicates", "void", "gaps")
 
 
-def _parts(worker: Worker) -> tuple[str, int]:
+def _source_and_rank(worker: Worker) -> tuple[str, int]:
     return (worker, 0) if isinstance(worker, str) else worker
 
 
 def _known(worker: Worker, query: Callable[[str, int], _T | None]) -> _T:
-    source, rank = _parts(worker)
+    source, rank = _source_and_rank(worker)
     answer = query(source, rank)
     if answer is None:
         raise UnknownSourceError(f"the index has no worker {source!r} with rank {rank}; workers() lists all")

@@ -20,26 +20,26 @@ from kvevents_native._native import NativeIndex
 File: TypeAlias = str | os.PathLike[str] | BinaryIO
 Workers: TypeAlias = list[tuple[str, int]]
 
-_CANNOT_SYNC: Final = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP})
-"""Errors for a folder that the process cannot read, or that its file system cannot sync."""
+_NO_SYNC_ERRNOS: Final = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP})
+"""Error numbers for a folder that the process cannot read, or whose file system cannot sync folders."""
 _PIECE_BYTES: Final = 1 << 20
 """Number of bytes that are read from or written to a file object at once."""
-_NOT_RESTORED: Final = "the index was not changed: restore another file, or start without a snapshot"
-_NOT_MERGED: Final = "the index was not changed: check the file, or merge another one"
-_INCOMPLETE: Final = "its content is not a valid snapshot: write the snapshot again to another place"
-_NOT_WRITTEN: Final = "an existing file was not changed: free some space or choose another place, and write the snapshot again"
+_RESTORE_HINT: Final = "the index was not changed: restore another file, or start without a snapshot"
+_MERGE_HINT: Final = "the index was not changed: check the file, or merge another one"
+_RETRY_HINT: Final = "its content is not a valid snapshot: write the snapshot again to another place"
+_WRITE_HINT: Final = "an existing file was not changed: free some space or choose another place, and write the snapshot again"
 
 
 def write_snapshot(index: NativeIndex, file: File, workers: Workers | None) -> None:
     """See `PrefixIndex.snapshot`."""
     if isinstance(file, str | os.PathLike):
-        with _as_snapshot_error("write", os.fspath(file), _NOT_WRITTEN):
+        with _as_snapshot_error("write", os.fspath(file), _WRITE_HINT):
             _write(index, Path(os.path.realpath(file)), workers)
         return
-    # The index locks each stream while it writes the stream, so it must not wait for a slow file object.
-    with _as_snapshot_error("write", _name_of(file), _INCOMPLETE), TemporaryDirectory(prefix="kvevents-") as folder:
+    # The index locks each stream during its writing, so the index must not wait for a slow file object.
+    with _as_snapshot_error("write", _name_of(file), _RETRY_HINT), TemporaryDirectory(prefix="kvevents-") as folder:
         spool = Path(folder, "snapshot")
-        with _as_snapshot_error("write", f"{_name_of(file)} by way of {spool}", _NOT_WRITTEN):
+        with _as_snapshot_error("write", f"{_name_of(file)} by way of {spool}", _WRITE_HINT):
             index._snapshot(spool, workers)  # noqa: SLF001 - this module is part of the index
         with spool.open("rb") as spool_file:
             while piece := spool_file.read(_PIECE_BYTES):
@@ -48,13 +48,13 @@ def write_snapshot(index: NativeIndex, file: File, workers: Workers | None) -> N
 
 def read_snapshot(index: NativeIndex, file: File) -> None:
     """See `PrefixIndex.restore`."""
-    with _as_snapshot_error("read", _name_of(file), _NOT_RESTORED), _open_reader(file) as read_piece:
+    with _as_snapshot_error("read", _name_of(file), _RESTORE_HINT), _open_reader(file) as read_piece:
         index._restore(read_piece)  # noqa: SLF001 - as above
 
 
 def merge_snapshot(index: NativeIndex, file: File) -> Workers:
     """See `PrefixIndex.merge`."""
-    with _as_snapshot_error("merge", _name_of(file), _NOT_MERGED), _open_reader(file) as read_piece:
+    with _as_snapshot_error("merge", _name_of(file), _MERGE_HINT), _open_reader(file) as read_piece:
         return index._absorb(read_piece)  # noqa: SLF001 - as above
 
 
@@ -70,7 +70,7 @@ def _open_reader(file: File) -> Iterator[Callable[[int], bytes]]:
         if piece is None:
             raise BlockingIOError("the file object is in non-blocking mode")
         if isinstance(piece, str):
-            raise UsageError(f"{_name_of(file)} returns text: open it in binary mode")
+            raise UsageError(f"cannot read {_name_of(file)}: it returns text; open it in binary mode")
         return bytes(cast("bytes", piece))
 
     yield read
@@ -87,7 +87,7 @@ def _as_snapshot_error(verb: str, name: str, advice: str) -> Iterator[None]:
 
 
 def _write(index: NativeIndex, path: Path, workers: Workers | None) -> None:
-    """Write to a temporary file beside `path`, and rename it when all of it is on the disk."""
+    """Write to a temporary file beside `path`, and rename the file when its content is on the disk."""
     is_replacement = path.exists()
     if is_replacement and not path.is_file():
         raise ValueError("the path exists and is not a regular file")
@@ -105,7 +105,7 @@ def _write(index: NativeIndex, path: Path, workers: Workers | None) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the new name is on the disk, if the platform can sync this folder. Raises `SnapshotError`."""
+    """Wait until the folder's entries are on the disk, if the platform can sync this folder. Raises `SnapshotError`."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     try:
@@ -115,8 +115,8 @@ def sync_folder(folder: Path) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        if error.errno not in _CANNOT_SYNC:
-            hint = "the new file is there, and might be lost when the machine stops: check the disk"
+        if error.errno not in _NO_SYNC_ERRNOS:
+            hint = "the new file exists, but it might be lost if the machine stops: check the disk"
             raise SnapshotError(f"the folder {folder} cannot be synced: {reason_of(error)}; {hint}") from error
 
 
@@ -128,13 +128,13 @@ def _name_of(file: File) -> str:
 
 
 def _write_all(file: BinaryIO, piece: bytes) -> None:
-    """Write a whole piece. An unbuffered file can accept only a part of it, and returns the size of that part."""
+    """Write a whole piece. An unbuffered file can accept a part of the piece, and returns the size of that part."""
     remainder = memoryview(piece)
     while remainder:
         try:
             count = cast("int | None", file.write(remainder))
         except TypeError as error:
-            raise UsageError(f"{_name_of(file)} does not accept bytes: open it in binary mode") from error
+            raise UsageError(f"cannot write to {_name_of(file)}: it does not accept bytes; open it in binary mode") from error
         if count is None and isinstance(cast("object", file), io.RawIOBase):
             raise BlockingIOError("the file object is in non-blocking mode")
         remainder = remainder[len(remainder) if count is None else count :]
