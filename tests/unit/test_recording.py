@@ -72,7 +72,7 @@ def test_an_existing_recording_is_not_written_to(tmp_path: Path) -> None:
     """A second recorder of one file raises and leaves the file unchanged."""
     path = tmp_path / "run.jsonl"
     record(path, 0)
-    with pytest.raises(RecordingError, match="it exists"):
+    with pytest.raises(RecordingError, match="the file exists"):
         record(path, 1)
     assert list(read_recording(path)) == [frame(0)]
 
@@ -178,7 +178,7 @@ def test_a_file_that_is_not_a_recording_is_never_written_to(tmp_path: Path) -> N
     """A mistyped file name must not change another file."""
     path = tmp_path / "notes.txt"
     path.write_text("precious, without a newline")
-    with pytest.raises(RecordingError, match="it exists"):
+    with pytest.raises(RecordingError, match="the file exists"):
         RecordingWriter(path)
     assert path.read_text() == "precious, without a newline"
 

@@ -1,4 +1,4 @@
-"""The deliveries of one recording: assigns its frames to streams, and feeds each stream to `kvevents.stream.Stream`.
+"""Reads the deliveries of one recording: assigns frames to streams, and feeds the frames of each to `kvevents.stream.Stream`.
 
 In recordings of `kvevents record`, notes name the stream of each run, its restarts, and the gaps that a snapshot replaces. In
 other recordings each PUB endpoint of a run is a stream. Replies to replay requests belong to the only stream of their run.
@@ -19,14 +19,14 @@ from kvevents.wire import Live, Malformed, ReplayBatch, parse_live, parse_replay
 from kvevents.wire.decode import begins_with_clear
 
 MAX_WAITING_BATCHES: Final = 4096
-"""Maximum number of batches of one stream that wait for a missing one. Above it the missing batches count as lost."""
+"""Maximum number of batches in one stream that wait for a missing batch. Above it, the missing batches count as lost."""
 MAX_WAITING_BYTES: Final = 16 << 20
-"""Maximum size of the payloads of these batches."""
-_NOW: Final = math.inf
-"""The time of all frames, so that every timer of a stream is due when `tick` is called."""
+"""Maximum total size of the payloads of the waiting batches in one stream."""
+_RECEIVE_TIME: Final = math.inf
+"""The time at which all frames count as received. This time makes every timer of a stream due when `tick` is called."""
 _ENDPOINT: Final = "inproc://recording"
-_CONFIRMED: Final = BatchReport(digest_matches=True)
-"""The report of each live batch. It confirms earlier replies, which come from the same publisher since the run is the same."""
+_CONFIRMING_REPORT: Final = BatchReport(digest_matches=True)
+"""The report about each live batch. A report confirms earlier replies: within one run, replies come from the same publisher."""
 
 
 class RecordedStream:
@@ -34,24 +34,24 @@ class RecordedStream:
 
     def __init__(self, run: str, endpoint: str | None, *, waits: bool) -> None:
         self.run = self.source = run
-        """The run to which the newest frames belong, and the engine's name: that in a note, or else that of the first run."""
+        """The run of the newest frames, and the engine's name: the name in a note or, if none, the first run's name."""
         self.endpoint = endpoint
         self.rank: int | None = None
-        """The rank of the stream; None if only the batches themselves state it."""
+        """The rank of the stream, or None if no note states the rank."""
         self.is_followed = False
         """Whether the recorder followed the stream until the end of the recording, so that silence means no events."""
         self.compacted_gap: Any = None
         """First and last number of the newest gap that a snapshot replaces, from a note."""
         self.duplicates = 0
-        """Batches that were recorded again, or were replayed after they counted as lost."""
+        """Number of batches that were recorded again, or were replayed after they counted as lost."""
         self.recorded_at: float | None = None
         """Time at which the newest delivery was recorded, in seconds since the epoch."""
         self._stream = Stream(Source(_ENDPOINT, _ENDPOINT if waits else None))
-        self._stream.begin_connection(_NOW)
+        self._stream.begin_connection(_RECEIVE_TIME)
         self._last_live = -1
         self._newest: RawBatch | None = None
         self._pending: dict[int, tuple[bytes, float | None]] = {}
-        """Payloads and times of the batches that are not delivered yet."""
+        """Payload and time of each batch that was not delivered yet, by sequence number."""
         self._pending_bytes = 0
 
     def receive(self, batch: Live | ReplayBatch, frames: Sequence[bytes], t: float | None) -> Iterator[RawDelivery]:
@@ -71,10 +71,10 @@ class RecordedStream:
             self._pending_bytes += size
         if is_live:
             self._last_live = seq
-            stream.receive_live(frames, _NOW)
+            stream.receive_live(frames, _RECEIVE_TIME)
         elif is_new:
             self._begin_answer()
-            stream.receive_replay(frames, _NOW)
+            stream.receive_replay(frames, _RECEIVE_TIME)
         yield from self._take(t)
 
     def _begin_answer(self) -> None:
@@ -82,26 +82,26 @@ class RecordedStream:
         stream, newest = self._stream, self._newest
         if not stream.waiting:
             self._end_request()
-            stream.tick(_NOW)
-        request = stream.request_to_send(_NOW)
+            stream.tick(_RECEIVE_TIME)
+        request = stream.request_to_send(_RECEIVE_TIME)
         if request is not None and newest is not None and newest.seq >= request.start:
-            stream.receive_replay(replay_batch_frames(None, newest.seq, newest.payload), _NOW)
+            stream.receive_replay(replay_batch_frames(None, newest.seq, newest.payload), _RECEIVE_TIME)
 
     def _end_request(self) -> None:
         while self._stream.is_fetching:
-            self._stream.request_to_send(_NOW)
-            self._stream.tick(_NOW)
+            self._stream.request_to_send(_RECEIVE_TIME)
+            self._stream.tick(_RECEIVE_TIME)
 
     def begin_run(self, run: str) -> Iterator[RawDelivery]:
-        """Begin the run of another incarnation. Yield the deliveries of the batches that still wait."""
+        """Begin the next run, which is another incarnation. Yield the deliveries of the batches that were waiting."""
         yield from self.finish()
         self.run = run
         incarnation = self._stream.incarnation + (self._stream.last_seq >= 0)
         self._stream = Stream(self._stream.source, first_incarnation=incarnation)
-        self._stream.begin_connection(_NOW)
+        self._stream.begin_connection(_RECEIVE_TIME)
 
     def finish(self) -> Iterator[RawDelivery]:
-        """Give up missing batches. Return the deliveries that waited for them."""
+        """Count missing batches as lost. Return the deliveries that waited for these batches."""
         self._end_request()
         return self._take(None)
 
@@ -115,7 +115,7 @@ class RecordedStream:
                 self.duplicates -= 1
                 _, self.recorded_at = self._pending.pop(delivery.seq, (b"", t))
                 if not delivery.replayed:
-                    self._stream.report(delivery, _CONFIRMED)
+                    self._stream.report(delivery, _CONFIRMING_REPORT)
             yield replace(delivery, compacted=True) if is_compacted else delivery
         if not self._stream.waiting:
             self._pending.clear()
@@ -123,17 +123,17 @@ class RecordedStream:
 
 
 class RecordingDeliveries:
-    """Reads the frames of one recording. With `waits`, streams that no note names wait for missing batches."""
+    """Reads the frames of one recording. If `waits` is true, streams that no note names wait for missing batches."""
 
     def __init__(self, *, waits: bool) -> None:
         self.malformed = 0
-        """Messages that are neither batches nor replies."""
+        """Number of messages that are neither batches nor replies."""
         self.unplaced = 0
-        """Replayed batches of runs with several PUB endpoints, which cannot be assigned to one of them."""
+        """Number of replayed batches that cannot be assigned to a stream, because their runs have several PUB endpoints."""
         self._waits = waits
         self._runs: dict[str, dict[str | None, RecordedStream]] = {}
         self._streams_by_note: dict[tuple[str, int], RecordedStream] = {}
-        """Streams by the source and rank that notes give."""
+        """Streams by source and rank, as notes state them."""
 
     def read(self, frames: Iterable[RecordedFrame]) -> Iterator[tuple[RecordedStream, RawDelivery]]:
         """Yield the deliveries of all streams, in the order of the recording. Exceptions of `frames` are raised."""
@@ -152,7 +152,7 @@ class RecordingDeliveries:
         streams = self._runs.setdefault(frame.run, {})
         if isinstance(batch, Live):
             endpoint = frame.endpoint
-            if None in streams:  # replies came before the first live batch
+            if None in streams:  # the replies were recorded before the first live batch
                 streams[endpoint] = streams.pop(None)
                 streams[endpoint].endpoint = endpoint
         else:

@@ -1,11 +1,11 @@
 """The files of recordings: read and write them.
 
-A line is `{"socket", "run", "endpoint", "t", "frames"}`, with frames in base64. A `meta` line, a note such as the one that
-begins a run, has `meta` instead of `endpoint`, and no frames. A file whose name ends in `.gz` is compressed. `kvevents record`
-writes recordings; `kvevents play` and `kvevents.testing.TapePlayer` play them.
+A line is `{"socket", "run", "endpoint", "t", "frames"}`, with frames in base64. A note, for example about the beginning of a
+run, is a line with `meta` instead of `endpoint`, and without frames. A file whose name ends in `.gz` is compressed. `kvevents
+record` writes recordings; `kvevents play` and `kvevents.testing.TapePlayer` play them.
 
-A recorder that is killed leaves an incomplete line at the end. Readers yield all lines before that line and report it. Damage
-anywhere else is a `RecordingError` that names the file and the line.
+A recorder that is killed leaves an incomplete line at the end. Readers yield all lines before that line and report it. Any
+other damage raises a `RecordingError` that names the file and the line.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class RecordedFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """
 
     socket: Literal["pub", "replay", "replay-request", "meta"]
-    """`replay`: received by a DEALER socket. `replay-request`: sent by it. Neither has the identity frame of the ROUTER."""
+    """`replay`: a DEALER socket received it. `replay-request`: the DEALER sent it. Neither has an identity frame."""
     run: str
-    """Name of the engine run. Sequence numbers and hashes are comparable only within one run."""
+    """Name of the run of an engine. Sequence numbers and hashes can be compared only within one run."""
     endpoint: str | None = None
     t: float | None = None
-    """Time on the recorder's clock, in seconds since the epoch."""
+    """Time at which the frame was recorded, by the recorder's clock, in seconds since the epoch."""
     frames: tuple[bytes, ...]
     meta: dict[str, Any] | None = None
 
@@ -55,7 +55,7 @@ class LiveBatch(NamedTuple):
     seq: int
     payload: bytes
     t: float | None = None
-    """Time of the recording, in seconds since the epoch; None if unknown."""
+    """Time at which the batch was recorded, in seconds since the epoch, or None if unknown."""
 
 
 class RecordedEndpoint(NamedTuple):
@@ -68,14 +68,14 @@ class RecordedEndpoint(NamedTuple):
 _DECODER: Final = msgspec.json.Decoder(RecordedFrame)
 _ENCODER: Final = msgspec.json.Encoder()
 _LINE_START: Final = b'{"socket"'
-_INCOMPLETE: Final = "the last line is incomplete, as a killed recorder leaves it"
+_INCOMPLETE_MESSAGE: Final = "the last line is incomplete, as a killed recorder leaves it"
 
 
 class RecordingReader(Iterator[RecordedFrame]):
     """Yields the frames of one recording, in the order in which they were recorded."""
 
     def __init__(self, path: StrPath, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        # The generator owns the file, so that dropping an unfinished reader closes it. It must not refer to this object.
+        # The generator owns the file, so dropping an unfinished reader closes the file. It must not refer to the reader.
         self._truncations: list[str] = []
         self._frames = _read_frames(Path(path), self._truncations, max_line_bytes)
 
@@ -84,7 +84,7 @@ class RecordingReader(Iterator[RecordedFrame]):
 
     @property
     def truncation(self) -> str | None:
-        """A message if the end was reached and the last line was incomplete; None otherwise."""
+        """A message if the reader reached the end and the last line was incomplete; else None."""
         return next(iter(self._truncations), None)
 
 
@@ -98,7 +98,7 @@ def read_recording(path: StrPath, max_line_bytes: int = MAX_LINE_BYTES) -> Recor
 
 
 def live_batches(path: StrPath, run: str | None = None, endpoint: str | None = None) -> Iterator[LiveBatch]:
-    """Yield the batches of PUB sockets: of one run or all, and of one endpoint or all. Skip messages that are not batches.
+    """Yield the batches of PUB sockets, of one run or all runs, and of one endpoint or all endpoints. Skip other messages.
 
     Raise `RecordingError` as `read_recording` does.
     """
@@ -124,7 +124,7 @@ def _read_frames(path: Path, truncations: list[str], max_line_bytes: int) -> Ite
             while line := file.readline(max_line_bytes + 1):
                 number += 1
                 if len(line) > max_line_bytes:
-                    raise RecordingError(f"{path}, line {number}: longer than {max_line_bytes} bytes; is this a recording?")
+                    raise RecordingError(f"{path}, line {number}: longer than {max_line_bytes} bytes; expected a recording")
                 if not line.strip():
                     continue
                 try:
@@ -132,12 +132,12 @@ def _read_frames(path: Path, truncations: list[str], max_line_bytes: int) -> Ite
                 except (msgspec.DecodeError, ValueError) as error:
                     if line.endswith(b"\n") or not _LINE_START.startswith(line[: len(_LINE_START)]):
                         raise RecordingError(f"{path}, line {number}: not a frame of a recording: {error}") from error
-                    truncations.append(f"{path}, line {number}: {_INCOMPLETE}")
-    except EOFError:  # the end of a gzip member is missing
-        truncations.append(f"{path}, line {number + 1}: {_INCOMPLETE}")
+                    truncations.append(f"{path}, line {number}: {_INCOMPLETE_MESSAGE}")
+    except EOFError:  # the file ends within a gzip member
+        truncations.append(f"{path}, line {number + 1}: {_INCOMPLETE_MESSAGE}")
     except (OSError, zlib.error) as error:
         if isinstance(error, gzip.BadGzipFile) and _ends_with_one_byte_of_a_member(path):
-            truncations.append(f"{path}, line {number + 1}: {_INCOMPLETE}")
+            truncations.append(f"{path}, line {number + 1}: {_INCOMPLETE_MESSAGE}")
             return
         location = f"{path}, after line {number}" if number else str(path)
         raise RecordingError(f"cannot read {location}: {reason_of(error)}") from error
@@ -148,7 +148,7 @@ def _open(path: Path, mode: Literal["rb", "wb"]) -> BinaryIO:
 
 
 def _ends_with_one_byte_of_a_member(path: Path) -> bool:
-    """Return whether the file is complete gzip members followed by only the first byte of another one."""
+    """Return whether the file consists of complete gzip members and then only the first byte of another member."""
     member, start = zlib.decompressobj(wbits=31), b""
     with path.open("rb") as file:
         while data := file.read(1 << 16):
@@ -164,22 +164,22 @@ def _ends_with_one_byte_of_a_member(path: Path) -> bool:
 
 
 class RecordingWriter(Closeable):
-    """Writes frames to a new recording. It is a context manager.
+    """Writes frames to a new recording, as a context manager. The frames are in the file after `flush` or `close`.
 
-    Frames that were passed to `write` are in the file after `flush` or `close`. A full disk, or a file that exists and is not
-    empty, raises `RecordingError`. After a failed write every later one fails too, so that a recording has no undetected hole.
+    A full disk, or a file that exists and is not empty, raises `RecordingError`. After a failed write, every later write fails
+    too, so that a recording has no undetected hole.
     """
 
     def __init__(self, path: StrPath) -> None:
         self.path: Final = Path(path)
         self.written = 0
-        """Frames passed to `write`."""
+        """Number of frames that were passed to `write`."""
         self.flushed = 0
-        """Frames known to be in the file."""
+        """Number of frames that are known to be in the file."""
         self._failure: OSError | None = None
         try:
             if self.path.exists() and self.path.stat().st_size > 0:
-                raise RecordingError(f"cannot write {self.path}: it exists; name another file, or remove it")
+                raise RecordingError(f"cannot write {self.path}: the file exists; choose another name, or remove the file")
             self._file = _open(self.path, "wb")
         except OSError as error:
             raise RecordingError(f"cannot write {self.path}: {error.strerror}") from error
@@ -199,7 +199,7 @@ class RecordingWriter(Closeable):
         self.written += 1
 
     def flush(self) -> None:
-        """Pass everything written so far to the operating system. Raise `RecordingError` if that fails."""
+        """Pass all frames that were written to the operating system. Raise `RecordingError` if that fails."""
         if self._failure is not None or self._file.closed:
             return
         with self._note_failure():
@@ -207,14 +207,14 @@ class RecordingWriter(Closeable):
         self.flushed = self.written
 
     def close(self) -> None:
-        """Flush and close the file. Idempotent. Raise `RecordingError` if frames could not be written; the file is closed."""
+        """Flush and close the file. Idempotent. Raise `RecordingError`, after closing, if frames could not be written."""
         try:
             self.flush()
             if self._failure is None:
                 with self._note_failure():
                     self._file.close()
         finally:
-            with suppress(OSError):  # a failure has been raised already
+            with suppress(OSError):  # `write` or `flush` has already raised the failure
                 self._file.close()
 
     @contextmanager
