@@ -3,14 +3,14 @@
 The rules are those of vLLM 0.32 (`vllm/v1/core/kv_cache_manager.py`, `kv_cache_coordinator.py`,
 `single_type_kv_cache_manager.py`); `tests/system/vllm_oracle` drives vLLM and this cache with the same histories. Complete
 blocks get their contents when the step that computes them is scheduled. The last token of a prompt never counts as cached,
-since its logits must be computed. A sequence is admitted if all of it fits.
+since its logits must be computed. A sequence is admitted if its blocks fit into the cache.
 
 A hybrid model has a second group, whose sliding window needs only the blocks that it reaches from the next token. That group
-comes first, as in gpt-oss and Gemma 3. It keeps contents only where a later prompt can continue (vLLM 0.32's
-`prefix_cache_retention_interval` 0): at the end of the prompt, and where full attention found more than the window.
+comes first, as in gpt-oss and Gemma 3. The second group retains contents only where a later prompt can continue (vLLM 0.32's
+`prefix_cache_retention_interval` 0): at the end of the prompt, and where full attention found more than the window did.
 
-The model of host memory is simpler than that of any engine: every complete block is copied there when it is computed, the least
-recently used block is evicted, and a prompt finds each block on either tier.
+The model of host memory is simpler than that of any engine: every complete block is copied to host memory when it is computed,
+the least recently used block is evicted, and a prompt finds a block on either tier.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class EventStyle:
     host_medium: str
     """The engine's medium for host memory."""
     has_salt_field: bool
-    """Whether events have a field for the salt, instead of an extra key of the first block."""
+    """Whether events have a field for the salt. If not, the salt is an extra key of the first block."""
     counts_copies: bool
-    """Whether the removal of each copy of a block is announced, as in vLLM, and not only the removal of the last copy."""
+    """Whether the removal of each copy of a block is announced, as in vLLM. If not, only that of the last copy is announced."""
 
 
 EVENT_STYLES: Final = {
     "vllm": EventStyle(MEDIUM_CPU, has_salt_field=False, counts_copies=True),
     "sglang": EventStyle(MEDIUM_CPU_PINNED, has_salt_field=True, counts_copies=False),
 }
-"""Event styles by engine."""
+"""Event style of each engine, by the engine's name."""
 
 
 class CacheSize(Settings, frozen=True):
@@ -52,16 +52,16 @@ class CacheSize(Settings, frozen=True):
     blocks: Positive
     """Number of blocks on the GPU, shared by all groups."""
     block_size: Positive
-    """Tokens of a block."""
+    """Number of tokens in a block."""
     host_blocks: Annotated[int, Range()] = 0
-    """Blocks in host memory; 0 for none."""
+    """Number of blocks in host memory; 0 if host memory is not used."""
     window: Annotated[int, Range(2)] | None = None
-    """Tokens of the sliding window of a second group; None for full attention alone."""
+    """Number of tokens in the sliding window of a second group, or None if the only group has full attention."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if self.window is not None and self.host_blocks:
-            raise ConfigError("a sliding window and host memory together are not modelled; leave one out")
+            raise ConfigError("cannot model a sliding window and host memory together; leave out `window` or `host_blocks`")
 
 
 class CachedPrefix(NamedTuple):
@@ -69,15 +69,15 @@ class CachedPrefix(NamedTuple):
 
     tokens: int
     tables: tuple[list[int], ...]
-    """Blocks by group, as in `Sequence.tables`; `NULL` for blocks that must be loaded from the host."""
+    """For each group, its blocks as in `Sequence.tables`; `NULL` for a block that must be loaded from host memory."""
     loaded: int = 0
-    """Blocks that are loaded from the host."""
+    """Number of blocks that must be loaded from host memory."""
     boundary: int = 0
-    """Tokens that full attention holds, if the sliding window holds fewer."""
+    """Number of tokens that full attention found, if the sliding window found fewer; else 0."""
 
 
 class PrefixCache:
-    """The blocks of one engine. Changes are collected in order until `take_events`."""
+    """The blocks of one engine. Changes are collected in order until `take_events` returns their events."""
 
     def __init__(self, size: CacheSize, *, max_step_tokens: int = 8192, event_style: EventStyle = EVENT_STYLES["vllm"]) -> None:
         self.size: Final = size
@@ -93,15 +93,15 @@ class PrefixCache:
     def take_events(self) -> list[KVEvent]:
         """Return the events of all changes since the last call.
 
-        Events are created only here: those of a step have half a megabyte of token ids and hashes. If they were created
-        earlier, they would have left the CPU's caches by the end of the step.
+        Events are created only here. The events of a step contain half a megabyte of token ids and hashes. If they were created
+        earlier, the CPU's caches would not hold them any more at the end of the step.
         """
         events: list[KVEvent] = []
         for change in self._changes:
             if isinstance(change, tuple):
                 events.append(BlockRemoved([change[1]], MEDIUM_GPU, change[0]))
             else:
-                events.append(self._stored(change) if isinstance(change, _Filled) else change)
+                events.append(self._store_event(change) if isinstance(change, _FilledBlocks) else change)
         self._changes.clear()
         return events
 
@@ -113,7 +113,7 @@ class PrefixCache:
     # --- sequences
 
     def find(self, sequence: Sequence) -> CachedPrefix:
-        """Return the cached prefix of `sequence`, which holds no blocks. Changes nothing."""
+        """Return the cached prefix of `sequence`, which must not hold blocks. This changes nothing."""
         names = sequence.hashes[: (sequence.known - 1) // self.size.block_size]
         size, whole, host = self.size.block_size, self._full.whole, self._host
         blocks, loaded = [], 0
@@ -157,22 +157,22 @@ class PrefixCache:
     def extend(self, sequence: Sequence, tokens: int) -> bool:
         """Give an admitted sequence blocks for the next `tokens` tokens. Returns False if they do not fit."""
         if self._window is not None:
-            self._release_passed(sequence, self._window)
+            self._release_before_window(sequence, self._window)
         needed = -(-(sequence.computed + tokens) // self.size.block_size)
-        # All groups' tables are equally long.
+        # The tables of all groups have the same length.
         if (needed - len(sequence.tables[0])) * len(sequence.tables) > self.pool.free:
             return False
         self._extend(sequence, tokens)
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Take all blocks from a sequence. Their contents stay until the blocks are reused."""
+        """Release all blocks of a sequence. The contents of a block stay until it is reused."""
         for table in sequence.tables:
             self.pool.give_back(reversed(table))
         sequence.tables, sequence.placed, sequence.computed = (), [], 0
 
     def reset(self) -> bool:
-        """Remove everything. Returns False, and changes nothing, while a sequence holds blocks."""
+        """Remove all contents and return True. If a sequence holds blocks, change nothing and return False."""
         if not self.pool.forget():
             return False
         if self._host is not None:
@@ -187,7 +187,7 @@ class PrefixCache:
     # --- blocks
 
     def _count_needed(self, tokens: int, prefix: CachedPrefix, *, capped: bool = False) -> int:
-        """Return the number of blocks for `tokens` tokens besides those in `prefix`; if `capped`, only those a window uses."""
+        """Return the number of blocks for `tokens` tokens besides those in `prefix`; if `capped`, only a window's blocks."""
         needed = -(-tokens // self.size.block_size)
         return sum(
             max(0, (group.max_blocks(tokens) if capped else needed) - len(table))
@@ -218,16 +218,16 @@ class PrefixCache:
         names = sequence.hashes[start : start + len(blocks)]
         blocks = group.retained_blocks(sequence, start, blocks)
         self.pool.name(group.table, blocks, names)
-        self._changes.append(_Filled(sequence, group, start, blocks))
+        self._changes.append(_FilledBlocks(sequence, group, start, blocks))
         if self._host is not None:
             self._host.put(names)
 
-    def _stored(self, filled: _Filled) -> BlockStored:
+    def _store_event(self, filled: _FilledBlocks) -> BlockStored:
         sequence, group, start, blocks = filled.sequence, filled.group, filled.start, filled.blocks
         size, names = self.size.block_size, sequence.hashes[start : start + len(blocks)]
         keys = _extra_keys(sequence, start, len(blocks))
         if NULL in blocks:
-            # The tokens of blocks that the window does not keep are announced, but not their hashes.
+            # For blocks that the window does not retain, the tokens are announced, but not the hashes.
             keys = [key for key, block in zip(keys, blocks, strict=True) if block]
             names = [name for name, block in zip(names, blocks, strict=True) if block]
         return BlockStored(
@@ -246,7 +246,7 @@ class PrefixCache:
         )
 
     def _load(self, sequence: Sequence) -> None:
-        """Take blocks for contents that are loaded from the host, and announce consecutive blocks together."""
+        """Take blocks for contents that are loaded from host memory. Consecutive blocks are announced in one event."""
         table = sequence.tables[0]
         places = [place for place, block in enumerate(table) if block == NULL]
         for place, block in zip(places, self._take(len(places)), strict=True):
@@ -259,8 +259,8 @@ class PrefixCache:
                 start = place
             end = place + 1
 
-    def _release_passed(self, sequence: Sequence, group: _Group) -> None:
-        """Give back the blocks that the sliding window does not reach any more."""
+    def _release_before_window(self, sequence: Sequence, group: _Group) -> None:
+        """Release the blocks of a sequence that are before the sliding window."""
         table, gone = sequence.tables[group.place], []
         reached = max(0, sequence.computed - (group.window or 0) + 1) // self.size.block_size
         for place in range(reached - 1, -1, -1):
@@ -272,7 +272,7 @@ class PrefixCache:
 
 
 class _Group:
-    """One KV cache group: the lookup of its contents, and the blocks that its window needs."""
+    """One KV cache group: looks up its contents, and computes which blocks its sliding window needs."""
 
     def __init__(self, place: int, window: int | None, block_size: int, max_step_tokens: int) -> None:
         self.place: Final = place
@@ -284,12 +284,12 @@ class _Group:
         self._max_blocks: Final = None if window is None else -(-(window - 1 + max_step_tokens) // block_size) + 1
 
     def max_blocks(self, tokens: int) -> int:
-        """Return the largest number of blocks that a sequence of `tokens` tokens uses at a time."""
+        """Return the maximum number of blocks that a sequence of `tokens` tokens uses at the same time."""
         needed = -(-tokens // self._block_size)
         return needed if self._max_blocks is None else min(needed, self._max_blocks)
 
     def find(self, names: Items[int]) -> list[int]:
-        """Return the longest prefix of `names` whose last blocks within the window are cached, with `NULL` before them."""
+        """Return the longest prefix of `names` that ends with a window of cached blocks, with `NULL` before the window."""
         whole, run = self.table.whole, 0
         for place in range(len(names) - 1, -1, -1):
             run = run + 1 if names[place] in whole else 0
@@ -298,7 +298,7 @@ class _Group:
         return [whole[name] for name in names[:run]]
 
     def retained_blocks(self, sequence: Sequence, start: int, blocks: list[int]) -> list[int]:
-        """Return `blocks`, which begin at number `start`, with `NULL` for blocks after which no later prompt can continue."""
+        """Return `blocks`, numbered from `start`, with `NULL` in place of blocks after which no later prompt can continue."""
         if self.window is None:
             return blocks
         ends = [end // self._block_size for end in (sequence.prompt - 1, sequence.boundary)]
@@ -309,8 +309,8 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Filled:
-    """Blocks of a sequence that have got their contents, from block number `start` on."""
+class _FilledBlocks:
+    """Consecutive blocks of a sequence whose contents are complete. The first one is block number `start` of the sequence."""
 
     sequence: Sequence
     group: _Group
@@ -319,8 +319,8 @@ class _Filled:
     """`NULL` for blocks whose contents are not retained."""
 
 
-Change: TypeAlias = "_Filled | tuple[int, int] | KVEvent"
-"""A change that will become an event, or an event. A tuple is a block evicted from the GPU: place of its group, hash."""
+Change: TypeAlias = "_FilledBlocks | tuple[int, int] | KVEvent"
+"""A change that will become an event, or an event. A tuple is a block evicted from the GPU: index of its group, and hash."""
 
 
 class HostMemory:
@@ -339,13 +339,13 @@ class HostMemory:
         return name in self._held
 
     def touch(self, names: Items[int]) -> None:
-        """Record a use of these blocks, the first block last, so that the end of a prompt is evicted before its beginning."""
+        """Record a use of these blocks in reverse order, so that the end of a prompt is evicted before its beginning."""
         for name in reversed(names):
             if name in self._held:
                 self._held.move_to_end(name)
 
     def put(self, names: Items[int]) -> None:
-        """Copy these blocks, at most `size` of them."""
+        """Copy these blocks to host memory, and evict the least recently used blocks above its size."""
         self.touch(names)
         fresh = [name for name in names if name not in self._held][: self._size]
         gone = [self._held.popitem(last=False)[0] for _ in range(len(self._held) + len(fresh) - self._size)]

@@ -1,13 +1,13 @@
-"""The duration of an engine's step: a roofline of its arithmetic and its memory traffic, or figures of your own.
+"""The duration of an engine's step, from a roofline model of arithmetic and memory traffic, or from your own figures.
 
-A step computes the tokens of its prefill chunks and one token for each decoding sequence. Its arithmetic takes `2 x parameters`
-floating point operations for each token, and `4 x layers x attention width` for each pair of a token and an earlier token that
-it attends to (the usual count, as in "Scaling Laws for Neural Language Models", arXiv 2001.08361, 2.1). Its memory traffic is
-the weights once, and the cached keys and values that it reads. Arithmetic and traffic overlap, so the slower one determines the
-duration; a constant for the work of the host is added.
+A step computes the tokens of its prefill chunks and one token for each decoding sequence. The arithmetic of a step takes `2 x
+parameters` floating point operations for each token, and `4 x layers x attention width` for each pair of a token and an earlier
+token that it attends to (the usual count, as in "Scaling Laws for Neural Language Models", arXiv 2001.08361, 2.1). The memory
+traffic of a step is all weights once, and the cached keys and values that the step reads. Arithmetic and traffic overlap, so
+the slower of the two determines the duration. A constant for the work of the host is added.
 
-Real kernels reach a share of the data sheet's figures: `COMPUTE_SHARE` and `BANDWIDTH_SHARE`. These two are assumptions, not
-measurements; the guide to simulation says how to replace a preset by figures of your own.
+Real kernels reach a share of the data sheet's figures: `COMPUTE_SHARE` and `BANDWIDTH_SHARE`. The two shares are assumptions,
+not measurements. The guide to simulation says how to replace a preset by your own figures.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from kvevents.errors import ConfigError
 from kvevents.settings import Positive, Range, Settings
 
 COMPUTE_SHARE: Final = 0.5
-"""Share of the data sheet's dense BF16 rate that prefill reaches."""
+"""Fraction of the data sheet's dense BF16 rate that prefill reaches."""
 BANDWIDTH_SHARE: Final = 0.75
-"""Share of the data sheet's memory bandwidth that decoding reaches."""
+"""Fraction of the data sheet's memory bandwidth that decoding reaches."""
 STEP_SECONDS: Final = 0.004
 """Time that the scheduler, the sampler and kernel launches add to each step."""
 MEMORY_SHARE: Final = 0.9
 """vLLM's default `--gpu-memory-utilization`."""
 WORKSPACE_BYTES: Final = 3e9
-"""Memory of each GPU that activations and CUDA graphs take."""
+"""Memory in bytes that activations and CUDA graphs take on each GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """An accelerator according to its data sheet."""
+    """An accelerator as its data sheet describes it."""
 
     flops: float
     """Dense BF16 operations per second."""
     bandwidth: float
-    """Bytes per second from its memory."""
+    """Bandwidth of the accelerator's memory, in bytes per second."""
     memory: float
-    """Bytes of its memory."""
+    """Size of the accelerator's memory in bytes."""
     host_link: float
-    """Bytes per second from the host, in one direction."""
+    """Bandwidth from host memory to the accelerator, in bytes per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A dense decoder with grouped-query attention in BF16, according to its `config.json`."""
+    """A dense decoder with grouped-query attention in BF16, as its `config.json` describes it."""
 
     parameters: float
     layers: int
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of the keys and values of one token."""
+        """Size of the keys and values of one token in bytes."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_size
 
 
@@ -70,7 +70,7 @@ class CostModel(Settings, frozen=True, kw_only=True):
     """The duration of a step, and the size of an engine's cache.
 
     A step takes `step + max(token x tokens + pair x pairs, weights + context x tokens attended to)`. All coefficients are in
-    seconds and at least 0. Raises `ConfigError` for other values, and if no time would pass.
+    seconds and at least 0. Raises `ConfigError` for a negative value, and if every step would take no time.
     """
 
     step: Cost
@@ -86,14 +86,14 @@ class CostModel(Settings, frozen=True, kw_only=True):
     reload: Cost = 0.0
     """Seconds for each token that is loaded from host memory."""
     cache_tokens: Positive = 262_144
-    """Tokens that fit in the GPUs' cache."""
+    """Number of tokens that fit into the cache of all GPUs together."""
     source: str = "of your own"
-    """Source of these figures."""
+    """Source of the figures in this cost model."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if self.step + self.token <= 0:
-            raise ConfigError("a cost model needs seconds for a step or for a token; without them no time would pass")
+            raise ConfigError("`step` and `token` are 0, so no time would pass; set one of them to a number of seconds above 0")
 
     def seconds(self, prefilled: int, pairs: int, decoding: int, context: int) -> float:
         """Return the duration of a step in seconds.

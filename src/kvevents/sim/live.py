@@ -32,11 +32,11 @@ from kvevents.subscriber import StreamStatus, Subscriber
 from kvevents.testing import FaultProxy
 
 RECEIVE_SECONDS: Final = 0.02
-"""Seconds without a delivery after which waiting lookups and the trust of streams are checked."""
+"""Number of seconds without a delivery after which the follower checks waiting lookups and the trust in streams."""
 DELIVERIES_PER_CHECK: Final = 256
-"""Maximum number of deliveries that are applied between two checks."""
+"""Maximum number of deliveries that the follower applies between two such checks."""
 STOP_SECONDS: Final = 10.0
-"""Maximum time for the thread to end."""
+"""Maximum time for the follower's thread to end."""
 
 
 class AuditingFollower:
@@ -59,9 +59,9 @@ class AuditingFollower:
         self._thread: threading.Thread | None = None
 
     def follow(self, sources: Iterable[Source]) -> None:
-        """Start to follow; call it once. Raises `ConfigError` and `EndpointError` as a subscriber does."""
+        """Start to follow the engines. Call this once. Raises `ConfigError` and `EndpointError` as a subscriber does."""
         subscriber = self._subscriber = Subscriber(sources, decode=False, sink=self)
-        self._look(subscriber)
+        self._update_statuses(subscriber)
         self._thread = threading.Thread(target=self._run, args=(subscriber,), name="kvevents-follower", daemon=True)
         self._thread.start()
 
@@ -74,17 +74,17 @@ class AuditingFollower:
                 self._failure = ExternalError(f"the fleet's subscriber did not stop within {STOP_SECONDS:g} s")
 
     def exact(self, worker: Worker) -> bool:
-        """Return whether all batches before the last delivery were delivered. The audit calls it in the follower's thread.
+        """Return whether all batches before the last delivery were delivered. The audit calls this in the follower's thread.
 
-        Unlike an EXACT stream, the stream need not be up to date: a gap can be filled at the moment. It may be DEGRADED because
-        no live batch has verified its replay endpoint, since the fleet owns that endpoint.
+        Unlike an EXACT stream, the stream need not be up to date: replay may be filling a gap. The stream may also be DEGRADED
+        for the reason that no live batch has verified the replay endpoint, which the fleet owns.
         """
         return self._subscriber is not None and self._subscriber.status(*worker).degraded_reasons <= {
             DegradedReason.REPLAY_UNPROVEN
         }
 
     def check(self) -> None:
-        """Raise the exception that ended the thread early, if any."""
+        """Raise the exception that ended the follower's thread, if there was one."""
         if self._failure is not None:
             raise self._failure
 
@@ -94,13 +94,13 @@ class AuditingFollower:
         try:
             with subscriber:
                 while not self._stop.is_set():
-                    # One delivery at a time, since the audit of a delivery depends on whether the stream is exact.
+                    # `receive` is called for one delivery at a time: its audit depends on the stream's trust at this point.
                     timeout = RECEIVE_SECONDS
                     for _ in range(DELIVERIES_PER_CHECK):
                         if subscriber.receive(timeout) is None:
                             break
                         timeout = 0.0
-                    self._look(subscriber)
+                    self._update_statuses(subscriber)
         except BaseException as error:  # noqa: BLE001 - raised by `check` in the thread that runs the fleet
             self._failure = error
 
@@ -118,7 +118,7 @@ class AuditingFollower:
             incarnation = self._incarnations[worker, batch.incarnation] = self._incarnation_of(worker, batch.decode().ts)
         return incarnation
 
-    def _look(self, subscriber: Subscriber[RawBatch]) -> None:
+    def _update_statuses(self, subscriber: Subscriber[RawBatch]) -> None:
         self.statuses = subscriber.statuses()
         self.trust = {(status.source, status.rank): status.trust.name for status in self.statuses}
         for worker in self.trust:
@@ -126,7 +126,7 @@ class AuditingFollower:
 
 
 CONFIRM_SECONDS: Final = 0.5
-"""Time between two empty batches of an engine whose batches have not all arrived after the traffic has ended."""
+"""Time between two empty batches that an engine publishes after the traffic, if some of its batches have not arrived."""
 CHECK_SECONDS: Final = 0.1
 """Seconds between two checks of the stop request and of the consumer."""
 POLL_SECONDS: Final = 0.01
@@ -134,7 +134,7 @@ _STREAM_COUNTERS: Final = ("replayed", "gaps_repaired", "lost", "resets", "recon
 
 
 class LiveFleet:
-    """A running fleet; a context manager. Raises `EndpointError` for ports in use, `ConfigError` for invalid settings."""
+    """A running fleet; a context manager. Raises `EndpointError` for a port in use, `ConfigError` for invalid settings."""
 
     def __init__(
         self,
@@ -153,11 +153,11 @@ class LiveFleet:
         self.timers = timers = timers or LiveTimers()
         self.pace = pace
         self.behind = 0.0
-        """Maximum delay of the fleet behind real time, in seconds. A large value means that this machine is too slow."""
+        """Maximum number of seconds by which the fleet was late. A large value means that this machine is too slow."""
         self.injected: Counter[str] = Counter()
-        """Number of recurring faults that were injected, by kind."""
+        """Number of times that a recurring fault was injected, by kind of fault."""
         self.stalled: set[Worker] = set()
-        """Workers whose network is stalled."""
+        """Workers whose network currently delivers nothing because of a `stall` fault."""
         self.name: Final = name
         """Name of the policy."""
         self.requested = list(requested)
@@ -198,8 +198,8 @@ class LiveFleet:
     def run(self, requests: Iterable[Request], *, look: Callable[[LiveFleet], object] = lambda _: None) -> PolicyResult:
         """Send requests until all are answered or `stop` is called, and call `look` regularly.
 
-        Call this method once. Raises the exception that ended the consumer, and `ConfigError` for a request that the dialect
-        cannot express.
+        This method can be called once. Raises the exception that ended the consumer, and `ConfigError` for a request that the
+        dialect cannot express.
         """
         self.fleet.feed(requests)
         begin_faults(self)
@@ -245,8 +245,8 @@ class LiveFleet:
     def _wait_for_subscriber(self) -> None:
         """Wait until the subscriber follows all streams.
 
-        Batches that are published before a connection is up, or before history is replayed, arrive by replay: a run should not
-        begin with such batches.
+        Batches that are published before a connection is up, or before history is replayed, would arrive by replay. This would
+        distort the beginning of a run.
         """
         until = time.monotonic() + self.timers.connect
         while time.monotonic() < until:
@@ -258,7 +258,7 @@ class LiveFleet:
     def _settle(self) -> None:
         """End the network's faults, and wait until all published batches have arrived, or the timeout has passed.
 
-        A fault may have cut a connection and the subscriber not have noticed, so each engine behind proxies first publishes an
+        The subscriber might not have noticed that a fault cut a connection. So each engine behind proxies first publishes an
         empty batch. A stream whose last batches arrived by replay is not EXACT until its engine publishes another empty batch.
         """
         for worker, proxies in self.sockets.proxies.items():
@@ -269,7 +269,7 @@ class LiveFleet:
                 self.fleet.publish_empty(worker)
         now = time.monotonic()
         until, confirm_at = now + self.timers.settle, now + CONFIRM_SECONDS
-        while (waiting := self._not_settled()) and now < until and not self._stop.is_set():
+        while (waiting := self._unsettled_workers()) and now < until and not self._stop.is_set():
             self.follower.check()
             if now >= confirm_at:
                 confirm_at = now + CONFIRM_SECONDS
@@ -278,12 +278,12 @@ class LiveFleet:
             time.sleep(POLL_SECONDS)
             now = time.monotonic()
 
-    def _not_settled(self) -> list[Worker]:
-        """Return the running engines that have published, but of which batches are missing or not confirmed."""
+    def _unsettled_workers(self) -> list[Worker]:
+        """Return the running engines with published batches that the subscriber has not received or that are not confirmed."""
         waiting: list[Worker] = []
         for status in self.follower.statuses:
             simulated = self.fleet.workers[status.source, status.rank]
-            # The subscriber does not count incarnations without batches.
+            # The subscriber does not notice an incarnation without batches.
             has_arrived = status.last_seq + 1 == simulated.batches and status.counters.resets >= min(simulated.incarnation, 1)
             if simulated.is_up and simulated.batches and not (has_arrived and status.trust.name == "EXACT"):
                 waiting.append((status.source, status.rank))
@@ -300,19 +300,19 @@ class FaultKind:
     """A kind of fault."""
 
     example: str
-    """Example of an amount."""
+    """Example of a fault's amount, such as `1%` or `60s`."""
     effect: str
-    """Description of its effect with that amount, for `--help`."""
+    """Description of the fault's effect with the amount in `example`, for `--help`."""
     inject: Callable[[LiveFleet, Worker], bool] | None = None
-    """Injects the fault into one engine, each time the duration has passed. Returns False if it had nothing to do."""
+    """Injects the fault into one engine; called each time the duration has passed. Returns False if it changed nothing."""
     lasting: Callable[[FaultProxy, float, int], None] | None = None
-    """Applies a lasting fault to the live events of an engine from the beginning: amount and seed."""
+    """Applies a lasting fault to an engine's live events. The arguments are their proxy, the amount and a seed."""
     network: bool = True
-    """Whether it needs proxies in front of the engines."""
+    """Whether the fault needs proxies in front of the engines."""
 
     @property
     def share(self) -> bool:
-        """Whether its amount is a share (`1%`) instead of a duration (`60s`)."""
+        """Whether the fault's amount is a share (`1%`) instead of a duration (`60s`)."""
         return self.example.endswith("%")
 
 
@@ -326,10 +326,10 @@ class RequestedFault(NamedTuple):
 
 def parse_faults(text: str) -> list[RequestedFault]:
     """Parse faults such as `restart:60s,drop:1%`. Raises `ConfigError`, which lists the known faults."""
-    return [_fault(part.strip()) for part in text.split(",") if part.strip()]
+    return [_parse_fault(part.strip()) for part in text.split(",") if part.strip()]
 
 
-def _fault(text: str) -> RequestedFault:
+def _parse_fault(text: str) -> RequestedFault:
     name, _, amount = text.partition(":")
     kind = KINDS.get(name)
     if kind is None:
@@ -345,7 +345,7 @@ def _fault(text: str) -> RequestedFault:
 
 
 def begin_faults(fleet: LiveFleet) -> None:
-    """Inject the fleet's faults from now on, into engines that its seed selects."""
+    """Inject the fleet's faults from now on. The fleet's seed selects the engines."""
     for number, fault in enumerate(fleet.requested):
         kind = KINDS[fault.kind]
         if kind.lasting is not None:
@@ -353,7 +353,7 @@ def begin_faults(fleet: LiveFleet) -> None:
                 kind.lasting(live, fault.amount, fleet.settings.seed + place)
         elif kind.inject is not None:
             random = Random(f"{fleet.settings.seed}/{number}/{fault.kind}")  # noqa: S311 - a fault, not a secret
-            _plan(fleet, fault, kind.inject, _forever_shuffled(list(fleet.fleet.workers), random))
+            _plan(fleet, fault, kind.inject, _shuffle_forever(list(fleet.fleet.workers), random))
 
 
 def _plan(
@@ -367,7 +367,7 @@ def _plan(
     fleet.after(fault.amount, act)
 
 
-def _forever_shuffled(workers: list[Worker], random: Random) -> Iterator[Worker]:
+def _shuffle_forever(workers: list[Worker], random: Random) -> Iterator[Worker]:
     while True:
         random.shuffle(workers)
         yield from workers
@@ -423,4 +423,4 @@ KINDS: Final = {
         "60s", f"every 60 s the network of an engine drops everything for {LiveTimers().stall:g} s", inject=_stall
     ),
 }
-"""Kinds of faults by name."""
+"""Each kind of fault by name."""

@@ -20,11 +20,11 @@ from kvevents.testing import FaultProxy
 from kvevents.zeromq.sockets import destroy_context
 
 REBIND_SECONDS: Final = 5.0
-"""Maximum time that a restarted engine waits for its port. The socket of the last incarnation closes within milliseconds."""
+"""Maximum time for which a restarted engine waits for its port. The previous socket closes within milliseconds."""
 BUFFER_STEPS: Final = 10_000
 """Number of batches in the replay buffer of each engine: the default of real engines."""
 KILL_SECONDS: Final = 0.05
-"""Time for a publisher to pass queued batches to ZeroMQ when its engine is killed. ZeroMQ does not send all of them."""
+"""Time for a publisher to pass queued batches to ZeroMQ when its engine is killed. ZeroMQ does not send all these batches."""
 SHUTDOWN_SECONDS: Final = 2.0
 """Time for a publisher to send its last batches when a run ends."""
 
@@ -38,16 +38,16 @@ class WorkerEndpoints(NamedTuple):
 
     @property
     def source(self) -> Source:
-        """The source for a subscriber."""
+        """The worker's `Source`, for a subscriber."""
         return Source(self.endpoint, self.replay_endpoint, name=self.worker[0], rank=self.worker[1])
 
 
 class Sockets:
-    """Publishers of all workers; a context manager.
+    """The publishers of all workers, as a context manager.
 
-    With `base_port`, worker number `n` publishes at port `base_port + 2n` and answers replay requests at the next port. Without
-    it the operating system chooses ports. With `proxied`, proxies listen at these ports, and publishers at other ones. Raises
-    `EndpointError` for a port in use, and `ConfigError` if a port would exceed 65535.
+    With `base_port`, worker number `n` publishes at port `base_port + 2n` and answers replay requests at the next port. If it
+    is None, the operating system chooses ports. If `proxied`, proxies listen at these ports, and publishers at other ports.
+    Raises `EndpointError` for a port in use, and `ConfigError` if a port would exceed 65535.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Sockets:
                 f"invalid base port {base_port}: {len(settings.workers)} workers would need port {last}; choose a lower one"
             )
         self.proxies: Final[dict[Worker, tuple[FaultProxy, FaultProxy]]] = {}
-        """Proxies of each worker, for live events and for replay."""
+        """The two proxies of each worker: one for live events and one for replay."""
         self.addresses: Final[dict[Worker, WorkerEndpoints]] = {}
         self._settings: Final = settings
         self._host: Final = host
@@ -76,7 +76,7 @@ class Sockets:
     # --- event sink
 
     def open(self, worker: Worker) -> None:
-        """Bind a worker's sockets, after a restart to the same endpoints as before."""
+        """Bind a worker's sockets. After a restart, the endpoints are the same as before."""
         first = worker not in self._bound
         publisher = self._publishers[worker] = self._publisher(worker)
         # The publisher has a replay endpoint, because one was requested.
@@ -95,7 +95,7 @@ class Sockets:
         self._publishers[worker].publish(batch)
 
     def close(self, worker: Worker) -> None:
-        """End an incarnation of a worker as if it were killed: batches that were not sent are lost."""
+        """End an incarnation as if the worker's process were killed: batches that were not sent are lost."""
         self._publishers.pop(worker).shutdown(KILL_SECONDS)
 
     # --- information for the consumer
@@ -105,7 +105,7 @@ class Sockets:
         return bisect_right(self._born[worker], ts) - 1
 
     def subscribers(self) -> int:
-        """Return the number of subscribers of the worker that has the fewest."""
+        """Return the smallest number of subscribers that any worker has."""
         return min(publisher.stats().subscribers for publisher in self._publishers.values())
 
     # --- the end

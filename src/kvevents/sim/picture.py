@@ -1,4 +1,4 @@
-"""Draws a comparison of policies with matplotlib: the picture shows figures that `report_text` has as text."""
+"""Draws a comparison of policies with matplotlib. The picture shows figures that `report_text` reports as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FORMATS: Final = (".svg", ".png", ".pdf")
 
 
 def check_picture(path: Path) -> None:
-    """Raise `MissingDependencyError` without matplotlib, `ConfigError` if the file has another suffix or cannot be created."""
+    """Raise `MissingDependencyError` if matplotlib is missing, `ConfigError` if the suffix or the folder is wrong."""
     try:
         import matplotlib as mpl  # noqa: F401, PLC0415 - belongs to an extra
     except ImportError as error:
@@ -23,13 +23,13 @@ def check_picture(path: Path) -> None:
     if path.suffix not in FORMATS:
         raise ConfigError(f"cannot write {path}: expected a name that ends in {', '.join(FORMATS)}")
     if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"cannot write {path}: expected a file in a directory that exists")
+        raise ConfigError(f"cannot write {path}: expected a file in an existing folder")
 
 
 def write_picture(path: Path, comparison: Comparison) -> None:
-    """Draw TTFT p90 and hit rate: a row for each policy, a dot for each seed, orange if the policy needs events.
+    """Draw TTFT p90 and hit rate. A policy has a row with a dot for each seed; dots are orange if it needs events.
 
-    Equal comparisons give equal SVG files. Raises `ConfigError` if the file cannot be written.
+    Equal comparisons produce identical SVG files. Raises `ConfigError` if the file cannot be written.
     """
     from matplotlib import style  # noqa: PLC0415 - imported late, since it belongs to an extra
     from matplotlib.figure import Figure  # noqa: PLC0415 - as above

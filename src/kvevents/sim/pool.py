@@ -1,10 +1,10 @@
 """The blocks of one GPU's KV cache: their use, their contents, and the order of eviction.
 
-The rules are those of vLLM 0.32 (`vllm/v1/core/block_pool.py`). An unused block waits in the free queue with its contents. They
-can be found by hash until the block is taken from the front of the queue and reused. The blocks that a sequence gives back join
-the end of the queue, the sequence's last block first, so that the tail of a sequence is evicted before its beginning. Blocks
-without contents, such as incomplete ones, join the front (in earlier releases the end). Two blocks can have the same contents
-if they were computed at the same time; lookups find the older one.
+The rules are those of vLLM 0.32 (`vllm/v1/core/block_pool.py`). An unused block waits in the free queue with its contents.
+Lookups find these contents by hash until the block is taken from the front of the queue and reused. The blocks that a sequence
+gives back join the end of the queue, the sequence's last block first, so that the tail of a sequence is evicted before its
+beginning. Blocks without contents, such as incomplete blocks, join the front of the queue (before vLLM 0.32, the end). Two
+blocks can have the same contents if they were computed at the same time; lookups find the older one.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ NULL: Final = 0
 
 @dataclass(slots=True, eq=False)
 class BlockTable:
-    """The blocks of one KV cache group by hash."""
+    """The blocks of one KV cache group that have contents, by hash."""
 
     place: int
     whole: dict[int, int] = field(default_factory=dict)
     """The oldest block for each hash."""
     duplicates: dict[int, list[int]] = field(default_factory=dict)
-    """Further blocks with the same contents, from old to new."""
+    """Further blocks with the same hash, from the oldest to the newest."""
 
     def drop(self, name: int, block: int) -> None:
-        """Remove `block` from the blocks with hash `name`."""
+        """Remove `block` from the table. `name` is the hash of its contents."""
         duplicates = self.duplicates.get(name)
         if duplicates is None:
             del self.whole[name]
@@ -52,7 +52,7 @@ class Pool:
         self._names: Final[list[int]] = [0] * (size + 1)
         self._tables: Final[list[BlockTable | None]] = [None] * (size + 1)
         self._queue: Final[OrderedDict[int, None]] = OrderedDict.fromkeys(range(1, size + 1))
-        """Free blocks, in the order in which they will be taken."""
+        """Free blocks, in the order in which `take` will return them."""
 
     @property
     def free(self) -> int:
@@ -60,12 +60,12 @@ class Pool:
         return len(self._queue)
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """Return how many of these blocks are in the free queue."""
+        """Return how many of these blocks no sequence uses."""
         uses = self.uses
         return sum(not uses[block] for block in blocks if block)
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """Record that one more sequence uses these blocks, each of which is in use or has contents."""
+        """Record that one more sequence uses these blocks. Each block must be in use or have contents."""
         uses, queue = self.uses, self._queue
         for block in blocks:
             if block:
@@ -74,7 +74,7 @@ class Pool:
                 uses[block] += 1
 
     def take(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Take `count` blocks from the front of the free queue. Return them and the evicted contents (table, hash)."""
+        """Take `count` blocks from the front of the free queue. Return them and the evicted contents (group, hash)."""
         uses, tables, names = self.uses, self._tables, self._names
         taken = [self._queue.popitem(last=False)[0] for _ in range(count)]
         gone = []
@@ -88,7 +88,7 @@ class Pool:
         return taken, gone
 
     def name(self, table: BlockTable, blocks: Sequence[int], names: Sequence[int]) -> None:
-        """Record that these blocks hold the contents with these hashes."""
+        """Record the hash of the contents of each block. `names` are the hashes."""
         tables, whole, block_names = self._tables, table.whole, self._names
         for block, name in zip(blocks, names, strict=True):
             if block:
@@ -98,7 +98,7 @@ class Pool:
                     table.duplicates.setdefault(name, []).append(block)
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Record that one sequence no longer uses these blocks. The first one is evicted first."""
+        """Record that one sequence no longer uses these blocks. The first block in `blocks` is evicted first."""
         uses, tables = self.uses, self._tables
         full, empty = list[int](), list[int]()
         for block in blocks:
@@ -112,7 +112,7 @@ class Pool:
             self._queue.move_to_end(block, last=False)
 
     def forget(self) -> bool:
-        """Remove all contents, and return True. If a block is in use, return False, as vLLM does."""
+        """Remove all contents, and return True. If any block is in use, change nothing and return False, as vLLM does."""
         if self.free < self.size:
             return False
         for block in range(1, self.size + 1):

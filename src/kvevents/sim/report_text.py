@@ -15,15 +15,15 @@ from kvevents.sim.routers import POLICIES, needs_events
 from kvevents.sim.settings import FleetSettings
 
 MIN_RATIO: Final = 1.05
-"""Ratio of two TTFTs below which they count as equally good."""
+"""Ratio of two TTFTs below which the two count as equally good."""
 MIN_HIT_GAIN: Final = 0.01
 """Difference of two hit rates below which a shorter TTFT is not attributed to caches."""
 _T_QUANTILES: Final = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-"""Student's t for 95 % and 1, 2, ... degrees of freedom; the last value is also used for more degrees."""
+"""Student's t for 95 % and 1, 2, ... degrees of freedom. The last value is also used for more degrees of freedom."""
 
 
 class Interval(NamedTuple):
-    """A mean over seeds with its 95 % confidence interval, which has no width for a single seed."""
+    """A mean over seeds, and its 95 % confidence interval. For a single seed, the interval has no width."""
 
     mean: float
     low: float
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Interval:
-        """Return the mean of `values`, which must not be empty, and its interval."""
+        """Return the mean of `values`, which must not be empty, and the confidence interval of the mean."""
         count, mean = len(values), sum(values) / len(values)
         if count == 1:
             return cls(mean, mean, mean)
@@ -48,11 +48,11 @@ def span(seconds: float) -> str:
 
 
 Runs: TypeAlias = Mapping[str, Sequence[PolicyResult]]
-"""Results by policy, one for each seed."""
+"""Results by policy. A policy has one result for each seed."""
 
 
 def runs_by_policy(results: Sequence[PolicyResult]) -> dict[str, list[PolicyResult]]:
-    """Return the results by policy, in their order."""
+    """Return the results by policy. Policies and results keep their order."""
     runs: dict[str, list[PolicyResult]] = {}
     for result in results:
         runs.setdefault(result.policy, []).append(result)
@@ -65,13 +65,13 @@ def mean_hit_rate(runs: Sequence[PolicyResult]) -> float:
 
 
 def p90_of(run: PolicyResult) -> float:
-    """Return the TTFT p90 of a run with answers."""
+    """Return the TTFT p90 of a run in which at least one request was answered."""
     assert run.ttft is not None  # noqa: S101 - it has answers
     return run.ttft.p90
 
 
 def p90_ratio(rival: Sequence[PolicyResult], subject: Sequence[PolicyResult]) -> Interval:
-    """Return the TTFT p90 of one policy relative to that of another with the same seeds: the geometric mean of the ratios."""
+    """Return the geometric mean over the seeds of `rival`'s TTFT p90 divided by `subject`'s TTFT p90, with its interval."""
     logs = Interval.of([math.log(p90_of(one) / p90_of(other)) for one, other in zip(rival, subject, strict=True)])
     return Interval(*map(math.exp, logs))
 
@@ -92,19 +92,19 @@ def summary(comparison: Comparison) -> str:
 
 
 class Judgement(NamedTuple):
-    """Whether events pay: compares the policy that needs events with those that need none."""
+    """The result of comparing the policy that needs events (`subject`) with the policies that need none."""
 
     finding: str
-    """`pay`, `nothing`, `balance` (the policy is faster, but finds no more in caches) or `undecided`."""
+    """`pay`, `nothing`, `balance` (the subject is faster, but does not find more tokens in caches) or `undecided`."""
     subject: str
     rival: str
-    """The simplest policy without events that is as fast as the subject, or else the fastest policy without events."""
+    """The simplest policy without events that is as fast as the subject; if none is, the fastest one without events."""
     ratio: Interval
-    """TTFT p90 of the rival relative to that of the subject."""
+    """TTFT p90 of the rival divided by TTFT p90 of the subject."""
 
 
 def judge(runs: Runs) -> Judgement | None:
-    """Return whether events pay; None without a policy that needs them, or without one that needs none."""
+    """Return whether events pay, or None if no policy that needs events was run, or no policy without events."""
     subject = next((name for name in runs if name in POLICIES and needs_events(name)), None)
     rivals = [name for name in POLICIES if name in runs and not needs_events(name)]
     if subject is None or not rivals:
@@ -170,7 +170,7 @@ ReportSettings: TypeAlias = Mapping[str, str | int | float | bool | None]
 
 
 def report_settings(fleet: FleetSettings, **more: str | float | bool | None) -> dict[str, str | int | float | bool | None]:
-    """Return the settings of a fleet, with the real number of blocks, the source of the costs, and `more`."""
+    """Return the settings of a fleet with the actual number of blocks and the source of the costs, followed by `more`."""
     return msgspec.structs.asdict(fleet) | {"blocks": fleet.size.blocks, "cost_source": fleet.costs.source} | more
 
 
@@ -206,7 +206,7 @@ def _source(settings: ReportSettings) -> str:
 
 
 class Cell(NamedTuple):
-    """One value of the table as text."""
+    """One cell of the table: its text, and whether its value is the best of the column."""
 
     text: str
     best: bool = False
@@ -220,15 +220,15 @@ class ReportColumn:
     value: Callable[[PolicyResult], float | None]
     to_text: Callable[[float], str]
     best: Literal["least", "most"] | None = None
-    """Which value is the best; None for counts, for which the table has the sum over the seeds and not the mean."""
+    """Which value is the best. None for a count: the table then has the sum over the seeds instead of the mean."""
 
 
 def _ttft(value: Callable[[Distribution], float]) -> Callable[[PolicyResult], float | None]:
     return lambda result: None if result.ttft is None else value(result.ttft)
 
 
-def _if_looked_up(value: Callable[[PolicyResult], float]) -> Callable[[PolicyResult], float | None]:
-    """Return the value; None if no prompt was looked up, since rates are undefined then."""
+def _none_without_lookups(value: Callable[[PolicyResult], float]) -> Callable[[PolicyResult], float | None]:
+    """Return a function that returns the value, or None if no prompt was looked up, because rates are undefined then."""
     return lambda result: value(result) if result.prompt_tokens else None
 
 
@@ -236,9 +236,9 @@ COLUMNS: Final = (
     ReportColumn("TTFT p50", _ttft(lambda ttft: ttft.p50), "{:,.3f}".format, "least"),
     ReportColumn("p90", _ttft(lambda ttft: ttft.p90), "{:,.3f}".format, "least"),
     ReportColumn("p99", _ttft(lambda ttft: ttft.p99), "{:,.3f}".format, "least"),
-    ReportColumn("hit rate", _if_looked_up(lambda result: result.hit_rate), "{:.1%}".format, "most"),
-    ReportColumn("tokens/s", _if_looked_up(lambda result: result.output_tokens_per_second), "{:,.1f}".format, "most"),
-    ReportColumn("imbalance", _if_looked_up(lambda result: result.imbalance), "{:.2f}".format, "least"),
+    ReportColumn("hit rate", _none_without_lookups(lambda result: result.hit_rate), "{:.1%}".format, "most"),
+    ReportColumn("tokens/s", _none_without_lookups(lambda result: result.output_tokens_per_second), "{:,.1f}".format, "most"),
+    ReportColumn("imbalance", _none_without_lookups(lambda result: result.imbalance), "{:.2f}".format, "least"),
     ReportColumn("preemptions", lambda result: result.preemptions, "{:,.0f}".format, "least"),
     ReportColumn("checked", lambda result: result.checked, "{:,.0f}".format),
     ReportColumn("disagreements", lambda result: result.disagreements, "{:,.0f}".format),
@@ -246,21 +246,21 @@ COLUMNS: Final = (
 
 
 def cells(comparison: Comparison) -> list[list[Cell]]:
-    """Return a list for each policy, with a cell for each of `COLUMNS`. Values with equal text are equally good."""
+    """Return, for each policy, a list with one cell for each of `COLUMNS`. Values with equal text are equally good."""
     runs = list(runs_by_policy(comparison.policies).values())
-    columns = [_column(column, runs) for column in COLUMNS]
+    columns = [_column_cells(column, runs) for column in COLUMNS]
     return [list(line) for line in zip(*columns, strict=True)] if runs else []
 
 
 def rows(comparison: Comparison) -> list[list[Cell]]:
-    """Return the table as text: a line of titles and one for each policy, with its name first; the best figures have a mark."""
-    titles = [Cell("policy"), *(_mark(Cell(column.title), column) for column in COLUMNS)]
+    """Return the rows of the table as text: the titles, then one row for each policy. The best figures have a mark."""
+    titles = [Cell("policy"), *(_mark_best(Cell(column.title), column) for column in COLUMNS)]
     lines = zip(runs_by_policy(comparison.policies), cells(comparison), strict=True)
-    return [titles, *([Cell(policy), *map(_mark, line, COLUMNS)] for policy, line in lines)]
+    return [titles, *([Cell(policy), *map(_mark_best, line, COLUMNS)] for policy, line in lines)]
 
 
-def _column(column: ReportColumn, runs: Sequence[Sequence[PolicyResult]]) -> list[Cell]:
-    values = [_over_seeds(column, [column.value(run) for run in of_policy]) for of_policy in runs]
+def _column_cells(column: ReportColumn, runs: Sequence[Sequence[PolicyResult]]) -> list[Cell]:
+    values = [_aggregate_seeds(column, [column.value(run) for run in of_policy]) for of_policy in runs]
     texts = ["-" if value is None else column.to_text(value) for value in values]
     known = [value for value in values if value is not None]
     if column.best is None or len(set(texts)) < 2 or not known:
@@ -269,12 +269,12 @@ def _column(column: ReportColumn, runs: Sequence[Sequence[PolicyResult]]) -> lis
     return [Cell(text, text == best) for text in texts]
 
 
-def _over_seeds(column: ReportColumn, values: Sequence[float | None]) -> float | None:
+def _aggregate_seeds(column: ReportColumn, values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
     return sum(known) if column.best is None else sum(known) / len(known)
 
 
-def _mark(cell: Cell, column: ReportColumn) -> Cell:
+def _mark_best(cell: Cell, column: ReportColumn) -> Cell:
     return Cell(cell.text + ("*" if cell.best else "" if column.best is None else " "), cell.best)

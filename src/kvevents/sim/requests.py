@@ -1,8 +1,8 @@
-"""Requests to a fleet: prompts and answers, in a compact form from which token ids are generated.
+"""Requests to a fleet. The prompts and answers have a compact form from which token ids are generated.
 
-A production trace has 145 million tokens, and describes its prompts as sequences of pieces. So a prompt is a sequence of pieces
-here, too. A piece is either a number, from which its token ids are generated when they are needed, or the token ids
-themselves.
+A production trace has 145 million tokens, and describes its prompts as sequences of pieces. For this reason, prompts are
+sequences of pieces here too. A piece is either a number, from which token ids are generated when they are needed, or an array
+of token ids.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvevents.index import Namespace, block_keys
 
 
 class Sequence:
-    """A prompt and its answer, which is known in advance: the simulation does not compute it."""
+    """A prompt and its answer. The answer is known in advance, because the simulation does not compute it."""
 
     def __init__(
         self, tokens: array[int], prompt: int, block_size: int, seed: str, lora: str | None = None, salt: str | None = None
@@ -29,15 +29,15 @@ class Sequence:
         self.prompt: Final = prompt
         self.lora: Final = lora
         self.salt: Final = salt
-        # The seed makes hashes differ between engines, as Python's hash seed does in vLLM.
+        # A different seed gives each engine different hashes, as Python's hash seed does in vLLM.
         self.hashes: Final = block_keys(tokens, block_size, Namespace(lora=lora, salt=f"{seed}/{salt or ''}"))
         """Hashes of all complete blocks, chained from the root, unsigned 64-bit integers."""
         self.known = prompt
-        """Tokens that can be computed: the prompt, and the answer so far."""
+        """Number of tokens that can be computed: those of the prompt, and those of the answer that were produced."""
         self.computed = 0
-        """Tokens whose keys and values are in the cache, or will be when the step ends."""
+        """Number of tokens whose keys and values are in the cache, or will be there at the end of the current step."""
         self.boundary = 0
-        """Tokens that a hybrid model's full attention found in the cache, but its sliding window did not."""
+        """Number of tokens that full attention found in the cache, if the sliding window found fewer; else 0."""
         self.tables: tuple[list[int], ...] = ()
         """Blocks by group; `NULL` for blocks that a window does not need."""
         self.placed: list[int] = []
@@ -45,22 +45,22 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Known tokens that are not computed yet."""
+        """Number of known tokens that were not computed yet."""
         return self.known - self.computed
 
     @property
     def complete(self) -> bool:
-        """Whether the answer is complete."""
+        """Whether all tokens of the answer were produced."""
         return self.known == len(self.tokens)
 
 
 VOCABULARY: Final = 1 << 16
-"""Upper bound of token ids, exclusive; real vocabularies have 32,000 to 260,000."""
+"""Exclusive upper bound of token ids. Real vocabularies have 32,000 to 260,000 token ids."""
 _SOURCE_BITS: Final = 20
-_SPREAD: Final = 0x9E3779B97F4A7C15
+_SPREAD_FACTOR: Final = 0x9E3779B97F4A7C15
 """An odd factor that places consecutive numbers far apart in the token source (Knuth's multiplicative hashing)."""
 _NAME_TOKENS: Final = 4
-"""Number of tokens at the beginning of a piece that encode its number, 16 bits each, so that different pieces differ there."""
+"""Number of leading tokens of a piece that encode the piece's number, 16 bits each. So pieces with different numbers differ."""
 
 
 class Drawn(NamedTuple):
@@ -115,9 +115,9 @@ class Text:
 
 
 def draw(number: int, length: int) -> array[int]:
-    """Return the token ids of the piece with this number."""
+    """Return the token ids of the piece with this number and this length."""
     name = array("I", array("H", number.to_bytes(2 * _NAME_TOKENS, "little")))
-    start = (number * _SPREAD % (1 << 64)) >> (64 - _SOURCE_BITS)
+    start = (number * _SPREAD_FACTOR % (1 << 64)) >> (64 - _SOURCE_BITS)
     tokens = name + _token_source()[start : start + length]
     while len(tokens) < length:
         tokens += _token_source()[: length - len(tokens)]
@@ -127,7 +127,7 @@ def draw(number: int, length: int) -> array[int]:
 
 @cache
 def _token_source() -> array[int]:
-    """Return pseudo-random token ids, the same in every process."""
+    """Return pseudo-random token ids, which are equal in all processes."""
     raw = array("H", Random(0).randbytes(2 * 2**_SOURCE_BITS))  # noqa: S311 - text, not a secret
     return array("I", raw)
 
@@ -137,24 +137,24 @@ class Request:
     """A request to a fleet."""
 
     at: float
-    """Seconds from the beginning."""
+    """Arrival time in seconds from the beginning of the run."""
     prompt: Text
     output: Text
-    """The answer, at least one token. A later prompt that repeats prompt and answer finds both in the cache."""
+    """The answer, at least one token. A later prompt that repeats this prompt and answer finds both in the cache."""
     session: str | None = None
-    """Conversation or user, for policies with session affinity. A real router reads it from a header or a cookie."""
+    """Id of a conversation or user, for policies with session affinity. A real router reads it from a header or cookie."""
     lora: str | None = None
     salt: str | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt) or not len(self.output):
-            raise ConfigError("invalid request: expected at least one token of prompt and one of answer")
+            raise ConfigError("invalid request: expected at least one token in the prompt and one in the answer")
 
 
 def shared_prefix(requests: Iterable[Request]) -> float:
-    """Return the share of all prompt tokens, 0 to 1, that an unlimited cache of pieces would hold when their prompts arrive.
+    """Return the share of all prompt tokens, 0 to 1, that an unlimited cache of pieces holds when the prompt arrives.
 
-    The cache would contain all earlier prompts and answers, whichever worker served them.
+    That cache contains all earlier prompts and answers, no matter which worker served them.
     """
     paths: set[object] = set()
     held = total = 0

@@ -14,7 +14,7 @@ from kvevents.sim.simulated_engine import Lookup, SimulatedEngine
 
 
 class Distribution(Struct, frozen=True):
-    """Distribution of a duration over all requests, in seconds. Percentiles are values that occurred (nearest rank)."""
+    """Distribution of a duration in seconds over all requests. A percentile is a value that occurred (nearest rank)."""
 
     mean: float
     p50: float
@@ -24,7 +24,7 @@ class Distribution(Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution | None:
-        """Return the distribution of `values`; None if there is no value."""
+        """Return the distribution of `values`, or None if there is no value."""
         if not values:
             return None
         ordered = sorted(values)
@@ -33,50 +33,50 @@ class Distribution(Struct, frozen=True):
 
 
 class WorkerResult(Struct, frozen=True, kw_only=True):
-    """The counters of one engine, or of one rank of it."""
+    """The counters of one worker: an engine, or one rank of an engine."""
 
     source: str
     rank: int
     requests: int
     prompt_tokens: int
     cached_tokens: int
-    """Tokens of these prompts that were found in the worker's cache."""
+    """Number of tokens in these prompts that the worker found in its cache."""
     busy: float
-    """Share of the time for which it computed, 0 to 1."""
+    """Share of the run, 0 to 1, for which the worker was computing a step."""
     preemptions: int
     restarts: int
 
 
 class Disagreement(Struct, frozen=True):
-    """A lookup in which index and engine differ: a defect of the simulation or the index, not a result."""
+    """A lookup for which index and engine found different numbers of tokens: a defect of the simulation or of the index."""
 
     source: str
     rank: int
     incarnation: int
-    """Incarnation of the engine, from 0."""
+    """Number of the engine's incarnation; the first is 0."""
     seq: int
-    """Sequence number of the batch of the step with the lookup."""
+    """Sequence number of the batch that the step with the lookup published."""
     position: int
-    """Events of that batch before the lookup."""
+    """Number of events in that batch that precede the lookup."""
     prompt: int
     """Tokens."""
     cached: int
-    """Tokens that the engine found."""
+    """Number of tokens that the engine found in its cache."""
     indexed: int
-    """Tokens according to the index."""
+    """Number of tokens that the index found for the worker."""
 
 
 class PolicyResult(Struct, frozen=True, kw_only=True):
-    """A fleet under one policy."""
+    """The result of one run of a fleet under one policy."""
 
     policy: str
     seed: int
     requests: int
     finished: int
     refused: int
-    """Requests longer than the cache."""
+    """Number of requests that were refused because they are longer than the cache."""
     retried: int
-    """Requests that were routed again because their engine was restarted."""
+    """Number of requests that were routed again because their engine was restarted."""
     seconds: float
     """Time from the first arrival to the last answer, in the fleet's time."""
     prompt_tokens: int
@@ -84,25 +84,25 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     hit_rate: float
     """Cached tokens divided by all prompt tokens, 0 to 1, as the engines found them."""
     ttft: Distribution | None
-    """Seconds from arrival to the first token."""
+    """Seconds from the arrival of a request to the first token of its answer."""
     latency: Distribution | None
-    """Seconds from arrival to the last token."""
+    """Seconds from the arrival of a request to the last token of its answer."""
     tpot: Distribution | None
-    """Seconds per token of the answer after the first."""
+    """Seconds per token of the answer, without the first token."""
     output_tokens_per_second: float
     imbalance: float
-    """Computed tokens of the busiest worker divided by the mean; 1 is even."""
+    """Number of tokens that the busiest worker computed, divided by the mean over the workers; 1 means an even load."""
     preemptions: int
     checked: int
-    """Lookups of engines that were compared with the index after everything before them was delivered."""
+    """Number of lookups that were compared with the index after all earlier batches had been delivered."""
     disagreements: int
-    """Compared lookups in which index and engine differ."""
+    """Number of compared lookups for which index and engine found different numbers of tokens."""
     unproven: int
-    """Lookups that could not be compared, because batches before them were lost or the stream was degraded."""
+    """Number of lookups that could not be compared, because earlier batches were lost or the stream was degraded."""
     predicted_tokens: int
-    """Cached tokens that the index predicted when requests were routed; 0 for policies that do not use it."""
+    """Number of cached tokens that the index predicted when requests were routed; 0 for policies that do not use an index."""
     overpredictions: int
-    """Requests that found fewer cached tokens than predicted: blocks were evicted after the prediction, or just before it."""
+    """Number of requests with fewer cached tokens than predicted: blocks were evicted after, or just before, the prediction."""
     batches: int
     events: int
     workers: list[WorkerResult]
@@ -111,7 +111,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """Several policies with the same requests."""
+    """The results of several policies for the same requests."""
 
     settings: dict[str, str | int | float | bool | None]
     policies: list[PolicyResult]
@@ -124,46 +124,46 @@ class StreamResult(Struct, frozen=True, kw_only=True):
     rank: int
     endpoint: str
     trust: str
-    """Trust at the end, with the reason."""
+    """Trust in the stream at the end of the run, with the reason."""
     batches: int
-    """Batches delivered, of all incarnations."""
+    """Number of batches that were delivered in all incarnations."""
     replayed: int
-    """Batches delivered by replay."""
+    """Number of batches that replay delivered."""
     gaps_repaired: int
-    """Gaps that replay filled."""
+    """Number of gaps that replay filled."""
     lost: int
-    """Batches that replay did not deliver."""
+    """Number of batches that were lost because replay did not deliver them."""
     resets: int
-    """Incarnations after the first."""
+    """Number of incarnations after the first one."""
     reconnects: int
 
 
 class LiveResult(Struct, frozen=True, kw_only=True):
-    """A fleet that ran in real time."""
+    """The result of a fleet that ran in real time."""
 
     settings: dict[str, str | int | float | bool | None]
     policies: list[PolicyResult]
-    """The result of the one policy."""
+    """The result of the policy that was run, as the only item."""
     streams: list[StreamResult]
     faults: dict[str, int]
     """Number of times that each recurring fault was injected."""
     seconds: float
-    """Duration in real time."""
+    """Duration of the run in seconds of real time."""
     behind: float
-    """Maximum delay of the fleet behind real time, in seconds."""
+    """Maximum number of seconds by which the fleet was behind real time."""
 
 
 # --- the data from which results are made
 
 
 class SimulatedWorker:
-    """A worker through all of its incarnations."""
+    """The state and the counters of a worker across all its incarnations."""
 
     def __init__(self, worker: Worker, settings: FleetSettings) -> None:
         self.worker: Final = worker
         self.incarnation = -1
         self.batches = 0
-        """Number of the next batch of this incarnation."""
+        """Sequence number of the next batch in this incarnation."""
         self.is_busy = False
         """Whether a step is being computed."""
         self.is_up = False
@@ -171,7 +171,7 @@ class SimulatedWorker:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.seconds = 0.0
-        """Computation time of all incarnations."""
+        """Seconds for which the worker computed in all its incarnations."""
         self._settings: Final = settings
         self._engine: SimulatedEngine | None = None
         self._computed = 0
@@ -179,13 +179,13 @@ class SimulatedWorker:
 
     @property
     def engine(self) -> SimulatedEngine:
-        """The engine of the current incarnation, or of the last one."""
+        """The engine of the current incarnation; if the worker is down, that of the last incarnation."""
         assert self._engine is not None  # noqa: S101 - a fleet starts all its workers
         return self._engine
 
     @property
     def computed(self) -> int:
-        """Prompt tokens computed in all incarnations."""
+        """Number of prompt tokens that the worker computed in all its incarnations."""
         return self._computed + self.engine.computed
 
     def start(self) -> None:
@@ -210,13 +210,13 @@ class SimulatedWorker:
         self.is_up = self.is_busy = False
 
     def record_lookup(self, prompt: int, cached: int) -> None:
-        """Record the first lookup of a request, in tokens."""
+        """Record the first lookup of a request: the length of its prompt and how much was cached, in tokens."""
         self.requests += 1
         self.prompt_tokens += prompt
         self.cached_tokens += cached
 
     def result(self, seconds: float) -> WorkerResult:
-        """Return its counters, for a run of `seconds` seconds."""
+        """Return the counters of the worker in a run that took `seconds` seconds."""
         return WorkerResult(
             source=self.worker[0],
             rank=self.worker[1],
@@ -230,7 +230,7 @@ class SimulatedWorker:
 
 
 class RequestMetrics:
-    """Sums over requests, and the times of each request in seconds."""
+    """Counters over all requests, and lists of durations in seconds with an entry for each request."""
 
     def __init__(self) -> None:
         self.ttft: Final = array("d")
@@ -258,7 +258,7 @@ class RequestMetrics:
         self.overpredictions += min(predicted, usable) > lookup.cached
 
     def record_answer(self, now: float, arrived: float, first: float, answer: int) -> None:
-        """Record that a request was answered with `answer` tokens."""
+        """Record that a request was answered. `answer` is the number of tokens in the answer."""
         self.latency.append(now - arrived)
         self.output_tokens += answer
         if answer > 1:

@@ -1,9 +1,9 @@
 """The routers of a simulated fleet, and the policies that a fleet can have.
 
-Two policies besides those of `kvevents.routing` need no events: each router expects a prompt in the cache of the worker to
-which it sent the prompt. `approximate-tree` chooses by the rule of gateways, `prefix-estimated` by the score of `prefix-aware`.
-As the trees of those gateways are large, routers store a million blocks of decisions for a day. They notice neither evictions
-nor restarts.
+Two policies besides those of `kvevents.routing` need no events: each router expects a prompt to be in the cache of the worker
+to which the router sent the prompt. `approximate-tree` chooses by the rule of gateways, `prefix-estimated` by the score of
+`prefix-aware`. The trees of such gateways are large, so these routers store a million blocks of decisions for a day. Such
+routers do not notice evictions or restarts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvevents.stream import RawBatch
 from kvevents.wire.encode import batch_encoder
 
 DECISION_SECONDS: Final = 86_400.0
-"""Seconds for which a router without events expects a worker to hold a prompt that was sent to it."""
+"""Seconds for which a router without events expects that a worker holds a prompt that the router sent to the worker."""
 CACHE_THRESHOLD: Final = 0.3
 SPILL_MARGIN: Final = 64.0
 SPILL_FACTOR: Final = 1.5
@@ -38,10 +38,10 @@ ESTIMATING_POLICIES: Final = ("approximate-tree", "prefix-estimated")
 class ApproximateTree:
     """Chooses the worker to which most of the prompt was sent before, as gateways without events do by default.
 
-    The rule of SMG 1.13.0 (`policies/cache_aware.rs` of the crate): of the workers with the longest prefix the least loaded, if
-    that prefix is more than `CACHE_THRESHOLD` of the prompt; otherwise the least loaded of all. A worker with the prefix gives
-    way to the least loaded if its requests exceed `SPILL_FACTOR` times the mean, and the mean by a margin: two standard
-    deviations, `LEAST_MARGIN` to `SPILL_MARGIN`. SMG asks engines for their load; here a router counts its own requests.
+    The rule is that of SMG 1.13.0 (`policies/cache_aware.rs` of the crate). If the longest prefix is more than
+    `CACHE_THRESHOLD` of the prompt, choose the least loaded of the workers that hold it; if not, the least loaded of all. Skip
+    a worker whose requests exceed both `SPILL_FACTOR` times the mean and the mean plus a margin: two standard deviations,
+    limited to `LEAST_MARGIN` to `SPILL_MARGIN`. SMG asks engines for their load; here a router counts its own requests.
     """
 
     name = "approximate-tree"
@@ -51,7 +51,7 @@ class ApproximateTree:
         self._ties: Final = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
-        """Choose one of the candidates, whose `tokens` are the prefix that this router has sent to them."""
+        """Choose a candidate. `Candidate.tokens` is the length of the prefix that this router has sent to it before."""
         mean = sum(one.load.requests for one in candidates) / len(candidates)
         most = max(SPILL_FACTOR * mean, mean + min(SPILL_MARGIN, max(LEAST_MARGIN, math.ceil(2 * math.sqrt(mean)))))
         longest = max(one.tokens for one in candidates)
@@ -72,11 +72,11 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
         PrefixAware.name: PrefixAware,
     }
 )
-"""Factories of policies by name, from the simplest to the one that needs events."""
+"""Factory of each policy by name, from the simplest policy to the policy that needs events."""
 
 
 def needs_events(name: str) -> bool:
-    """Return whether the policy `name` chooses by the events of engines."""
+    """Return whether the policy `name` uses the events of engines for its choice."""
     return POLICIES[name]().uses_index and name not in ESTIMATING_POLICIES
 
 
@@ -85,8 +85,8 @@ def make_routers(
 ) -> list[Router]:
     """Return the routers of a fleet under the policy `name`, each with another seed and with `options` of `Router`.
 
-    A single router uses the index of `audit`. Several routers have an index each, so that none sees the recent decisions of
-    another. If `chosen` is given, it makes the policies from a seed.
+    A single router uses the index of `audit`. If there are several routers, each has its own index, so that no router sees the
+    recent decisions of another. If `chosen` is given, it creates each policy from a seed.
     """
     make, clock, estimates = chosen or POLICIES[name], options["clock"], name in ESTIMATING_POLICIES
     if estimates:
@@ -102,7 +102,7 @@ def make_routers(
 
 
 def _index_without_events(settings: FleetSettings, clock: Callable[[], float]) -> PrefixIndex:
-    """Return an index with one block of each worker, from which it derives the block size."""
+    """Return an index to which one block of each worker was applied, so that the index knows the block size."""
     index, encode = PrefixIndex(clock=clock), batch_encoder()
     block = BlockStored([1], None, [0] * settings.block_size, settings.block_size)
     for source, rank in settings.workers:

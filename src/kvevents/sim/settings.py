@@ -20,7 +20,7 @@ from kvevents.wire import Dialect, resolve_dialect
 
 DEFAULT_PRESET: Final = "qwen3-32b-2xh100"
 MAX_WORKERS: Final = 4_096
-"""Maximum number of engines times ranks: each worker with sockets needs some file descriptors and a thread."""
+"""Maximum number of workers, which is engines times ranks. With sockets, a worker needs some file descriptors and a thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class LiveTimers:
     """Timers of a fleet in real time, in seconds."""
 
     connect: float = 10.0
-    """Time for the subscriber to connect to all engines before the traffic begins."""
+    """Maximum time for the subscriber to connect to all engines before the traffic begins."""
     settle: float = 10.0
-    """Time for the last events to arrive after the traffic has ended."""
+    """Maximum time for the last events to arrive after the traffic has ended."""
     down: float = 1.0
     """Time for which an engine is down after a `restart` fault."""
     stall: float = 3.0
@@ -74,7 +74,7 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if self.engines * self.ranks > MAX_WORKERS:
-            raise ConfigError(f"{self.engines} engines of {self.ranks} ranks are more than {MAX_WORKERS} workers")
+            raise ConfigError(f"{self.engines} engines with {self.ranks} ranks each are more than {MAX_WORKERS} workers")
         room = self.costs.cache_tokens
         if self.blocks is None and self.block_size > room:
             raise ConfigError(f"block_size is {self.block_size}; the cache of {self.preset} holds {room} tokens")
@@ -119,20 +119,20 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         return [(f"engine-{number}", rank) for number in range(self.engines) for rank in range(self.ranks)]
 
     def check(self, request: Request) -> None:
-        """Raise `ConfigError` for a request with a salt or LoRA that the dialect cannot announce."""
+        """Raise `ConfigError` if a request has a salt or a LoRA that the dialect cannot announce."""
         wire = self.wire
         if request.salt is not None and not {"extra_keys", "cache_salt"} & set(wire.stored_fields):
-            raise ConfigError(f"{wire} has no field for salts: leave them out, or use vllm-0.17 or sglang-0.5.20 or later")
+            raise ConfigError(f"{wire} has no field for salts: leave salts out, or use vllm-0.17 or sglang-0.5.20 or later")
         if request.lora is not None and "lora_name" not in wire.stored_fields:
             raise ConfigError(f"{wire} has no field for LoRA names: leave them out, or use vllm-0.14 or sglang-0.5.22 or later")
 
 
 DEFAULT_REQUESTS: Final = 1_000
-"""Number of requests of a generated workload, which has no end."""
+"""Default number of requests for a generated workload, which is endless."""
 
 
 class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
-    """A fleet and the requests that are sent to it. Raises `ConfigError` for a contradiction, too."""
+    """A fleet and the requests that are sent to it. Raises `ConfigError` also for settings that contradict each other."""
 
     trace: FilePath | None = None
     """Trace with one JSON object per line, in Mooncake's or our own format; compressed if its name ends in .gz."""

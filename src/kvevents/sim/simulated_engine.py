@@ -1,10 +1,10 @@
 """One engine, or one data-parallel rank of it: continuous batching with chunked prefill, in virtual time.
 
 Theory of operation, after vLLM 0.32 (`vllm/v1/core/sched/scheduler.py`). A step computes one token of every decoding sequence.
-The rest of its token budget goes to prompts that are being prefilled, then to waiting prompts, first come first served. A
-waiting prompt is looked up in the cache in the step that admits it. A sequence that finds no room for its next block preempts
-the sequence admitted last, which gives its blocks back and waits at the front of the queue. All changes of the cache by a step
-are one batch of events, which is announced when the step ends.
+The remaining token budget goes to prompts that are being prefilled, then to waiting prompts in the order of arrival. The step
+that admits a waiting prompt looks it up in the cache. A sequence without room for its next block preempts the sequence that was
+admitted last. The preempted sequence releases its blocks and waits at the front of the queue. All changes that a step makes to
+the cache are one batch of events, which is published when the step ends.
 
 `begin` schedules a step and returns its duration; `end` returns its results. The module has no clock: the caller advances the
 time.
@@ -30,7 +30,7 @@ class StepLimits(Settings, frozen=True):
     """Limits of one step. Raises `ConfigError`."""
 
     max_num_seqs: Positive = 256
-    """Sequences that run side by side (vLLM's `--max-num-seqs`)."""
+    """Maximum number of sequences that run side by side (vLLM's `--max-num-seqs`)."""
     max_num_batched_tokens: Positive = 8192
     """Maximum number of tokens of one step (vLLM's `--max-num-batched-tokens`; the default of a server on an H100)."""
 
@@ -48,33 +48,33 @@ class Lookup(NamedTuple):
 
     job: Job
     tokens: int
-    """Tokens that were looked up: the prompt, and after a preemption the answer so far."""
+    """Number of tokens that were looked up: those of the prompt and, after a preemption, the computed ones of the answer."""
     cached: int
-    """Number of tokens found in the cache, which never include the last one."""
+    """Number of tokens that were found in the cache. The last token never counts."""
     position: int
-    """Number of events of the step's batch before the lookup."""
+    """Number of events in the step's batch that precede the lookup."""
     first: bool
-    """Whether it is the first lookup of this request."""
+    """Whether this lookup is the first one of its request."""
 
 
 @dataclass(eq=False)
 class Job:
-    """A request that an engine works on."""
+    """A request that was submitted to an engine."""
 
     request: Request
     block_size: int
     seed: str
-    """Makes block hashes differ between engines."""
+    """Seed of the block hashes, which differs between engines."""
     order: int = 0
-    """Number of its admission, from 1; the highest number is preempted first. 0 while it waits and when it is finished."""
+    """Number of the job's admission, from 1; the highest is preempted first. 0 while the job waits or when it is finished."""
     cached: int | None = None
-    """Prompt tokens found in the cache at its first admission."""
+    """Number of prompt tokens that were found in the cache at the job's first admission, or None before it."""
     ahead: int = 0
-    """While it decodes, `n + ahead` of its tokens are computed before step `n`."""
+    """While the job decodes, `n + ahead` tokens of its sequence are computed before step `n`."""
 
     @cached_property
     def sequence(self) -> Sequence:
-        """Its prompt and answer, whose tokens are generated at the first lookup."""
+        """The tokens of the prompt and the answer, which are generated at the first lookup."""
         request = self.request
         tokens = (request.prompt + request.output).tokens()
         return Sequence(tokens, len(request.prompt), self.block_size, self.seed, request.lora, request.salt)
@@ -85,16 +85,16 @@ class StepResult:
     """The results of one step."""
 
     first: list[Job] = field(default_factory=list)
-    """Requests that got the first token of their answer."""
+    """Jobs whose answer got its first token in this step."""
     finished: list[Job] = field(default_factory=list)
     refused: list[Job] = field(default_factory=list)
-    """Requests longer than the cache, which the engine can never run."""
+    """Jobs that the engine can never run, because they are longer than the cache."""
     lookups: list[Lookup] = field(default_factory=list)
     events: list[KVEvent] = field(default_factory=list)
 
 
 class SimulatedEngine:
-    """An engine: a cache, a scheduler and its requests."""
+    """An engine: its cache, its scheduler and its requests."""
 
     def __init__(
         self,
@@ -108,32 +108,32 @@ class SimulatedEngine:
         self.size: Final = size
         self.cache: Final = PrefixCache(size, max_step_tokens=step_limits.max_num_batched_tokens, event_style=event_style)
         self.computed = 0
-        """Prompt tokens computed so far."""
+        """Number of prompt tokens that the engine has computed."""
         self.preemptions = 0
         self._costs: Final = costs
         self._step_limits: Final = step_limits
         self._seed: Final = seed
         self._waiting: Final[deque[Job]] = deque()
         self._prefilling: Final[list[Job]] = []
-        """Admitted jobs with known tokens that are not computed yet."""
+        """Admitted jobs whose known tokens were not all computed."""
         self._decoding: Final[dict[Job, None]] = {}
         self._due: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """Jobs by the step in which they begin or fill a block. Each entry has the job's admission number; entries of an
-        earlier admission are ignored."""
+        """Jobs by the number of the step in which they begin or fill a block. An entry has the number of the job's admission,
+        and is ignored if the job was admitted again."""
         self._ending: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """Jobs by the step in which they produce their last token."""
+        """Jobs by the number of the step in which they produce their last token."""
         self._number = 0
         """Number of the current step."""
         self._admissions = 0
         last = size.block_size - 1
         self._places: Final = {0, last} if size.window is None else {0, last, (size.window - 1) % size.block_size}
-        """Positions in a block at which a decoding sequence begins or fills the block, or its window leaves a block."""
+        """Positions in a block at which a decoding sequence begins or fills the block, or its window moves out of a block."""
         self._context = 0
-        """Computed tokens of all decoding sequences."""
+        """Number of computed tokens of all decoding sequences."""
         self._reset_wanted = False
         self._step = StepResult()
         self._prefilled: list[Job] = []
-        """Jobs whose last chunk is in the current step."""
+        """Jobs whose last chunk of prompt is computed in the current step."""
 
     @property
     def idle(self) -> bool:
@@ -147,17 +147,17 @@ class SimulatedEngine:
 
     @property
     def waiting(self) -> int:
-        """Number of requests that wait for their first admission or, after a preemption, for another one."""
+        """Number of requests that wait for their first admission or, after a preemption, for another admission."""
         return len(self._waiting)
 
     def submit(self, request: Request) -> Job:
-        """Add a request, which waits for a step."""
+        """Add a request, which waits until a step admits it."""
         job = Job(request, self.size.block_size, self._seed)
         self._waiting.append(job)
         return job
 
     def jobs(self) -> list[Job]:
-        """Return all jobs that are not finished, also during a step."""
+        """Return all jobs that are not finished. This can be called during a step."""
         return [*self._decoding, *self._prefilled, *self._prefilling, *self._waiting, *self._step.refused]
 
     def reset(self) -> None:
@@ -171,8 +171,8 @@ class SimulatedEngine:
         self._number += 1
         work = _Work(self._step_limits.max_num_batched_tokens)
         preemptions = self.preemptions
-        self._decode(work)
-        self._continue(work)
+        self._schedule_decoding(work)
+        self._schedule_chunks(work)
         if self.preemptions == preemptions:
             self._admit(work)
         self.computed += work.prefilled
@@ -188,7 +188,7 @@ class SimulatedEngine:
                 self._stop_decoding(job, self._number + 1)
                 self._finish(job, step)
         for job in self._prefilled:
-            self._answer(job, step)
+            self._record_first_token(job, step)
         self._prefilled = []
         if self._reset_wanted:
             self.reset()
@@ -197,7 +197,7 @@ class SimulatedEngine:
 
     # --- decoding
 
-    def _decode(self, work: _Work) -> None:
+    def _schedule_decoding(self, work: _Work) -> None:
         """Schedule a token of every decoding sequence."""
         for order, job in sorted(self._due.pop(self._number, ()), key=itemgetter(0)):
             if job.order != order:
@@ -233,7 +233,7 @@ class SimulatedEngine:
         self._waiting.appendleft(job)
 
     def _schedule_next_block(self, job: Job) -> None:
-        """Plan the next step in which a job begins or fills a block, or its window leaves a block."""
+        """Plan the next step in which a job begins a block, fills a block, or moves its window out of a block."""
         size, number = self.size.block_size, self._number + 1
         wait = min((place - number - job.ahead) % size for place in self._places)
         self._due[number + wait].append((job.order, job))
@@ -247,7 +247,7 @@ class SimulatedEngine:
         if self.size.window is None:
             self._schedule_next_block(job)
         else:
-            # With the first token the window already leaves blocks that the prompt's last chunk still needed.
+            # At the first token, the window moves out of blocks that the prompt's last chunk still needed.
             self._due[self._number + 1].append((job.order, job))
 
     def _stop_decoding(self, job: Job, number: int) -> None:
@@ -256,8 +256,8 @@ class SimulatedEngine:
 
     # --- prefill
 
-    def _continue(self, work: _Work) -> None:
-        """Schedule further chunks of prompts that began in earlier steps."""
+    def _schedule_chunks(self, work: _Work) -> None:
+        """Schedule the next chunks of prompts whose prefill began in earlier steps."""
         for job in list(self._prefilling):
             sequence = job.sequence
             chunk = min(sequence.remaining, work.left)
@@ -300,8 +300,8 @@ class SimulatedEngine:
 
     # --- answers
 
-    def _answer(self, job: Job, step: StepResult) -> None:
-        """Record the first token after a prefill of the prompt, or of all tokens that were known at a preemption."""
+    def _record_first_token(self, job: Job, step: StepResult) -> None:
+        """Record the token that ends a prefill. After a preemption, the known tokens of the answer are prefilled too."""
         sequence = job.sequence
         if sequence.known == sequence.prompt:
             step.first.append(job)
@@ -320,10 +320,10 @@ class SimulatedEngine:
 @dataclass(slots=True)
 class _Work:
     left: int
-    """Tokens left in the step's budget."""
+    """Number of tokens left in the step's budget."""
     prefilled: int = 0
     pairs: int = 0
     """Number of pairs of a prefilled token and a token that it attends to."""
     decoding: int = 0
     loaded: int = 0
-    """Blocks loaded from host memory."""
+    """Number of blocks that are loaded from host memory."""

@@ -1,8 +1,8 @@
 """A fleet of engines with routers and requests, in virtual time or in real time.
 
-One thread runs the engines and the routers, action by action on a `Timeline`. In virtual time events are encoded, and applied
-to an index `event_delay` later; in real time they go over sockets. A router has the information of a real one: the index, its
-own decisions, and the answers to its own requests.
+One thread runs the engines and the routers, action by action on a `Timeline`. In virtual time, events are encoded, and applied
+to an index `event_delay` seconds later. In real time, sockets carry them. A router has the information that a real router has:
+the index, its own decisions, and the answers to its own requests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Timeline:
         self._count = 0
 
     def at(self, time: float, action: Callable[[], object]) -> None:
-        """Plan an action; if its time has passed, it runs next."""
+        """Plan an action for a time. If the time has passed, the action counts as due now."""
         self._count += 1
         heapq.heappush(self._planned, (max(time, self.now), self._count, action))
 
@@ -51,17 +51,17 @@ class Timeline:
 
     @property
     def next(self) -> float | None:
-        """Time of the next action; None if no action is planned."""
+        """Time of the next action, or None if no action is planned."""
         return self._planned[0][0] if self._planned else None
 
     def step(self) -> None:
-        """Advance to the next action and run it. There must be one."""
+        """Advance to the time of the next action, and run it. At least one action must be planned."""
         self.now, _, action = heapq.heappop(self._planned)
         action()
 
 
 class EventSink(Protocol):
-    """Publishes the batches of all workers of a fleet."""
+    """Publishes batches for all workers of a fleet."""
 
     def open(self, worker: Worker) -> None:
         """Begin an incarnation of a worker."""
@@ -74,21 +74,21 @@ class EventSink(Protocol):
 
 
 class DelayedDelivery:
-    """Delivers encoded batches after `delay` seconds of virtual time, and loses none."""
+    """Encodes each batch and delivers it after `delay` seconds of virtual time. No batch is lost."""
 
     def __init__(
         self, timeline: Timeline, delay: float, dialect: Dialect, deliver: Callable[[RawBatch | Reset, int], object]
     ) -> None:
         self._timeline: Final = timeline
         self._delay: Final = delay
-        # The plain encoding equals that of the newest vLLM, since simulated caches set only fields that its events have.
+        # For the newest vLLM the plain encoding is right, because simulated caches set only fields that vLLM's events have.
         self._encode: Final = msgspec.msgpack.Encoder().encode if dialect is NEWEST_VLLM else batch_encoder(dialect)
         self._deliver: Final = deliver
         self._incarnations: Final[dict[Worker, int]] = {}
         self._sent: Final[dict[Worker, int]] = {}
 
     def open(self, worker: Worker) -> None:
-        """Begin an incarnation; from the second one on deliver a reset."""
+        """Begin an incarnation. Deliver a reset, except for the worker's first incarnation."""
         incarnation = self._incarnations[worker] = self._incarnations.get(worker, -1) + 1
         self._sent[worker] = 0
         if incarnation:
@@ -101,7 +101,7 @@ class DelayedDelivery:
         self._deliver_later(RawBatch(*worker, incarnation, number, False, self._encode(batch)), incarnation)
 
     def close(self, worker: Worker) -> None:
-        """Do nothing: batches published before still arrive."""
+        """Do nothing: the batches that were published before still arrive."""
 
     def _deliver_later(self, delivery: RawBatch | Reset, incarnation: int) -> None:
         self._timeline.after(self._delay, partial(self._deliver, delivery, incarnation))
@@ -129,7 +129,7 @@ class Progress(NamedTuple):
 
 
 class SimulatedFleet:
-    """Workers, routers, and the requests between them. A request goes to one of the routers at random."""
+    """Workers, routers, and the requests between them. Each request goes to a router that is selected at random."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class SimulatedFleet:
         self._arrivals: Iterator[Request] = iter(())
         self._has_arrivals = False
         self._unrouted: list[InFlightRequest] = []
-        """Requests that arrived while no worker was up."""
+        """Requests that wait for a router's choice because no worker is up."""
         for worker in self.workers:
             audit.add(worker)
             self._start(worker)
@@ -166,7 +166,7 @@ class SimulatedFleet:
 
     @property
     def progress(self) -> Progress:
-        """The progress of the run."""
+        """The time and the numbers of requests that have arrived and finished."""
         return Progress(self.timeline.now, self.metrics.requests, len(self.metrics.latency))
 
     def feed(self, requests: Iterable[Request]) -> None:
@@ -265,7 +265,7 @@ class SimulatedFleet:
         self._begin(worker)
 
     def publish_empty(self, worker: Worker) -> None:
-        """Publish a batch without events: a live batch confirms replayed batches to consumers."""
+        """Publish a batch without events. This live batch confirms earlier replayed batches to consumers."""
         self._publish(self.workers[worker], [])
 
     def _publish(self, worker: SimulatedWorker, events: list[KVEvent]) -> None:
@@ -309,9 +309,9 @@ class SimulatedFleet:
             self._send(sent)
 
     def restart(self, worker: Worker, *, down: float = 0.0) -> None:
-        """End an engine at once, and begin its next incarnation after `down` seconds. Its requests are routed again.
+        """End an engine at once, and begin its next incarnation after `down` seconds.
 
-        If no other worker is up, they wait for the first worker that starts again.
+        The engine's requests are routed again. If no other worker is up, these requests wait until a worker starts.
         """
         restarted = self.workers[worker]
         if not restarted.is_up:
@@ -335,7 +335,7 @@ def simulate(
     chosen: Callable[..., Policy] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PolicyResult:
-    """Run a fleet in virtual time under the policy `name`, or under the policy that `chosen` makes from a seed.
+    """Run a fleet in virtual time under the policy `name`, or under the policy that `chosen` creates from a seed.
 
     `progress` is called regularly. Equal arguments give equal results.
     """

@@ -1,10 +1,10 @@
 """Generated workloads: chats, agents that call tools, and users that share long system prompts.
 
 Theory of operation. An arrival process gives the times of requests, so the rate is as configured from the first second on. At
-each arrival the session that has been due for longest sends its next turn. If no session is due, a new one begins. After a turn
-the session is due again when an assumed answer time and a think time have passed. The load is open-loop: a slower fleet
-receives requests at the same rate. So sessions begin as fast as the rate requires, and think times are as drawn or slightly
-longer.
+each arrival the session that has been due for longest sends its next turn. If no session is due, a new one begins. After a
+turn, the session is due again when an assumed answer time and a think time have passed. The load is open-loop: a slower fleet
+receives requests at the same rate. So sessions begin as fast as the rate requires, and a think time is the drawn time or
+slightly longer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ gamma distribution, like vLLM's `--burstiness` (`1 / variation**2`); a coefficie
 
 
 def arrivals(name: str, rate: float, random: Random, variation: float = 2.0) -> Iterator[float]:
-    """Yield arrival times without end, in seconds from 0, never decreasing.
+    """Yield an endless series of arrival times in seconds, which begin at 0 and never decrease.
 
     `rate` is the mean number of requests per second; `variation` is the standard deviation of the gaps divided by their mean,
     for `bursty`. Raises `ConfigError`.
@@ -49,7 +49,7 @@ def arrivals(name: str, rate: float, random: Random, variation: float = 2.0) -> 
 
 
 def rescaled(requests: Iterable[Request], speed: float) -> Iterator[Request]:
-    """Yield the requests with their times divided by `speed`: 2 is twice as fast. Raises `ConfigError`."""
+    """Yield the requests with their times divided by `speed`; 2 makes the series twice as fast. Raises `ConfigError`."""
     _check("speed", speed)
     return (replace(request, at=request.at / speed) for request in requests)
 
@@ -61,11 +61,11 @@ def _check(name: str, value: float) -> None:
 
 FIRST_TOKEN_SECONDS: Final = 0.3
 TOKEN_SECONDS: Final = 0.026
-"""Assumed answer time: the mean time to the first token and between tokens that llm-d reports for its precise scheduling of
-Qwen3-32B (the inference-perf report whose totals https://llm-d.ai/blog/kvcache-wins-you-can-see quotes)."""
+"""Assumed answer time: the mean time to the first token, and the mean time between tokens, that llm-d reports for precise
+scheduling of Qwen3-32B (the inference-perf report whose totals https://llm-d.ai/blog/kvcache-wins-you-can-see quotes)."""
 MAX_WAITING: Final = 100_000
-"""Maximum number of sessions that wait for their next turn; at this limit the session that is due first sends its turn early.
-At a rate of 1,000 per second with think times of 30 s, about 30,000 wait."""
+"""Maximum number of sessions that wait for their next turn. At this limit, the session that is due first sends its turn early.
+At a rate of 1,000 requests per second with think times of 30 s, about 30,000 sessions wait."""
 
 
 Share: TypeAlias = Annotated[float, Range(0, 1)]
@@ -79,7 +79,7 @@ class Lengths(Settings, frozen=True):
 
     median: float
     sigma: float
-    """Standard deviation of the logarithm; with 0 every value is the median."""
+    """Standard deviation of the logarithm. If it is 0, every value is the median."""
     low: int
     high: int
 
@@ -93,7 +93,7 @@ class Lengths(Settings, frozen=True):
 
 
 class Writer:
-    """Writes new texts: pieces with consecutive numbers, from a random number on."""
+    """Writes new texts, which are pieces with consecutive numbers. The first number is random."""
 
     def __init__(self, random: Random) -> None:
         self._number = random.getrandbits(64)
@@ -105,12 +105,12 @@ class Writer:
 
 
 class Turn(NamedTuple):
-    """One request of a session, and the time until the next one."""
+    """One request of a session, and the time until the session's next request."""
 
     prompt: Text
     output: Text
     pause: float | None
-    """Seconds until the session is due again; None after its last turn."""
+    """Seconds until the session is due again, or None after its last turn."""
     begins: Sequence[TrafficSession] = ()
     """Sessions that begin when this turn is answered."""
 
@@ -130,7 +130,7 @@ class Traffic(Settings, frozen=True, kw_only=True):
     rate: AboveZero = 10.0
     """Requests per second of the whole fleet."""
     arrivals: str = "poisson"
-    """A name in `ARRIVALS`."""
+    """Name of the arrival process, a key of `ARRIVALS`."""
     variation: AboveZero = 2.0
     """Standard deviation of the gaps divided by their mean, for `bursty` arrivals."""
     lora_share: Share = 0.0
@@ -143,13 +143,13 @@ class Traffic(Settings, frozen=True, kw_only=True):
     """Number of tenants with a cache salt."""
 
     def requests(self, seed: int = 0) -> Iterator[Request]:
-        """Yield requests without end, in the order of their times. Equal seeds give equal requests."""
+        """Yield an endless series of requests, in the order of their times. Equal seeds give equal requests."""
         random = Random(f"{type(self).__name__} {seed}")  # noqa: S311 - a simulation, not a secret
         times = arrivals(self.arrivals, self.rate, Random(f"arrivals {seed}"), self.variation)  # noqa: S311 - as above
         return schedule(times, self.sessions(random))
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
-        """Yield sessions without end, in the order of their beginnings."""
+        """Yield an endless series of sessions, in the order in which they begin."""
         raise NotImplementedError
 
     def tenant(self, random: Random) -> tuple[str | None, str | None]:
@@ -162,7 +162,7 @@ class Traffic(Settings, frozen=True, kw_only=True):
 
 
 def schedule(times: Iterable[float], sessions: Iterator[TrafficSession], max_waiting: int = MAX_WAITING) -> Iterator[Request]:
-    """Yield a request at each of `times`, from the session that has been due for longest or, if none is due, from a new one.
+    """Yield a request at each of `times`, from the session that has been due for longest or, if none is, from a new session.
 
     At most `max_waiting` sessions wait for their next turn.
     """
@@ -181,24 +181,24 @@ def schedule(times: Iterable[float], sessions: Iterator[TrafficSession], max_wai
 
 
 def answer_seconds(answer: Text) -> float:
-    """Return the assumed seconds of an answer."""
+    """Return the assumed number of seconds until an answer is complete."""
     return FIRST_TOKEN_SECONDS + TOKEN_SECONDS * len(answer)
 
 
 def turns_of(mean: float, random: Random) -> int:
-    """Draw a number of turns, at least 1, with this mean: after each turn the probability of another one is the same."""
+    """Draw a number of turns, at least 1, from a geometric distribution with this mean."""
     return 1 if mean <= 1 else 1 + int(math.log(1 - random.random()) / math.log(1 - 1 / mean))
 
 
 def zipf(count: int, exponent: float) -> list[float]:
-    """Return cumulative weights of ranks 1 to `count` for `Random.choices`; the weight of a rank is `1 / rank**exponent`."""
+    """Return cumulative weights for `Random.choices`: of ranks 1 to `count`, each with the weight `1 / rank**exponent`."""
     return list(accumulate(1 / place**exponent for place in range(1, count + 1)))
 
 
 class SharedPrompts(Traffic, frozen=True, kw_only=True):
     """Single questions of many users, each after one of a few long system prompts with Zipf popularity.
 
-    Answers are as long as those of Mooncake's conversation trace. Everything else is a guess.
+    Answers are as long as those of Mooncake's conversation trace. All other defaults are guesses.
     """
 
     prompts: Positive = 32
@@ -206,7 +206,7 @@ class SharedPrompts(Traffic, frozen=True, kw_only=True):
     popularity: ZipfExponent = 1.0
     """Zipf exponent of the system prompts: 0 makes all equally popular."""
     users: Positive = 1_000
-    """Number of users. Each has one system prompt, and all ask equally often."""
+    """Number of users. Each user has one system prompt. All users ask equally often."""
     system: Lengths = Lengths(3_000, 0.6, 500, 16_000)
     question: Lengths = Lengths(150, 1.0, 4, 4_000)
     answer: Lengths = Lengths(350, 0.6, 1, 2_000)
@@ -231,16 +231,16 @@ class LlmD(Traffic, frozen=True, kw_only=True):
     Qwen3-32B with 307,328 tokens of cache each; `shared_prefix` load of inference-perf with `num_groups: 150`,
     `num_prompts_per_group: 5`, `system_prompt_len: 6000`, `question_len: 1200`, `output_len: 1000`; Poisson arrivals, warmed up
     with 750 requests at 15 a second, then in stages from 3 to 60 a second. All prompts together are 1.8 million tokens, 73 % of
-    the caches. Like inference-perf, it repeats its 750 prompts in one shuffled order.
+    the caches. Like inference-perf, the workload repeats its 750 prompts in one shuffled order.
     """
 
     rate: AboveZero = 20.0
     groups: Positive = 150
     users: Positive = 5
-    """Number of prompts of each group."""
+    """Number of users in each group; each user has one prompt."""
     system: Positive = 6_000
     question: Positive = 1_200
-    """Tokens of a question; a user always asks the same one."""
+    """Number of tokens in a question. A user always asks the same question."""
     output: Positive = 1_000
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
@@ -261,7 +261,7 @@ class Agents(Traffic, frozen=True, kw_only=True):
 
     Prompts are about a hundred times as long as answers, as Manus reports of its agents ("Context Engineering for AI Agents",
     manus.im/blog). A turn can start sub-agents that branch from the whole context of their parent. The parent continues when
-    they are assumed to be done, with their reports appended. The other defaults are guesses.
+    its sub-agents are assumed to be done. The sub-agents' reports are then appended. The other defaults are guesses.
     """
 
     kinds: Positive = 4
@@ -277,11 +277,11 @@ class Agents(Traffic, frozen=True, kw_only=True):
     turns: MeanTurns = 20.0
     """Mean number of turns."""
     tool: Lengths = Lengths(2, 1.0, 1, 120)
-    """Seconds that a tool takes."""
+    """Seconds that a tool call takes."""
     delegating: Share = 0.05
     """Share of turns that start sub-agents, 0 to 1."""
     helpers: Positive = 3
-    """Largest number of sub-agents of one turn; the smallest is 1."""
+    """Maximum number of sub-agents that one turn starts; the minimum is 1."""
     helper_turns: MeanTurns = 6.0
     """Mean number of turns of a sub-agent. Sub-agents start no sub-agents."""
     context: Positive = 128_000
@@ -301,7 +301,7 @@ class Agents(Traffic, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class _Agent:
-    """One agent. Its session is the template of its sub-agents' sessions."""
+    """One agent. Its session is the template for the sessions of its sub-agents."""
 
     settings: Agents
     session: TrafficSession
@@ -327,7 +327,7 @@ class _Agent:
             agents = [replace(self, session=self.session._replace(name=name)) for name in names]
             begins = [agent.new_session(prompt + call, settings.helper_turns, 0) for agent in agents]
             helped += helpers
-            if helpers:  # pause for the mean duration of sub-agents, which run concurrently
+            if helpers:  # the pause is the mean duration of the sub-agents, which run concurrently
                 pause = settings.helper_turns * (tool.median + FIRST_TOKEN_SECONDS + TOKEN_SECONDS * settings.call.median)
             else:
                 pause = tool.draw(random)

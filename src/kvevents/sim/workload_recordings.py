@@ -30,24 +30,24 @@ from kvevents.stream import RawBatch
 from kvevents.wire import decode_batch
 
 ANSWER_GAP: Final = 30.0
-"""Maximum number of seconds between two blocks of one answer: enough for 64 tokens at two per second."""
+"""Maximum number of seconds between two blocks of one answer. This is enough for 64 tokens at two tokens per second."""
 CHUNK_GAP: Final = 2.0
-"""Maximum number of seconds between two chunks of one prompt: a step of 8,192 tokens takes less than a second."""
+"""Maximum number of seconds between two chunks of one prompt. A step that computes 8,192 tokens takes less than a second."""
 MAX_BLOCKS: Final = 500_000
-"""Maximum number of blocks whose tokens are stored, about 500 bytes each; the least recently used one is evicted first."""
+"""Maximum number of blocks whose tokens are stored, about 500 bytes each. The least recently used block is evicted first."""
 MAX_OPEN: Final = 10_000
-"""Maximum number of open requests, whose answers can continue. Above it the oldest one is completed."""
+"""Maximum number of open requests, whose answers can continue. Above this number, the oldest request is completed."""
 _FULL_KINDS: Final = frozenset({None, "full_attention", "mla_attention", "sink_full_attention"})
 """Kinds of cache groups that announce every block of a prompt."""
 
 _Key: TypeAlias = tuple[int, int]
-"""Cache generation and hash of a block."""
+"""Number of the cache generation, and hash of the block."""
 
 
 class _Block(NamedTuple):
     parent: _Key | None
     depth: int
-    """Number of blocks before it. An equal hash at another depth is another block (SGLang before 0.5.7)."""
+    """Number of blocks before this block. An equal hash at another depth identifies another block (SGLang before 0.5.7)."""
     tokens: array[int]
     lora: str | None
     salt: str | None
@@ -56,14 +56,14 @@ class _Block(NamedTuple):
 @dataclass(slots=True)
 class _CacheGeneration:
     number: int
-    """Number of the generation; each clear begins a new one."""
+    """Number of the generation. Each clear begins a new generation."""
     recorded: int
-    """Incarnation of the batches."""
+    """Incarnation of the stream's batches in this generation."""
     group: int | None = None
 
 
 @dataclass(slots=True)
-class _Open:
+class _Draft:
     at: float
     prompt: list[array[int]]
     session: str
@@ -74,7 +74,7 @@ class _Open:
 
 
 class RecordedRequests(Iterator[Request]):
-    """The requests of one recording, in the order of their beginnings."""
+    """The requests of one recording, in the order of their times."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RecordedRequests(Iterator[Request]):
         max_open: int = MAX_OPEN,
     ) -> None:
         self.skipped = 0
-        """Number of events so far that were ignored, because their parent is unknown or their tokens are not token ids."""
+        """Number of events that were ignored because their parent is unknown or their tokens are not token ids."""
         self._reader = read_recording(path)
         self._requests = self._read(run, endpoint)
         self._max_blocks = max_blocks
@@ -93,8 +93,8 @@ class RecordedRequests(Iterator[Request]):
         self._blocks: dict[_Key, _Block] = {}
         self._streams: dict[tuple[RecordedStream, int | None], _CacheGeneration] = {}
         self._generations = count()
-        self._open: deque[_Open] = deque()
-        self._ends: dict[_Key, list[_Open]] = {}
+        self._open: deque[_Draft] = deque()
+        self._ends: dict[_Key, list[_Draft]] = {}
         self._sessions = Sessions()
         self._clock: float | None = None
         self._now = 0.0
@@ -105,7 +105,7 @@ class RecordedRequests(Iterator[Request]):
 
     @property
     def truncation(self) -> str | None:
-        """Why the recording ends in an incomplete record, as in `RecordingReader.truncation`; None if it is complete."""
+        """Why the recording ends in an incomplete record, as in `RecordingReader.truncation`, or None if it is complete."""
         return self._reader.truncation
 
     def _read(self, run: str | None, endpoint: str | None) -> Iterator[Request]:
@@ -118,8 +118,8 @@ class RecordedRequests(Iterator[Request]):
         for stream, delivery in RecordingDeliveries(waits=False).read(frames):
             if isinstance(delivery, RawBatch):
                 self._feed(stream, delivery)
-            yield from self._finished()
-        yield from self._finished(at_end=True)
+            yield from self._take_completed()
+        yield from self._take_completed(at_end=True)
 
     def _feed(self, stream: RecordedStream, raw: RawBatch) -> None:
         batch = decode_batch(raw.payload).batch
@@ -134,14 +134,14 @@ class RecordedRequests(Iterator[Request]):
         for chain in self._chains(generation, batch):
             self._place_chain(chain)
 
-    def _finished(self, *, at_end: bool = False) -> Iterator[Request]:
-        """Yield the completed requests, up to the first request that can continue."""
+    def _take_completed(self, *, at_end: bool = False) -> Iterator[Request]:
+        """Yield completed requests in order. Stop before the first open request that can continue."""
         while self._open:
             first = self._open[0]
             if not (at_end or self._now - first.last > ANSWER_GAP or len(self._open) > self._max_open):
                 return
             self._open.popleft()
-            self._leave(first)
+            self._remove_end(first)
             self._number += 1
             unseen = Drawn(FIRST_ANSWER + self._number, max(len(first.prompt[-1]) // 2, 1))
             yield Request(first.at, Text(first.prompt), Text(first.answer or (unseen,)), first.session, *first.scope)
@@ -149,17 +149,17 @@ class RecordedRequests(Iterator[Request]):
     # --- chains of new blocks
 
     def _chains(self, generation: _CacheGeneration, batch: KVEventBatch) -> list[list[_Key]]:
-        """Return the new blocks of a batch as chains. An event that continues the chain before it belongs to that chain."""
+        """Return the new blocks of a batch as chains. An event that continues the previous event's chain extends it."""
         chains: list[list[_Key]] = []
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
                 generation.number = next(self._generations)
             elif isinstance(event, BlockStored) and self._has_new_tokens(generation, event):
-                self._remember(generation.number, event, chains)
+                self._store_blocks(generation.number, event, chains)
         return chains
 
     def _has_new_tokens(self, generation: _CacheGeneration, event: BlockStored) -> bool:
-        """Return whether an event has the tokens of computed blocks. Only events of one cache group count."""
+        """Return whether an event has the tokens of computed blocks. The events of all cache groups except one are ignored."""
         if event.medium not in (None, MEDIUM_GPU) or event.kv_cache_spec_kind not in _FULL_KINDS:
             return False
         if not event.token_ids or len(event.token_ids) != event.block_size * len(event.block_hashes):
@@ -167,7 +167,7 @@ class RecordedRequests(Iterator[Request]):
         generation.group = event.group_idx if generation.group is None else generation.group
         return event.group_idx == generation.group
 
-    def _remember(self, generation: int, event: BlockStored, chains: list[list[_Key]]) -> None:
+    def _store_blocks(self, generation: int, event: BlockStored, chains: list[list[_Key]]) -> None:
         parent = None if event.parent_block_hash is None else (generation, event.parent_block_hash)
         above = None if parent is None else self._blocks.get(parent)
         tokens = _tokens_of(event)
@@ -205,32 +205,32 @@ class RecordedRequests(Iterator[Request]):
             request = self._begin(path)
         else:
             part += (self._blocks[key].tokens for key in chain)
-            self._leave(request)
+            self._remove_end(request)
         request.last, request.end = self._now, path[-1]
         self._ends.setdefault(request.end, []).append(request)
 
-    def _leave(self, request: _Open) -> None:
-        """Remove a request from the block at which it ended. Other requests can end at the same block, if prompts are equal."""
+    def _remove_end(self, request: _Draft) -> None:
+        """Remove a request from those that end at its last block, of which there are several if prompts are equal."""
         here = [other for other in self._ends.pop(request.end) if other is not request]
         if here:
             self._ends[request.end] = here
 
-    def _continued_part(self, request: _Open, blocks: int) -> list[array[int]] | None:
-        """Return the part of a request that a chain after its last block continues; None if the chain begins a request."""
+    def _continued_part(self, request: _Draft, blocks: int) -> list[array[int]] | None:
+        """Return the part (prompt or answer) of a request that the next chain continues, or None if it begins a new request."""
         idle = self._now - request.last
         if blocks == 1:
             return request.answer if idle <= ANSWER_GAP else None
         return request.prompt if idle <= CHUNK_GAP and not request.answer else None
 
-    def _begin(self, path: list[_Key]) -> _Open:
+    def _begin(self, path: list[_Key]) -> _Draft:
         last = self._blocks[path[-1]]
         prompt = [self._blocks[key].tokens for key in path]
-        request = _Open(self._now, prompt, self._sessions.of(path, len(path)), (last.lora, last.salt), self._now, path[-1])
+        request = _Draft(self._now, prompt, self._sessions.of(path, len(path)), (last.lora, last.salt), self._now, path[-1])
         self._open.append(request)
         return request
 
     def _path(self, chain: list[_Key]) -> list[_Key] | None:
-        """Return the blocks of a prompt from the root on; None if one is unknown. They become the most recently used."""
+        """Return a prompt's blocks from the root on, or None if one is unknown. These blocks become the most recently used."""
         path: list[_Key] = []
         key: _Key | None = chain[-1]
         while key is not None:
@@ -249,18 +249,18 @@ class RecordedRequests(Iterator[Request]):
 def from_recording(path: StrPath, run: str | None = None, endpoint: str | None = None) -> RecordedRequests:
     """Reconstruct the requests of a recording, for one run and endpoint or for all.
 
-    Times are seconds from the first batch. If the clock goes back, for example between runs, times continue from the last time.
-    Prompts and answers consist of whole blocks; the guide to workloads lists what events do not show. Sessions are inferred
-    as for traces. Iterating raises `RecordingError` as `read_recording` does.
+    Times are seconds from the first batch. If the recorder's clock goes back, for example between runs, times continue from the
+    last request's time. Prompts and answers consist of whole blocks; the guide to workloads lists what events do not show.
+    Sessions are inferred as for traces. Iterating raises `RecordingError` as `read_recording` does.
     """
     return RecordedRequests(path, run, endpoint)
 
 
 def _tokens_of(event: BlockStored) -> array[int] | None:
-    """Return the token ids, the first of each pair under EAGLE; None if one is not an unsigned 32-bit integer."""
+    """Return the token ids of a store (under EAGLE, the first of each pair); None if any is not an unsigned 32-bit integer."""
     try:
         return array("I", (int(one[0] if isinstance(one, tuple) else one) for one in event.token_ids))
-    except (OverflowError, ValueError):  # ValueError: the digest of an item
+    except (OverflowError, ValueError):  # ValueError: a token is the digest of a multimodal item
         return None
 
 

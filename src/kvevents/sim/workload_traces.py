@@ -1,14 +1,14 @@
 """Reads trace files, line by line, in Mooncake's format or in that of kvevents, and writes the format of kvevents.
 
-Mooncake's format has the lengths of prompts and the pieces that they share, without their text. A line is
+Mooncake's format has the lengths of prompts and the pieces that the prompts share, but no text. A line is
 `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, with one id for every 512 tokens of the
-prompt. An id identifies its piece and all pieces before it; the last piece may be shorter (github.com/kvcache-ai/Mooncake,
+prompt. An id identifies a piece and all pieces before it; the last piece may be shorter (github.com/kvcache-ai/Mooncake,
 FAST'25). Answers are always new text, since a trace does not say whether a later prompt repeats an answer.
 
 The format of kvevents can describe any requests. Each line is a JSON object:
-`{"at": 1.5, "tokens": [791, 6864], "output_tokens": 120, "session": "u7", "lora": "adapter-a", "salt": "tenant-1"}`. Instead
-of `tokens` and `output_tokens` a line can have `prompt` and `output`, lists of pieces. A piece is `{"tokens": [...]}` or
-`[number, length]`: `length` token ids that are generated from the number.
+`{"at": 1.5, "tokens": [791, 6864], "output_tokens": 120, "session": "u7", "lora": "adapter-a", "salt": "tenant-1"}`. Instead of
+`tokens` and `output_tokens`, a line can have `prompt` and `output`, which are lists of pieces. A piece is `{"tokens": [...]}`
+or `[number, length]`: `length` token ids that are generated from the number.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from kvevents.recording.files import StrPath
 from kvevents.sim.requests import Drawn, Request, Text
 
 MAX_FOLLOWERS: Final = 4
-"""Maximum number of different continuations of one conversation: the next turn, its regenerations and edits."""
+"""Maximum number of different continuations of one conversation: its next turn, and regenerated or edited versions of it."""
 MAX_ENDS: Final = 100_000
-"""Maximum number of prompts that are stored, about 300 bytes each; the oldest is evicted first."""
+"""Maximum number of prompts whose last piece is stored, about 300 bytes each. The oldest prompt is evicted first."""
 
 
 class Sessions:
     """Infers the sessions of requests from a trace that does not contain sessions.
 
     The next prompt of a conversation begins with all whole pieces of an earlier prompt. So each prompt's last whole piece is
-    stored with its session. A request belongs to the session of the deepest stored piece of its prompt; if none is stored, it
-    begins a new session. Two kinds of pieces are ignored, since many conversations share them: the first piece of a prompt, and
-    a piece that was followed by more than `MAX_FOLLOWERS` different pieces.
+    stored with the prompt's session. A request belongs to the session of the deepest stored piece of its prompt. If no piece is
+    stored, the request begins a new session. Two kinds of pieces are ignored, because many conversations share such pieces: the
+    first piece of a prompt, and a piece that was followed by more than `MAX_FOLLOWERS` different pieces.
 
     Known errors: a prompt of at most one whole piece always begins a session. Up to `MAX_FOLLOWERS` users whose prompts
     continue exactly at the end of another user's first prompt become one session with that user.
@@ -55,9 +55,9 @@ class Sessions:
         self._ends: dict[Hashable, tuple[str, set[Hashable]]] = {}
 
     def of(self, pieces: Sequence[Hashable], whole: int) -> str:
-        """Return the session of a prompt of these pieces, of which the first `whole` are complete.
+        """Return the session of a prompt that consists of `pieces`. The first `whole` pieces are complete.
 
-        A piece identifies itself and all pieces before it.
+        The value of a piece identifies the piece and all pieces before it.
         """
         session = self._find_session(pieces, whole)
         if session is None:
@@ -85,7 +85,7 @@ class Sessions:
 
 PIECE_TOKENS: Final = 512
 FIRST_ANSWER: Final = 1 << 63
-"""First number of the pieces for answers of which a trace has only the length."""
+"""First number of the pieces that are generated for answers, of which a trace has only the length."""
 
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
@@ -136,7 +136,7 @@ _Pieces = Annotated[list[tuple[Annotated[int, msgspec.Meta(ge=0)], _Length] | To
 
 
 class PlainRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, forbid_unknown_fields=True):
-    """One line of a trace. It has exactly one of `prompt` and `tokens`, and exactly one of `output` and `output_tokens`."""
+    """One line of a trace. A line has exactly one of `prompt` and `tokens`, and exactly one of `output` and `output_tokens`."""
 
     at: Annotated[float, msgspec.Meta(ge=0)]
     """Seconds from the beginning of the trace."""
@@ -144,7 +144,7 @@ class PlainRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     tokens: _TokenIds | None = None
     output: _Pieces | None = None
     output_tokens: _Length | None = None
-    """Length of an answer that is new text."""
+    """Number of tokens in an answer that is new text."""
     session: _Name | None = None
     lora: _Name | None = None
     salt: _Name | None = None
@@ -167,7 +167,7 @@ def plain_request(line: bytes, number: int) -> Request:
 
 
 def plain_row(request: Request) -> PlainRow:
-    """Return the line of a request."""
+    """Return a trace line that describes a request."""
     return PlainRow(
         at=request.at,
         prompt=_pieces(request.prompt),
@@ -181,7 +181,7 @@ def plain_row(request: Request) -> PlainRow:
 def _text(pieces: Sequence[tuple[int, int] | TokenPiece]) -> Text:
     for piece in pieces:
         if not isinstance(piece, TokenPiece) and piece[0] >= 1 << 64:
-            raise ValueError(f"invalid number {piece[0]} of a piece: expected at most 2**64 - 1")
+            raise ValueError(f"invalid piece number {piece[0]}: expected at most 2**64 - 1")
     return Text(array("I", piece.tokens) if isinstance(piece, TokenPiece) else piece for piece in pieces)
 
 
@@ -190,7 +190,7 @@ def _pieces(text: Text) -> list[tuple[int, int] | TokenPiece]:
 
 
 MAX_LINE_BYTES: Final = 32 * 1024 * 1024
-"""Longest line that is read. It has room for a prompt of three million token ids."""
+"""Maximum length of a line in bytes. Such a line has room for a prompt of three million token ids."""
 
 
 _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -198,7 +198,7 @@ _ENCODER: Final = msgspec.json.Encoder()
 
 
 def read_trace(path: StrPath, *, limit: int | None = None, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Request]:
-    """Read the first `limit` requests of a trace, or all, one at a time.
+    """Read the first `limit` requests of a trace one at a time; if `limit` is None, read all.
 
     Lines are in Mooncake's format or in that of kvevents, distinguished by their keys. A name that ends in `.gz` is compressed.
     Times must not decrease. Sessions of Mooncake's traces are inferred. Iterating raises `WorkloadError` if the file cannot be
@@ -228,7 +228,7 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
 
 
 def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
-    # Readers by a key that only lines of their format have.
+    # For each format, the function that reads a line, by a key that only lines of this format have.
     readers: dict[str, Callable[[bytes, int], Request]] = {
         "hash_ids": partial(mooncake_request, Sessions()),
         "at": plain_request,
@@ -248,22 +248,22 @@ def _request(line: bytes, number: int, readers: Mapping[str, Callable[[bytes, in
     keys = _KEYS.decode(line)
     read = next((reader for key, reader in readers.items() if key in keys), None)
     if read is None:
-        raise ValueError(f"its format is unknown, since it has neither of the keys {' and '.join(readers)}")
+        raise ValueError(f"the format is unknown, because the line has neither of the keys {' and '.join(readers)}")
     request = read(line, number)
     if request.at < last:
-        raise ValueError(f"its time {request.at} s is before {last} s of the previous line: sort the lines by time")
+        raise ValueError(f"its time, {request.at} s, is before that of the previous line, {last} s: sort the lines by time")
     return request
 
 
 def _lines(path: Path, max_line_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are not blank, with their numbers from 1."""
+    """Yield each line that is not blank, and its number in the file; the first is 1."""
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
             while line := file.readline(max_line_bytes + 1):
                 number += 1
                 if len(line) > max_line_bytes:
-                    raise WorkloadError(f"{path}, line {number}: longer than {max_line_bytes} bytes; is this a trace?")
+                    raise WorkloadError(f"{path}, line {number}: longer than {max_line_bytes} bytes; expected a trace")
                 if line.strip():
                     yield number, line
     except (OSError, EOFError, zlib.error) as error:
@@ -278,7 +278,7 @@ def _open_for_writing(path: Path) -> Iterator[IO[bytes]]:
             if path.suffix != ".gz":
                 yield file
                 return
-            # The header has neither file name nor time, so that equal requests give equal bytes.
+            # The gzip header has no file name and no time, so that equal requests give equal bytes.
             with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed, io.BufferedWriter(packed, 1 << 16) as lines:
                 yield lines
     except OSError as error:

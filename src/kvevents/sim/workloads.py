@@ -50,20 +50,20 @@ __all__ = [
 ]
 
 SAMPLE: Final = Path(__file__).with_name("sample.jsonl.gz")
-"""Ten minutes of generated conversations in Mooncake's format, half as long as those of Mooncake's trace."""
+"""Trace of ten minutes of generated conversations, half as long as those of Mooncake's trace."""
 JITTER: Final = 0.02
-"""Maximum relative change of a trace's speed by a seed. Such a change moves the TTFT p90 of the sample by 3.5 %."""
+"""Maximum relative change that a seed makes to a trace's speed. Such a change moves the TTFT p90 of the sample by 3.5 %."""
 
 
 class Trace(Settings, frozen=True, kw_only=True):
-    """The workload of a trace file with its own times. It ends with the file. Raises `ConfigError`."""
+    """The workload of a trace file, with the times in the file. The workload ends with the file. Raises `ConfigError`."""
 
     path: StrPath = SAMPLE
     rate: AboveZero | None = None
-    """Requests per second. All times are scaled by one factor, so bursts remain. None keeps the trace's times."""
+    """Requests per second. All times are scaled by one factor, so bursts remain. If None, the times are not scaled."""
 
     def requests(self, seed: int = 0) -> Iterator[Request]:
-        """Yield the requests. With a `rate` the file is read twice. Raises `WorkloadError`.
+        """Yield the requests. If `rate` is set, the file is read twice. Raises `WorkloadError`.
 
         A trace has no random part, so each seed except 0 makes it faster or slower, by up to `JITTER`.
         """
