@@ -28,7 +28,7 @@ from kvevents.wire import encode_batch, live_frames, replay_batch_frames, replay
 class VirtualClock:
     """A replacement for `time.monotonic` that advances only when `advance` is called.
 
-    Calling the clock returns its time in seconds. It never goes back. Any thread may read and advance it.
+    Calling the clock returns its time in seconds, which never decreases. Any thread may read and advance it.
     """
 
     def __init__(self, start: float = 0.0) -> None:
@@ -52,7 +52,7 @@ class VirtualClock:
 
 def _check_finite(seconds: float) -> float:
     if not math.isfinite(seconds):
-        raise ConfigError(f"invalid time {seconds}: expected a finite number of seconds")
+        raise ConfigError(f"invalid duration {seconds}: expected a finite number of seconds")
     return float(seconds)
 
 
@@ -66,9 +66,9 @@ class FakeEngine:
         self.replay_endpoint = replay_endpoint
         self.is_up = True
         self.answers_replay = True
-        """Whether the replay endpoint answers."""
+        """Whether the replay endpoint answers requests."""
         self.requests: list[int] = []
-        """Sequence numbers from which replay was requested."""
+        """The first sequence number of each replay request, oldest request first."""
         self._clock = clock
         self._topic = topic
         self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
@@ -80,12 +80,12 @@ class FakeEngine:
     def publish(self, *events: KVEvent, lost: bool = False) -> int:
         """Publish a batch of `events` and return its sequence number.
 
-        With `lost` the batch is missing in the live stream but is in the replay buffer.
+        If `lost` is true, the batch is put into the replay buffer but is not sent live.
         """
         return self.publish_payload(encode_batch(EventBatch(self._clock(), list(events))), lost=lost)
 
     def publish_payload(self, payload: bytes, *, lost: bool = False) -> int:
-        """Publish these bytes unchanged and return their sequence number; `lost` as for `publish`."""
+        """Publish these bytes unchanged as a batch, and return its sequence number. `publish` explains `lost`."""
         seq = self.next_seq
         self.next_seq += 1
         self._buffer.append((seq, payload))
@@ -94,7 +94,7 @@ class FakeEngine:
         return seq
 
     def skip_number(self) -> int:
-        """Use a sequence number without a batch, as an engine does if it cannot encode one. Return the number."""
+        """Skip a sequence number, as an engine does if it cannot encode a batch. Return the skipped number."""
         self.next_seq += 1
         return self.next_seq - 1
 
@@ -105,7 +105,7 @@ class FakeEngine:
                 connection.add_arrival(lambda stream, now: stream.receive_live(frames, now))
 
     def disconnect(self) -> None:
-        """End every connection. Batches published until `reconnect` are not sent to any subscriber."""
+        """End every connection. Until `reconnect`, published batches only enter the replay buffer."""
         if self.is_up:
             self.is_up = False
             for connection in self.connections:
@@ -146,9 +146,9 @@ class FakeConnection:
         self._engine = engine
         self._transport = transport
         self._arrivals: deque[Callable[[Stream, float], None]] = deque()
-        """Live messages and connection changes, as calls that feed them to the stream."""
+        """Live messages and connection changes that have arrived, as functions that feed them to the stream."""
         self.replies: deque[list[bytes]] = deque()
-        """Frames of replay replies."""
+        """Messages of replay replies that have arrived, each as a list of frames."""
         self._is_closed = False
 
     @property
@@ -161,7 +161,7 @@ class FakeConnection:
         self._arrivals.append(feed)
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed arrived messages and changes to `stream`. Return True if more are left."""
+        """Feed arrived messages and connection changes to `stream`. Return True if some remain."""
         for _ in range(min(limit, len(self._arrivals))):
             self._arrivals.popleft()(stream, now)
         if self._arrivals and self.replies and stream.expected_run(1):
@@ -173,7 +173,7 @@ class FakeConnection:
 
     @property
     def fault(self) -> str:
-        """Why there is no connection; "" if the engine is up."""
+        """Why the connection is down; "" if it is up."""
         return "" if self._engine.is_up else "the fake engine is down"
 
     def deadline(self) -> float | None:
@@ -187,7 +187,7 @@ class FakeConnection:
         self._engine.answer(self, request.start)
 
     def end_replay(self) -> None:
-        """Drop the rest of the replies."""
+        """Drop the replies that have arrived and were not read."""
         self.replies.clear()
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class FakeConnection:
 
 
 class FakeTransport:
-    """A `kvevents.subscriber.Transport` between subscribers and `FakeEngine`s. Pass its `clock` to the subscriber too."""
+    """A `kvevents.subscriber.Transport` between subscribers and `FakeEngine`s. Pass `clock` to the subscriber too."""
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.clock = clock or VirtualClock()
@@ -240,20 +240,20 @@ class FakeTransport:
         readable = [connection for connection in self._connections if connection.is_readable]
         if not readable:
             if timeout is None:
-                raise EndpointError("no fake engine has anything to send; give receive() a timeout")
+                raise EndpointError("no fake engine has anything to send, so receive() would wait forever: give it a timeout")
             self.clock.advance(timeout)
         return readable
 
     def take_found(self) -> list[Source]:
-        """Return no sources: fake engines do not bind."""
+        """Return no sources: fake engines do not connect to a subscriber that binds."""
         return []
 
     def ignore_found(self, source: Source) -> None:
-        """Do nothing: `take_found` returns no sources."""
+        """Do nothing, because `take_found` returns no sources."""
 
     @property
     def max_wait(self) -> None:
-        """None: a fake transport has no timers."""
+        """Return None: a fake transport has no timers."""
 
     def fileno(self) -> int:
         """Return -1: there is no descriptor, so `wait` must be called."""

@@ -1,4 +1,4 @@
-"""The contents of a tape: which batch comes next with which number, and the faults of released engines."""
+"""The contents of a tape: the next batch and its sequence number, and the faults of released engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvevents.recording import LiveBatch, live_batches, recorded_endpoints
 from kvevents.wire import replay_batch_frames, replay_end_frames
 
 Tape: TypeAlias = str | PathLike[str] | Iterable[tuple[bytes, int, bytes] | LiveBatch]
-"""A recording file, or the batches themselves."""
+"""The path of a recording, or the batches of a tape."""
 
 
 class NextBatch(NamedTuple):
@@ -27,7 +27,7 @@ class NextBatch(NamedTuple):
 
 
 def as_batch(item: tuple[bytes, int, bytes] | LiveBatch) -> LiveBatch:
-    """Return a batch from a `LiveBatch` or a plain tuple, whose time is unknown."""
+    """Return a batch from a `LiveBatch` or from a plain tuple. A tuple's batch has no time."""
     return item if isinstance(item, LiveBatch) else LiveBatch(*item)
 
 
@@ -48,11 +48,11 @@ def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:
 
 
 class Playlist:
-    """The batches of a tape in their order, as an endless loop.
+    """The batches of a tape as an endless loop, in the order of the tape.
 
-    The first round has the recorded numbers and bytes. Further rounds continue the numbers; a new incarnation counts from 0. In
-    both cases the timestamps of payloads are moved forward: an engine never repeats bytes, and subscribers recognise a restart
-    by different bytes under the same number.
+    The first round has the recorded sequence numbers and bytes. Further rounds continue the numbers; a new incarnation counts
+    from 0. In both cases the timestamps in payloads are moved forward: an engine never repeats bytes, and subscribers recognise
+    a restart by different bytes under an equal number.
     """
 
     def __init__(self, batches: Sequence[LiveBatch]) -> None:
@@ -66,7 +66,7 @@ class Playlist:
 
     @property
     def remaining(self) -> int:
-        """Number of batches until the end of this round; at the end, that of the whole next round."""
+        """Number of batches until the end of the current round. At the end of a round, the length of the next round."""
         return len(self._batches) - self._position % max(1, len(self._batches))
 
     def restart(self, batches: Sequence[LiveBatch] | None = None) -> None:
@@ -80,7 +80,7 @@ class Playlist:
         self._shift = -self._batches[0].seq if self._batches else 0
 
     def next_gap(self) -> float:
-        """Return the recorded seconds between the previous batch and the next one; 0 at either end of the tape."""
+        """Return the recorded seconds between the previous batch and the next one; 0 at the beginning and end of a round."""
         if not 0 < self._position < len(self._batches):
             return 0.0
         former, following = self._batches[self._position - 1].t, self._batches[self._position].t
@@ -111,7 +111,7 @@ class Playlist:
 
 
 def restamp(payload: bytes, seconds: float) -> bytes:
-    """Return a payload with a timestamp `seconds` later; unchanged if it does not begin with an array and a 64-bit float."""
+    """Return a payload with its timestamp moved forward by `seconds`. A payload without a leading 64-bit float is unchanged."""
     if len(payload) < 10 or not 0x91 <= payload[0] <= 0x9F or payload[1] != 0xCB:
         return payload
     (ts,) = struct.unpack_from(">d", payload, 2)
@@ -124,8 +124,8 @@ ENGINE_BUFFER_STEPS: Final = 10_000
 """Default size of the replay buffer of vLLM and SGLang, in batches (`buffer_steps`)."""
 
 Loss: TypeAlias = Collection[int] | float | Callable[[int], bool]
-"""Selects the batches to lose: these sequence numbers, a share from 0.0 to 1.0, or every number for which a function is
-true."""
+"""Selects the batches to lose: a set of sequence numbers, a share from 0.0 to 1.0, or a function that returns True for the
+numbers to lose."""
 
 ReplyShape: TypeAlias = Literal["topic", "no-topic", "bare-end"]
 """`topic`: vLLM from 0.26, SGLang from 0.5.22, TensorRT-LLM. `no-topic`: earlier releases. `bare-end`: the first version, whose
@@ -134,28 +134,28 @@ end marker has no sequence number."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """The faults of a tape; none by default. Sequence numbers count from 0 in each incarnation.
+    """The faults of a tape; by default a tape has no faults. Sequence numbers count from 0 in each incarnation.
 
     A share of batches is drawn by `seed` and number, so a run can be repeated exactly. Each reply draws again, so that a
     repeated request can succeed. Raise `ConfigError` for a share outside 0.0 to 1.0 or a negative limit.
     """
 
     drop: Loss = ()
-    """Batches that are stored for replay but not sent live, so that subscribers miss them as if they were slow or late."""
+    """Batches that are stored for replay but not sent live, so that subscribers miss these batches."""
     skipped: Collection[int] = ()
-    """Numbers without a batch: the engine used the number and then could not encode the batch."""
+    """Sequence numbers without a batch: the engine assigned the number, and then could not encode the batch."""
     seed: int = 0
     buffer_steps: int = ENGINE_BUFFER_STEPS
-    """Number of batches in the replay buffer. A request for older ones is answered from the oldest batch on, without notice."""
+    """Number of batches in the replay buffer. A reply to a request for older batches begins with the oldest, without notice."""
     reply_shape: ReplyShape = "topic"
     replay_send_limit: int | None = None
-    """Maximum number of batches in one reply. Further ones are dropped silently, as by the engines' ROUTER, whose queue holds
+    """Maximum number of batches in one reply. Further batches are dropped silently, as in engines, whose ROUTER sockets queue
     1,000 messages."""
     replay_sndhwm: int | None = None
-    """Send limit of the real ROUTER socket, 1,000 in the engines before vLLM 0.33. The socket drops messages beyond it if the
-    consumer is slow. The limit takes effect when the sockets open. None: replies wait for the consumer and lose nothing."""
+    """Send limit of the ROUTER socket in messages; 1,000 in engines before vLLM 0.33. Above it, the socket drops messages to
+    slow consumers. The limit takes effect when the sockets open. If None, replies wait for the consumer."""
     replay_holes: Loss = ()
-    """Batches that are missing in replies. The first batch of a reply never is, since a socket always has room for it."""
+    """Batches that are missing in replies. The first batch of a reply is never missing, because a socket has room for it."""
     lose_end_marker: bool = False
     replay_silent: bool = False
     """Whether requests are read and never answered."""
@@ -166,7 +166,7 @@ class Faults:
     replay_junk: Sequence[Sequence[bytes]] = ()
     """Messages that are sent unchanged before each reply; the identity frame is added."""
     faulty_replies: int | None = None
-    """Number of requests, from the first one on, to whose replies the faults above apply. None means all."""
+    """Number of requests, counted from the first one, whose replies have the faults above. None means all requests."""
 
     def __post_init__(self) -> None:
         for name in ("drop", "replay_holes"):
@@ -179,11 +179,11 @@ class Faults:
                 raise ConfigError(f"invalid {name} {limit}: expected 0 or more")
 
     def drops(self, seq: int) -> bool:
-        """Return whether the live message of this number is dropped."""
+        """Return whether the live message with this sequence number is dropped."""
         return _is_selected(self.drop, seq, f"{self.seed}/live/{seq}")
 
     def reply(self, replay_buffer: Iterable[LiveBatch], start: int, number: int) -> Reply:
-        """Return the reply to request `number` (from 0) of a tape: stored batches from `start` on, subject to the faults."""
+        """Return the reply to request `number` (from 0): the stored batches from `start` on, as changed by the faults."""
         if self.faulty_replies is not None and number >= self.faulty_replies:
             return Faults(reply_shape=self.reply_shape).reply(replay_buffer, start, 0)
         stored = [batch for batch in replay_buffer if batch.seq >= start]
@@ -210,9 +210,9 @@ class Reply(NamedTuple):
     """A reply to a replay request."""
 
     messages: Iterator[list[bytes]]
-    """Frames of each message, without the identity."""
+    """The frames of each message, without the identity frame."""
     withheld: int
-    """Number of requested batches that are not among the messages."""
+    """Number of requested batches that a fault keeps out of `messages`."""
 
 
 def _is_selected(loss: Loss, seq: int, draw: str) -> bool:

@@ -10,7 +10,7 @@ _TCP: Final = "tcp://"
 
 
 class ReservedPort(NamedTuple):
-    """An endpoint with a fixed port, and the socket that reserves the port (None if it cannot be reserved)."""
+    """An endpoint with a fixed port, and the socket that reserves the port, or None if no socket can reserve it."""
 
     endpoint: str
     holder: socket.socket | None
@@ -22,7 +22,7 @@ class ReservedPort(NamedTuple):
 
 
 def reserve_port(endpoint: str) -> ReservedPort:
-    """Choose the port of a TCP endpoint (the OS chooses for `*` and `0`) and reserve it.
+    """Reserve the port of a TCP endpoint. If the port is `*` or `0`, the OS chooses one.
 
     Linux lets two sockets with SO_REUSEADDR share a port if only one of them listens. A socket that is bound but never listens
     keeps the OS from giving the port to another process while the real listener is closed. The OS then refuses connections.
@@ -35,7 +35,7 @@ def reserve_port(endpoint: str) -> ReservedPort:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("0.0.0.0" if host == "*" else host, 0 if port == "*" else int(port)))  # noqa: S104  asked for
     except (OSError, ValueError):
-        # The port is in use, or the endpoint is invalid. The caller's bind reports which.
+        # The port is in use, or the endpoint is invalid. The error of the caller's bind says which.
         holder.close()
         return ReservedPort(endpoint, None)
     return ReservedPort(f"{_TCP}{host}:{holder.getsockname()[1]}", holder)

@@ -1,4 +1,4 @@
-"""A TCP proxy between real ZeroMQ peers that drops, delays and reorders messages, and stalls or cuts connections, on demand.
+"""A TCP proxy between ZeroMQ peers. On demand, it drops, delays and reorders messages, and stalls or cuts connections.
 
 Put a proxy in front of each socket of an engine or of a `TapePlayer`::
 
@@ -32,9 +32,9 @@ from kvevents.testing.proxy_pipe import DirectionCounts, DirectionFaults, Pipe, 
 from kvevents.testing.zmtp import message
 
 LINGER_SECONDS: Final = 1.0
-"""Maximum time in which the last bytes of a closed peer are sent to the other peer."""
+"""Maximum time for sending the last bytes from a peer that has closed its connection to the other peer."""
 LOOP_ROUNDS_TO_CONNECT: Final = 4
-"""Number of rounds of the event loop after which each accepted socket is a connection. asyncio needs two."""
+"""Number of rounds of the event loop after which asyncio has a connection for each accepted socket. Two rounds are enough."""
 
 Direction: TypeAlias = Literal["down", "up"]
 """`down`: from the upstream endpoint to the clients of the proxy. `up`: from the clients to upstream."""
@@ -45,7 +45,7 @@ class ProxyLimits:
     """Limits of a `FaultProxy`."""
 
     max_connections: int = 1_024
-    """Maximum number of connections; each takes two file descriptors. Further ones are closed as soon as they are accepted."""
+    """Maximum number of connections; each takes two file descriptors. Further connections are closed when they are accepted."""
     max_queued_bytes: int = 64 * 1024 * 1024
     """Maximum number of bytes that the proxy holds or queues for a slow reader, per direction of a connection. At the limit the
     proxy stops reading, as if the network were congested."""
@@ -56,20 +56,20 @@ class ProxyCounts:
     """Counters of a proxy since it was opened."""
 
     connections: int = 0
-    """Connections that were accepted and connected to upstream."""
+    """Number of connections that were accepted and connected to upstream."""
     open: int = 0
-    """Connections that are open now."""
+    """Number of connections that are open."""
     refused: int = 0
-    """Connections that were accepted and closed again, because upstream was unreachable or the limit was reached."""
+    """Number of connections that were accepted and closed at once: upstream was unreachable, or the limit was reached."""
     down: DirectionCounts = field(default_factory=DirectionCounts)
     up: DirectionCounts = field(default_factory=DirectionCounts)
 
 
 class FaultProxy(Closeable):
-    """Listens at `listen` and connects each client to `upstream`. Both are TCP endpoints; for a port of `*` the OS chooses.
+    """Listens at `listen` and connects each client to `upstream`. Both are TCP endpoints. The OS chooses a port for `*`.
 
     The proxy is a context manager. Any thread may call its methods; each method returns when its effect is complete. Raise
-    `EndpointError` if it cannot listen, `ConfigError` for an endpoint that is not TCP.
+    `EndpointError` if the proxy cannot listen, `ConfigError` for an endpoint that is not TCP.
     """
 
     def __init__(self, upstream: str, listen: str = "tcp://127.0.0.1:*", *, limits: ProxyLimits = ProxyLimits()) -> None:
@@ -102,7 +102,7 @@ class FaultProxy(Closeable):
 
     @property
     def endpoint(self) -> str:
-        """Endpoint for clients. It does not change when connections are cut."""
+        """Endpoint for clients, which stays the same when connections are cut."""
         return connectable(self._port.endpoint)
 
     @property
@@ -112,7 +112,7 @@ class FaultProxy(Closeable):
             return replace(self._counts, down=replace(self._counts.down), up=replace(self._counts.up))
 
     def wait_until(self, condition: Callable[[ProxyCounts], bool], timeout: float) -> bool:
-        """Wait for a condition such as `lambda counts: counts.down.held == 3`. Return False after `timeout` seconds."""
+        """Wait for a condition like `lambda counts: counts.down.held == 3`. Return False if `timeout` seconds pass first."""
         with self._condition:
             return self._condition.wait_for(lambda: condition(self._counts), timeout)
 
@@ -130,17 +130,17 @@ class FaultProxy(Closeable):
     def drop(self, rule: Rule, *, direction: Direction = "down", seed: int = 0) -> None:
         """Drop messages by `rule`, which replaces the previous rule; None drops nothing.
 
-        With a share, messages are drawn at random from `seed`. If a rule raises, the connection ends, and `close` raises the
-        same exception. Raise `ConfigError` for a share outside 0.0 to 1.0 or a negative count.
+        If the rule is a share, messages are selected at random, with `seed`. If a rule raises an exception, the connection
+        ends, and `close` raises the same exception. Raise `ConfigError` for a share outside 0.0 to 1.0 or a negative count.
         """
         if isinstance(rule, int | float) and not (0 <= rule <= 1 or (isinstance(rule, int) and rule >= 0)):
             raise ConfigError(f"invalid drop rule {rule}: expected a count of 0 or more or a share from 0.0 to 1.0")
         self._run_in_loop(lambda: self._directions[direction].set_drops(rule, seed))
 
     def reorder(self, share: float, *, direction: Direction = "down", seed: int = 0) -> None:
-        """Swap a share of the messages with the message after each, if both arrive together.
+        """Swap each message of a share with the message after it, if the two arrive together.
 
-        TCP never reorders, but a device between two sockets may. The messages are drawn at random from `seed`. Raise
+        TCP never reorders data, but a device between two sockets may. The messages are selected at random, with `seed`. Raise
         `ConfigError` for a share outside 0.0 to 1.0.
         """
         if not 0.0 <= share <= 1.0:
@@ -148,7 +148,7 @@ class FaultProxy(Closeable):
         self._run_in_loop(lambda: self._directions[direction].set_swaps(float(share), seed))
 
     def inject(self, frames: Sequence[bytes], *, direction: Direction = "down") -> None:
-        """Send a message of any frames on every connection that has carried a message in this direction.
+        """Send a message with these frames on every connection that has carried a message in this direction.
 
         Raise `ConfigError` for a message without frames.
         """
@@ -157,17 +157,17 @@ class FaultProxy(Closeable):
         self._run_in_loop(lambda: self._directions[direction].inject(message(frames)))
 
     def delay(self, seconds: float | None = None, *, direction: Direction = "down") -> None:
-        """Hold every message, in order, for some seconds, or until `release` if None. With 0, later messages are not held."""
+        """Hold every message, in order, for `seconds` seconds or, if None, until `release`. 0 holds no later messages."""
         if seconds is not None and seconds < 0:
             raise ConfigError(f"invalid delay {seconds}: expected 0 or more seconds, or None")
         self._run_in_loop(lambda: self._directions[direction].set_delay(seconds))
 
     def release(self, n: int | None = None, *, direction: Direction = "down") -> None:
-        """Release the `n` messages that were held longest, or all of them. Messages that arrive later are held again."""
+        """Release the `n` messages that were held longest; if None, all. Messages that arrive later are held again."""
         self._run_in_loop(lambda: self._directions[direction].release(n))
 
     def stall(self) -> None:
-        """Stop reading and writing, but keep connections open, as a network does that loses packets. New ones stall too."""
+        """Stop reading and writing, but keep connections open, as if all packets were lost. New connections stall too."""
         self._run_in_loop(self._flow.clear)
 
     def half_open(self) -> None:
@@ -186,11 +186,11 @@ class FaultProxy(Closeable):
         self._run_in_loop(apply)
 
     def resume(self) -> None:
-        """End a stall but no other fault."""
+        """End a stall, but no other fault."""
         self._run_in_loop(self._flow.set)
 
     def cut(self, *, refuse: bool = False) -> None:
-        """Close every connection at once; held messages are lost. With `refuse`, refuse new connections until `heal`."""
+        """Close every connection at once; held messages are lost. If `refuse` is true, refuse new connections until `heal`."""
 
         async def apply() -> None:
             if refuse:
@@ -202,7 +202,7 @@ class FaultProxy(Closeable):
     def heal(self) -> None:
         """End every fault: drop nothing, release held messages, resume stalled connections, accept clients again.
 
-        Connections that `half_open` has stalled stay stalled.
+        Connections that `half_open` stalled stay stalled.
         """
 
         async def apply() -> None:
@@ -230,7 +230,7 @@ class FaultProxy(Closeable):
     # --- the thread
 
     def _run_in_loop(self, apply: Callable[[], Coroutine[Any, Any, None] | None]) -> None:
-        """Run a function in the thread of the event loop, and wait until it and the coroutine that it returns are complete."""
+        """Run a function in the event loop's thread. Wait until the function and the coroutine that it returns are complete."""
 
         async def run() -> None:
             coroutine = apply()
@@ -255,10 +255,10 @@ class FaultProxy(Closeable):
         await self._stop.wait()
         await self._stop_listening()
         await self._close_connections()
-        await asyncio.sleep(0)  # the last connections are closed in another round of the loop
+        await asyncio.sleep(0)  # another round of the loop closes the last connections
 
     async def _stop_listening(self) -> None:
-        """Close the listener once every accepted socket is a connection: asyncio loses sockets if its server closes earlier."""
+        """Close the listener when every accepted socket is a connection: asyncio loses sockets if its server closes earlier."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -331,13 +331,13 @@ class FaultProxy(Closeable):
     async def _run_pipes(self, *pipes: Pipe) -> None:
         tasks = [asyncio.ensure_future(pipe.run()) for pipe in pipes]
         try:
-            # When a pipe ends, all bytes of its sender are forwarded. Nothing reads the other direction then.
+            # When a pipe ends, all bytes from its sender were forwarded, and no peer reads the other direction any more.
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                # This is the exception of a drop rule, not of the network. close() raises it.
+                # A drop rule raised this exception, so close() raises it again. The network has no fault.
                 if isinstance(result, Exception) and not isinstance(result, OSError):
                     self._failure = self._failure or result
 
@@ -346,7 +346,7 @@ class FaultProxy(Closeable):
 
 
 async def _close_writer(writer: asyncio.StreamWriter, linger: float) -> None:
-    """Close a connection. Bytes already written may still be sent for `linger` seconds."""
+    """Close a connection. Written bytes may still be sent for `linger` seconds."""
     if linger:
         writer.close()
     else:
@@ -362,7 +362,7 @@ async def _close_writer(writer: asyncio.StreamWriter, linger: float) -> None:
 
 
 def tcp_address(endpoint: str) -> tuple[str, int]:
-    """Return host and port of a TCP endpoint; port 0 for `*`. Raise `ConfigError`."""
+    """Return the host and the port of a TCP endpoint. The port of `*` is 0. Raise `ConfigError`."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     port = "0" if port == "*" else port
     if not endpoint.startswith("tcp://") or not port.isdecimal():

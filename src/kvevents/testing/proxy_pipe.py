@@ -1,4 +1,4 @@
-"""One direction of a proxied connection: which messages are dropped, which are held, and which are queued for sending."""
+"""One direction of a proxied connection: determines which messages are dropped, held, and queued for sending."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from typing import Final, TypeAlias
 from kvevents.testing.zmtp import Segment, ZmtpSplitter
 
 READ_BYTES: Final = 64 * 1024
-"""Maximum number of bytes that are read at once from one connection."""
+"""Maximum number of bytes that one call reads from a connection."""
 
 Rule: TypeAlias = int | float | Callable[[tuple[bytes, ...]], bool] | None
-"""Which messages are dropped: the next N (int), a share from 0.0 to 1.0 (float), each for whose frames a function returns True,
-or none (None)."""
+"""Selects the messages to drop: the next N (int), a share from 0.0 to 1.0 (float), those for whose frames a function returns
+True, or no messages (None)."""
 
 
 @dataclass(slots=True)
 class DirectionCounts:
-    """Messages of one direction, over all connections."""
+    """Counters of one direction over all connections."""
 
     messages: int = 0
-    """Complete messages that arrived. Commands (subscriptions of ZMTP 3.1, heartbeats) are not counted."""
+    """Number of complete messages that arrived. Commands (subscriptions of ZMTP 3.1, heartbeats) are not counted."""
     dropped: int = 0
     swapped: int = 0
-    """Messages forwarded after a message that had arrived later."""
+    """Number of messages that were forwarded after a message that had arrived later."""
     injected: int = 0
-    """Messages sent by the proxy itself."""
+    """Number of messages that `inject` added."""
     held: int = 0
-    """Messages that currently wait for `release` or for the end of their delay."""
+    """Number of messages that currently wait for `release` or for the end of their delay."""
     bytes: int = 0
-    """Bytes forwarded, including handshakes and commands."""
+    """Number of forwarded bytes, including handshakes and commands."""
 
 
 def change_counts(condition: threading.Condition, counts: object, **changes: int) -> None:
-    """Add to counters that `condition` guards."""
+    """Add `changes` to counters that `condition` guards, and notify the threads that wait for the condition."""
     with condition:
         for name, change in changes.items():
             setattr(counts, name, getattr(counts, name) + change)
@@ -47,7 +47,7 @@ def change_counts(condition: threading.Condition, counts: object, **changes: int
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """Bytes to forward, and the future that they wait for, if any."""
+    """Bytes to forward. If `gate` is a future, the bytes wait until it is done."""
 
     raw: bytes
     gate: asyncio.Future[None] | None = None
@@ -57,7 +57,7 @@ class Chunk:
 class DirectionFaults:
     """The faults of one direction, for all connections.
 
-    `condition` guards the counters. Everything else belongs to the event loop.
+    `condition` guards the counters. Only the thread of the event loop uses the other members.
     """
 
     def __init__(self, counts: DirectionCounts, condition: threading.Condition, max_queued_bytes: int) -> None:
@@ -70,23 +70,23 @@ class DirectionFaults:
         self.holds_all = False
         """Whether messages are held until `release`."""
         self.delay = 0.0
-        """Seconds for which messages are held."""
+        """Seconds for which each message is held, unless `holds_all`."""
         self._gates: deque[asyncio.Future[None]] = deque()
         self.pipes: set[Pipe] = set()
         """Pipes of the current connections."""
 
     def set_drops(self, rule: Rule, seed: int) -> None:
-        """Drop messages by `rule`."""
+        """Drop the messages that `rule` selects."""
         self.rule = rule
         self.random.seed(seed)
 
     def set_swaps(self, share: float, seed: int) -> None:
-        """Swap a share of the messages."""
+        """Swap a share of the messages with the message that follows."""
         self.swap_share = share
         self.random.seed(seed)
 
     def set_delay(self, seconds: float | None) -> None:
-        """Hold messages for some seconds, or until `release` if None."""
+        """Hold messages for `seconds` seconds or, if None, until `release`."""
         self.holds_all, self.delay = seconds is None, seconds or 0.0
 
     def heal(self) -> None:
@@ -99,19 +99,19 @@ class DirectionFaults:
         self.count(injected=sum(pipe.inject(raw) for pipe in self.pipes))
 
     def draw_swap(self) -> bool:
-        """Decide whether the next message is swapped with the following one, and count it."""
+        """Decide at random whether the next message is swapped with the message after it, and count a swap."""
         is_swapped = bool(self.swap_share) and self.random.random() < self.swap_share
         self.count(swapped=is_swapped)
         return is_swapped
 
     def release(self, n: int | None) -> None:
-        """Release the `n` messages that were held longest; None for all."""
+        """Release the `n` messages that were held longest, or all messages if `n` is None."""
         while self._gates and n != 0:
             if _open_gate(self._gates.popleft()) and n is not None:
                 n -= 1
 
     def admit(self, segment: Segment) -> Chunk | None:
-        """Return the chunk to forward for a segment of the stream; None if it is dropped."""
+        """Return the chunk to forward for a segment of the stream, or None if a rule drops the segment."""
         if segment.kind != "message":
             return Chunk(segment.raw, is_command=segment.kind == "command")
         is_dropped = self._drops(segment.frames)
@@ -134,7 +134,7 @@ class DirectionFaults:
         return True
 
     def _gate(self) -> asyncio.Future[None]:
-        """Return a future for which a held message waits. `release` or the timer of the message completes it."""
+        """Return a future for which a held message waits. `release`, or the timer of the message, completes the future."""
         loop = asyncio.get_running_loop()
         gate: asyncio.Future[None] = loop.create_future()
         gate.add_done_callback(lambda _: self.count(held=-1))
@@ -157,8 +157,8 @@ def _open_gate(gate: asyncio.Future[None]) -> bool:
 class Pipe:
     """One direction of one connection: reads, applies the faults of the direction, and writes while `flow` is set.
 
-    Everything is sent in the order in which it arrived, except that commands overtake held messages: peers would end a
-    connection whose heartbeats are held.
+    Bytes are sent in the order in which they arrived, except that commands overtake held messages: peers would end a connection
+    if its heartbeats were held.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Pipe:
         self._has_room = asyncio.Event()
 
     async def run(self) -> None:
-        """Forward everything until the sender has closed and everything is sent."""
+        """Forward bytes until the sender has closed its connection and all its bytes were sent."""
         tasks = [asyncio.ensure_future(self._receive()), asyncio.ensure_future(self._send())]
         self._faults.pipes.add(self)
         try:
@@ -192,7 +192,7 @@ class Pipe:
                     chunk.gate.cancel()
 
     def inject(self, raw: bytes) -> bool:
-        """Send these bytes between two messages. Do nothing and return False before the first message."""
+        """Send these bytes between two messages and return True. If no message was carried yet, do nothing and return False."""
         if self._has_carried_message:
             self._add(Chunk(raw))
         return self._has_carried_message
@@ -208,7 +208,7 @@ class Pipe:
         self._wake.set()
 
     def _chunks_of(self, segments: list[Segment]) -> Iterator[Chunk]:
-        """Yield the data to forward. Messages that are not held are joined, which saves a task switch for each of them."""
+        """Yield the chunks to forward. Messages that are not held are joined, which saves a task switch for each message."""
         content = bytearray()
         for segment in self._swap(segments):
             chunk = self._faults.admit(segment)
@@ -268,7 +268,7 @@ class Pipe:
             self._has_room.set()
 
     def _next_chunk(self) -> Chunk | None:
-        """Return the first chunk of the queue or, if it is held, the first command; None if nothing can be sent."""
+        """Return the first chunk of the queue or, if that one is held, the first command, or None if nothing can be sent."""
         if not self._chunks:
             return None
         head = self._chunks[0]

@@ -1,6 +1,6 @@
 """A tape player: publishes recorded batches from real PUB and ROUTER sockets, with the engines' faults on demand.
 
-It takes the place of an engine in tests of a subscriber or a router::
+A player takes the place of an engine in tests of a subscriber or a router::
 
     with TapePlayer("run.jsonl.gz", faults=Faults(drop={3, 4}, replay_send_limit=1000)) as tape:
         subscriber.connect(tape.endpoint, tape.replay_endpoint)
@@ -9,7 +9,7 @@ It takes the place of an engine in tests of a subscriber or a router::
         tape.restart(unseen_until=200)
         assert subscriber.everything() == tape.batches()
 
-A batch is sent only when `play` is called, and every wait has a deadline. `kvevents.testing.playlist` describes the behaviour
+Batches are sent only by calls of `play`, and every wait has a deadline. `kvevents.testing.playlist` describes the behaviour
 of engines, and the releases that have it.
 """
 
@@ -35,21 +35,21 @@ from kvevents.testing.playlist import Faults, Playlist, Tape, load_tape
 from kvevents.testing.tape_sockets import LINGER_MS, MESSAGES_PER_ROUND, Sent, TapeCounts, TapeSockets
 
 ENGINE_HWM: Final = 100_000
-"""Number of messages that engines queue for a slow subscriber before they drop further ones (`hwm` of vLLM and SGLang)."""
+"""Number of messages that engines queue for a slow subscriber before they drop messages (`hwm` of vLLM and SGLang)."""
 MAX_LOG: Final = 1_000_000
-"""Maximum number of batches and requests in the log of a tape; older ones are removed. A full log takes about 250 MB."""
+"""Maximum length of a tape's log of batches, and of its log of requests. Older entries are removed. A full log takes 250 MB."""
 CATCH_UP_SECONDS: Final = 1.0
-"""Delay beyond which a paced tape continues at its pace from now on, instead of sending all delayed batches at once."""
+"""If a tape with a rate is late by more than this, it does not send the late batches at once but continues at its rate."""
 ANY_LOCAL_PORT: Final = "tcp://127.0.0.1:*"
 
 Rate: TypeAlias = float | Literal["recorded"] | None
-"""Batches per second, `recorded` for the recorded times, or None for as fast as possible."""
+"""Number of batches per second; `recorded` for the recorded times, or None for as fast as possible."""
 
 _T = TypeVar("_T")
 
 
 class _Play:
-    """A number of batches to publish, and the time at which the next batch is due."""
+    """A call of `play`: the number of batches to publish, and the time at which the next batch is due."""
 
     def __init__(self, n: int | None, rate: Rate, times: int) -> None:
         self.n = n
@@ -65,7 +65,7 @@ class _Play:
         self.due = now
 
     def step(self, gap: float, now: float) -> None:
-        """Count a published batch; `gap` is the recorded time until the next one."""
+        """Count a published batch. `gap` is the recorded number of seconds until the next one."""
         self.published_count += 1
         if self.rate is None:
             return
@@ -90,7 +90,7 @@ class TapePlayer(Closeable):
     the OS chooses one. `replay_endpoint=None` means an engine without replay. `hwm` is the send limit of the PUB socket for
     each subscriber, in messages; `log` is the maximum length of each log. Any thread may call the methods.
 
-    The first round of a tape has the recorded numbers and bytes. The next round continues the numbers; a restart counts from 0.
+    The first round of a tape has the recorded numbers and bytes. The next round continues the numbers; a restart resets them.
     In both cases the timestamps of the payloads move forward, because an engine never sends the same bytes again.
 
     Raise `EndpointError` if an address cannot be bound, `RecordingError` or `ConfigError` for a tape that cannot be played.
@@ -111,7 +111,7 @@ class TapePlayer(Closeable):
         self._sockets = TapeSockets(playlist, faults or Faults(), endpoint, replay_endpoint, hwm, log)
         self._plays: deque[_Play] = deque()
         self._actions: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
-        """Functions from other threads, which the thread that owns the sockets calls."""
+        """Functions that other threads have queued, for the thread that owns the sockets to call."""
         self._wake_writer, self._wake_reader = socket.socketpair()
         self._lock = threading.Lock()
         self._is_closed = False
@@ -122,17 +122,17 @@ class TapePlayer(Closeable):
 
     @property
     def endpoint(self) -> str:
-        """Endpoint for SUB sockets. It does not change with a restart."""
+        """Endpoint for SUB sockets, which stays the same after a restart."""
         return self._sockets.endpoints[0]
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Endpoint for DEALER sockets; None for a tape without replay."""
+        """Endpoint for DEALER sockets, or None if the tape has no replay."""
         return self._sockets.endpoints[1] if len(self._sockets.endpoints) > 1 else None
 
     @property
     def faults(self) -> Faults:
-        """The current faults. Assigned faults take effect from the next message on."""
+        """The current faults of this tape. An assignment takes effect from the next message on."""
         return self._sockets.faults
 
     @faults.setter
@@ -147,24 +147,24 @@ class TapePlayer(Closeable):
 
     @property
     def requests(self) -> list[int]:
-        """Start numbers of all replay requests, oldest first."""
+        """First requested sequence number of each replay request, oldest request first."""
         with self._sockets.condition:
             return list(self._sockets.requests)
 
     @property
     def subscriptions(self) -> int:
-        """Current number of subscriptions of all subscribers."""
+        """Current number of subscriptions from all subscribers."""
         with self._sockets.condition:
             return self._sockets.subscriptions.total()
 
     @property
     def log(self) -> list[Sent]:
-        """Every used sequence number, with its batch and outcome, oldest first."""
+        """An entry for each used sequence number, with its batch and its outcome, oldest first."""
         with self._sockets.condition:
             return list(self._sockets.log)
 
     def batches(self, incarnation: int | None = None) -> list[tuple[int, bytes]]:
-        """Return number and payload of the batches of one incarnation, or of all, that a subscriber without loss delivers."""
+        """Return number and payload of each batch that a subscriber without loss delivers, from one incarnation or all."""
         return [
             (entry.batch.seq, entry.batch.payload)
             for entry in self.log
@@ -182,7 +182,7 @@ class TapePlayer(Closeable):
     # --- commands
 
     def play(self, n: int | None = None, *, rate: Rate = None, times: int = 1) -> int:
-        """Publish the next `n` batches, or else the rest of the tape and `times - 1` more rounds. Return the number published.
+        """Publish the next `n` batches; if None, this round and `times - 1` further ones. Return how many were published.
 
         A tape starts again at its end. `rate` is in batches per second, `recorded` for the recorded times, None for as fast as
         possible. If the tape is stopped or closed during the call, it returns early. Raise `UsageError` for a stopped tape.
@@ -190,7 +190,7 @@ class TapePlayer(Closeable):
         return self.start_playing(n, rate=rate, times=times).result()
 
     def start_playing(self, n: int | None = None, *, rate: Rate = None, times: int = 1) -> Future[int]:
-        """Start to play without waiting. Calls play one after the other. The future has the number of published batches."""
+        """Start to play without waiting. Several calls play one after the other. The future's result is that of `play`."""
         if (n is not None and n < 0) or times < 1:
             raise ConfigError(f"invalid n={n}, times={times}: expected n of 0 or more and times of 1 or more")
         if rate is not None and rate != "recorded" and not rate > 0:
@@ -202,25 +202,25 @@ class TapePlayer(Closeable):
     def restart(self, batches: Tape | None = None, *, unseen_until: int | None = None, abrupt: bool = False) -> None:
         """Restart the engine on the same ports: sequence numbers from 0 and an empty replay buffer.
 
-        `batches` is the tape of the new incarnation; None repeats the current one with later timestamps. With `unseen_until`,
-        batches up to that number are published before the sockets open, so that they are only in the replay buffer. With
-        `abrupt`, queued messages are lost; without it, they have up to 1 s to be sent. Calls of `play` end.
+        `batches` is the tape of the new incarnation; None repeats the current one with later timestamps. If `unseen_until` is
+        set, batches up to that number are published before the sockets open, so these batches are only in the replay buffer. If
+        `abrupt`, queued messages are lost; if not, they have up to 1 s to be sent. All calls of `play` end.
         """
         tape = None if batches is None else load_tape(batches)
         self._run_in_thread(lambda: self._restart(tape, unseen_until, abrupt))
 
     def stop(self, *, abrupt: bool = False) -> None:
-        """Close the sockets, as the end of a process does. `restart` opens them again on the same ports."""
+        """Close the sockets, as the end of a process does. `restart` opens the sockets again on the same ports."""
         self._run_in_thread(lambda: self._stop(abrupt))
 
     def send_raw(self, frames: Sequence[bytes]) -> None:
-        """Send any frames from the PUB socket, such as malformed ones. Subscriptions are compared with the first frame."""
+        """Send these frames, which may be malformed, from the PUB socket. Subscriptions are compared with the first frame."""
         self._run_in_thread(lambda: self._sockets.send(frames))
 
     # --- waiting
 
     def wait_for_subscriber(self, timeout: float, count: int = 1) -> bool:
-        """Wait for `count` subscriptions. They miss no batch from then on. Return False after `timeout` seconds.
+        """Wait for `count` subscriptions, which miss no later batch. Return False if `timeout` seconds pass first.
 
         After a restart a SUB socket subscribes again only when its application polls or reads it, because libzmq subscribes in
         the application's thread.
@@ -230,14 +230,14 @@ class TapePlayer(Closeable):
             return condition.wait_for(lambda: self._sockets.subscriptions.total() >= count, timeout)
 
     def wait_until(self, condition: Callable[[TapeCounts], bool], timeout: float) -> bool:
-        """Wait for a condition such as `lambda counts: counts.replayed == 100`. Return False after `timeout` seconds."""
+        """Wait for a condition like `lambda counts: counts.replayed == 100`. Return False if `timeout` seconds pass first."""
         with self._sockets.condition:
             return self._sockets.condition.wait_for(lambda: condition(self._sockets.counts), timeout)
 
     # --- closing
 
     def close(self) -> None:
-        """Close everything within about a second. Idempotent; any thread may call it. `play` ends; unsent replies are lost."""
+        """Close the tape within about a second. Idempotent; any thread may call it. `play` ends; unsent replies are lost."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -270,7 +270,7 @@ class TapePlayer(Closeable):
             self._wake_reader.close()
 
     def _run_once(self) -> None:
-        """Publish the batches that are due, send replies, wait for input, then run the actions and read requests."""
+        """Publish the batches that are due, send replies, and wait for input. Then run the queued actions and read requests."""
         waits = (self._publish_due(), self._sockets.send_replies())
         wait = min((wait for wait in waits if wait is not None), default=None)
         poller = zmq.Poller()

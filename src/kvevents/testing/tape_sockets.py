@@ -20,25 +20,25 @@ from kvevents.testing.ports import ReservedPort, reserve_port
 from kvevents.wire import Malformed, live_frames, parse_replay_request
 
 BIND_SECONDS: Final = 5.0
-"""Maximum time for which a bind waits for its port: libzmq closes a listener a moment after its socket."""
+"""Maximum time for which a bind waits for its port, because libzmq closes a listener shortly after its socket."""
 LINGER_MS: Final = 1_000
-"""Maximum time in which an orderly stop sends queued messages. It also limits `close`."""
+"""Maximum time for which an orderly stop, or `close`, sends queued messages."""
 MESSAGES_PER_ROUND: Final = 256
-"""Maximum number of messages sent to one consumer before other consumers and calls of the tape player are served."""
+"""Maximum number of messages that one consumer gets before other consumers and calls of the tape player are served."""
 RETRY_SECONDS: Final = 0.005
 """Delay before a reply is sent again to a consumer whose queue is full."""
 REPLY_QUEUE: Final = 1_000
-"""Maximum number of queued reply messages for one consumer. Further ones wait, so that endless replies take bounded memory."""
+"""Maximum number of queued reply messages for one consumer. Further messages wait, so that endless replies are bounded."""
 MAX_WAITING_REPLIES: Final = 100
-"""Maximum number of requests of one consumer that wait for the end of its first request. Further requests are refused."""
+"""Maximum number of requests from one consumer that wait for the end of the reply to an earlier one. Others are refused."""
 
 SendOutcome: TypeAlias = Literal["live", "dropped", "skipped", "unseen"]
-"""`live`: sent and stored for replay. `dropped`: stored, not sent. `skipped`: neither sent nor stored. `unseen`: stored,
-published before the sockets opened."""
+"""`live`: the batch was sent and stored for replay. `dropped`: it was only stored. `skipped`: it was neither sent nor stored.
+`unseen`: it was published before the sockets opened, and only stored."""
 
 
 class Sent(NamedTuple):
-    """A sequence number that a tape has used. Incarnations count from 0."""
+    """A sequence number that a tape has used, with its batch. The first incarnation is 0."""
 
     incarnation: int
     batch: LiveBatch
@@ -51,7 +51,7 @@ class TapeCounts:
 
     incarnations: int = 1
     published: int = 0
-    """Batches that a subscriber without loss delivers: live, dropped or unseen, but not skipped."""
+    """Number of batches that a subscriber without loss delivers: live, dropped and unseen ones, but not skipped ones."""
     live: int = 0
     dropped: int = 0
     skipped: int = 0
@@ -59,15 +59,15 @@ class TapeCounts:
     requests: int = 0
     """Well-formed replay requests."""
     refused: int = 0
-    """Messages on the ROUTER socket without a reply: messages that are not requests, and requests beyond the limit."""
+    """Number of messages on the ROUTER socket without a reply: malformed messages, and requests above the limit."""
     replayed: int = 0
-    """Batches passed to the ROUTER socket in replies."""
+    """Number of batches in replies that were passed to the ROUTER socket."""
     withheld: int = 0
-    """Requested batches that were stored, but that a fault removed from a reply."""
+    """Number of requested and stored batches that a fault removed from a reply."""
 
 
 class _ReplyQueue:
-    """Replies to one consumer, sent one after the other. `head` is the next message; None if the queue is empty."""
+    """Replies to one consumer, which are sent one after the other. `head` is the next message; None if no message is left."""
 
     def __init__(self) -> None:
         self._replies: deque[Reply] = deque()
@@ -122,7 +122,7 @@ class TapeSockets:
 
     @property
     def is_open(self) -> bool:
-        """Whether the sockets are bound."""
+        """Whether both sockets are bound."""
         return self._pub is not None
 
     def open(self) -> None:
@@ -142,14 +142,14 @@ class TapeSockets:
             limit = self.faults.replay_sndhwm
             self._router = self._context.socket(zmq.ROUTER)
             self._router.setsockopt(zmq.SNDHWM, REPLY_QUEUE if limit is None else limit)
-            # A mandatory ROUTER reports messages that it cannot queue. Without the option, as in the engines, it drops them.
+            # With this option, a ROUTER reports messages that it cannot queue. Engines do not set it, so it drops them there.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, limit is None)
             addresses.append(_bind(self._router, self._ports[1]))
         self._ports = [ReservedPort(name, port.holder) for name, port in zip(addresses, self._ports, strict=True)]
         self.endpoints = [connectable(name) for name in addresses]
 
     def close(self, linger_ms: int) -> None:
-        """Close the sockets. Queued messages are still sent for up to `linger_ms`."""
+        """Close the sockets. Queued messages are sent for up to `linger_ms`."""
         for socket in (self._pub, self._router):
             if socket is not None:
                 socket.close(linger_ms)
@@ -179,7 +179,7 @@ class TapeSockets:
     def publish(self, is_seen: bool = True) -> int:
         """Publish the next batch, subject to the faults, and return its sequence number.
 
-        With `is_seen` False the batch is not sent live.
+        If `is_seen` is false, the batch is not sent live.
         """
         batch, is_restart = self.playlist.take()
         if is_restart:
@@ -252,7 +252,7 @@ class TapeSockets:
             self.condition.notify_all()
 
     def send_replies(self) -> float | None:
-        """Send messages that consumers can take. Return the seconds until the next attempt; None if every reply is sent."""
+        """Send messages to consumers with room. Return the seconds until the next attempt, or None if all replies are sent."""
         waits = [self._send_replies_to(identity, replies) for identity, replies in list(self._replies.items())]
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -286,7 +286,7 @@ class TapeSockets:
 
 
 def _bind(socket: zmq.Socket[bytes], port: ReservedPort) -> str:
-    """Bind to a reserved port, waiting until its previous listener is closed, and return the endpoint with its port."""
+    """Bind to a reserved port, if necessary after its previous listener has closed. Return the endpoint with the port."""
     deadline = time.monotonic() + BIND_SECONDS
     while True:
         try:

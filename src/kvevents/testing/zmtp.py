@@ -13,19 +13,19 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from kvevents.diagnosis.handshake import MAJOR_AT, MECHANISM, SIGNATURE
 
 MORE: Final = 0x01
-"""Flag: more frames of the message follow."""
+"""Flag of a frame: more frames of the message follow."""
 LONG: Final = 0x02
-"""Flag: the size of the frame takes 8 bytes."""
+"""Flag of a frame: its size field has 8 bytes."""
 COMMAND: Final = 0x04
-"""Flag: the frame is a command."""
+"""Flag of a frame: it is a command."""
 GREETING_BYTES: Final = 64
 MAX_MESSAGE_BYTES: Final = 128 * 1024 * 1024
-"""Maximum length of a message that is recognised: four times the limit of a payload. After a longer one the rest of the stream
-is forwarded without splitting it, so that memory is bounded and no bytes are lost."""
+"""Maximum length of a message that is recognised: four times the limit of a payload. From a longer message on, the stream is
+forwarded without being split, so that memory is bounded and no bytes are lost."""
 
 
 SegmentKind: TypeAlias = Literal["message", "command", "raw"]
-"""`raw` is the greeting, or any part of a stream that is not ZMTP 3 with the NULL mechanism. Messages cannot be recognised with
+"""`raw` is a part of a greeting, or of a stream that is not ZMTP 3 with the NULL mechanism. Messages cannot be recognised with
 CURVE, which encrypts and numbers them."""
 
 
@@ -42,16 +42,16 @@ def encode_frame(flags: int, body: bytes) -> bytes:
 
 
 class Segment(NamedTuple):
-    """A part of the stream, which is the `raw` bytes of all segments, followed by `ZmtpSplitter.remainder`."""
+    """A part of the stream. The stream consists of the `raw` bytes of all segments, followed by `ZmtpSplitter.remainder`."""
 
     kind: SegmentKind
     raw: bytes
     frames: tuple[bytes, ...] = ()
-    """The frames of a message."""
+    """The frames of the message, if the segment is a message."""
 
 
 class ZmtpSplitter:
-    """Splits one direction of one connection: call `feed` with its bytes, forward the segments, at the end the `remainder`."""
+    """Splits one direction of a connection. Call `feed` with its bytes, forward the segments and, at the end, `remainder`."""
 
     def __init__(self, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max = max_message_bytes
@@ -83,7 +83,7 @@ class ZmtpSplitter:
         return remainder
 
     def _is_null_greeting(self) -> bool:
-        """Return whether the received part of the greeting can be that of ZMTP 3 with the NULL mechanism."""
+        """Return whether the greeting, as far as it was received, can be that of ZMTP 3 with the NULL mechanism."""
         greeting = self._greeting
         if greeting and greeting[0] != SIGNATURE:
             return False
@@ -112,7 +112,7 @@ class ZmtpSplitter:
         return raw
 
     def _next_frame(self) -> tuple[int, bytes] | None:
-        """Return flags and body of the next complete frame; None if no frame is complete."""
+        """Return the flags and the body of the next frame, or None if it is not complete."""
         buffer, position = self._buffer, self._scan_position
         if len(buffer) < position + 2:
             return None
