@@ -392,7 +392,7 @@ MODEL_AND_WORKER = ("--model", "m", "--worker", "a=tcp://127.0.0.1:1")
         (
             ["--nats", "nats://127.0.0.1:1", "--tls-cert", "/no/such", *MODEL_AND_WORKER],
             2,
-            "--tls-cert is set without tls_key",
+            "--tls-cert is set but tls_key is not",
         ),
         (["--nats", "nats://127.0.0.1:1", "--metrics-port", "x", *MODEL_AND_WORKER], 2, "invalid port"),
         (["--nats", "nats://127.0.0.1:1", "--config", "/no/such"], 2, "cannot read /no/such"),

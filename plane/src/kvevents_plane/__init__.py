@@ -1,1 +1,1 @@
-"""Beyond one machine: engines' streams in NATS JetStream, a distributed log, from which any number of indexes are built."""
+"""Stores the streams of engines in NATS JetStream, a distributed log, from which any number of indexes can be built."""

@@ -1,17 +1,17 @@
 """The bridge: writes the events of engines to the log, each batch once and in order, even if other bridges write them too.
 
-Theory of operation. One thread follows the engines (`engine_reader`) and passes on records. Everything else runs in one event
-loop, in which each partition reads and writes by itself (`partition_writer`). Any number of bridges can follow an engine, and
-any of them can be killed at any time. The servers accept a page only from a bridge that has read all earlier pages, and the
-engines can replay everything that a bridge has in memory.
+Theory of operation. One thread follows the engines and passes on records (`engine_reader`). All other parts run in one event
+loop, in which each partition is read and written independently (`partition_writer`). Any number of bridges can follow an
+engine, and any of them can be killed at any time. The servers accept a page only from a bridge that has read all earlier pages,
+and the engines can replay everything that a bridge has in memory.
 
 - *Back-pressure*: records that the servers do not accept are queued. If a partition accepts nothing and its queue exceeds its
   share of `max_queued_bytes`, its streams are *paused*: the bridge stops following them until the queue is written, and then
   follows them from the end of the log. If all queues together exceed `max_queued_bytes`, the thread reads nothing. In both
-  cases the streams recover by replay. Heartbeats report how long nothing was read, or how long the oldest record has waited, if
-  that exceeds `max_lag_seconds`. Replicas trust no stream of a bridge that lags.
-- *Name*: in the log each process has its own id, `NAME#RANDOM`, so two bridges of the same name do not overwrite each other's
-  reports. Each sees the other's heartbeats and reports the conflict. Reports of a process are valid until its heartbeats stop.
+  cases the streams recover by replay. Heartbeats report for how long nothing was read, or for how long the oldest record has
+  waited, if that exceeds `max_lag_seconds`. Replicas trust no stream of a bridge that lags.
+- *Name*: in the log each process has its own id, `NAME#RANDOM`, so bridges with the same name do not overwrite each other's
+  reports. Each sees the other's heartbeats and reports the conflict. A process's reports are valid until its heartbeats stop.
 - *Membership*: an engine that no bridge has reached for `dead_seconds` leaves the log. A bridge also removes an engine that no
   bridge has claimed for `unclaimed_seconds` (`bridge_rules`). A bridge withdraws its reports about unfollowed engines.
 - *A deleted partition* is created again, and all its streams are followed from their beginning.
@@ -63,27 +63,27 @@ __all__ = ["Bridge", "BridgeSettings", "Watch"]
 log = logging.getLogger(__name__)
 
 PAGE_BYTES: Final = 512 << 10
-"""Maximum size of a page; lower if the servers accept less. It holds thousands of batches, and delays other messages little."""
+"""Maximum size of a page in bytes; lower if the servers accept less. Such a page holds thousands of batches."""
 MARGIN_BYTES: Final = 4 << 10
-"""Room in a message for what is not a stream's record: headers, a heartbeat and the bridge's name."""
+"""Number of bytes in a message that are reserved for headers, a heartbeat and the bridge's name."""
 MIN_PAGE_BYTES: Final = MAX_REGISTRATION_BYTES + 8 * MAX_SOURCE_BYTES
-"""Page size that has room for any record except a batch."""
+"""Size of a page in bytes that has room for any record except a batch."""
 MAX_UNCLAIMED_CHECK_SECONDS: Final = 10.0
 """Maximum number of seconds between two checks for unclaimed engines."""
 MISSING_CHECK_SECONDS: Final = 1.0
-"""Seconds between two checks whether replicas miss pages."""
+"""Seconds between two checks of whether replicas miss pages."""
 MISSING_SECONDS: Final = 2.0
 """Seconds from a replica's report of missing pages until the partition starts over."""
 SNAPSHOT_WAIT_SECONDS: Final = 30.0
-"""As `MISSING_SECONDS`, if another replica has the pages and can therefore write a snapshot that contains them."""
+"""Used instead of `MISSING_SECONDS` if another replica has the pages, so that it can write a snapshot that contains them."""
 BUCKET_CHECK_SECONDS: Final = 10.0
 """Seconds between two searches for missing buckets."""
 ENGINE_CHECK_SECONDS: Final = 0.5
-"""Seconds between two checks of engines and trust."""
+"""Seconds between two checks of which engines are reachable and which trust they have."""
 GAP_HOLD_SECONDS: Final = 1.0
-"""Seconds that a gap waits for another bridge that may have the missing batches."""
+"""Seconds for which a gap record waits, because another bridge may have the missing batches."""
 START_SECONDS: Final = 30.0
-"""Timeout of finding or creating the plane. Servers that have just started must elect leaders, also for new streams."""
+"""Timeout for finding or creating the plane. Servers that have just started must elect leaders, also for new streams."""
 STOP_SECONDS: Final = 5.0
 """Maximum number of seconds for which a bridge that stops writes queued records."""
 POLL_SECONDS: Final = 0.02
@@ -93,7 +93,7 @@ REQUEST_SECONDS: Final = 2.0
 
 
 class Bridge:
-    """Writes the events of engines to the log: `run` until an event is set.
+    """Writes the events of engines to the log. `run` does so until an event is set.
 
     Raises `ConfigError` for watches whose name or registration is too large for the log.
     """
@@ -104,14 +104,14 @@ class Bridge:
         self.id: Final = f"{settings.name}#{secrets.token_hex(4)}"
         """Id of this process in the log."""
         self.resyncs = 0
-        """Times that a stream was followed again because it had diverged from the log."""
+        """Number of times that a stream was followed again because it had diverged from the log."""
         self.name_conflict = ""
-        """Where another process runs that writes under the same name; empty without a conflict."""
+        """Process and host that also write under this bridge's name; empty if there is no such conflict."""
         self.partitions: list[PartitionWriter] = []
         self.liveness: Final = EngineLiveness(settings.dead_seconds)
         self.unclaimed: Final = UnclaimedEngines(settings.unclaimed_seconds)
         self.ready = asyncio.Event()
-        """Set when every partition was read to its end once, and the engines are followed."""
+        """Set as soon as every partition was once read to its end, and the engines are followed."""
         self._watches: Final = {watch.key: watch.validated() for watch in watches}
         self._layout = Layout(plane.name, plane.partitions)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -119,10 +119,10 @@ class Bridge:
         self._client: PlaneClient | None = None
         self._follow_ids: dict[StreamKey, int] = {}
         self._last_follow_id = 0
-        # Bytes of records: the reader's thread writes the first counter, and the event loop the second one.
+        # Numbers of bytes in records. The reader's thread writes the first counter, and the event loop the second one.
         self._handed_over = self._taken_over = 0
         self._unread_since: float | None = None
-        """When the reader's thread stopped reading because there was no room; None while it reads."""
+        """Time at which the reader's thread stopped reading because the queues were full, or None while it reads."""
         self._process: Final = f"process {os.getpid()} at {socket.gethostname()}"
 
     # --- status
@@ -134,21 +134,21 @@ class Bridge:
 
     @property
     def written(self) -> int:
-        """Batches that this bridge has written to the log."""
+        """Number of batches that this bridge has written to the log."""
         return sum(partition.builder.written for partition in self.partitions)
 
     @property
     def invalid_records(self) -> int:
-        """Records in the log that no bridge writes; 0 unless something is broken."""
+        """Number of invalid records in the log. No bridge writes such records, so a number above 0 shows a defect."""
         return sum(partition.builder.state.invalid_records for partition in self.partitions)
 
     @property
     def engine_conflict(self) -> str:
-        """An engine whose name another bridge uses for another engine; empty without a conflict."""
+        """Sentence that names an engine whose name another bridge uses for another engine; empty if there is no conflict."""
         return next((partition.conflict for partition in self.partitions if partition.conflict), "")
 
     def trusts(self) -> dict[StreamKey, TrustRecord | None]:
-        """Return the trust in each followed stream; None before it is known."""
+        """Return the trust in each followed stream, or None if the trust is not known yet."""
         return {key: self.liveness.reports.get(key) for key in self._watches}
 
     # --- run
@@ -182,7 +182,7 @@ class Bridge:
         """Create the plane. Raises `PlaneError`, `ConfigError`."""
         loop = asyncio.get_running_loop()
         end = loop.time() + START_SECONDS
-        transient = {"timeout"}  # faults that can disappear by themselves
+        transient = {"timeout"}  # faults that can end without an operator's action
         while True:
             try:
                 await require_jetstream(client)
@@ -230,7 +230,7 @@ class Bridge:
     # --- followed engines
 
     def watch(self, watches: Sequence[Watch]) -> None:
-        """Follow exactly these ranks from now on; call it in the event loop. Raises `ConfigError`, and then changes nothing."""
+        """Follow exactly these ranks from now on. Call this in the event loop. A `ConfigError` leaves everything unchanged."""
         wanted = {watch.key: watch.validated() for watch in watches}
         for key in [key for key in self._watches if key not in wanted]:
             del self._watches[key]
@@ -239,7 +239,7 @@ class Bridge:
             known = self._watches.get(key)
             self._watches[key] = watch
             if known == watch or not self.partitions or not (partition := self._partition_of(key)).ready.is_set():
-                continue  # otherwise it is followed when its partition is ready
+                continue  # if the partition is not ready, `_on_ready` will follow the stream
             if known is None or known.source != watch.source:
                 self._resync(key)
             else:
@@ -264,11 +264,11 @@ class Bridge:
         partition.enqueue(TrustRecord(*key, self.id, "", "", {}))
 
     def _is_reached_by_others(self, partition: PartitionWriter, key: StreamKey) -> bool:
-        """Return whether another bridge that is alive reaches the engine."""
+        """Return whether another bridge that is alive reports that it reaches the stream's engine."""
         return any(report.trust in REACHED_STATES for report in self._reports_of_others(partition, key))
 
     def _reports_of_others(self, partition: PartitionWriter, key: StreamKey) -> list[TrustRecord]:
-        """Return the reports of other bridges that are alive about a stream."""
+        """Return the reports about a stream from all other bridges that are alive."""
         now = asyncio.get_running_loop().time()
         stream = partition.builder.state.streams.get(key)
         reports = {} if stream is None else stream.trust_reports
@@ -285,7 +285,7 @@ class Bridge:
         self._reader.follow(watch.source, start, self._next_follow_id(key))
 
     def _is_stuck(self, partition: PartitionWriter) -> bool:
-        """Return whether a partition accepts nothing, and its queue exceeds its share."""
+        """Return whether a partition accepts no pages and its queue exceeds the partition's share of `max_queued_bytes`."""
         share = self.settings.max_queued_bytes // (len(self.partitions) + 1)
         return bool(partition.fault) and partition.builder.queued_bytes > share
 
@@ -304,7 +304,7 @@ class Bridge:
                 self._resync(key)
 
     def _pause(self, key: StreamKey, partition: PartitionWriter) -> None:
-        """Stop following a stream until there is room for its records."""
+        """Stop following a stream until the queue of its partition is written."""
         partition.paused.add(key)
         partition.paused_since = partition.paused_since or time.monotonic()
         self.liveness.forget(key)
@@ -325,7 +325,7 @@ class Bridge:
     # --- events of partitions
 
     def _on_ready(self, writer: PartitionWriter) -> None:
-        """Follow the partition's streams from the end of the log."""
+        """Follow the streams of a partition that has become ready, from the end of the log."""
         for key in self._watches:
             if self._partition_of(key) is writer:
                 self._resync(key)
@@ -344,10 +344,10 @@ class Bridge:
             log.info("%s has diverged from the log; following it again", stream_text(key))
             self._resync(key)
 
-    # --- records of the thread
+    # --- records from the reader's thread
 
     def _has_room(self) -> bool:
-        # Partitions whose streams are paused do not count, so they do not stop the others.
+        # The queues of paused partitions do not count, so that they do not stop the other partitions.
         queued = sum(partition.builder.queued_bytes for partition in self.partitions if not partition.paused)
         if queued + self._handed_over - self._taken_over < self.settings.max_queued_bytes:
             self._unread_since = None
@@ -360,10 +360,10 @@ class Bridge:
         """Hand records over to the event loop; runs in the reader's thread."""
         loop = self._loop
         if loop is not None:
-            # Counted in this thread: otherwise it could read a whole burst before the event loop counts any of it.
+            # This thread counts the bytes itself: it could read a whole burst before the event loop counts the first record.
             size = sum(record_size(engine_record.record) for engine_record in records)
             self._handed_over += size
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(self._queue_records, records, size)
 
     def _queue_records(self, records: list[EngineRecord], size: int) -> None:
@@ -406,7 +406,7 @@ class Bridge:
     async def _watch_replicas(self, js: JetStreamContext) -> None:
         """Create missing buckets, and start over partitions that a replica cannot read because of missing pages.
 
-        Before that, a replica that has the pages gets time to write a snapshot.
+        Before a partition starts over, a replica that has the pages gets time to write a snapshot.
         """
         buckets_at, since = 0.0, dict[int, float]()
         while True:
@@ -429,11 +429,11 @@ class Bridge:
                     self.partitions[partition].start_over(missing[partition])
 
     def _write_heartbeats(self, now: float) -> None:
-        """Write heartbeats when they are due, and at once in a partition that is ready, or that begins or ceases to lag."""
+        """Write due heartbeats. A partition that becomes ready, or begins or ceases to lag, gets a heartbeat at once."""
         interval = self.settings.heartbeat_seconds
         for partition in self.partitions:
             if not partition.ready.is_set():
-                partition.heartbeat_at = 0.0  # a heartbeat queued now is dropped when the partition becomes ready
+                partition.heartbeat_at = 0.0  # a heartbeat that is queued now would be dropped when the partition becomes ready
                 continue
             lag = self._lag(partition, now)
             is_lagging, is_due = lag > self.settings.max_lag_seconds, now >= partition.heartbeat_at
@@ -447,7 +447,7 @@ class Bridge:
                 )
 
     def _conflict_in(self, partition: PartitionWriter, now: float) -> str:
-        """Return which stream of a partition another bridge uses for another engine; empty without one."""
+        """Return a sentence about a stream whose name another bridge uses for another engine; empty if there is no conflict."""
         for key, stream in partition.builder.state.streams.items():
             if (watch := self._watches.get(key)) is None:
                 continue
@@ -460,7 +460,7 @@ class Bridge:
         return ""
 
     def _lag(self, partition: PartitionWriter, now: float) -> float:
-        """Return for how many seconds the oldest record has waited or nothing was read, whichever is longer."""
+        """Return for how many seconds the oldest record has waited, or nothing was read; the longer of the two."""
         if not partition.paused:
             partition.paused_since = None
         since = (self._unread_since, partition.paused_since)
@@ -480,16 +480,16 @@ class Bridge:
                     partition.enqueue(report)
             is_idle = not partition.builder.has_queued(key) and key not in partition.builder.diverged
             if is_idle and self._is_lost(partition, key):
-                partition.mark_diverged(key)  # removed or replaced by another bridge, but reachable from this one
+                partition.mark_diverged(key)  # another bridge has removed or replaced it, but this one reaches it
         for key in self.liveness.dead_streams(joined, now):
             partition = self._partition_of(key)
             if not partition.builder.has_queued(key) and not self._is_reached_by_others(partition, key):
                 partition.enqueue(LeaveRecord(*key, f"unreachable for {self.settings.dead_seconds:g} s"))
 
     def _is_lost(self, partition: PartitionWriter, key: StreamKey) -> bool:
-        """Return whether the log lacks a stream whose engine is reachable here.
+        """Return whether the log lacks a stream whose engine this bridge reaches.
 
-        The stream has left, or the log has an incarnation that no bridge follows.
+        The stream has left the log, or the log has an incarnation that no bridge follows.
         """
         if not self.liveness.is_reached(key) or not partition.builder.is_replaced(key):
             return False
@@ -498,7 +498,7 @@ class Bridge:
         return has_left or not self._reports_of_others(partition, key)
 
     def _check_unclaimed(self, now: float) -> None:
-        """Remove engines from the log that no bridge follows, and that no bridge has removed."""
+        """Remove from the log all engines that no bridge has claimed for too long."""
         if any(partition.fault or not partition.ready.is_set() for partition in self.partitions):
             self.unclaimed.clear()
             return

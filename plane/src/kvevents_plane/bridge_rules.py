@@ -3,12 +3,12 @@
 A record of a bridge is the next one of its stream in the log, a duplicate, or neither (`classify_record`).
 
 An engine that is unreachable for `dead_seconds` leaves. If more than half of a bridge's engines, and at least two, are
-unreachable at once, the bridge suspects its network instead, and no engine leaves. When the network recovers, connections
+unreachable at the same time, the bridge suspects its own network, and no engine leaves. When the network recovers, connections
 return one after the other, so engines that are still unreachable get another `dead_seconds`.
 
 An engine in the log that no bridge has claimed for `unclaimed_seconds` was removed from the settings while no bridge ran, so it
-leaves too. If that is more than half of all engines in the log at once, the cause is probably a wrong setting or a bridge that
-is down, and no engine leaves.
+leaves too. If more than half of all engines in the log are unclaimed at the same time, the cause is probably a wrong setting or
+a bridge that is down, and no engine leaves.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordVerdict(Enum):
-    """What happens to a bridge's record."""
+    """What a bridge must do with one of its records."""
 
     APPEND = "the record is next"
     DUPLICATE = "the log has the record"
@@ -49,18 +49,18 @@ class RecordVerdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """State of a stream after its last record in the log, or after the page in flight or the page being built."""
+    """State of a stream in the log, or as it will be after the page in flight or the page that is being built."""
 
     registration: bytes | None
-    """None if the stream has not joined, or has left."""
+    """Registration of the engine, or None if the stream has not joined or has left."""
     incarnation: int
     last_seq: int
     has_ended: bool
     """Whether the incarnation accepts no more records."""
     agrees: bool
-    """Whether the incarnation is known to be the one that the bridge follows."""
+    """Whether the log's incarnation is known to be the incarnation that the bridge follows."""
     newest: bytes | None
-    """Bytes of the newest batch; None if only its digest is known, or if nothing is known."""
+    """Payload of the newest batch, or None if the payload is not known."""
     digest: bytes | None = None
     partial_batch: PartialBatch | None = None
 
@@ -71,7 +71,7 @@ class StreamEnd:
 
 
 def classify_record(end: StreamEnd, record: StreamRecord) -> RecordVerdict:
-    """Return what happens to a bridge's record at the end of its stream."""
+    """Return what a bridge must do with a record, given the end of the record's stream."""
     match record:
         case BatchRecord() | GapRecord():
             return _classify_numbers(end, record)
@@ -82,7 +82,7 @@ def classify_record(end: StreamEnd, record: StreamRecord) -> RecordVerdict:
         case IncarnationRecord() if end.is_joined and record.incarnation == end.incarnation + 1:
             return RecordVerdict.APPEND
         case IncarnationRecord() if record.incarnation == end.incarnation and _may_be_followed(end):
-            # Another bridge may have written the number for an incarnation that this bridge has not seen.
+            # Another bridge may have used this incarnation number for an incarnation that this bridge has not seen.
             return RecordVerdict.DUPLICATE
     return RecordVerdict.DIVERGED
 
@@ -104,19 +104,19 @@ def can_report_trust(end: StreamEnd, followed: int | None) -> bool:
 
 
 def _may_be_followed(end: StreamEnd) -> bool:
-    """Return whether the log can have the bridge's incarnation; before the first batch, any incarnation can be the bridge's."""
+    """Return whether the log's incarnation can be the one that the bridge follows. Before its first batch, it always can."""
     return end.is_joined and (end.agrees or end.last_seq < 0)
 
 
 def _is_newest(end: StreamEnd, record: BatchRecord) -> bool:
-    """Return whether a batch is the log's newest one; if the log ends with a gap, the result of an earlier comparison."""
+    """Return whether a batch equals the log's newest one. If the log ends with a gap, return an earlier comparison's result."""
     if end.newest is not None:
         return record.payload == end.newest
     return end.agrees if end.digest is None else end.digest == payload_digest(record.payload)
 
 
 def trim_record(end: StreamEnd, record: StreamRecord) -> StreamRecord:
-    """Return the record to write: a gap is reduced to the part that the log lacks."""
+    """Return the record as it must be written. From a gap, remove the part that the log already has."""
     if isinstance(record, GapRecord) and end.last_seq >= 0:
         return GapRecord(*record.key, record.incarnation, end.last_seq + 1, record.last, record.compacted)
     return record
@@ -125,11 +125,11 @@ def trim_record(end: StreamEnd, record: StreamRecord) -> StreamRecord:
 def advance_end(end: StreamEnd, record: StreamRecord, verdict: RecordVerdict) -> StreamEnd:
     """Return the end of the stream after the record."""
     if verdict is RecordVerdict.DUPLICATE:
-        # The newest batch was compared with that of the log; earlier batches cannot be compared.
+        # Only the newest batch could be compared with the log's batch of the same number.
         return replace(end, agrees=True) if isinstance(record, BatchRecord) and record.seq == end.last_seq else end
     match record:
         case BatchRecord():
-            # Faster than `replace`, which matters because a page has thousands of batches.
+            # The constructor is faster than `replace`, which matters because a page has thousands of batches.
             return StreamEnd(end.registration, end.incarnation, record.seq, end.has_ended, True, record.payload)
         case GapRecord():
             return replace(end, last_seq=record.last, agrees=True, newest=None, digest=None, partial_batch=None)
@@ -144,13 +144,13 @@ def advance_end(end: StreamEnd, record: StreamRecord, verdict: RecordVerdict) ->
 # --- engines and other bridges
 
 REACHED_STATES: Final = frozenset({"EXACT", "DEGRADED", "REPLAYING"})
-"""Trust states of streams whose engine is reachable."""
+"""Trust states of a stream that show that its engine is reachable."""
 MIN_ABSENT_ENGINES: Final = 2
-"""Minimum number of absent engines for a suspicion: a single engine can be absent for reasons of its own."""
+"""Minimum number of absent engines for a suspicion. A single absent engine can have an unrelated cause."""
 
 
 def _suspicion(joined: Collection[StreamKey], absent: Collection[StreamKey], text: str) -> str:
-    """Return `text` with the numbers of absent and of all engines (not ranks) if suspiciously many are absent, else ""."""
+    """If suspiciously many engines are absent, return `text` with the numbers of absent engines and of all; else ""."""
     engines, missing = len({source for source, _ in joined}), len({source for source, _ in absent})
     return text.format(missing, engines) if missing >= MIN_ABSENT_ENGINES and missing * 2 > engines else ""
 
@@ -160,10 +160,10 @@ class EngineLiveness:
 
     def __init__(self, dead_seconds: float) -> None:
         self.suspicion = ""
-        """Why the bridge suspects its own network; empty if it does not."""
+        """Why the bridge suspects its own network; empty if it has no suspicion."""
         self._dead_seconds: Final = dead_seconds
         self.reports: dict[StreamKey, TrustRecord] = {}
-        """Current trust of each stream for which it is known; a stream without an entry stays as reachable as it was."""
+        """Current trust of each stream whose trust is known. The reachability of a stream without an entry does not change."""
         self._unreachable_since: dict[StreamKey, float] = {}
 
     def forget(self, key: StreamKey) -> None:
@@ -177,11 +177,11 @@ class EngineLiveness:
         return report is not None and report.trust in REACHED_STATES
 
     def dead_streams(self, joined: Collection[StreamKey], now: float) -> list[StreamKey]:
-        """Return the streams of `joined` that were unreachable for too long. Call it periodically: each call takes a sample."""
+        """Return the streams of `joined` that were unreachable for too long. Call this periodically: a call takes a sample."""
         since = self._unreachable_since
         unreachable = [key for key in joined if not self.is_reached(key) and (key in self.reports or key in since)]
         since = {key: since.get(key, now) for key in unreachable}
-        # Short outages are no reason to suspect the network, because they remove no engine soon.
+        # A short outage is no reason to suspect the network, because it does not remove an engine.
         is_long = max((now - began for began in since.values()), default=0.0) > self._dead_seconds / 2
         suspicion = _suspicion(joined, unreachable, "{} of {} engines are unreachable") if is_long else ""
         if bool(suspicion) != bool(self.suspicion):
@@ -193,22 +193,22 @@ class EngineLiveness:
 
 
 class UnclaimedEngines:
-    """Engines in the log that no bridge claims, as one bridge sees them."""
+    """The engines in the log that no bridge claims, according to what one bridge has read."""
 
     def __init__(self, unclaimed_seconds: float) -> None:
         self.engines = 0
         """Number of engines that no bridge claims."""
         self.suspicion = ""
-        """Why unclaimed engines do not leave; empty if they do."""
+        """Why unclaimed engines do not leave the log; empty if they leave."""
         self._unclaimed_seconds: Final = unclaimed_seconds
         self._since: dict[StreamKey, float] = {}
 
     def clear(self) -> None:
-        """Start over, because the bridge cannot know at the moment which engines are claimed."""
+        """Forget since when engines are unclaimed, because the bridge cannot know at the moment which engines are claimed."""
         self._since.clear()
 
     def expired_streams(self, joined: Collection[StreamKey], unclaimed: Collection[StreamKey], now: float) -> list[StreamKey]:
-        """Return the streams that were unclaimed for too long. Call it periodically: each call takes a sample."""
+        """Return the streams that were unclaimed for too long. Call this periodically: each call takes a sample."""
         self._since = {key: self._since.get(key, now) for key in unclaimed}
         self.engines = len({source for source, _ in unclaimed})
         reason = _suspicion(joined, unclaimed, "no bridge claims {} of the {} engines in the log")
@@ -220,9 +220,9 @@ class UnclaimedEngines:
 
 
 class BridgePeers:
-    """The other bridges that write to one partition, as one bridge sees them.
+    """The other bridges that write to one partition, according to what one bridge has read.
 
-    `heartbeats` returns the last heartbeats in the partition; a bridge is alive only if one has arrived since the start.
+    `heartbeats` returns the last heartbeats in the partition. A bridge is alive only if its heartbeat arrived after the start.
     """
 
     def __init__(self, own_id: str, heartbeats: Callable[[], Mapping[str, LastHeartbeat]]) -> None:
@@ -234,11 +234,11 @@ class BridgePeers:
         """Position of the oldest known heartbeat of this bridge."""
 
     def restart(self) -> None:
-        """Forget this bridge's oldest heartbeat, because the partition is read again."""
+        """Forget the position of this bridge's oldest heartbeat, because the partition is read again."""
         self._first_own = None
 
     def update(self, now: float) -> None:
-        """Note which heartbeats have arrived."""
+        """Record the arrival times of new heartbeats."""
         heartbeats = self._heartbeats()
         for bridge, last in heartbeats.items():
             if self._arrivals.get(bridge, (-1, now))[0] != last.position:
@@ -258,9 +258,9 @@ class BridgePeers:
         return any(self.is_alive(bridge, now) for bridge in self._heartbeats() if bridge != self._own_id)
 
     def name_conflict(self, now: float) -> str:
-        """Return where another bridge of the same name runs; empty if none does.
+        """Return the process of another bridge with the same name; empty if no other uses it.
 
-        A bridge of that name that started earlier counts only if it writes after this bridge has written.
+        A bridge with that name that started earlier counts only if it writes after this bridge has written.
         """
         heartbeats = self._heartbeats()
         if self._first_own is None and (own := heartbeats.get(self._own_id)) is not None:

@@ -1,4 +1,4 @@
-"""The connection to a plane's NATS servers: connect with a timeout, reconnect until closed, and log its state."""
+"""The connection to a plane's NATS servers: connects within a timeout, reconnects until closed, and logs the state."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from kvevents_plane.nats_errors import HINTS, PlaneFault, classify_error, error_
 from kvevents_plane.settings import ConnectionLimits, PlaneSettings
 
 STABLE_SECONDS: Final = 1.0
-"""Seconds after which a connection counts as stable, so that the pauses between the next attempts start short again."""
+"""Seconds after which a connection counts as stable. The pauses between later attempts then start short again."""
 MAX_LOGGED_ERRORS: Final = 16
-"""Maximum number of errors that are logged between two changes of state; equal errors are logged once."""
+"""Maximum number of errors that are logged between two changes of state. Of equal errors, only the first is logged."""
 MIN_VERSION: Final = (2, 11)
 """Oldest supported release of nats-server: the oldest one that still receives fixes."""
 
@@ -37,11 +37,11 @@ _FIRST_HINTS: Final[dict[PlaneFault, str]] = {
     "denied": "it rejects this login: check user and password, token, credentials or nkey",
     "timeout": "check that it is a NATS server, and the network in between",
 }
-"""Hints for the first connection, instead of those of `HINTS`."""
-_NO_JETSTREAM: Final = frozenset({None, 10035, 10039, 10076})
+"""Hints for faults of the first connection. These hints replace those in `HINTS`."""
+_NO_JETSTREAM_CODES: Final = frozenset({None, 10035, 10039, 10076})
 """Error codes of an account without JetStream: no responder, JSNoAccountErr, JSNotEnabledForAccountErr, JSNotEnabledErr."""
-_NATS_FAILURES: Final = (errors.Error, OSError, ValueError)
-"""Exceptions that nats-py raises or lets through for a server that is unreachable or no NATS server."""
+_NATS_EXCEPTIONS: Final = (errors.Error, OSError, ValueError)
+"""Exceptions of nats-py, and others that it does not catch, for an unreachable server or one that is no NATS server."""
 _STATES: Final = {
     "connected": (logging.INFO, "%s: connected to %s"),
     "reconnecting": (logging.WARNING, "%s: lost the connection to %s; reconnecting"),
@@ -55,8 +55,8 @@ DEFAULT_LIMITS: Final = ConnectionLimits()
 async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str], None] | None = None) -> PlaneClient:
     """Connect to a server and return the client, which reconnects to this or another server of the cluster until it is closed.
 
-    The servers list the client as `name`. `on_state` is called with `connected`, `reconnecting` or `closed` at each change; it
-    runs in the event loop and must neither block nor raise.
+    The servers list the client under `name`. Each change of state calls `on_state` with `connected`, `reconnecting` or
+    `closed`. This callback runs in the event loop, and must neither block nor raise an exception.
 
     Each server is tried once. Raises `PlaneError` with the reason for each server, and `ConfigError` for invalid files.
     """
@@ -69,7 +69,7 @@ async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str
         try:
             async with asyncio.timeout((end - loop.time()) / (len(addresses) - count)):
                 client = await _open(settings, options, address, ConnectionLog(name, on_state, settings.connection, addresses))
-        except _NATS_FAILURES as error:
+        except _NATS_EXCEPTIONS as error:
             failed.append((address, error))
         else:
             client.add_servers(addresses)
@@ -81,7 +81,7 @@ async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str
 async def open_client(
     settings: PlaneSettings, *, name: str, on_state: Callable[[str], None] | None = None
 ) -> AsyncIterator[PlaneClient]:
-    """Connect as `connect` does, and close the client at the end."""
+    """Yield a client from `connect`, and close the client at the end."""
     client = await connect(settings, name=name, on_state=on_state)
     try:
         yield client
@@ -90,12 +90,12 @@ async def open_client(
 
 
 async def close(client: PlaneClient, seconds: float = DEFAULT_LIMITS.close_seconds) -> None:
-    """Send published messages (or lose them after `seconds`), then close the connection within `seconds`."""
-    with suppress(*_NATS_FAILURES):
+    """Send published messages for at most `seconds`, then close the connection within another `seconds`."""
+    with suppress(*_NATS_EXCEPTIONS):
         async with asyncio.timeout(seconds):
             if client.is_connected:
                 await client.flush()
-    with suppress(*_NATS_FAILURES):
+    with suppress(*_NATS_EXCEPTIONS):
         async with asyncio.timeout(seconds):
             await client.close()
 
@@ -117,8 +117,8 @@ async def require_jetstream(client: Client) -> AccountInfo:
         with map_errors("querying JetStream"):
             return await client.jetstream(timeout=DEFAULT_LIMITS.close_seconds).account_info()
     except PlaneError as error:
-        # Errors of an account whose leader is missing, or which must not query it, have other codes.
-        if not isinstance(error.__cause__, APIError) or error.__cause__.err_code not in _NO_JETSTREAM:
+        # An account whose leader is missing, or that has no permission for the query, gets errors with other codes.
+        if not isinstance(error.__cause__, APIError) or error.__cause__.err_code not in _NO_JETSTREAM_CODES:
             raise
         raise PlaneError(
             f"JetStream is disabled for this account{_at_server(client)}; a plane needs `jetstream` in the configuration of "
@@ -200,7 +200,7 @@ def _tls_context(settings: PlaneSettings) -> ssl.SSLContext:
 
 
 def _refuse_password() -> str:
-    raise ConfigError("tls_key is encrypted with a password; store the key without a password")
+    raise ConfigError("the key in tls_key is encrypted with a password; store the key without one")
 
 
 def _read_login(settings: PlaneSettings, nonce: str | None = None) -> bytes:
@@ -228,16 +228,16 @@ def _sign(seed: str, nonce: str) -> bytes:
 
 
 class ReconnectPolicy:
-    """Selects the next server: tries all servers in random order, then after a growing pause all of them again."""
+    """Selects the next server: goes through all servers in random order and, after a growing pause, through all again."""
 
     def __init__(self, limits: ConnectionLimits, addresses: Iterable[str] = ()) -> None:
-        """`addresses` are the servers in the settings; they belong to the cluster even if its servers do not list them."""
+        """`addresses` are the servers in the settings. These servers belong to the cluster even if no INFO lists them."""
         self._configured = {urlsplit(address).netloc for address in addresses}
         self._backoff = Backoff(initial=limits.reconnect_seconds, maximum=limits.max_reconnect_seconds)
         self._tried: set[str] = set()
 
     def start(self, duration: float) -> None:
-        """Start a new series of attempts after a connection that lasted `duration` seconds."""
+        """Begin a new series of attempts to connect. The previous connection lasted `duration` seconds."""
         self._tried.clear()
         if duration >= STABLE_SECONDS:
             self._backoff.reset()
@@ -245,7 +245,7 @@ class ReconnectPolicy:
     def choose(self, servers: list[Server], info: Any) -> tuple[Server, float]:
         """Return one of `servers` and the seconds to wait before connecting to it.
 
-        `info` is the last INFO of a server and can have any content. Servers that it no longer lists have left the cluster.
+        `info` is the last INFO of a server and can have any content. Servers that INFO no longer lists have left the cluster.
         """
         urls: Any = info.get("connect_urls") if isinstance(info, dict) else ()
         present = self._configured | {*map(str, urls if isinstance(urls, list) else ())}

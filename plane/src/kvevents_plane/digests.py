@@ -1,7 +1,7 @@
-"""Digests of the index by partition, with which the replicas of a plane verify that they agree after the same pages.
+"""Digests of an index by partition. By these, the replicas of a plane verify that their indexes are equal after the same pages.
 
 Replicas publish them in a separate bucket, where the key is the replica's name. One digest covers all streams of a partition.
-Its size does not depend on the number of streams, so it fits into a message and can be published every few seconds.
+The size of a digest does not depend on the number of streams, so it fits into a message and can be sent every few seconds.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from kvevents_plane.records import StreamKey
 log = logging.getLogger(__name__)
 
 LIST_SECONDS: Final = 5.0
-"""Timeout in seconds of reading the digests of all replicas."""
+"""Timeout in seconds for reading the digests of all replicas."""
 
 
 class PartitionDigest(msgspec.Struct, frozen=True, array_like=True):
     """Digest of a replica's index of one partition after one page."""
 
     position: int
-    """Position of the page."""
+    """Position of the last page that the digest covers."""
     streams: int
     digest: str
     """Digest of all streams in hexadecimal digits."""
 
     @classmethod
     def of(cls, position: int, digests: Mapping[StreamKey, str]) -> PartitionDigest:
-        """Combine the digests of the partition's streams. Its 16 bytes protect against errors and not against attacks."""
+        """Combine the digests of the partition's streams. The 16 bytes protect against errors, but not against attacks."""
         rows = sorted((source, rank, digest) for (source, rank), digest in digests.items())
         return cls(position, len(rows), sha256(msgspec.msgpack.encode(rows)).digest()[:16].hex())
 
@@ -53,10 +53,10 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
     """The digests that one replica publishes, by partition."""
 
     partitions: dict[int, list[PartitionDigest]]
-    """The digests of each partition that was read to its end; the list is empty until enough pages were read."""
+    """The digests of each partition that was read to its end. The list of a partition is empty until enough pages were read."""
     missing: dict[int, int] = {}
-    """Partitions that the replica cannot read, because pages are missing that no readable snapshot contains, with the first
-    page after them. Another replica writes a snapshot that contains them, or a bridge starts the partition over."""
+    """For each partition that the replica cannot read, the first page after the missing ones. No readable snapshot contains
+    these. Another replica writes a snapshot that contains them, or a bridge starts the partition over."""
     positions: dict[int, int] = {}
     """Position of the newest page that is in the index, by partition."""
 
@@ -72,7 +72,7 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
         return None
 
     def agrees(self, other: ReplicaDigests) -> bool | None:
-        """Return whether both replicas have equal digests at all common positions; None without a common position."""
+        """Return whether both replicas have equal digests at all common positions, or None if they have no common position."""
         comparisons = [
             one == two
             for partition, digests in self.partitions.items()
@@ -93,7 +93,7 @@ def missing_pages(replicas: Iterable[ReplicaDigests]) -> dict[int, int]:
 
 
 async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, ReplicaDigests]:
-    """Return the digests of all replicas by name, without invalid ones. Raises `PlaneError`.
+    """Return the digests of each replica by its name. Invalid entries are left out. Raises `PlaneError`.
 
     The function lists the bucket's subjects and requests each entry, because nats-py's `KeyValue.keys` waits forever if the
     last entry of its list is rewritten during the call.
@@ -114,26 +114,26 @@ async def read_digests(js: JetStreamContext, layout: Layout) -> dict[str, Replic
 
 
 class ConsistencyCheck:
-    """Compares the contents of one replica's index with those of the others, by digests."""
+    """Compares one replica's index with the indexes of the other replicas, by digests."""
 
     def __init__(self, name: str, turn_seconds: float) -> None:
         self._turn_seconds: Final = turn_seconds
         self.disagreements = 0
         """Number of times that another replica's index differed from this one at the same position."""
         self.write_fault = ""
-        """Why this replica cannot publish its digests, such as missing permission to write; empty if it can."""
+        """Why this replica cannot publish its digests, for example because it has no permission; empty if it can."""
         self.others: tuple[str, ...] = ()
         """The other replicas that published digests recently."""
         self.complete_replicas: tuple[str, ...] = ()
-        """The replicas of `others` that miss no pages."""
+        """Names of the replicas in `others` that miss no pages."""
         self.missing: dict[int, int] = {}
         """Partitions that another replica cannot read, each with the first page after its missing ones."""
         self._name: Final = name
         self.differs_since: float | None = None
-        """Since when another replica's index differs from this one; None if none differs. Either replica can be wrong."""
+        """Time since which another replica's index has differed from this one, or None if none differs. Either can be wrong."""
 
     async def compare(self, client: PlaneClient, layout: Layout, own: ReplicaDigests, built_at: float) -> str:
-        """Compare digests with the other replicas. Return why the index must be rebuilt; empty if it need not be."""
+        """Compare digests with the other replicas. Return why the index must be rebuilt; empty if no rebuild is needed."""
         try:
             others = await self._exchange(client, layout, own)
         except PlaneError as error:

@@ -1,4 +1,4 @@
-"""Thread of a bridge that follows engines and turns their deliveries into records of the log.
+"""A bridge's thread, which follows engines and converts their deliveries into records of the log.
 
 The thread does not index what it forwards, so its memory does not grow with the engines' caches. Replicas have an index; they
 determine whether events can be decoded and whether an engine's digest matches. The thread reads only what the stream of a batch
@@ -32,15 +32,15 @@ MAX_REGISTRATION_BYTES: Final = 8 << 10
 MAX_SOURCE_BYTES: Final = 1 << 10
 """Maximum size of an engine's name."""
 RECEIVE_SECONDS: Final = 0.02
-"""Maximum number of seconds for which one turn waits for deliveries, and commands wait for the end of the turn."""
+"""Maximum number of seconds for which one turn waits for deliveries. Commands wait until the turn ends."""
 TRUST_SECONDS: Final = 0.1
-"""Seconds between two checks of changed trust while nothing is delivered."""
+"""Seconds between two checks for changed trust while no deliveries arrive."""
 PAUSE_SECONDS: Final = 0.02
-"""Seconds between two checks for room while the queue is full."""
+"""Seconds between two calls of `has_room` while it returns False."""
 MAX_REASON_CHARACTERS: Final = 500
 """Maximum number of characters of a reason in the log; an engine can send a reason of any length."""
 MAX_HISTORY_REQUESTS: Final = 2
-"""Maximum number of consecutive requests for a sender's whole history; a third one would end no further degraded reasons."""
+"""Maximum number of consecutive requests for a sender's whole history. A third request would end no more degraded reasons."""
 _CLEAR_MARKER: Final = b"leared"
 """Part of the name of the clear event in every known dialect."""
 _HEARTBEAT_MARKER: Final = b"every"
@@ -60,7 +60,7 @@ class Watch(NamedTuple):
         return self.source.label, self.source.rank
 
     def validated(self) -> Watch:
-        """Return the watch if it fits into the log. Raises `ConfigError`."""
+        """Return this watch if its name and registration fit into the log. Raises `ConfigError`."""
         name = self.source.label
         try:
             size = len(name.encode())
@@ -80,14 +80,14 @@ class EngineRecord(NamedTuple):
 
     record: StreamRecord
     follow_id: int
-    """Number of the `follow` call that the record belongs to; records of a stream's earlier calls are void."""
+    """Number of the call of `follow` that led to the record. Records from a stream's earlier calls are void."""
 
 
 class EngineReader(threading.Thread):
     """Follows engines, and calls `on_records` in this thread with their records. The reader is the sink of its own subscriber.
 
-    While `has_room` returns False the thread reads nothing. `receive_queue` batches of each engine then wait in its connection.
-    ZeroMQ drops further batches, and the streams recover them by replay. The engines are not slowed down.
+    While `has_room` returns False, the thread reads nothing. Up to `receive_queue` batches of an engine then wait in its
+    connection. ZeroMQ drops further batches, and the streams recover these by replay. The engines are not slowed down.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class EngineReader(threading.Thread):
     ) -> None:
         super().__init__(name="kvevents-bridge", daemon=True)
         self.failure: BaseException | None = None
-        """The error that ended the thread."""
+        """The exception that ended the thread, or None while it has not failed."""
         self._bridge: Final = bridge
         self._on_records: Final = on_records
         self._has_room: Final = has_room
@@ -159,7 +159,7 @@ class EngineReader(threading.Thread):
             return
         deliveries = self._subscriber.receive_many(timeout=RECEIVE_SECONDS)
         now = time.monotonic()
-        # Passed on together with deliveries that lower the trust: until readers receive the lower trust, they are EXACT.
+        # Lower trust is passed on with the deliveries that cause it: without it, readers would report these as EXACT.
         if deliveries or now >= self._check_trust_at:
             self._check_trust_at = now + TRUST_SECONDS
             self._add_trust_changes()
@@ -168,7 +168,7 @@ class EngineReader(threading.Thread):
             self._on_records(records)
 
     def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> Sequence[_Outcome]:
-        """Turn deliveries into records. The subscriber calls it, and reports the outcomes."""
+        """Convert deliveries into records. The subscriber calls this method, and reports the outcomes to the streams."""
         outcomes = []
         for delivery in deliveries:
             followed = self._followed[delivery.source, delivery.rank]
@@ -179,8 +179,8 @@ class EngineReader(threading.Thread):
     def batch_report(self, batch: RawBatch) -> BatchReport | None:
         """Return the report about a batch. A degraded stream starts over if its sender can send its whole history.
 
-        Senders whose heartbeats have digests can. A matching digest would also end the degraded reasons, but only a replica can
-        compare digests.
+        A sender can do so if its heartbeats have digests. A matching digest would also end the degraded reasons, but only a
+        replica can compare digests.
         """
         report = inspect_payload(batch.payload)
         if report is None or report.heartbeat is None or report.heartbeat.digest is None or report.cleared or batch.replayed:
@@ -217,7 +217,7 @@ class EngineReader(threading.Thread):
             followed.incarnation = self._subscriber.status(*key).incarnation
             followed.log_incarnation = start.incarnation_offset + (0 if start.resume is None else followed.incarnation)
         except KVEventsError as error:
-            # The bridge still follows all other engines.
+            # The bridge continues to follow all other engines.
             log.error("cannot follow %s: %s", stream_text(key), error)  # noqa: TRY400 - not our error
             record = TrustRecord(*key, self._bridge, Trust.CONNECTING.name, str(error)[:MAX_REASON_CHARACTERS], {})
             self._records.append(EngineRecord(record, follow_id))
@@ -231,7 +231,7 @@ class EngineReader(threading.Thread):
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Computes its report when the subscriber asks for it, because reports of earlier batches change the degraded reasons."""
+    """Computes a batch's report when the subscriber reads it: reports of earlier batches change the degraded reasons."""
 
     reader: EngineReader
     delivery: Batch | RawBatch | Reset | Gap
@@ -242,7 +242,7 @@ class _Outcome:
 
 
 def inspect_payload(payload: bytes) -> BatchReport | None:
-    """Return what a stream needs of its batch: whether the engine cleared its cache, and the sender's heartbeat.
+    """Return what a stream needs to know about a batch: whether it clears the cache, and the sender's heartbeat.
 
     Most batches contain neither. A search of their bytes shows this without decoding: MessagePack stores text unchanged.
     """
@@ -253,7 +253,7 @@ def inspect_payload(payload: bytes) -> BatchReport | None:
 
 @dataclass(slots=True)
 class _FollowedStream:
-    """One followed stream. Its incarnations have consecutive numbers in the log, whereas the subscriber can skip numbers."""
+    """One followed stream. Incarnations have consecutive numbers in the log, but the subscriber can skip numbers."""
 
     follow_id: int
     incarnation: int = 0
@@ -264,7 +264,7 @@ class _FollowedStream:
     """Number of consecutive requests for the sender's whole history."""
 
     def number(self, incarnation: int) -> int:
-        """Return the log's number of an incarnation, which is the newest one or the one after it."""
+        """Return the log's number for an incarnation, which must be the newest incarnation or its successor."""
         if incarnation != self.incarnation:
             self.incarnation = incarnation
             self.log_incarnation += 1

@@ -1,4 +1,4 @@
-"""JetStream objects of a plane: their names, how they are created, and how they are queried.
+"""The JetStream objects of a plane: their names, their creation, and queries about them.
 
     KVEVENTS_<plane>_<partition>    stream; subject kvevents.<plane>.partition.<partition>
     KVEVENTS_<plane>                key-value bucket: which snapshots are valid
@@ -6,7 +6,7 @@
     KVEVENTS_<plane>_snapshots      object store
 
 The number of subjects does not depend on the number of engines, because a server's memory grows with its subjects. A hash of
-the engine's name selects its partition, so all ranks of an engine are in one partition.
+the engine's name selects the partition, so all ranks of an engine are in one partition.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kvevents_plane.records import HISTORY_HEADER, NEW_HISTORY, PAGE_HEADER, Rec
 from kvevents_plane.settings import PlaneSettings
 
 LAYOUT_VERSION: Final = 3
-"""Version of the layout of these objects; releases with another version cannot use the plane."""
+"""Version of the layout of a plane's objects. A release that supports another version cannot use the plane."""
 METADATA_PREFIX: Final = "kvevents-"
-"""Prefix of the keys in a stream's metadata; a key is the prefix and the name of a field of `PartitionMetadata`."""
+"""Prefix of the keys in a stream's metadata. A key consists of this prefix and the name of a field of `PartitionMetadata`."""
 DIGEST_SECONDS: Final = 15
-"""Seconds after which the digests of a replica expire unless it publishes them again."""
+"""Seconds after which a replica's digests expire, unless the replica publishes new ones."""
 FETCH_SECONDS: Final = 5.0
-"""Timeout in seconds of one request for a message."""
+"""Timeout in seconds for one request for a message."""
 
 
 @build_decoder_now
@@ -45,15 +45,15 @@ class PartitionMetadata(msgspec.Struct, frozen=True):
     layout: int
     partitions: int
     epoch: str
-    """Identifies the stream: a recreated stream has another epoch, but a stream restored from a backup has the same epoch."""
+    """Identifies the content: a recreated stream has a new epoch, and a stream restored from a backup has the old one."""
 
     def as_metadata(self) -> dict[str, str]:
-        """Return the metadata for a stream's configuration."""
+        """Return the metadata in the form that a stream's configuration has."""
         return {METADATA_PREFIX + name: str(value) for name, value in msgspec.structs.asdict(self).items()}
 
     @classmethod
     def of(cls, info: StreamInfo) -> PartitionMetadata | None:
-        """Return the metadata of a stream; None for a stream that is not a partition."""
+        """Return the metadata of a stream, or None for a stream that is not a partition."""
         known = {key.removeprefix(METADATA_PREFIX): value for key, value in (info.config.metadata or {}).items()}
         try:
             return msgspec.convert(known, cls, strict=False)
@@ -62,11 +62,11 @@ class PartitionMetadata(msgspec.Struct, frozen=True):
 
 
 HEAL_STREAM: Final = "restore its settings, or delete it: a bridge creates it again"
-"""What an operator can do about a stream that cannot be a partition."""
+"""Advice to an operator whose stream cannot be a partition."""
 
 
 class PartitionInfo(NamedTuple):
-    """What the servers report about a partition."""
+    """The state of a partition as the servers report it."""
 
     first: int
     """Position of the oldest page."""
@@ -74,13 +74,13 @@ class PartitionInfo(NamedTuple):
     """Position of the newest page; 0 before the first page."""
     bytes: int
     stream_id: str
-    """Identifies the stream: a recreated stream has another id."""
+    """Id of the JetStream stream. A recreated stream has another id."""
     leader: str | None
-    """Name of the leader; None for a server outside a cluster, empty while there is no leader."""
+    """Name of the leader, empty while no leader exists, or None if the server is not in a cluster."""
     missing: int = 0
-    """Number of messages between the oldest and the newest page that no longer exist."""
+    """Number of positions between the oldest and the newest page that have no message any more."""
     stream_fault: str = ""
-    """Why the stream cannot be a partition, which can happen if an operator changes it; empty if it can."""
+    """Why the stream cannot be a partition, for example after a change by an operator; empty if it can."""
 
 
 class Layout:
@@ -111,7 +111,7 @@ class Layout:
 
 @lru_cache(maxsize=1 << 16)
 def _hash_of(source: str) -> int:
-    """Return a hash of an engine's name; the result is cached, because a bridge needs it for every record."""
+    """Return a hash of an engine's name. The result is cached, because a bridge needs the hash for every record."""
     return int.from_bytes(hashlib.blake2b(source.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
@@ -119,12 +119,12 @@ def _hash_of(source: str) -> int:
 
 
 async def find_plane(js: JetStreamContext, name: str) -> Layout | None:
-    """Return the layout of an existing plane; None if there is no such plane.
+    """Return the layout of an existing plane, or None if no plane has this name.
 
-    Raises `PlaneError`, and `ConfigError` if a stream of that name belongs to another application or layout.
+    Raises `PlaneError`, and `ConfigError` if a stream with that name belongs to another application or layout version.
     """
     layout = Layout(name, 1)
-    # Either partition may have just been deleted.
+    # Either of the two partitions may have just been deleted.
     info = await _stream_info(js, layout, 0) or await _stream_info(js, layout, 1)
     if info is None:
         return None
@@ -152,9 +152,9 @@ async def _stream_info(js: JetStreamContext, layout: Layout, partition: int) -> 
 
 
 async def create_plane(js: JetStreamContext, settings: PlaneSettings) -> Layout:
-    """Create the missing parts of a plane and return its layout; existing parts stay as they are.
+    """Create the missing parts of a plane and return its layout. Existing parts are not changed.
 
-    Raises `PlaneError`, and `ConfigError` if a stream of the same name cannot be a partition.
+    Raises `PlaneError`, and `ConfigError` if an existing stream with the same name cannot be a partition.
     """
     layout = await find_plane(js, settings.name)
     if layout is None:
@@ -199,7 +199,7 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
                     num_replicas=settings.copies,
                 )
         except PlaneError as error:
-            if error.fault == "exists":  # another process has just created it, with another epoch
+            if error.fault == "exists":  # another process has just created the stream, with another epoch
                 return
             if (advice := _advice(error, layout, settings)) is None:
                 raise
@@ -212,7 +212,7 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
 
 
 def _advice(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str | None:
-    """Return which settings a server could accept after it has refused to create a partition; None if unknown."""
+    """Return which settings a server could accept if it has refused to create a partition, or None if unknown."""
     if error.fault == "full":
         room = layout.partitions * settings.partition_bytes >> 20
         return (
@@ -225,7 +225,7 @@ def _advice(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str |
 
 
 def _stream_fault(info: StreamInfo, layout: Layout, partition: int) -> str | None:
-    """Return why a stream cannot be a partition; None if it can. Its size and number of copies are the operator's choice."""
+    """Return why a stream cannot be a partition, or None if it can. The size and the number of copies are not checked."""
     config = info.config
     if PartitionMetadata.of(info) is None:
         return "was not created by kvevents"
@@ -260,7 +260,7 @@ async def partition_info(js: JetStreamContext, layout: Layout, partition: int) -
 async def fetch_message(
     js: JetStreamContext, layout: Layout, partition: int, position: int, *, or_next: bool = False
 ) -> ReceivedMessage | None:
-    """Return the message of a partition at `position`, or the first one after it; None without one. Raises `PlaneError`."""
+    """Return the message of a partition at `position`, or the first one after it, or None without one. Raises `PlaneError`."""
     subject = layout.subject(partition) if or_next else None
     try:
         with map_errors(f"reading page {position} of partition {partition}"):
@@ -277,7 +277,7 @@ async def fetch_message(
 
 
 async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: PartitionInfo, tail: Tail) -> bool:
-    """Return whether a partition still holds the messages that a reader has read, as far as the messages around `tail` show.
+    """Return whether a partition still holds the messages that a reader has read. Only the messages around `tail` are checked.
 
     Raises `PlaneError` if they cannot be read.
     """

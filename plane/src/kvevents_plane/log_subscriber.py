@@ -1,8 +1,8 @@
 """A subscriber whose streams come from a plane's log, with the interface of `kvevents.Subscriber`.
 
-Partition readers put messages into its queue. The thread that calls `receive_many` applies them, so all state here belongs to
-that thread, except where stated. A stream's trust is the best report of any bridge that is alive, unless this subscriber itself
-finds a reason for less: gaps, invalid records, mismatched heartbeats of engines, and partitions that cannot be read.
+Partition readers put messages into its queue. The thread that calls `receive_many` applies the messages. All state here belongs
+to that thread, except where stated. A stream's trust is the best report of any bridge that is alive, unless this subscriber
+itself finds a reason for lower trust: gaps, invalid records, heartbeats that do not match, and partitions that cannot be read.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ PAGES_PER_TURN: Final = 16
 """Maximum number of pages that are applied before their deliveries are returned."""
 DEFAULT_LIMITS: Final = ReaderLimits()
 DELAY_SECONDS: Final = 20.0
-"""Seconds in which a measured delay decays by two thirds. A constant delay means that the bridge's clock had stopped."""
+"""Seconds in which a measured delay decays by two thirds. If the delay stays constant, the bridge's clock had stopped."""
 _STATES_BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
 _CURRENT_STATES: Final = frozenset({"EXACT", "DEGRADED"})
-"""Reports about streams that a bridge follows to their end."""
+"""Reported trust states of a stream that a bridge follows up to the newest batch."""
 _REASONS: Final[Mapping[DegradedReason, str]] = {
     DegradedReason.LOST: "the log lacks batches",
     DegradedReason.REJECTED: "the log has a record that no bridge writes, or the engine sent events that could not be read",
@@ -60,7 +60,7 @@ _REASONS: Final[Mapping[DegradedReason, str]] = {
 class _QueuedMessage(NamedTuple):
     partition: int
     state: PartitionState | None
-    """The state that the message belongs to; a partition that was dropped and added again has another state."""
+    """The state of the partition for which the message was read. If the partition is added again, it has another state."""
     message: ReceivedMessage
     received_at: float
 
@@ -70,16 +70,16 @@ class PartitionProgress(NamedTuple):
 
     position: int
     lag: int | None
-    """Number of later pages that the servers had when they sent the newest page in the index; None if unknown."""
+    """Number of later pages that the servers had when they sent the newest page in the index, or None if unknown."""
     fault: str
-    """Why the partition cannot be read at the moment."""
+    """Why the partition cannot be read at the moment; empty if it can."""
     stored_at: float | None
-    """When the servers stored the newest page, by their clock."""
+    """Time at which the servers stored the newest page, by the servers' clock."""
     awaited: int = 0
-    """Position of the newest page that the servers had at the time `awaited_since`; set again once this page was read."""
+    """Position of the newest page that the servers had at the time `awaited_since`; set again when this page was read."""
     awaited_since: float = 0.0
     is_complete: bool = False
-    """Whether the partition was read to its end once."""
+    """Whether the partition was once read to its end."""
     is_broken: bool = False
     """Whether pages that were read may be wrong. If so, `fault` remains until the partition is added again."""
 
@@ -90,14 +90,14 @@ class _Heartbeat(NamedTuple):
     position: int
     received_at: float
     uptime: float
-    """The bridge's monotonic clock when the heartbeat was sent."""
+    """Value of the bridge's monotonic clock when the heartbeat was sent."""
     delay: float
-    """Seconds by which the heartbeat took longer than the fastest earlier ones."""
+    """Seconds by which the heartbeat took longer than the fastest of the earlier heartbeats."""
     is_live: bool
-    """Whether it was received after the partition was first read to its end; a heartbeat before that can be of any age."""
+    """Whether the heartbeat arrived after the partition was first read to its end. Any earlier heartbeat can be old."""
 
     def follow(self, position: int, received_at: float, uptime: float, *, is_live: bool) -> _Heartbeat:
-        """Return the next heartbeat. A server or replica that was stopped delivers heartbeats late, and then catches up."""
+        """Return the next heartbeat's state. After a stop of a server or replica, heartbeats arrive late and then catch up."""
         passed = received_at - self.received_at
         delay = 0.0
         if uptime and self.uptime:
@@ -113,7 +113,7 @@ class _ObservedIncarnation:
     has_batch: bool = False
     ledger: TrustLedger = field(default_factory=TrustLedger)
     snapshot_end: int = -1
-    """Last batch number that an engine's snapshot represents, until the index contains the whole snapshot; else -1."""
+    """Last batch number that an engine's snapshot represents; -1 as soon as the index contains the whole snapshot."""
     heartbeat_seq: int = -1
     """Number of the batch with the newest heartbeat."""
 
@@ -121,7 +121,7 @@ class _ObservedIncarnation:
         """Add the report about batch `seq`. Return whether the index differs from the engine for no known reason.
 
         As in `kvevents.stream`, a clear, a matching digest or a matching attestation ends only the reasons of earlier batches,
-        even if it is reported late. If the digest matches, the index is right, and a mismatched attestation is no fault of it.
+        even if it is reported late. If the digest matches, the index is right, and a mismatched attestation has another cause.
         """
         ledger = self.ledger
         if report.cleared:
@@ -136,7 +136,7 @@ class _ObservedIncarnation:
                 ledger.add(DegradedReason.SENDER, seq)
         is_whole = report.cleared if heartbeat is None else heartbeat.trust == Trust.EXACT.name
         if is_whole and seq > self.snapshot_end:
-            # Each batch of a snapshot has a heartbeat, but only the last one is EXACT.
+            # Each batch of a snapshot has a heartbeat, but only the last batch's heartbeat is EXACT.
             self.snapshot_end = -1
         if report.digest_matches:
             ledger.match_digest(seq)
@@ -164,39 +164,39 @@ class LogSubscriber:
         limits: ReaderLimits = DEFAULT_LIMITS,
     ) -> None:
         self.states: Mapping[int, PartitionState] = {}
-        """States of the partitions; replaced as a whole."""
+        """State of each partition; the dict is replaced as a whole."""
         self.registrations: Mapping[StreamKey, bytes] = {}
-        """Registrations of the joined streams; replaced as a whole."""
+        """Registration of each joined stream; the dict is replaced as a whole."""
         self.diverged = 0
         """Number of heartbeats whose digest or attestation differed from the index for no known reason."""
         self.digests: dict[int, tuple[PartitionDigest, ...]] = {}
-        """The newest digest of each partition for each interval in `ReaderLimits.digest_intervals`, without repetitions."""
+        """For each partition, the newest digests for the intervals in `ReaderLimits.digest_intervals`, without repetitions."""
         self._digests_by_interval: dict[int, dict[int, PartitionDigest]] = {}
-        """The newest digest by partition and interval."""
+        """The newest digest for each partition and interval."""
         self._digest: Final = digest
         self._due: list[int] = []
         """Partitions whose digest must be computed before anything else is returned."""
         self._sink: Final = sink
-        """Applies deliveries before they are returned, and returns reports about them."""
+        """Applies deliveries before `receive_many` returns them, and returns reports about the deliveries."""
         self._clock: Final = clock
         self._limits: Final = limits
         self._queue: deque[_QueuedMessage] = deque()
-        # Each of the two is changed by one thread only.
+        # Only one thread changes each of these two counters.
         self._put_bytes = self._taken_bytes = 0
         self._wake = threading.Event()
         self._is_closed = self._has_membership_changed = False
         self.partitions: dict[int, PartitionProgress] = {}
         """Progress of each partition."""
         self._partitions_lock: Final = threading.Lock()
-        """Held while `partitions` changes, because the thread of the deliveries and the thread of the readers change it."""
+        """Held while `partitions` changes, because two threads change it: that of the deliveries and that of the readers."""
         self._partition_of: dict[StreamKey, int] = {}
         self._observed: dict[StreamKey, _ObservedIncarnation] = {}
-        """What was seen of the current incarnation of each stream that had a delivery."""
+        """What this subscriber has seen of the current incarnation of each stream that had a delivery."""
         self._counters: dict[StreamKey, StreamCounters] = {}
         self._heartbeats: dict[tuple[int, str], _Heartbeat] = {}
-        """The last heartbeat by partition and bridge."""
+        """The last heartbeat for each partition and bridge."""
         self._complete_at: dict[int, float] = {}
-        """Time at which the message arrived with which a partition was first read to its end."""
+        """Arrival time of the message with which a partition was first read to its end."""
 
     # --- any thread
 
@@ -209,10 +209,10 @@ class LogSubscriber:
         self._wake.set()
 
     def report_progress(self, partition: int, lag: int | None, fault: str) -> None:
-        """Update the progress of a partition from which no messages arrive."""
+        """Update the progress of a partition. The readers call this if no messages arrive."""
         with self._partitions_lock:
             known = self.partitions.get(partition)
-            if known is None or known.is_broken:  # the partition is no longer read
+            if known is None or known.is_broken:  # no reader reads the partition any more
                 return
             if lag == 0 and not fault and not self._queue:
                 known = known._replace(lag=0, awaited=0, is_complete=True)
@@ -221,9 +221,9 @@ class LogSubscriber:
             self.partitions[partition] = known._replace(fault=fault)
 
     def mark_broken(self, partition: int, reason: str) -> None:
-        """Record that pages that were read may be wrong: the partition's streams are STALE until it is added again.
+        """Record that pages that were read may be wrong.
 
-        Messages that were not applied yet are ignored.
+        The partition's streams are STALE until the partition is added again. Messages that were not applied yet are ignored.
         """
         with self._partitions_lock:
             if (known := self.partitions.get(partition)) is not None:
@@ -231,7 +231,7 @@ class LogSubscriber:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes of the messages that were not applied yet."""
+        """Number of bytes in the messages that were not applied yet."""
         return self._put_bytes - self._taken_bytes
 
     def bridges(self) -> int:
@@ -239,7 +239,7 @@ class LogSubscriber:
         return len({bridge for partition, bridge in list(self._heartbeats) if self._is_alive(partition, bridge)})
 
     def is_complete(self, partition: int) -> bool:
-        """Return whether a partition was read to its end once. Call it in the follower's thread, after updating the index."""
+        """Return whether a partition was once read to its end. Call this in the follower's thread after an index update."""
         known = self.partitions.get(partition)
         return known is not None and known.is_complete
 
@@ -248,7 +248,7 @@ class LogSubscriber:
     def add_partition(
         self, partition: int, state: PartitionState, degraded_reasons: Mapping[StreamKey, frozenset[DegradedReason]]
     ) -> None:
-        """Read a partition after the position of `state`. Its streams in the index must be exactly those of `state`."""
+        """Apply messages of a partition after the position of `state`. The index must have exactly the streams of `state`."""
         if partition in self.states:
             self._drop_partition(partition)
         with self._partitions_lock:
@@ -279,7 +279,7 @@ class LogSubscriber:
     # --- deliveries
 
     def receive_many(self, timeout: float | None = None, limit: int | None = None) -> list[RawDelivery]:  # noqa: ARG002 - as a subscriber
-        """Return new deliveries in order; an empty list after `timeout` seconds."""
+        """Return new deliveries in order; an empty list if none arrives within `timeout` seconds."""
         if self._is_closed:
             raise ClosedError("LogSubscriber is closed")
         self._compute_digests()
@@ -343,7 +343,7 @@ class LogSubscriber:
             self.partitions[partition] = known
 
     def _deliver(self, partition: int, event: PartitionEvent) -> RawDelivery | None:
-        """Update the trust for an event, and return its delivery for the index; None if it has none."""
+        """Update the trust for an event, and return the delivery that the index must apply, or None if it has no delivery."""
         if isinstance(event, RawBatch | Reset | Gap):
             self._count(event)
             return event
@@ -351,18 +351,18 @@ class LogSubscriber:
             self._partition_of[event.key] = partition
             self._has_membership_changed = True
         if isinstance(event, StreamLeft):
-            # Forgotten in the order of events, because the stream may join again before any caller sees that it had left.
+            # Data of a stream that leaves are removed here, because it may join again before any caller sees that it had left.
             self._observed.pop(event.key, None)
             return Reset(*event.key, event.incarnation, f"the engine left the log: {printable(event.reason)}")
         if isinstance(event, InvalidRecord):
             log.error("partition %d, %s: invalid record: %s", partition, stream_text(event.key), event.reason)
             stream = self.states[partition].streams[event.key]
-            # The number follows that of the last batch, so no report about an earlier batch ends the reason.
+            # The reason gets the number after the last batch, so that no report about an earlier batch ends it.
             self._observe(event.key, stream.incarnation).ledger.add(DegradedReason.REJECTED, stream.last_seq + 1)
         return None
 
     def _observe(self, key: StreamKey, incarnation: int) -> _ObservedIncarnation:
-        """Return what was seen of a stream's incarnation; an older incarnation is forgotten."""
+        """Return what was seen of a stream's incarnation, and forget the incarnation before it."""
         observed = self._observed.get(key)
         if observed is None or observed.incarnation != incarnation:
             observed = self._observed[key] = _ObservedIncarnation(incarnation)
@@ -390,7 +390,7 @@ class LogSubscriber:
             counters.resets += 1
 
     def report(self, delivery: RawDelivery, report: BatchReport | None) -> None:
-        """Process the report about a batch that was applied, unless the batch's incarnation has ended."""
+        """Process the report about an applied batch. Ignore the report if the batch's incarnation has ended."""
         if report is None or not isinstance(delivery, RawBatch):
             return
         key = (delivery.source, delivery.rank)
@@ -401,7 +401,7 @@ class LogSubscriber:
             counters.attestations_mismatched += report.attestation_matches is False
         observed = self._observed.get(key)
         if observed is not None and observed.incarnation == delivery.incarnation:
-            # A difference with a known reason is not counted: another index of the same log would differ too.
+            # A difference with a known reason is not counted, because any other index of the same log would differ too.
             self.diverged += observed.add_report(delivery.seq, report)
 
     # --- status
@@ -416,7 +416,7 @@ class LogSubscriber:
         is_late = self._clock() - progress.awaited_since > self._limits.max_lag_seconds
         if not progress.is_complete or progress.lag is None or (progress.position < progress.awaited and is_late):
             return Trust.REPLAYING.with_reason("the log is being read")
-        reported = self._reported(partition, stream)
+        reported = self._best_trust(partition, stream)
         observed = self._observed.get(key)
         if reported != Trust.EXACT or observed is None:
             return reported
@@ -427,10 +427,10 @@ class LogSubscriber:
         return Trust.ATTESTED if observed.ledger.is_attested else reported
 
     def trust_changes(self) -> list[tuple[StreamKey, Trust]]:
-        """Return the trust of every stream: each may have changed with the time."""
+        """Return the trust of every stream, because any trust may have changed with time alone."""
         return [(key, self.trust(*key)) for state in self.states.values() for key in state.registrations()]
 
-    def _reported(self, partition: int, stream: StreamState) -> Trust:
+    def _best_trust(self, partition: int, stream: StreamState) -> Trust:
         """Return the best report of the bridges that are alive."""
         if bridges := stream.differing_bridges(lambda bridge: self._may_be_alive(partition, bridge)):
             names = ", ".join(sorted({bridge_name(bridge) for bridge in bridges}))
@@ -442,7 +442,7 @@ class LogSubscriber:
         return Trust.REPLAYING.with_reason("no bridge has reported its trust in the stream yet")
 
     def _best_report(self, partition: int, stream: StreamState) -> TrustRecord | None:
-        """Return the best report of the bridges that are alive; None without a report."""
+        """Return the best report of the bridges that are alive, or None if no report exists."""
         reports = [
             self._current_report(partition, bridge, report)
             for bridge, report in stream.trust_reports.items()
@@ -452,7 +452,7 @@ class LogSubscriber:
         return min(reports, key=lambda report: order.get(report.trust, len(order)), default=None)
 
     def _current_report(self, partition: int, bridge: str, report: TrustRecord) -> TrustRecord:
-        """Return a bridge's report; REPLAYING if the bridge lags, because its report is only about what it had read."""
+        """Return a bridge's report; REPLAYING if the bridge lags, because it reports only about what it had read."""
         lag = self.states[partition].heartbeats[bridge].record.lag
         if not lag or report.trust not in _CURRENT_STATES:
             return report
@@ -467,7 +467,7 @@ class LogSubscriber:
         return self._clock() - known.received_at + known.delay < intervals * last.record.alive_seconds
 
     def _may_be_alive(self, partition: int, bridge: str) -> bool:
-        """Return whether a bridge is alive, or is not expected to have sent a heartbeat since the partition was first read."""
+        """Return whether a bridge is alive, or may be alive because no heartbeat was due since the partition was first read."""
         state = self.states[partition]
         last, since = state.heartbeats.get(bridge), self._complete_at.get(partition, self._clock())
         is_due = last is None or self._clock() - since >= CONFLICT_INTERVALS * last.record.alive_seconds
@@ -477,7 +477,7 @@ class LogSubscriber:
         partition = self._partition_of.get(key)
         stream = None if partition is None else self.states[partition].streams.get(key)
         if partition is None or stream is None or stream.registration is None:
-            raise UnknownSourceError(f"the log has no stream {stream_text(key)}")
+            raise UnknownSourceError(f"the log has no stream {stream_text(key)}; check the source and the rank")
         return partition, stream
 
     def status(self, name: str | None = None, rank: int = 0) -> StreamStatus:
@@ -497,7 +497,7 @@ class LogSubscriber:
         return [self.status(*key) for key in self.registrations]
 
     def degraded_reasons(self) -> dict[StreamKey, frozenset[DegradedReason]]:
-        """Return the degraded reasons of each degraded stream, for a snapshot."""
+        """Return the names of the degraded reasons of each degraded stream, for a snapshot."""
         reasons_by_stream = {
             key: frozenset((*observed.ledger, *((DegradedReason.LOST,) * (observed.snapshot_end >= 0))))
             for key, observed in self._observed.items()
@@ -507,13 +507,13 @@ class LogSubscriber:
     # --- the rest of a subscriber's interface
 
     def add(self, source: Source, resume: Checkpoint | None = None) -> None:
-        """Do nothing: bridges decide which engines are followed."""
+        """Do nothing: the bridges determine which engines are followed."""
 
     def remove(self, name: str, rank: int = 0) -> None:
-        """Do nothing: the log names its streams."""
+        """Do nothing: the records of the log determine the streams."""
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return no checkpoints: a log is read again from its snapshot."""
+        """Return no checkpoints: after a restart, a log is read again from its newest snapshot."""
         return []
 
     def close(self) -> None:

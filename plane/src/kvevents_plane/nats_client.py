@@ -4,21 +4,21 @@ Differences from nats-py 2.16 (`nats/aio/client.py`):
 
 - If TLS is required, the client sends nothing to a server that does not offer it. nats-py relies on the server's INFO alone, so
   an attacker between client and server could read the credentials.
-- If a server ends a connection, the client reconnects whatever the reason, such as expired credentials. nats-py would close.
-- The client aborts a connection that it has given up. nats-py first waits until the server has read all written data, which
-  never happens if the server is stopped, and connects to no other server until then.
+- If a server ends a connection, the client reconnects for any reason, such as expired credentials. nats-py would close.
+- The client aborts a connection that it has given up. nats-py first waits until the server has read all written data, and
+  connects to no other server before. A stopped server never reads the data.
 - `close` does not wait for the server, and ends all attempts to reconnect. nats-py cancels the task of these attempts once. If
   an attempt fails at that moment, `asyncio.wait_for` of Python 3.11 swallows the cancellation, and the closed client
   reconnects.
 - A task that waits to publish can be cancelled; nats-py swallows the cancellation. A task that waits for an answer can be
   cancelled at the moment at which the answer arrives; `asyncio.wait_for` of Python 3.11 swallows the cancellation.
 - A request that the server forbids fails at once. nats-py waits for the timeout.
-- A server that does not answer with the NATS protocol counts as one failed attempt. nats-py would stop reconnecting, for
-  example if the first line is too long.
+- A server that does not speak the NATS protocol counts as one failed attempt. nats-py would stop reconnecting, for example
+  after a first line that is too long.
 
-Some of these differences need private methods of nats-py to be overridden, so `pyproject.toml` allows only one minor release.
-To allow a newer one, compare these methods with its `client.py`, and run `tests/integration/test_plane_connection.py`. ADR 0036
-has the alternatives.
+Some of these differences override private methods of nats-py, so `pyproject.toml` allows only one minor release. To allow a
+newer release, compare these methods with the release's `client.py`, and run `tests/integration/test_plane_connection.py`. ADR
+0036 has the alternatives.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FORBIDDEN_SUBJECT: Final = re.compile(r'publish to "(.*?)"')
 
 
 class NotPermittedError(errors.AuthorizationError):
-    """The server does not permit this user to publish to a subject."""
+    """Raised if the server does not permit this user to publish to a subject."""
 
     def __str__(self) -> str:
         return f"this user must not publish to {self.args[0]!r}"
@@ -57,7 +57,7 @@ class PlaneClient(Client):
         self._is_closing = False
 
     def add_servers(self, addresses: Sequence[str]) -> None:
-        """Add servers to use when the current server is unreachable. `set_server_pool` would forget that server's version."""
+        """Add servers to use if the current one is unreachable. `set_server_pool` would forget the current one's version."""
         known = {server.uri.netloc for server in self._server_pool}
         uris = [self._parse_server_uri(address) for address in addresses]
         self._server_pool += [Srv(uri) for uri in uris if uri.netloc not in known]
@@ -80,7 +80,7 @@ class PlaneClient(Client):
                 writer.transport.abort()
 
     async def publish(self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, Any] | None = None) -> None:
-        """Publish as nats-py does, but end if the task is cancelled while it waits for the socket."""
+        """Publish as nats-py does, but raise the cancellation if the task is cancelled while it waits for the socket."""
         with keep_cancellation():
             await super().publish(subject, payload, reply, headers)
 
@@ -119,7 +119,7 @@ class PlaneClient(Client):
         if PERMISSIONS_ERR in err_msg:
             forbidden = _FORBIDDEN_SUBJECT.search(err_msg)
             for limit, subject in list(self._requests.items()):
-                if forbidden is not None and subject.lower() == forbidden[1]:  # the server reports it in lower case
+                if forbidden is not None and subject.lower() == forbidden[1]:  # the server reports the subject in lower case
                     limit.reschedule(0)
             await super()._process_err(err_msg)
             return

@@ -1,4 +1,4 @@
-"""Maps the exceptions of nats-py to `PlaneError`, with a keyword for the kind of fault and a hint.
+"""Maps the exceptions of nats-py to `PlaneError`, which has a keyword for the kind of fault and a hint.
 
 Every other module of the plane calls nats-py within `map_errors`, so no exception of nats-py leaves the package, and no task
 survives its cancellation: nats-py calls `asyncio.wait_for`, which in Python 3.11 swallows a cancellation if the answer arrives
@@ -45,7 +45,7 @@ HINTS: Final[dict[PlaneFault, str]] = {
     "tls": "check tls_ca, tls_certificate, tls_key and tls_hostname, and that the server uses TLS",
 }
 
-_BY_CODE: Final[dict[int, PlaneFault]] = {
+_FAULTS_BY_CODE: Final[dict[int, PlaneFault]] = {
     10002: "full",  # JSAccountResourcesExceededErr
     10005: "away",  # JSClusterNoPeersErrF: too few servers, or one has just started; `_is_without_space` is its other meaning
     10009: "away",  # JSClusterNotLeaderErr
@@ -69,9 +69,9 @@ _BY_CODE: Final[dict[int, PlaneFault]] = {
     10158: "conflict",  # JSStreamDuplicateMessageConflict
     10164: "conflict",  # JSStreamWrongLastSequenceConstantErr: like 10071, for a replicated stream
 }
-"""Faults by the error codes of nats-server's `server/errors.json`, which are the same in all releases."""
+"""Faults by error code. The codes are in nats-server's `server/errors.json` and are the same in all releases."""
 
-_BY_KIND: Final[tuple[tuple[type[Exception], PlaneFault], ...]] = (
+_FAULTS_BY_TYPE: Final[tuple[tuple[type[Exception], PlaneFault], ...]] = (
     (errors.AuthorizationError, "denied"),
     (js.KeyWrongLastSequenceError, "conflict"),
     (js.ObjectAlreadyExists, "exists"),
@@ -89,22 +89,22 @@ _BY_KIND: Final[tuple[tuple[type[Exception], PlaneFault], ...]] = (
     (errors.SecureConnWantedError, "tls"),
     (ssl.SSLError, "tls"),
     (errors.StaleConnectionError, "away"),
-    (TimeoutError, "timeout"),  # also the base of nats-py's timeouts
+    (TimeoutError, "timeout"),  # the base class of nats-py's timeouts too
     (errors.Error, "refused"),
     (OSError, "away"),
 )
-"""Faults by exception type. The first match counts, because some types are subclasses of others."""
+"""Faults by exception type. The first match counts, because some types are subclasses of types after them."""
 _NO_ROOM_ERRNOS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Error numbers of a file that cannot grow, such as the file of a snapshot."""
+"""Error numbers of the OS for a file that cannot grow, such as the file of a snapshot."""
 _DENIED_PATTERN: Final = re.compile(
     r"^nats: .*(?:authorization|authentication|permissions) (?:violation|expired|timeout|revoked)", re.IGNORECASE
 )
-"""Errors that a server reports as text only, and for which nats-py has no exception type."""
+"""Pattern of the errors that a server reports only as text, and for which nats-py has no exception type."""
 
 
 @contextmanager
 def map_errors(activity: str) -> Iterator[None]:
-    """Raise exceptions of NATS and of its sockets as `PlaneError`, with a message that begins with `activity` and a colon."""
+    """Raise exceptions of NATS and its sockets as `PlaneError`. The message begins with `activity` and a colon."""
     try:
         with keep_cancellation():
             yield
@@ -119,7 +119,7 @@ def map_errors(activity: str) -> Iterator[None]:
 
 @contextmanager
 def keep_cancellation() -> Iterator[None]:
-    """Raise `asyncio.CancelledError` if the task was cancelled in this context, even if called code has swallowed that."""
+    """Raise `asyncio.CancelledError` if the task was cancelled in this context, even if called code swallowed it."""
     before = _count_cancellations()
     try:
         yield
@@ -148,30 +148,30 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def classify_error(error: Exception) -> PlaneFault | None:
-    """Return the kind of fault of an exception of nats-py or of its sockets; None for any other exception."""
+    """Return the kind of fault of an exception of nats-py or of its sockets, or None for any other exception."""
     code = getattr(error, "err_code", None)
-    if isinstance(code, int) and code in _BY_CODE:
-        return "full" if _is_without_space(error) else _BY_CODE[code]
+    if isinstance(code, int) and code in _FAULTS_BY_CODE:
+        return "full" if _is_without_space(error) else _FAULTS_BY_CODE[code]
     if isinstance(error, OSError) and error.errno in _NO_ROOM_ERRNOS:
         return "full"
     if type(error) is errors.Error and _DENIED_PATTERN.search(str(error)):
         return "denied"
-    return next((fault for kind, fault in _BY_KIND if isinstance(error, kind)), None)
+    return next((fault for kind, fault in _FAULTS_BY_TYPE if isinstance(error, kind)), None)
 
 
 def _is_without_space(error: Exception) -> bool:
     """Return whether no server has enough space for a new stream, although all servers are running.
 
-    The server describes why it selected none of them, as in `no suitable peers for placement, peer offline, insufficient
-    storage` (`selectPeerError` of nats-server's `jetstream_cluster.go`).
+    The error text says why no server was selected, as in `no suitable peers for placement, peer offline, insufficient storage`
+    (`selectPeerError` of nats-server's `jetstream_cluster.go`).
     """
     text = error_text(error)
     return text.startswith("no suitable peers") and "insufficient storage" in text and "peer offline" not in text
 
 
 def error_text(error: Exception) -> str:
-    """Return the message of an exception without the text that nats-py puts around it."""
-    if isinstance(error, errors.SlowConsumerError):  # its own text ends in a memory address
+    """Return the message of an exception without the text that nats-py adds to it."""
+    if isinstance(error, errors.SlowConsumerError):  # the exception's own text ends in a memory address
         return f"messages of {error.subject} arrived faster than they were processed, and were dropped"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted: {error.verify_message}"
@@ -185,9 +185,9 @@ def error_text(error: Exception) -> str:
 
 
 def report_fault(client: Client, error: PlaneError, previous_fault: str) -> str:
-    """Return the fault that an error shows, and log it unless it equals `previous_fault`.
+    """Return the fault that an error shows, and log the fault unless it equals `previous_fault`.
 
-    While no server is connected, return the connection's error, which is already logged and says more than that of a request.
+    While no server is connected, return the connection's error, which is already logged and more exact than a request's error.
     """
     if not client.is_connected:
         reason = client.last_error

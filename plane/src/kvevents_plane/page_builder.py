@@ -4,13 +4,13 @@ Theory of operation. The server accepts a page only if the partition ends where 
 (`Nats-Expected-Last-Sequence`). A bridge whose page is rejected reads what other bridges have written and builds the page
 again. The builder then classifies each of its queued records (`bridge_rules`):
 
-- The log has the record: it is dropped. Before a bridge writes to an incarnation that another bridge has begun, it must have
-  seen that the log's newest batch equals its own, byte for byte. One comparison is enough, because every bridge makes it.
+- The log has the record: it is dropped. Before a bridge writes to an incarnation that another bridge has begun, it must verify
+  that the log's newest batch equals its own batch, byte for byte. One comparison is enough, because every bridge makes it.
 - The record is next: it is written.
 - Neither: the stream has *diverged* from the log. The bridge follows it again from the end of the log. The comparison at that
-  point either shows that the publisher is the one in the log, or a new incarnation begins.
+  point either shows that the publisher's incarnation is the one in the log, or a new incarnation begins.
 
-Records are dropped only because they were read or acknowledged, never because they were sent. So it does not matter whether a
+Records are dropped only after they were read or acknowledged, and not when they are sent. So it does not matter whether a
 page was lost or only its acknowledgement.
 
 One page is *in flight* at a time. Records that arrive while it is in flight go into the next page. If the page is rejected, or
@@ -42,19 +42,19 @@ from kvevents_plane.records import (
 )
 
 RECORD_BYTES: Final = 96
-"""Maximum size of a record without its payload and texts."""
+"""Maximum size in bytes of an encoded record without its payload and texts."""
 REASON_BYTES: Final = 32
-"""Maximum size of a degraded reason's name and number."""
+"""Maximum size in bytes of an encoded degraded reason: its name and its number."""
 MAX_RECORDS: Final = 2_000
-"""Maximum number of records of one page."""
+"""Maximum number of records in one page."""
 
 
 class _QueuedRecord(NamedTuple):
     due: float
-    """Earliest time at which the record can be written."""
+    """Earliest time at which the record may be written."""
     record: StreamRecord
     size: int
-    """Maximum size of the record in a page."""
+    """Maximum size of the encoded record in bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -63,32 +63,32 @@ class _StreamQueue:
 
     records: deque[_QueuedRecord] = field(default_factory=deque)
     trust: TrustRecord | None = None
-    """A report that is written after all queued records."""
+    """The report that is written after all queued records, or None if no report is queued."""
     followed_incarnation: int | None = None
     """The incarnation that the bridge follows; None after the stream has left the log. If the log has a later incarnation, the
-    bridge does not know it, and its trust says nothing about it."""
+    bridge has not seen it, and the bridge's trust says nothing about it."""
     agreed: int | None = None
-    """The incarnation in the log that is known to equal the followed incarnation."""
+    """The incarnation in the log that is known to equal the followed one, or None if it is unknown."""
 
 
 @dataclass(slots=True)
 class _Selection:
-    """The records of one stream that go into a page."""
+    """The records of one stream that are selected for a page."""
 
     key: StreamKey
     queue: _StreamQueue
     end: StreamEnd
     """The end of the stream after the records."""
     room: int
-    """Unused bytes of the page."""
+    """Number of unused bytes in the page."""
     records: list[StreamRecord] = field(default_factory=list)
     done: int = 0
-    """Number of queued records that the log has once the page is written."""
+    """Number of queued records that the log will have after the page is written."""
     trust: TrustRecord | None = None
-    """The queued trust if it is among the records."""
+    """The queued trust report, if it is one of `records`; else None."""
 
     def add(self, record: StreamRecord, size: int) -> None:
-        """Add a record of at most `size` bytes."""
+        """Select a record that takes at most `size` bytes."""
         self.records.append(record)
         self.room -= size
 
@@ -104,7 +104,7 @@ class _PageInFlight(NamedTuple):
 class PageBuilder:
     """Builds the pages of one bridge for one partition, and applies all pages to `state`.
 
-    Page names begin with `builder_id`, which no other builder has.
+    The names of its pages begin with `builder_id`, which is unique.
     """
 
     def __init__(self, state: PartitionState, bridge: str, page_bytes: int, builder_id: str) -> None:
@@ -112,11 +112,11 @@ class PageBuilder:
         self.diverged: dict[StreamKey, None] = {}
         """Streams that have diverged from the log; `resync` removes them."""
         self.queued_bytes = 0
-        """Bytes of the records that are not known to be in the log."""
+        """Number of bytes in the records that are not known to be in the log."""
         self.written = 0
-        """Batches of the log that this builder wrote."""
+        """Number of batches in the log that this builder wrote."""
         self.reset_reason = ""
-        """Why all streams of the partition must start over; empty once the partition has a page at which they do."""
+        """Why all streams of the partition must start over; empty as soon as the partition has a page at which they do so."""
         self._bridge: Final = bridge
         self._page_bytes: Final = page_bytes
         self._builder_id: Final = builder_id
@@ -130,10 +130,10 @@ class PageBuilder:
     # --- queue
 
     def resync(self, key: StreamKey) -> None:
-        """Start a stream at the end of the log; records that were queued before are dropped."""
+        """Continue a stream at the end of the log. Drop the records that were queued before."""
         self._clear(key)
         stream = self.state.streams.get(key)
-        # The queue is a new object, so that an acknowledgement of the page in flight drops no records from it.
+        # The queue is a new object, so that an acknowledgement of the page in flight drops none of its records.
         self._queues[key] = _StreamQueue(
             followed_incarnation=self.state.min_incarnation if stream is None else stream.incarnation,
             agreed=None if stream is None or stream.last_seq < 0 else stream.incarnation,
@@ -157,18 +157,18 @@ class PageBuilder:
             queue.trust = record
             return
         if isinstance(record, IncarnationRecord):
-            queue.trust = None  # it was about the previous incarnation
+            queue.trust = None  # the queued trust was about the previous incarnation
             queue.followed_incarnation = record.incarnation
         size = record_size(record)
         queue.records.append(_QueuedRecord(due, record, size))
         self.queued_bytes += size
 
     def set_heartbeat(self, heartbeat: HeartbeatRecord) -> None:
-        """Put a heartbeat into the next page."""
+        """Set the heartbeat that the next page will contain."""
         self._heartbeat = heartbeat
 
     def next_due(self) -> float | None:
-        """Return the time at which the next record is due; None if nothing is queued."""
+        """Return the time at which the next queued record is due, or None if no record is queued."""
         if self._heartbeat is not None:
             return 0.0
         waiting = [
@@ -179,12 +179,12 @@ class PageBuilder:
         return min((queue.records[0].due if queue.records else 0.0 for queue in waiting), default=None)
 
     def lag(self, now: float) -> float:
-        """Return the seconds for which the oldest due record has waited; 0 if none is due."""
+        """Return the number of seconds for which the oldest due record has waited; 0 if no record is due."""
         waiting = (queue.records[0].due for key in self._active if (queue := self._queues[key]).records)
         return max(0.0, now - min(waiting, default=now))
 
     def has_left(self, key: StreamKey) -> bool:
-        """Return whether a stream has left the log since its last resync; it may have joined again."""
+        """Return whether a stream has left the log since the last call of `resync`. The stream may have joined again."""
         queue = self._queues.get(key)
         return queue is not None and queue.followed_incarnation is None
 
@@ -215,9 +215,9 @@ class PageBuilder:
     # --- build a page
 
     def build(self, now: float) -> Page | None:
-        """Return the next page; None if nothing is due or a page is in flight.
+        """Return the next page, or None if no record is due or a page is in flight.
 
-        Call `acknowledge` or `withdraw` once the result of the page is known.
+        Call `acknowledge` or `withdraw` when the result of the page is known.
         """
         if self._in_flight is not None:
             return None
@@ -225,7 +225,7 @@ class PageBuilder:
         selections: list[_Selection] = []
         room = self._page_bytes
         if reason := self.state.unknown_prefix or self.reset_reason:
-            # Higher than any incarnation: each began with a record, and all earlier pages together have fewer records.
+            # This is higher than any incarnation: each began with a record, and all earlier pages together have fewer records.
             records.append(ResetRecord((self.state.position + 1) * MAX_RECORDS, reason))
         else:
             for key in list(self._active):
@@ -235,7 +235,7 @@ class PageBuilder:
                 if selection.records:
                     selections.append(selection)
                 else:
-                    self._commit(selection)  # the log has all of them
+                    self._commit(selection)  # the log has all fragments
                 records += selection.records
                 room = selection.room
                 if room <= 0 or len(records) >= MAX_RECORDS:
@@ -250,7 +250,7 @@ class PageBuilder:
         return page
 
     def _select(self, key: StreamKey, now: float, room: int, count: int) -> _Selection | None:
-        """Return the next records of one stream that fit into the page; None if the stream has diverged."""
+        """Return the next records of one stream that fit into the page, or None if the stream has diverged."""
         queue = self._queues[key]
         selection = _Selection(key, queue, self._end_of(key, queue), room)
         if (warning := self._lower_trust(key, queue, selection.end)) is not None:
@@ -275,7 +275,7 @@ class PageBuilder:
     def _lower_trust(self, key: StreamKey, queue: _StreamQueue, end: StreamEnd) -> TrustRecord | None:
         """Return the queued trust if it is lower than the last report.
 
-        The page has it twice: before the records that may have lowered the trust, and after them.
+        The page contains it twice: before the records that may have lowered the trust, and after these records.
         """
         stream = self.state.streams.get(key)
         report = None if stream is None else stream.trust_reports.get(self._bridge)
@@ -284,7 +284,7 @@ class PageBuilder:
         return queue.trust if trust_order(queue.trust.trust) < trust_order(report.trust) else None
 
     def _add(self, selection: _Selection, record: StreamRecord, size: int, verdict: RecordVerdict) -> bool:
-        """Add one record unless it is a duplicate; return False if there is no room for all of it."""
+        """Select one record unless it is a duplicate. Return False if the page has no room for the whole record."""
         if verdict is RecordVerdict.APPEND:
             trimmed = trim_record(selection.end, record)
             if size > selection.room:
@@ -297,11 +297,11 @@ class PageBuilder:
         return True
 
     def _add_fragment(self, selection: _Selection, record: BatchRecord) -> None:
-        """Add the next fragment of a batch that is larger than a page, after those that the log has."""
+        """Select the next fragment of a batch that is larger than a page. It continues the fragments in the log."""
         partial, offset, total = selection.end.partial_batch, 0, len(record.payload)
         if partial is not None and (partial.seq, partial.total) == (record.seq, total):
             offset = partial.size if record.payload.startswith(b"".join(partial.fragments)) else 0
-        part = record.payload[offset : offset + max(1, self._page_bytes - RECORD_BYTES - _length(record.source))]
+        part = record.payload[offset : offset + max(1, self._page_bytes - RECORD_BYTES - _encoded_length(record.source))]
         fragment = FragmentRecord(*record.key, record.incarnation, record.seq, record.replayed, offset, total, part)
         selection.add(fragment, selection.room)
         if offset + len(part) == total:
@@ -330,14 +330,14 @@ class PageBuilder:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is None:
             return []
-        events = self._note(self.state.first_page, self.state.apply(position, in_flight.page))
+        events = self._update_queues(self.state.first_page, self.state.apply(position, in_flight.page))
         for selection in in_flight.selections:
             self._commit(selection)
         self.written += sum(isinstance(event, RawBatch) for event in events)
         return events
 
     def withdraw(self) -> None:
-        """Give up the page in flight, which might not be in the partition. Read the partition before building the next page."""
+        """Give up the page in flight, which might not be in the partition. Read the partition before the next `build`."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None:
             self._heartbeat = self._heartbeat or in_flight.heartbeat
@@ -346,7 +346,7 @@ class PageBuilder:
         """Drop records that are in the log."""
         key, queue = selection.key, selection.queue
         if self._queues.get(key) is not queue:
-            return  # resynced or removed while the page was in flight
+            return  # the stream was resynced or removed while the page was in flight
         for _ in range(selection.done):
             self.queued_bytes -= queue.records.popleft().size
         if selection.end.agrees:
@@ -355,19 +355,19 @@ class PageBuilder:
             queue.trust = None
         self._active.pop(key, None)
         if queue.records or queue.trust is not None:
-            self._active[key] = None  # moved to the end of the round-robin order
+            self._active[key] = None  # move the stream to the end of the round-robin order
 
     def apply(self, position: int, page: Page) -> list[PartitionEvent]:
-        """Apply a page that was read, of any bridge; return its events. The server will reject the page in flight."""
+        """Apply a page of any bridge that was read, and return its events. The server will then reject the page in flight."""
         self.withdraw()
-        return self._note(self.state.first_page, self.state.apply(position, page))
+        return self._update_queues(self.state.first_page, self.state.apply(position, page))
 
     def receive(self, message: ReceivedMessage, partition: int) -> None:
-        """Apply a message that was read. The server will reject the page in flight."""
+        """Apply a message that was read. The server will then reject the page in flight."""
         self.withdraw()
-        self._note(self.state.first_page, self.state.receive(message, partition))
+        self._update_queues(self.state.first_page, self.state.receive(message, partition))
 
-    def _note(self, first_page: int, events: list[PartitionEvent]) -> list[PartitionEvent]:
+    def _update_queues(self, first_page: int, events: list[PartitionEvent]) -> list[PartitionEvent]:
         """Update the queues after events; `first_page` is the value that `state.first_page` had before them."""
         if self.state.first_page != first_page:
             self.reset_reason = ""
@@ -378,15 +378,15 @@ class PageBuilder:
 
 
 def record_size(record: StreamRecord) -> int:
-    """Return the maximum size of a record in a page."""
-    size = RECORD_BYTES + _length(record.source)
+    """Return the maximum size in bytes of an encoded record."""
+    size = RECORD_BYTES + _encoded_length(record.source)
     if isinstance(record, BatchRecord | FragmentRecord):
         return size + len(record.payload)
-    size += len(getattr(record, "registration", b"")) + _length(getattr(record, "reason", ""))
+    size += len(getattr(record, "registration", b"")) + _encoded_length(getattr(record, "reason", ""))
     if isinstance(record, TrustRecord):
-        size += _length(record.bridge) + REASON_BYTES * len(record.degraded_reasons)
+        size += _encoded_length(record.bridge) + REASON_BYTES * len(record.degraded_reasons)
     return size
 
 
-def _length(text: str) -> int:
+def _encoded_length(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())

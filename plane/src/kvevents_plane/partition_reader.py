@@ -1,20 +1,20 @@
-"""Reads one partition of the log: passes on every page once and in order, or reports why it cannot.
+"""Reads one partition of the log: passes on every page once and in order, or reports why this is impossible.
 
 The reader uses an ordered ephemeral consumer: the server pushes pages, nothing is acknowledged, and no state outlives the
-consumer. If a fault of the connection, of the partition's leader or of a full queue loses a page, a sequence number is missing.
+consumer. If a page is lost because of the connection, the partition's leader or a full queue, a sequence number is missing.
 The reader then creates a new consumer that begins after the last page that the reader passed on.
 
 A damaged file or a deletion leaves a *hole*: sequence numbers without messages, possibly up to the last number. A consumer
 skips a hole silently. So a reader that misses a number, or that has received everything without reaching the last number,
-requests the next message. If that shows a hole, reading can continue only after the hole.
+requests the next message. If the answer shows a hole, reading can continue only after the hole.
 
-Servers can lose messages that they have acknowledged, and use their numbers again. So a reader verifies its *tail*, the newest
-message that it has read: by name with each new consumer, and by the history in each page (`partition_state`).
+Servers can lose messages that they have acknowledged, and then use the sequence numbers again. So a reader verifies its *tail*,
+the newest message that it has read: by name with each new consumer, and by the history in each page (`partition_state`).
 
 The reader of a bridge also has a *writer*, which already knows its own pages. While other bridges write few pages to the
 partition, the reader *polls*: it has no consumer, counts the pages that the writer knows as read, and requests pages of other
-bridges one by one. It requests them at once when a page of the writer was rejected, because only another page can be the
-reason, and periodically while the writer writes nothing.
+bridges one by one. The reader requests these at once when a page of the writer was rejected, because another bridge's page must
+be the reason, and periodically while the writer writes nothing.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from kvevents_plane.settings import ReaderLimits
 log = logging.getLogger(__name__)
 
 DELETE_SECONDS: Final = 0.5
-"""Timeout of deleting a consumer; without a request, the server deletes it a little later."""
+"""Timeout for deleting a consumer. If the request fails, the server deletes the consumer a little later."""
 MAX_POLLED_PAGES: Final = 20
-"""Maximum number of pages of other bridges that a reader requests one by one; to read more, it creates a consumer."""
+"""Maximum number of pages of other bridges that a reader requests one by one. To read more pages, it creates a consumer."""
 MAX_FOREIGN_PAGES: Final = 5
-"""Maximum number of pages of other bridges between two heartbeats or polls; if there are more, the reader does not poll."""
+"""Maximum number of pages of other bridges between two heartbeats or polls. Above this number, the reader does not poll."""
 DEFAULT_LIMITS: Final = ReaderLimits()
 
 
@@ -59,9 +59,9 @@ class ReadFailure(NamedTuple):
     """Why reading cannot continue. The partition must be read again from a snapshot or from its beginning."""
 
     reason: str
-    """`recreated`: the stream was deleted and created again. `purged`: unread pages are gone, by a purge or because of damage.
-    `truncated`: pages that were read are gone. `rewritten`: other pages are in their place. `disputed`: before a page, its
-    writer had read other pages than this reader."""
+    """`recreated`: the stream was deleted and created again. `purged`: unread pages no longer exist, after a purge or damage.
+    `truncated`: pages that were read no longer exist. `rewritten`: other pages have the positions of pages that were read.
+    `disputed`: the writer of a page had read other pages before it than this reader."""
     first: int = 1
     """Position of the first page at which reading can begin again."""
 
@@ -70,14 +70,14 @@ OnMessages = Callable[[list[ReceivedMessage]], None]
 
 
 class LocalWriter(Protocol):
-    """Writes into the partition that is read."""
+    """The writer to the partition that is read, as the reader sees it."""
 
     def knows(self, position: int, name: str) -> bool:
         """Return whether the writer has written the page or has received it from the reader."""
         ...
 
     def is_writing(self) -> bool:
-        """Return whether a page is in flight. Its acknowledgement shows whether another bridge has written."""
+        """Return whether a page is in flight. The page's result will show whether another bridge has written."""
         ...
 
     @property
@@ -87,20 +87,20 @@ class LocalWriter(Protocol):
 
 
 class PartitionReader:
-    """Reads one partition after `tail`. `run` ends only when reading cannot continue, or when `on_messages` raises.
+    """Reads one partition after `tail`. `run` ends only if reading cannot continue, or if `on_messages` raises an exception.
 
     If the partition's stream is missing, the reader calls `recreate`; if that is None, it waits until another process creates
-    the stream. With a `writer` the reader can poll, and it passes on pages that the writer knows at once.
+    the stream. If there is a `writer`, the reader can poll, and it counts pages that the writer knows as read.
     """
 
     lag: int | None = None
-    """Number of pages on the servers that were not passed on; None if unknown."""
+    """Number of pages on the servers that were not passed on yet, or None if unknown."""
     info: PartitionInfo | None = None
-    """The servers' last report about the partition."""
+    """The state of the partition that the servers reported last, or None before the first query."""
     resolves_disputes = False
-    """Whether the partition is read again because of a dispute. If so, disputed pages are void and do not end `run`."""
+    """Whether the partition is being read again because of a dispute. If so, disputed pages are void and do not end `run`."""
     fault = ""
-    """Why nothing can be read at the moment."""
+    """Why the partition cannot be read at the moment; empty if it can."""
     _void = 0
     """Position of a page that is known to be void because of a dispute."""
 
@@ -117,13 +117,13 @@ class PartitionReader:
         limits: ReaderLimits = DEFAULT_LIMITS,
     ) -> None:
         self.tail = tail
-        """The last message that was passed on or that the writer knew."""
+        """The last message that was passed on or that the writer knew already."""
         self.stream_id = stream_id
-        """Id of the partition's stream; None before the first query."""
+        """Id of the partition's stream, or None before the first query."""
         self.caught_up = asyncio.Event()
-        """Set once everything in the partition has been passed on."""
+        """Set as soon as all messages of the partition were passed on once."""
         self.checked = asyncio.Event()
-        """Cleared until a requested check (`request_check`) is done."""
+        """Cleared while a check that was requested (`request_check`) is not done."""
         self._client: Final = client
         self._js: Final = client.jetstream()
         self._layout: Final = layout
@@ -136,21 +136,21 @@ class PartitionReader:
         self._own_pages = self._foreign_pages = self._quiet_heartbeats = 0
         """Numbers of pages since the last heartbeat or idle poll, and of consecutive heartbeats with few foreign pages."""
         self._is_urgent = False
-        """Whether the next check follows without a pause."""
+        """Whether the next check follows the current one without a pause."""
         self._poll_requested = False
         self._dispute: ReceivedMessage | None = None
         """The page after the tail, if its writer had read other pages before it than this reader."""
         self._verified: asyncio.Future[bool] | None = None
-        """Result for the current consumer: whether the partition still had the tail after the consumer was created."""
+        """Whether the partition still had the tail after the current consumer was created."""
         self._is_short = False
         """Whether a consumer has not sent the page after the tail, although the partition has later ones."""
         self._failure: BaseException | None = None
         self._received: list[ReceivedMessage] = []
         self._delivered = 0
         self._interrupted = asyncio.Event()
-        """Set when the consumer must be replaced or the poll must end."""
+        """Set if the consumer must be replaced or the poll must end."""
         self._check_requests = 0
-        """Number of requested checks, which shows whether a check began before or after the last request."""
+        """Number of requests for a check. This number shows whether a check began before or after the last request."""
         self._alive_at = 0.0
 
     @property
@@ -159,7 +159,7 @@ class PartitionReader:
         return self.tail.position
 
     async def run(self) -> ReadFailure:
-        """Read until reading cannot continue; return why."""
+        """Read until reading cannot continue, and return the reason."""
         try:
             while True:
                 try:
@@ -178,14 +178,14 @@ class PartitionReader:
             self.checked.set()
 
     def request_check(self) -> asyncio.Event:
-        """Check again whether the partition is the one that was read; return an event that is set after the check."""
+        """Request a check of whether the partition is the one that was read. Return an event that is set after the check."""
         self._check_requests += 1
         self.checked.clear()
         self._interrupted.set()
         return self.checked
 
     def request_poll(self) -> None:
-        """Request the pages of other bridges now, if the reader polls; a consumer pushes them unasked."""
+        """Make a polling reader request the pages of other bridges now. A consumer receives such pages without a request."""
         if self._polls:
             self._poll_requested = True
             self._interrupted.set()
@@ -202,7 +202,7 @@ class PartitionReader:
             return await partition_info(self._js, self._layout, self._partition)
 
     async def _check(self) -> ReadFailure | None:
-        """Return why the next page cannot be read; None if it can."""
+        """Return why the next page cannot be read, or None if it can."""
         self._interrupted.clear()
         requests = self._check_requests
         self._skip_known()
@@ -230,7 +230,7 @@ class PartitionReader:
         return None
 
     async def _find_hole(self, info: PartitionInfo) -> ReadFailure | None:
-        """Return a failure if there is no page after the tail. Pass the page on if only the consumer lacks it."""
+        """Return a failure if the log lacks the page after the tail. If only the consumer lacks it, pass the page on."""
         if self.position + 1 < info.first:
             return ReadFailure("purged", info.first)
         following = await fetch_message(self._js, self._layout, self._partition, self.position + 1, or_next=True)
@@ -256,7 +256,7 @@ class PartitionReader:
         return None
 
     async def _has_page_of(self, tail: Tail, info: PartitionInfo) -> bool:
-        """Return whether the partition still holds `tail`; the page after it is not compared here."""
+        """Return whether the partition still holds `tail`. The page after the tail is not checked."""
         return await has_tail(self._js, self._layout, self._partition, info, tail._replace(history=None))
 
     def _skip_known(self) -> None:
@@ -265,7 +265,7 @@ class PartitionReader:
             self.tail = self._writer.tail
 
     def _advance(self, message: ReceivedMessage) -> bool:
-        """Make the message the tail; return False if its writer expected other pages before it."""
+        """Make the message the tail and return True. Return False if the message's writer expected other pages before it."""
         history = EMPTY_HISTORY if message.begins_history else self.tail.history
         expected = None if message.history == NEW_HISTORY else message.history
         if expected and history is not None and expected != history.hex() and message.position != self._void:
@@ -292,7 +292,7 @@ class PartitionReader:
     # --- poll
 
     async def _poll(self, writer: LocalWriter) -> ReadFailure | None:
-        """Request the pages of other bridges if there are any; then wait until an interrupt or the next poll."""
+        """Request the pages of other bridges if there are any. Then wait for an interrupt or the next poll."""
         self._is_urgent = True
         requested, self._poll_requested = self._poll_requested, False
         self._skip_known()
@@ -312,7 +312,7 @@ class PartitionReader:
         return None
 
     async def _fetch_to(self, last: int) -> bool:
-        """Pass on all pages up to `last`; return False if that is impossible without a consumer."""
+        """Pass on all pages up to `last` and return True. Return False if this needs a consumer."""
         while self.position < last:
             try:
                 message = await fetch_message(self._js, self._layout, self._partition, self.position + 1)
@@ -361,7 +361,7 @@ class PartitionReader:
                 self.fault = ""
                 if not info.num_pending:
                     self._note_end()
-                # Verified after creation: if a server loses messages after that, it also loses the consumer.
+                # The tail is verified after the creation: a server that loses messages later also loses the consumer.
                 if not await self._has_page_of(self.tail, await self._fetch_info()):
                     return ReadFailure("rewritten")
                 verified.set_result(True)
@@ -378,7 +378,7 @@ class PartitionReader:
         return None
 
     def _note_end(self) -> None:
-        """Record that the consumer has sent all its pages; request a check if the partition has later ones."""
+        """Record that the consumer has sent all its pages. Request a check if the partition has later pages."""
         if self.info is not None and self.position < self.info.last:
             self._is_short = True
             self._interrupted.set()
@@ -400,7 +400,7 @@ class PartitionReader:
                 raise PlaneError(f"partition {self._partition}: the server has been silent", fault="timeout")
 
     async def _compare(self, last: int) -> int:
-        """Request a check unless the consumer has sent the partition's pages up to `last`; return the current last position."""
+        """Request a check unless the consumer has sent the pages up to `last`. Return the partition's current last position."""
         info = await self._fetch_info()
         if self.position < last or not await self._has_page_of(self.tail, info):
             log.warning(
@@ -432,7 +432,7 @@ class PartitionReader:
             return
         try:
             metadata = message.metadata
-        except (errors.NotJSMessageError, ValueError):  # not a message of a consumer
+        except (errors.NotJSMessageError, ValueError):  # the message does not come from a consumer
             return
         position, delivered, pending = metadata.sequence.stream, metadata.sequence.consumer, metadata.num_pending
         if self._interrupted.is_set() or delivered != self._delivered + 1 or position != self.position + 1:
@@ -456,7 +456,7 @@ class PartitionReader:
         if is_known:
             self._pass_on()
         elif len(self._received) == 1:
-            # Pages that have already arrived are passed on in one call.
+            # One call passes on all pages that have already arrived.
             asyncio.get_running_loop().call_soon(self._pass_on)
 
     async def _on_status(self, message: Msg, status: str) -> None:

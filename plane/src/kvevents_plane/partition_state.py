@@ -1,19 +1,19 @@
 """State of one partition of the log: its streams, the last batch of each, and each bridge's trust in it.
 
 Theory of operation. Several bridges can write the same stream, and any of them can be killed, stopped or disconnected at any
-moment. The log is consistent nevertheless. The server accepts a page only from a bridge that has read every earlier page
+moment. The log stays consistent. The server accepts a page only from a bridge that has read every earlier page
 (`page_builder`), and all readers apply pages by the same rules, which are in this module:
 
 - A batch is the next one if it has the stream's current incarnation and the number after the newest batch. The first batch of
-  an incarnation can have any number, because an engine may no longer have the earlier ones.
+  an incarnation can have any number, because the engine may no longer have the earlier batches.
 - A batch whose number is already written is ignored, and so are records of incarnations that have ended.
 - Any other record is *invalid*: no bridge writes it. The state counts it, marks the stream, and does not apply it.
 
-The fragments of a large batch are in order, possibly with other records in between. One at offset 0 begins the batch again.
+The fragments of a large batch are in order, possibly with other records between. A batch begins again at offset 0.
 
 Each page carries a digest of the names of all messages that its writer expects before it, and is void if other messages precede
-it. The server compares only sequence numbers, which can match by chance after it has lost acknowledged pages and has used their
-numbers again, or after the partition was deleted and created again.
+it. The server compares only sequence numbers. These can match by chance after the server has lost acknowledged pages and has
+used their numbers again, or after the partition was deleted and created again.
 
 If pages were purged before a bridge has read them, and no snapshot represents them, the partition has an *unknown prefix*.
 Later pages are not applied until a bridge writes a `ResetRecord`, at which all streams leave and start over for every reader.
@@ -54,11 +54,11 @@ log = logging.getLogger(__name__)
 
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
 MAX_DEPARTED_STREAMS: Final = 100_000
-"""Maximum number of streams that have left and are remembered, so that late records of their last incarnation are void."""
+"""Maximum number of remembered streams that have left the log. Late records of these streams are void."""
 MAX_REPORTS: Final = 64
-"""Maximum number of trust reports of one stream; the report of the bridge with the oldest heartbeat is dropped first."""
+"""Maximum number of trust reports about one stream. The report of the bridge with the oldest heartbeat is dropped first."""
 MAX_BRIDGES: Final = 1_000
-"""Maximum number of bridge processes whose last heartbeat is remembered; the oldest heartbeats are dropped first."""
+"""Maximum number of bridge processes whose last heartbeat is remembered. The oldest heartbeats are dropped first."""
 
 
 class StreamJoined(NamedTuple):
@@ -93,11 +93,11 @@ class PartialBatch(msgspec.Struct, array_like=True):
     seq: int
     total: int
     size: int = 0
-    """Number of bytes in `fragments`."""
+    """Total number of bytes in `fragments`."""
     fragments: list[bytes] = []
 
     def is_continued_by(self, fragment: FragmentRecord) -> bool:
-        """Return whether a fragment is the next one of the same batch."""
+        """Return whether a fragment is the next fragment of this batch."""
         fits = self.size + len(fragment.payload) <= self.total
         return fits and (self.seq, self.total, self.size) == (fragment.seq, fragment.total, fragment.offset)
 
@@ -111,21 +111,21 @@ class StreamState(msgspec.Struct, array_like=True):
     """One stream in the log."""
 
     registration: bytes | None
-    """None after the stream has left."""
+    """Registration of the engine, or None after the stream has left."""
     incarnation: int = 0
     last_seq: int = -1
     digest: bytes | None = None
-    """SHA-256 of the newest batch, if its bytes are not kept."""
+    """SHA-256 of the newest batch's payload, if the payload itself is not stored."""
     trust_reports: dict[str, TrustRecord] = {}
-    """Reports by bridge; the newest report is the last one."""
+    """Trust report of each bridge by the bridge's id. The newest report is the last one in the dict."""
     partial_batch: PartialBatch | None = None
     has_ended: bool = False
     """Whether the incarnation accepts no more records, because the stream had left or an invalid record was written."""
     engines: dict[str, bytes] = {}
-    """Digest by bridge of the engine with which the bridge last joined the stream (`engine_digest`)."""
+    """For each bridge, the digest (`engine_digest`) of the engine with which it last joined the stream."""
 
     def differing_bridges(self, is_alive: Callable[[str], bool]) -> list[str]:
-        """Return the bridges that are alive, if these joined the stream with different engines; else an empty list."""
+        """If the bridges that are alive joined the stream with different engines, return these bridges; else an empty list."""
         if len(set(self.engines.values())) < 2:
             return []
         alive = {bridge: engine for bridge, engine in self.engines.items() if is_alive(bridge)}
@@ -133,10 +133,10 @@ class StreamState(msgspec.Struct, array_like=True):
 
 
 class ResumePoint(NamedTuple):
-    """The point from which a bridge's subscriber follows a stream, to continue the log."""
+    """The point after which a bridge's subscriber follows a stream in order to continue the log."""
 
     resume: Checkpoint | None
-    """None if the log has no batch of the current incarnation, so that there is nothing to verify."""
+    """None if the log has no batch of the current incarnation, because no batch can be verified then."""
     incarnation_offset: int
     """Number that is added to the subscriber's incarnations to obtain those of the log."""
 
@@ -146,36 +146,36 @@ class LastHeartbeat(NamedTuple):
 
     record: HeartbeatRecord
     position: int
-    """Position of its page."""
+    """Position of the page that contains the heartbeat."""
 
 
 class PartitionState:
-    """One partition after its page `position`. Apply every page, in order."""
+    """The state of one partition after the page at `position`. Every page must be applied, in order."""
 
     def __init__(self) -> None:
         self.position = 0
         """Position of the newest message that was read; JetStream counts from 1."""
         self.streams: dict[StreamKey, StreamState] = {}
-        """Streams in the order in which they joined or left, including remembered ones that have left."""
+        """Streams in the order in which they joined or left. Remembered streams that have left are included."""
         self.heartbeats: dict[str, LastHeartbeat] = {}
-        """The last heartbeat by bridge."""
+        """The last heartbeat of each bridge, by the bridge's id."""
         self.invalid_records = 0
         self.duplicate_records = 0
         """Number of records that the log already had, or that belong to an incarnation that has ended."""
         self.foreign_messages = 0
         """Number of messages that are not pages."""
         self.void_pages = 0
-        """Number of pages whose writer expected other messages before them."""
+        """Number of pages that are void because their writer expected other messages before them."""
         self.history: bytes | None = EMPTY_HISTORY
-        """Digest of the names of all messages; None if the partition could not be read from its beginning."""
+        """Digest of the names of all messages, or None if the partition could not be read from its beginning."""
         self.min_incarnation = 0
         """First incarnation of a new stream."""
         self.unknown_prefix = ""
-        """Why nothing of the partition can be applied yet; empty if all of it was read."""
+        """Why no page can be applied before a `ResetRecord`; empty if the whole partition was read."""
         self.first_page = 1
-        """Position of the page at which all streams started last: the first page, or one with a `ResetRecord`."""
+        """Position of the page from which all streams last started: the first page, or a page with a `ResetRecord`."""
         self.newest: dict[StreamKey, bytes] = {}
-        """Bytes of the newest batch of each stream; not in snapshots."""
+        """Payload of the newest batch of each stream. Snapshots do not contain these."""
         self._writer = ""
         """The bridge that wrote the page that is being applied."""
         self.name: str | None = ""
@@ -245,7 +245,7 @@ class PartitionState:
             known = self.streams[record.key] = StreamState(record.registration, self.min_incarnation)
         elif known.registration is None:
             del self.streams[record.key]
-            # Readers have dropped the old incarnation; a bridge continues with the next one.
+            # Readers have dropped the old incarnation, so a bridge continues with the next one.
             known = StreamState(record.registration, known.incarnation, has_ended=True)
             self.streams[record.key] = known
         else:
@@ -271,7 +271,7 @@ class PartitionState:
         stream = self._current(record.key, record.incarnation)
         if stream is None:
             return
-        if (reason := _why_invalid(stream, record)) is not None:
+        if (reason := _invalid_reason(stream, record)) is not None:
             yield self._reject(record.key, stream, reason)
         elif record.seq <= stream.last_seq:
             self.duplicate_records += 1
@@ -280,7 +280,7 @@ class PartitionState:
 
     def _append(self, stream: StreamState, record: BatchRecord | FragmentRecord, payload: bytes) -> RawBatch:
         if stream.last_seq < 0:
-            # The first batch identifies the incarnation: earlier reports of other bridges may be about another incarnation.
+            # The first batch identifies the incarnation. Earlier reports from other bridges may be about another incarnation.
             stream.trust_reports = {bridge: report for bridge, report in stream.trust_reports.items() if bridge == self._writer}
         stream.last_seq, stream.partial_batch, stream.digest = record.seq, None, None
         self.newest[record.key] = payload
@@ -291,7 +291,7 @@ class PartitionState:
         if stream is None or record.seq <= stream.last_seq:
             return
         partial = PartialBatch(record.seq, record.total) if record.offset == 0 else stream.partial_batch
-        reason = _why_invalid(stream, record)
+        reason = _invalid_reason(stream, record)
         if reason is None and record.total > DEFAULT_WIRE_LIMITS.max_payload_bytes:
             reason = f"batch {record.seq} has {record.total} bytes"
         if partial is None or not partial.is_continued_by(record):
@@ -310,7 +310,7 @@ class PartitionState:
             self.duplicate_records += 1
             return
         self.newest.pop(record.key, None)
-        # Reports are dropped because they are about the previous incarnation; bridges that follow the new one report again.
+        # The reports are about the previous incarnation, so they are dropped. Bridges that follow the new one report again.
         self.streams[record.key] = StreamState(stream.registration, record.incarnation, engines=stream.engines)
         yield Reset(record.source, record.rank, record.incarnation, record.reason)
 
@@ -320,7 +320,7 @@ class PartitionState:
             return
         if record.last <= stream.last_seq:
             self.duplicate_records += 1
-        elif (reason := _why_invalid(stream, record)) is not None:
+        elif (reason := _invalid_reason(stream, record)) is not None:
             yield self._reject(record.key, stream, reason)
         else:
             stream.last_seq, stream.partial_batch, stream.digest = record.last, None, None
@@ -342,7 +342,7 @@ class PartitionState:
         return 0 if heartbeat is None else heartbeat.position
 
     def _current(self, key: StreamKey, incarnation: int) -> StreamState | None:
-        """Return a stream; if the incarnation has ended, count a duplicate and return None."""
+        """Return the stream if `incarnation` has not ended. If it has, count a duplicate and return None."""
         stream = self.streams.get(key)
         if stream is None or stream.registration is None or incarnation < stream.incarnation:
             self.duplicate_records += 1
@@ -366,7 +366,7 @@ class PartitionState:
         return {key: stream.registration for key, stream in self.streams.items() if stream.registration is not None}
 
     def resume_point(self, key: StreamKey, bridge: str) -> ResumePoint:
-        """Return where a bridge continues a stream, with the degraded reasons of its own report or else of the latest one."""
+        """Return where a bridge continues a stream, with the degraded reasons of its own report or, if none, the latest."""
         stream = self.streams.get(key)
         if stream is None:
             return ResumePoint(None, self.min_incarnation)
@@ -375,7 +375,7 @@ class PartitionState:
         newest = self.newest.get(key)
         digest = stream.digest if newest is None else payload_digest(newest)
         if stream.registration is None or stream.has_ended or digest is None:
-            # Nothing identifies the incarnation, so it ends here, and the next batch begins another incarnation.
+            # No batch identifies the incarnation, so it ends here, and the next batch begins another incarnation.
             return ResumePoint(Checkpoint(*key, stream.incarnation, -1), 0)
         fingerprint = Fingerprint(stream.last_seq, digest, True)
         reports = stream.trust_reports
@@ -394,7 +394,7 @@ class PartitionState:
 
     @classmethod
     def decode(cls, data: bytes) -> PartitionState:
-        """Decode what `encode` returned. Raises `ValueError` for anything else."""
+        """Decode the result of `encode`. Raises `ValueError` for other data."""
         state, saved = cls(), msgspec.msgpack.decode(data, type=_SavedState)
         for field in _SavedState.__struct_fields__:
             setattr(state, field, getattr(saved, field))
@@ -423,8 +423,8 @@ class _SavedState(msgspec.Struct, array_like=True):
     first_page: int
 
 
-def _why_invalid(stream: StreamState, record: BatchRecord | FragmentRecord | GapRecord) -> str | None:
-    """Return why a record is not the next one of its stream."""
+def _invalid_reason(stream: StreamState, record: BatchRecord | FragmentRecord | GapRecord) -> str | None:
+    """Return why a record is not the next record of its stream."""
     first = record.first if isinstance(record, GapRecord) else record.seq
     if record.incarnation != stream.incarnation or stream.has_ended:
         return f"number {first} of incarnation {record.incarnation}, which has not begun"

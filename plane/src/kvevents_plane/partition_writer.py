@@ -1,12 +1,12 @@
 """The part of a bridge that reads one partition completely and writes the bridge's next pages to it.
 
 Theory of operation. A reader keeps a `PartitionState` equal to the partition, and a `PageBuilder` builds the next page from the
-state. The page is published with the expected last position of the partition. If the server reports another one, another bridge
-has written, and the reader receives that bridge's page. Records that the servers do not accept stay in the builder.
+state. The page is published with the expected last position of the partition. If the real position differs, another bridge has
+written, and the reader receives that page. Records that the servers do not accept stay in the builder.
 
-A partition is *ready* while its state is known to match the existing stream. It is no longer ready if the stream was deleted,
-was recreated, or has lost pages. Then the state is read again, after which all streams start over. After a reconnect nothing is
-written until the reader has verified that the partition is unchanged.
+A partition is *ready* while its state is known to match the existing stream. The partition is no longer ready if the stream was
+deleted, was recreated, or has lost pages. In this case the state is read again, and then all streams start over. After a
+reconnect, no page is written until the reader has verified that the partition is unchanged.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from kvevents_plane.snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 ACK_SECONDS: Final = 2.0
-"""Timeout of a page's acknowledgement. Sending the page again is harmless: the server rejects it if it has already arrived."""
+"""Timeout for a page's acknowledgement. Sending a page again is harmless: the server rejects a page that it already has."""
 REQUEST_SECONDS: Final = 5.0
-"""Timeout of other requests to the servers."""
+"""Timeout for all other requests to the servers."""
 CATCH_UP_SECONDS: Final = 2.0
-"""Maximum number of seconds for which a rejected writer waits until the reader receives the other bridge's page."""
+"""Maximum number of seconds for which a writer whose page was rejected waits until the reader receives the other page."""
 IDLE_SECONDS: Final = 0.5
 """Maximum number of seconds between two checks for due records."""
 
@@ -66,7 +66,7 @@ class _SentPage:
 
 
 class PartitionWriter:
-    """One partition of one bridge; `read` and `write` run concurrently for as long as the bridge runs."""
+    """One partition of one bridge. `read` and `write` run concurrently as long as the bridge runs."""
 
     def __init__(
         self,
@@ -79,23 +79,23 @@ class PartitionWriter:
         on_ready: Callable[[PartitionWriter], None],
         on_diverged: Callable[[Sequence[StreamKey]], None],
     ) -> None:
-        """`on_ready` follows the partition's streams from the end of the log; `on_diverged` follows the given streams again."""
+        """`on_ready` follows the partition's streams from the end of the log; `on_diverged` follows given streams again."""
         self.partition: Final = partition
         self.builder = PageBuilder(PartitionState(), bridge, page_bytes, secrets.token_hex(4))
         self.peers: Final = BridgePeers(bridge, lambda: self.builder.state.heartbeats)
         self.ready = asyncio.Event()
         self.paused: set[StreamKey] = set()
-        """Streams that are not followed because there is no room for their records."""
+        """Streams that are not followed at the moment, because the queue is too long."""
         self.paused_since: float | None = None
-        """When the first of the paused streams was paused; None if none is."""
+        """Time at which the first of the paused streams was paused, or None if no stream is paused."""
         self.heartbeat_at = 0.0
-        """When the next heartbeat is due."""
+        """Time at which the next heartbeat is due."""
         self.is_lagging = False
         """Whether the last heartbeat reported a lag."""
         self.conflict = ""
-        """The stream that another bridge uses for another engine, as in the last heartbeat; empty without a conflict."""
+        """The conflict in the last heartbeat: a stream that another bridge uses for another engine. Empty if none exists."""
         self.conflicts = 0
-        """Number of pages that were rejected because another bridge has written."""
+        """Number of pages that were rejected because another bridge had written a page."""
         self._on_ready: Final = on_ready
         self._on_diverged: Final = on_diverged
         self._client: Final = client
@@ -108,17 +108,17 @@ class PartitionWriter:
         self._reader: PartitionReader | None = None
         self._write_fault = ""
         self._retry: Final = Backoff(initial=0.1, maximum=1.0)
-        """Pauses between two attempts to write a page that was not accepted."""
+        """Growing pauses between two attempts to write a page that was not accepted."""
         self._wake: Final = asyncio.Event()
         self._advanced: Final = asyncio.Event()
         self._sent: _SentPage | None = None
-        """The page in flight, whose result is unknown."""
+        """The page in flight, whose result is not known yet, or None if no page is in flight."""
 
     # --- status
 
     @property
     def fault(self) -> str:
-        """Why nothing can be read or written at the moment; empty if reading and writing work."""
+        """Why the partition cannot be read or written at the moment; empty if reading and writing work."""
         return (self._reader is not None and self._reader.fault) or self._write_fault
 
     # --- records to write
@@ -135,14 +135,14 @@ class PartitionWriter:
         self._wake.set()
 
     def mark_diverged(self, key: StreamKey) -> None:
-        """Mark a stream as diverged, so that it is followed again."""
+        """Mark a stream as diverged, so that the bridge follows it again."""
         self.builder.diverged[key] = None
         self._wake.set()
 
     def start_over(self, first: int) -> None:
-        """Write all streams again, because replicas cannot read the pages before `first`.
+        """Let all streams start over, because replicas cannot read the pages before `first`.
 
-        Do nothing if the streams were already written again, or if the partition is a recreated one that never had these pages.
+        Do nothing if the streams have already started over since, or if the partition was recreated and never had these pages.
         """
         state = self.builder.state
         if state.first_page < first <= state.position + 1 and self.ready.is_set():
@@ -154,7 +154,7 @@ class PartitionWriter:
     # --- read
 
     def on_connected(self) -> None:
-        """Give up the requests of the previous connection, which will not be answered, and verify the partition.
+        """Give up the requests on the previous connection, which will not be answered. Request a check of the partition.
 
         The reader determines the result of the page in flight, because the servers can lose even an acknowledged page.
         """
@@ -171,7 +171,7 @@ class PartitionWriter:
             self._sent = None
 
     async def read(self) -> None:
-        """Keep the state up to date, and start over whenever reading cannot continue."""
+        """Keep the state up to date. Read the partition again whenever reading cannot continue."""
         failure: ReadFailure | None = None
         resolves_disputes = False
         while True:
@@ -198,7 +198,7 @@ class PartitionWriter:
             log.error("partition %d was %s; reading it again", self.partition, failure.reason)
 
     async def _start_state(self, failure: ReadFailure | None) -> str | None:
-        """Start with the state in the newest snapshot, or an empty one; return the id of the stream."""
+        """Start with the state in the newest snapshot or, without one, an empty state. Return the id of the stream."""
         state, stream_id = PartitionState(), None
         while True:
             try:
@@ -249,7 +249,7 @@ class PartitionWriter:
             if position <= state.position:
                 continue
             if self._is_in_flight(name):
-                # The page has arrived before its acknowledgement.
+                # The page has arrived at the reader before its acknowledgement.
                 self._end_page()
                 self.builder.acknowledge(position)
                 self._clear_write_fault()
@@ -282,7 +282,7 @@ class PartitionWriter:
     # --- write
 
     async def write(self) -> None:
-        """Write queued records when they are due."""
+        """Write queued records as soon as they are due."""
         try:
             while True:
                 await self.ready.wait()
@@ -312,7 +312,7 @@ class PartitionWriter:
 
     def _on_answer(self, answer: asyncio.Task[None]) -> None:
         if not answer.cancelled():
-            answer.exception()  # retrieved so that asyncio does not log it for a page that was given up
+            answer.exception()  # retrieve the exception, so that asyncio does not log it for a page that was given up
             self._wake.set()
 
     async def _idle(self) -> None:
@@ -367,7 +367,7 @@ class PartitionWriter:
                         self._advanced.clear()
                         await self._advanced.wait()
             except TimeoutError:
-                self._set_write_fault(error)  # no page of another bridge arrives: the server may have lost pages
+                self._set_write_fault(error)  # no page of another bridge has arrived, so the server may have lost pages
                 if reader is not None:
                     reader.request_check()
             else:

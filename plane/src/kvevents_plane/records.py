@@ -1,11 +1,11 @@
 """Format of the log: records, pages of records, and the JetStream messages that carry pages.
 
-A partition of the log is a sequence of pages. Each page is one JetStream message and holds records of any streams of the
-partition, those of one stream in order. Every record of a stream names its incarnation and its number, so earlier records
-suffice to decide whether it is the next one.
+A partition of the log is a sequence of pages. Each page is one JetStream message, and holds records of any streams in the
+partition. The records of one stream are in order. Every record of a stream has an incarnation and a number, so a reader can
+decide from earlier records whether it is the next one.
 """
 
-# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
+# This module does not import `annotations` from `__future__`, for the reason in `kvevents.client.schemas`.
 from hashlib import blake2b
 from typing import Annotated, Final, NamedTuple, TypeAlias
 
@@ -17,14 +17,14 @@ from kvevents.wire import MAX_SEQ
 VERSION: Final = 4
 """Version of the page format; readers reject other versions."""
 EMPTY_HISTORY: Final = bytes(8)
-"""The history of a partition before its first message."""
+"""Value of the history of a partition that has no message yet."""
 MISSED_HEARTBEATS: Final = 3
-"""Number of missing heartbeats after which a bridge counts as dead."""
+"""Number of consecutive missing heartbeats after which a bridge counts as dead."""
 CONFLICT_INTERVALS: Final = 2.0
 """Multiple of `HeartbeatRecord.alive_seconds` for which a bridge that follows another engine under the same name counts as
 alive, so that a late heartbeat does not make the stream EXACT."""
 MAX_HEARTBEAT_SECONDS: Final = 60.0
-"""Longest heartbeat interval that readers accept: a bridge counts as alive for at most `MISSED_HEARTBEATS` such intervals."""
+"""Maximum heartbeat interval that readers accept, in seconds. A bridge counts as alive for `MISSED_HEARTBEATS` intervals."""
 PAGE_HEADER: Final = "Kvevents-Page"
 """NATS header with the page's name."""
 HISTORY_HEADER: Final = "Kvevents-History"
@@ -39,18 +39,18 @@ StreamKey: TypeAlias = tuple[str, int]
 
 
 def stream_text(key: StreamKey) -> str:
-    """Return the text that names a stream in messages: its source with printable characters, and its rank."""
+    """Return the name of a stream for messages: its source with only printable characters, and its rank."""
     source, rank = key
     return f"{printable(source)} rank {rank}"
 
 
 def bridge_name(bridge: str) -> str:
-    """Return the configured name of a bridge from its id in the log, `NAME#RANDOM`, which differs for each process."""
+    """Return the configured name of a bridge, given the bridge's id in the log, `NAME#RANDOM`. Each process has its own id."""
     return printable(bridge.rpartition("#")[0] or bridge)
 
 
 class _Endpoints(msgspec.Struct, frozen=True):
-    """The part of a registration that identifies an engine."""
+    """The fields of a registration that identify an engine."""
 
     endpoint: str
     replay_endpoint: str | None = None
@@ -60,7 +60,7 @@ _ENDPOINTS: Final = msgspec.json.Decoder(_Endpoints)
 
 
 def engine_digest(registration: bytes) -> bytes:
-    """Return a digest of what identifies a registration's engine: its endpoints, or the whole registration if it has none."""
+    """Return a digest of the fields that identify a registration's engine: the endpoints or, without these, all fields."""
     try:
         identity = repr(msgspec.structs.astuple(_ENDPOINTS.decode(registration))).encode("utf-8", "surrogatepass")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -79,14 +79,14 @@ class _StreamRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class JoinRecord(_StreamRecord, frozen=True, array_like=True, tag="j", gc=False):
-    """A bridge follows the stream, or its registration has changed."""
+    """A bridge begins to follow the stream, or the stream's registration has changed."""
 
     registration: bytes
-    """Data of the engine for replicas; the log does not interpret it."""
+    """Data about the engine for replicas. Bridges do not interpret these data."""
 
 
 class LeaveRecord(_StreamRecord, frozen=True, array_like=True, tag="l", gc=False):
-    """The stream has left the log, and replicas drop it. It can join again with a `JoinRecord` and a new incarnation."""
+    """The stream has left the log, and replicas drop it. A `JoinRecord` lets the stream join again, with a new incarnation."""
 
     reason: str
 
@@ -101,7 +101,7 @@ class BatchRecord(_StreamRecord, frozen=True, array_like=True, tag="b", gc=False
 
 
 class FragmentRecord(_StreamRecord, frozen=True, array_like=True, tag="p", gc=False):
-    """A part of a batch that is larger than a page. The batch is complete with its last fragment."""
+    """A part of a batch that is larger than a page. The last fragment completes the batch."""
 
     incarnation: _Count
     seq: _Count
@@ -113,60 +113,60 @@ class FragmentRecord(_StreamRecord, frozen=True, array_like=True, tag="p", gc=Fa
 
 
 class IncarnationRecord(_StreamRecord, frozen=True, array_like=True, tag="r", gc=False):
-    """A new incarnation of the publisher begins: everything older is void."""
+    """A new incarnation of the publisher begins. All older batches are void."""
 
     incarnation: _Count
     reason: str
 
 
 class GapRecord(_StreamRecord, frozen=True, array_like=True, tag="g", gc=False):
-    """Batches `first` to `last` are lost: no bridge can obtain them."""
+    """The batches `first` to `last` are lost: no bridge can obtain these."""
 
     incarnation: _Count
     first: _Count
     last: _Count
     compacted: bool = False
-    """Whether the snapshot that follows represents the lost batches; see `Gap.compacted`."""
+    """Whether a snapshot after this record represents the lost batches; see `Gap.compacted`."""
 
 
 class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False):
-    """A bridge's trust in the stream, as far as the log contains it before this record."""
+    """A bridge's trust in the part of the stream that the log contains before this record."""
 
     bridge: str
     trust: str
-    """Name of the trust state. Empty: the bridge no longer follows the stream, and its earlier reports are void."""
+    """Name of the trust state. Empty if the bridge no longer follows the stream; its earlier reports are then void."""
     reason: str
     degraded_reasons: dict[str, _Last]
-    """The last affected batch number by name of `DegradedReason`; the newest number for reasons that checkpoints omit."""
+    """Number of the last affected batch by name of `DegradedReason`; the newest number if checkpoints omit the reason."""
 
 
 class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):
     """Readers of the partition start over, because the bridge does not know the state before this record.
 
-    All streams leave, and join again.
+    All streams leave the log, and join it again.
     """
 
     floor: _Count
-    """First incarnation of every stream from here on; higher than all earlier ones."""
+    """First incarnation of every stream after this record. This number is higher than all earlier incarnations."""
     reason: str
 
 
 class HeartbeatRecord(msgspec.Struct, frozen=True, array_like=True, tag="h", gc=False):
-    """A bridge is alive, and its records up to here are in the log."""
+    """A bridge is alive, and its records up to this one are in the log."""
 
     bridge: str
     interval: float
-    """Maximum number of seconds until the next heartbeat."""
+    """Maximum number of seconds until the bridge's next heartbeat in this partition."""
     suspicion: str = ""
-    """Why the bridge suspects its own network rather than its engines; empty if it does not."""
+    """Why the bridge suspects its own network; empty if it has no suspicion."""
     lag: float = 0.0
-    """Seconds for which events of the bridge's engines have waited to be written or read; 0 while below the bridge's limit."""
+    """Seconds for which events of the bridge's engines have waited to be read or written; 0 if below the bridge's limit."""
     process: str = ""
-    """Process and host of the bridge, for operators."""
+    """Text with the process id and the host of the bridge, for operators."""
     uptime: float = 0.0
-    """The bridge's monotonic clock, in seconds; 0 if unknown. It shows how late the heartbeat arrives."""
+    """The bridge's monotonic clock in seconds; 0 if unknown. Readers derive from it how late the heartbeat arrives."""
     conflict: str = ""
-    """A sentence that names a stream of the partition that another bridge uses for another engine; empty without a conflict."""
+    """A sentence about a stream of the partition that another bridge uses for another engine; empty without a conflict."""
 
     @property
     def alive_seconds(self) -> float:
@@ -189,18 +189,18 @@ class Page(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Unique name of the page."""
     history: bytes | None = None
     """Digest of the names of all messages that the bridge expects before the page (`extend_history`); the page is void if other
-    messages precede it. None: a new history begins with this page, regardless of earlier pages."""
+    messages precede it. If None, a new history begins with this page, regardless of earlier pages."""
 
 
 class Tail(NamedTuple):
-    """The newest message of a partition as a reader knows it."""
+    """The newest message of a partition that a reader knows."""
 
     position: int
     """JetStream's sequence number; 0 before the first message."""
     name: str | None = None
-    """The page's name; empty for a message that is not a page, None if unknown."""
+    """The page's name; empty if the message is not a page, None if the name is unknown."""
     history: bytes | None = None
-    """Digest of the names of all messages up to this one; None if unknown."""
+    """Digest of the names of all messages up to this one, or None if unknown."""
 
 
 class ReceivedMessage(NamedTuple):
@@ -209,13 +209,13 @@ class ReceivedMessage(NamedTuple):
     position: int
     data: bytes
     pending: int
-    """Number of later messages that the server had when it sent this one."""
+    """Number of later messages that the server had when it sent this message."""
     name: str = ""
     """The page's name from `PAGE_HEADER`."""
     history: str | None = None
-    """Value of `HISTORY_HEADER`; None for a message that is not a page."""
+    """Value of `HISTORY_HEADER`, or None if the message is not a page."""
     stored_at: float = 0.0
-    """When the servers stored the message, in seconds since the epoch by their clock; bridges' clocks can differ."""
+    """Time at which the servers stored the message, in seconds since the epoch, by the servers' clock."""
 
     @property
     def begins_history(self) -> bool:
@@ -223,7 +223,7 @@ class ReceivedMessage(NamedTuple):
         return self.history == NEW_HISTORY
 
     def page(self) -> Page | None:
-        """Return the page; None for a message that is not a page, or whose headers contradict its page."""
+        """Return the decoded page, or None if the message is not a page, or its headers contradict the page."""
         page = decode_page(self.data)
         if page is None or page.name != self.name:
             return None
@@ -231,7 +231,7 @@ class ReceivedMessage(NamedTuple):
 
 
 def extend_history(history: bytes, name: str) -> bytes:
-    """Return the history of a partition after one more message."""
+    """Return the history of a partition after a further message with the name `name`."""
     return blake2b(history + name.encode("utf-8", "surrogatepass"), digest_size=len(EMPTY_HISTORY)).digest()
 
 
@@ -246,7 +246,7 @@ encode_page: Final = msgspec.msgpack.Encoder().encode
 
 
 def decode_page(data: bytes) -> Page | None:
-    """Decode the payload of a message; return None if no bridge of this format version wrote it."""
+    """Decode the payload of a message. Return None unless a bridge with this format version wrote it."""
     try:
         page = _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

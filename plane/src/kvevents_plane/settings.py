@@ -16,9 +16,9 @@ from kvevents_plane.records import MAX_HEARTBEAT_SECONDS
 
 MAX_PARTITIONS: Final = 256
 RECEIVE_QUEUE: Final = 256
-"""Default of `BridgeSettings.receive_queue`: about as many batches as a bridge reads from one engine at a time."""
+"""Default of `BridgeSettings.receive_queue`, about the number of batches that a bridge reads from one engine at a time."""
 MAX_SECRET_BYTES: Final = 64 << 10
-"""Maximum size of a file of credentials (usually a few thousand bytes) or of a seed (58 bytes)."""
+"""Maximum size in bytes of a file with credentials (usually a few thousand bytes) or with a seed (58 bytes)."""
 MAX_INBOX_CHARACTERS: Final = 64
 """Maximum number of characters of an inbox prefix; NATS appends at least 22 more."""
 
@@ -41,7 +41,7 @@ class Credentials(NamedTuple):
 
 
 class Login(NamedTuple):
-    """The part before the `@` of a server's URL: a user with a password, or a token."""
+    """The login in a server's URL, before the `@`: a user with a password, or a token."""
 
     user: str | None = None
     password: str | None = None
@@ -55,28 +55,28 @@ class ConnectionLimits(Settings, frozen=True, kw_only=True, forbid_unknown_field
     """Timers and limits of the connection to the NATS servers."""
 
     connect_seconds: Seconds = 10.0
-    """Timeout of the first connection to any server. A program that cannot connect ends, and its supervisor restarts it."""
+    """Timeout for the first connection to any server. A program that cannot connect ends; a supervisor can restart it."""
     attempt_seconds: Seconds = 2.0
-    """Timeout of each step of an attempt to reconnect; a running server answers within milliseconds."""
+    """Timeout for each step of an attempt to reconnect. A running server answers within milliseconds."""
     ping_seconds: Seconds = 5.0
     """Seconds between two pings."""
     max_unanswered_pings: Positive = 2
-    """Number of unanswered pings after which a connection is dead, which takes 15 seconds with the default interval."""
+    """Number of unanswered pings after which a connection counts as dead. With the defaults, this takes 15 seconds."""
     reconnect_seconds: Seconds = 0.2
-    """Longest pause before the first attempt to reconnect; in a cluster another server is available at once."""
+    """Maximum pause before the first attempt to reconnect. In a cluster, another server is available at once."""
     max_reconnect_seconds: Seconds = 5.0
-    """Longest pause between two rounds over all servers."""
+    """Maximum pause between two rounds of attempts to connect to all servers."""
     pending_bytes: Bytes = 8 << 20
-    """Maximum number of bytes that wait for the socket. At the limit, publishing waits, or fails without a connection."""
+    """Maximum number of bytes that wait to be sent. At the limit, publishing waits or, if there is no connection, fails."""
     close_seconds: Seconds = 5.0
-    """Timeout of sending published messages to the server when a program ends."""
+    """Timeout for sending published messages to the server when a program ends."""
 
 
 class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Timers and limits of reading a partition."""
 
     heartbeat_seconds: Seconds = 1.0
-    """Seconds between two heartbeats of an idle consumer."""
+    """Seconds between two heartbeats that the server sends for an idle consumer."""
     silent_seconds: Seconds = 3.5
     """Seconds without messages and heartbeats after which the consumer is replaced."""
     check_seconds: Seconds = 5.0
@@ -91,13 +91,13 @@ class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pending_bytes: Bytes = 64 << 20
     """Maximum number of bytes of pages that wait to be processed. Pages beyond the limit are read again later."""
     max_lag_seconds: Seconds = 1.0
-    """Seconds for which a page that the servers have may be missing before the streams of its partition are REPLAYING."""
+    """Seconds for which the index may lack a page that the servers have before the partition's streams are REPLAYING."""
     digest_pages: Positive = 64
-    """Pages between two digests of a partition. It must be equal in all replicas, which compare digests at equal positions."""
+    """Number of pages between two digests of a partition. It must be equal in all replicas, which compare by position."""
 
     @property
     def digest_intervals(self) -> tuple[int, int, int]:
-        """Intervals in pages for which a replica publishes its newest digest, so that slow replicas share a position."""
+        """Intervals in pages. A replica publishes its newest digest for each interval, so that slow replicas share one."""
         return self.digest_pages, self.digest_pages * 16, self.digest_pages * 256
 
 
@@ -105,11 +105,11 @@ class ReplicaTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Timers of a replica, which builds its index from the plane's log."""
 
     retry_seconds: Seconds = 2.0
-    """Pause between two attempts to reach the servers, or to build an index."""
+    """Seconds between two attempts to reach the servers or to build an index."""
     compare_seconds: Seconds = 1.0
-    """Pause between two comparisons of digests with the other replicas."""
+    """Seconds between two comparisons of digests with the other replicas."""
     turn_seconds: Seconds = 20.0
-    """Seconds for which a replica waits for another one to rebuild, if their digests differ and neither has a majority."""
+    """Seconds for which a replica waits until another one has rebuilt, if their digests differ and neither has a majority."""
     rebuild_seconds: Seconds = 60.0
     """Minimum number of seconds between two rebuilds that are caused by an engine's digest."""
 
@@ -118,7 +118,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Settings of one plane. Raises `ConfigError` for impossible settings. Neither the error nor the repr contains a secret."""
 
     ALTERNATIVES: ClassVar = ("credentials", "nkey", "token")
-    """Settings that exclude each other: the client logs in with one of them."""
+    """Settings that exclude each other, because the client logs in with only one of them."""
 
     servers: tuple[Url, ...]
     """NATS server of the plane: nats://HOST:4222 or tls://HOST:4222; one of a cluster is enough. The client tries others when
@@ -186,31 +186,31 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
             given, wanting = ("tls_certificate", "tls_key") if self.tls_key is None else ("tls_key", "tls_certificate")
-            raise ConfigError(f"{given} is set without {wanting}; set both or neither")
+            raise ConfigError(f"{given} is set but {wanting} is not; set both or neither")
         for name in _TLS_FILES:
             if (path := getattr(self, name)) is not None:
                 _read_start(name, path)
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """URLs of the servers with a port and without a login."""
+        """The URLs of the servers, each with a port and without a login."""
         return tuple(_address(urlsplit(url)) for url in self.servers)
 
     @property
     def server_list(self) -> str:
-        """The servers for messages, without logins."""
+        """The addresses of the servers as messages show them, without logins."""
         return ", ".join(map(without_login, self.servers))
 
     @property
     def login(self) -> Login:
-        """User and password, or token; empty if the client logs in by other means or not at all."""
+        """The user and the password, or the token, to log in with; empty if the client uses other means or no login."""
         if self.token is not None:
             return Login(token=self.token)
         return next((login for url in self.servers if (login := _login_of(url)) != Login()), Login())
 
     @property
     def needs_tls(self) -> bool:
-        """Whether the client sends nothing, not even a login, to a server without TLS."""
+        """Whether the client must not send anything, not even a login, to a server that does not offer TLS."""
         is_set = any(getattr(self, name) is not None for name in (*_TLS_FILES, "tls_hostname"))
         return is_set or any(urlsplit(url).scheme == "tls" for url in self.servers)
 
@@ -237,7 +237,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
         return f"<PlaneSettings {self.name!r} at {self.server_list}>"
 
     def __rich_repr__(self) -> Any:
-        """Return the fields without secrets, for every way of printing the settings."""
+        """Yield the fields for a repr. Secrets are left out."""
         for field in self.__struct_fields__:
             if field not in {"servers", "token"}:
                 yield field, getattr(self, field)
@@ -271,7 +271,7 @@ class BridgeSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def without_login(url: str) -> str:
-    """Return a server's URL without its login: without everything before the last `@`, even if the URL is invalid."""
+    """Return a server's URL without the text between the scheme and the last `@`, even if the URL is invalid."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}" if separator else url.rpartition("@")[2]
 
@@ -308,7 +308,7 @@ def _login_of(url: str) -> Login:
 
 
 def _read_start(name: str, path: str, length: int = 1) -> bytes:
-    """Return the first bytes of the file that setting `name` points to. Raises `ConfigError`."""
+    """Return the first `length` bytes of the file at `path`. `name` is the setting that has the path. Raises `ConfigError`."""
     try:
         if not stat.S_ISREG(Path(path).stat().st_mode):
             raise ConfigError(f"{name}: {path} is not a regular file")
@@ -321,5 +321,5 @@ def _read_start(name: str, path: str, length: int = 1) -> bytes:
 def _read(name: str, path: str) -> str:
     content = _read_start(name, path, MAX_SECRET_BYTES + 1)
     if len(content) > MAX_SECRET_BYTES:
-        raise ConfigError(f"{name}: {path} is longer than {MAX_SECRET_BYTES} bytes; choose a file of {name}")
+        raise ConfigError(f"{name}: the file {path} is longer than {MAX_SECRET_BYTES} bytes; set {name} to the right file")
     return content.decode("ascii", errors="replace")

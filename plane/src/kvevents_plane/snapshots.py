@@ -1,10 +1,10 @@
 """Snapshots of partitions in JetStream's object store: the index of one partition's streams, and its `PartitionState`.
 
-Each partition has its own snapshots, so a replica that holds some of the partitions writes and reads only theirs. A snapshot is
-two objects, and an entry in a bucket that makes it valid. The writer writes the entry last, and replaces only the entry that it
-has read. It then purges the pages that the previous snapshot represents. A reader begins with the newest snapshot, or with the
-previous one if the newest cannot be read, and finds all later pages in the partition. If there is no room for another snapshot,
-the older of the two and the pages that the newest contains are deleted first.
+Each partition has its own snapshots, so a replica that holds only some partitions writes and reads only their snapshots. A
+snapshot is two objects, and an entry in a bucket that makes the snapshot valid. The writer writes the entry last, and replaces
+the entry only if it has not changed. The writer then purges the pages that the previous snapshot represents. A reader begins
+with the newest snapshot, or with the previous one if the newest cannot be read, and finds all later pages in the partition. If
+there is no room for another snapshot, the older one of the two, and the pages that the newest one contains, are deleted first.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from kvevents_plane.records import StreamKey, Tail
 log = logging.getLogger(__name__)
 
 ENTRY_PREFIX: Final = "snapshot"
-"""First part of the keys of the entries that list valid snapshots; the second part is the partition."""
+"""First part of the key of an entry that lists valid snapshots. The second part is the partition."""
 VERSION: Final = 5
 CHUNK_BYTES: Final = 512 << 10
-"""Size of an object's chunks; smaller if the servers accept less."""
+"""Size of an object's chunks in bytes; smaller if the servers accept less."""
 SWEEP_SECONDS: Final = 600.0
-"""Seconds between two searches for objects that no entry lists, and seconds after which such an object is deleted. A process
-that is killed while it writes a snapshot leaves such objects."""
+"""Seconds between two searches for objects that no entry lists, and age in seconds at which such an object is deleted. A
+process that is killed while it writes a snapshot leaves such objects."""
 TRANSFER_SECONDS: Final = 300.0
-"""Timeout of reading or writing one snapshot."""
+"""Timeout in seconds for reading or writing one snapshot."""
 BODY_SECONDS: Final = 30.0
-"""Timeout of reading a snapshot without its index, which has at most a few MiB."""
+"""Timeout in seconds for reading a snapshot except its index. That part has at most a few MiB."""
 CLEANUP_SECONDS: Final = 60.0
-"""Timeout of deleting what is no longer needed after a snapshot was written."""
+"""Timeout in seconds for deleting pages and objects that are no longer needed after a snapshot was written."""
 _SUFFIXES: Final = ("index", "streams")
 
 
@@ -59,17 +59,17 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
     name: str
     partition: int
     taken_at: float
-    """When the snapshot was taken, in seconds since the epoch by the replica's clock; for operators only."""
+    """Time at which the snapshot was taken, in seconds since the epoch, by the replica's clock; for operators only."""
     replica: str
     """Name of the replica that took the snapshot."""
     position: int
     """Position of the last page that the snapshot contains."""
     stream_id: str
-    """Id of the partition's stream; a recreated stream has other pages."""
+    """Id of the partition's stream, because a recreated stream has other pages."""
     blocks: int
     bytes: int
     page: str | None = None
-    """Name of the last page; a partition that has lost pages has another name at this position."""
+    """Name of the last page. If the partition has lost pages, the page at this position has another name."""
     history: str = ""
     """History of the partition up to the last page in hexadecimal digits; empty if unknown."""
 
@@ -86,7 +86,7 @@ class SnapshotInfo(msgspec.Struct, frozen=True):
 
 @build_decoder_now
 class SnapshotList(msgspec.Struct, frozen=True):
-    """The valid snapshots of a partition, the newest first; at most two."""
+    """The valid snapshots of a partition, at most two. The newest one is the first."""
 
     version: int
     snapshots: list[SnapshotInfo]
@@ -94,7 +94,7 @@ class SnapshotList(msgspec.Struct, frozen=True):
 
 @build_decoder_now
 class SnapshotBody(msgspec.Struct, array_like=True):
-    """A snapshot without its index."""
+    """The part of a snapshot that is not the index."""
 
     version: int
     partition: int
@@ -108,7 +108,7 @@ class SnapshotBody(msgspec.Struct, array_like=True):
     def decode(self, snapshot: SnapshotInfo) -> tuple[PartitionState, dict[StreamKey, frozenset[DegradedReason]]]:
         """Return the partition's state and the degraded reasons.
 
-        Raises `SnapshotError`, also if they belong to another snapshot, since objects can be restored or copied by hand.
+        Raises `SnapshotError`, also if the data belong to another snapshot: an operator can restore or copy objects by hand.
         """
         if self.version != VERSION:
             raise SnapshotError(
@@ -136,14 +136,14 @@ def capture(
     index: PrefixIndex,
     path: Path,
 ) -> SnapshotBody:
-    """Write the index of a partition's streams to `path`, return the rest. No events may be applied to them during the call."""
+    """Write the index of a partition's streams to `path`. Return the other part. No event may be applied during the call."""
     index.snapshot(path, workers=list(state.streams))
     names = {key: [reason.name for reason in degraded_reasons[key]] for key in state.streams if key in degraded_reasons}
     return SnapshotBody(VERSION, partition, state.encode(), names, stream_digests(index, state.streams))
 
 
 def stream_digests(index: PrefixIndex, keys: Iterable[StreamKey]) -> dict[StreamKey, str]:
-    """Return the digests of the given streams that are in the index."""
+    """Return the index digest of each given stream that the index contains."""
     digests = {}
     for key in keys:
         with suppress(UnknownSourceError):
@@ -164,9 +164,9 @@ class Snapshots:
         """Prefix of the subjects of the store's metadata and chunks."""
         self._swept_at = float("-inf")
         self._newest: dict[int, tuple[str, float]] = {}
-        """Name of the newest snapshot by partition, and when this process first found it."""
+        """Name of each partition's newest snapshot, and the time at which this process first found it."""
         self._unlisted: dict[str, float] = {}
-        """Subjects of objects that no entry lists, and when this process first found them."""
+        """Time at which this process first found each subject of an object that no entry lists."""
 
     # --- list
 
@@ -202,7 +202,7 @@ class Snapshots:
             self._newest[partition] = name, self._clock()
 
     async def _entry(self, partition: int) -> tuple[list[SnapshotInfo], int]:
-        """Return the valid snapshots and the revision of their entry; 0 without an entry."""
+        """Return the valid snapshots and the revision of the entry that lists them; 0 if there is no entry."""
         try:
             with map_errors(f"reading the list of snapshots of partition {partition}"):
                 bucket = await self._js.key_value(self._layout.bucket)
@@ -222,9 +222,9 @@ class Snapshots:
     # --- read
 
     async def load_state(self, partition: int, info: PartitionInfo) -> PartitionState | None:
-        """Return a partition's state from its newest readable snapshot; None if no snapshot is readable.
+        """Return a partition's state from its newest readable snapshot, or None if no snapshot is readable.
 
-        Raises `PlaneError`, also if a request for one snapshot times out and no other is readable: the former may be intact.
+        Raises `PlaneError`, also if a request for a snapshot times out and no other is readable, because it may be intact.
         """
         timeout_error: PlaneError | None = None
         for snapshot in await self.list_matching(partition, info):
@@ -258,7 +258,7 @@ class Snapshots:
         return state, degraded_reasons
 
     async def load_body(self, snapshot: SnapshotInfo) -> SnapshotBody:
-        """Read a snapshot without its index. Raises `SnapshotError` for a damaged snapshot."""
+        """Read the part of a snapshot that is not the index. Raises `SnapshotError` for a damaged snapshot."""
         with map_errors(f"reading the streams of snapshot {snapshot.name}"):
             async with asyncio.timeout(BODY_SECONDS):
                 encoded = await self._get(f"{snapshot.name}.streams")
@@ -270,7 +270,7 @@ class Snapshots:
             ) from error
 
     async def _get(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
-        """Return an object's bytes, or write them to the file `writeinto` and return b"".
+        """Return an object's bytes. If `writeinto` is given, write them to that file and return b"".
 
         Raises `SnapshotError` for a damaged object, also for one with a missing chunk: nats-py would wait forever for it.
         """
@@ -372,11 +372,11 @@ class Snapshots:
     async def _delete(self, names: Iterable[str]) -> None:
         store = await self._js.object_store(self._layout.snapshots)
         for name in sorted(names):
-            with suppress(Exception):  # the object was already deleted
+            with suppress(Exception):  # another process has already deleted the object
                 await store.delete(name)
 
     async def _sweep(self) -> None:
-        """Purge subjects of objects that no entry lists, after a time in which every live writer would have listed them.
+        """Purge subjects of objects that no entry lists, after a time in which a living writer would have listed them.
 
         Such subjects include chunks of an object whose writer was killed before the object was complete.
         """

@@ -20,7 +20,7 @@ from kvevents_plane.snapshots import SnapshotInfo, Snapshots
 BRIDGE_SCAN_PAGES: Final = 32
 """Number of pages at the end of a partition in which the status looks for bridges."""
 DEFAULT_ALIVE_SECONDS: Final = 1.5
-"""Seconds within which a bridge must write if the scanned pages have no heartbeat of it: three default intervals."""
+"""Seconds within which a bridge must write if the scanned pages contain no heartbeat from it: three default intervals."""
 TRUST_SECONDS: Final = 0.5
 """Seconds that a replica needs to lower the trust after a bridge counts as dead."""
 OLD_SNAPSHOT_SECONDS: Final = 900.0
@@ -34,7 +34,7 @@ MAX_REQUESTS: Final = 16
 
 
 class PartitionView(msgspec.Struct, frozen=True):
-    """One partition."""
+    """The status of one partition."""
 
     partition: int
     first: int
@@ -42,28 +42,28 @@ class PartitionView(msgspec.Struct, frozen=True):
     bytes: int
     leader: str | None
     bridges: dict[str, float]
-    """Bridges that wrote the last pages, with the time at which the servers stored the last page of each."""
+    """The bridges that wrote the last pages, and the time at which the servers stored the last page of each bridge."""
     alive_seconds: float = 0.0
     """Seconds within which each of these bridges must write again, according to their heartbeats."""
     silent: list[str] = []
     """Bridges that did not write within `alive_seconds` while the status was queried."""
     fault: str = ""
     stream_fault: str = ""
-    """Why bridges refuse the partition's stream when they start; empty if they accept it."""
+    """Why bridges that start refuse the partition's stream; empty if they accept it."""
     shared: list[str] = []
     """Bridge names under which several processes write alternately."""
     missing: int = 0
-    """Number of messages between the first and the last page that no longer exist."""
+    """Number of positions between the first and the last page that have no message any more."""
     conflicts: list[str] = []
-    """The conflicts that bridges report in their heartbeats: a name that another bridge uses for another engine."""
+    """Conflicts from the heartbeats of bridges. Each is about a name that another bridge uses for another engine."""
     unsaved_seconds: float = 0.0
     """Seconds from the oldest page that no snapshot contains to the newest page."""
     newest_at: float = 0.0
-    """When the servers stored the newest page, by their clock."""
+    """Time at which the servers stored the newest page, by the servers' clock."""
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with the partition, as sentences."""
+        """The faults of the partition, as sentences."""
         if self.fault:
             return [self.fault]
         faults = [f"{self.stream_fault}; bridges refuse it when they start: {HEAL_STREAM}"] if self.stream_fault else []
@@ -86,17 +86,17 @@ class ReplicaView(msgspec.Struct, frozen=True):
 
     name: str
     lag: int
-    """Pages that the replica lacks, over all partitions."""
+    """Number of pages that the replica lacks in all partitions together."""
     differs: list[str]
-    """Replicas whose digests differ at the same position."""
+    """Names of the replicas whose digests differ from this replica's at the same position."""
     missing: dict[int, int] = {}
-    """Partitions that the replica cannot read, and the first page after the missing ones."""
+    """For each partition that the replica cannot read, the first page after the missing ones."""
     lag_seconds: float = 0.0
     """Seconds from the oldest page that the replica lacks to the newest page of the partition."""
 
     @property
     def faults(self) -> list[str]:
-        """What is wrong with the replica, as sentences."""
+        """The faults of the replica, as sentences that continue its name."""
         faults = [f"holds another index than {', '.join(self.differs)}"] if self.differs else []
         faults += [
             f"cannot read partition {partition}: pages before {first} are missing; the runbook has what to do"
@@ -122,7 +122,7 @@ class PlaneView(msgspec.Struct, frozen=True):
 
     @property
     def faults(self) -> list[str]:
-        """All faults, as sentences."""
+        """The faults of all partitions and replicas, as sentences."""
         faults = [f"partition {partition.partition}: {fault}" for partition in self.partitions for fault in partition.faults]
         faults += [f"replica {replica.name} {fault}" for replica in self.replicas for fault in replica.faults]
         faults += [
@@ -175,14 +175,14 @@ class _Scan:
 
     def __init__(self) -> None:
         self.written: list[tuple[str, float]] = []
-        """Bridge of each page and time at which the servers stored the page, in order."""
+        """For each page, in order, the bridge that wrote it, and the time at which the servers stored it."""
         self.alive_seconds = DEFAULT_ALIVE_SECONDS
         self.conflicts: dict[str, str] = {}
         """The conflict in the newest heartbeat of each bridge; empty if it reports none."""
         self.newest_at = 0.0
 
     def add(self, message: ReceivedMessage | None) -> set[str]:
-        """Add the next page; return a set with its bridge's name, or an empty set if it is not a page."""
+        """Add the next page. Return a set with the name of its bridge; an empty set if the message is not a page."""
         if message is None or (page := decode_page(message.data)) is None:
             return set()
         heartbeats = [record for record in page.records if isinstance(record, HeartbeatRecord)]
@@ -224,7 +224,7 @@ async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: in
 
 
 async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, position: int, scan: _Scan) -> list[str]:
-    """Wait until the bridges in `scan` have written after `position`; return those that have not done so in time."""
+    """Wait until the bridges in `scan` have written after `position`. Return the bridges that have not done so in time."""
     waiting = {bridge_name(bridge) for bridge, _ in scan.written}
     began = time.monotonic()
     while waiting:
@@ -239,7 +239,7 @@ async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, pos
 
 
 async def _stored_at(js: JetStreamContext, layout: Layout, partition: int, position: int) -> float | None:
-    """Return the time at which the servers stored the first message at `position` or later; None if no message is there."""
+    """Return the time at which the servers stored the first message at `position` or later, or None if no message is there."""
     message = await fetch_message(js, layout, partition, max(1, position), or_next=True)
     return None if message is None else message.stored_at
 

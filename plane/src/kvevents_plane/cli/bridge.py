@@ -1,4 +1,4 @@
-"""`kvevents bridge`: write the streams of engines to a log in NATS JetStream; and the bridge's Prometheus metrics."""
+"""The command `kvevents bridge`, which writes the streams of engines to a log in NATS JetStream, and its metrics."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ EXAMPLES: Final = """\
 POLL_SECONDS: Final = 0.5
 """Seconds between two checks for changes of state to log."""
 SHUTDOWN_SECONDS: Final = 12.0
-"""Maximum number of seconds from a signal to the end: for writing queued records, and for closing the connections."""
+"""Maximum number of seconds from a signal to the end of the process. Queued records are written in this time."""
 SCRAPE_SECONDS: Final = 5.0
-"""Maximum number of seconds for the event loop to answer a scrape."""
+"""Maximum number of seconds for which a scrape waits for the event loop."""
 _NORMAL_TRUST: Final = frozenset({"CONNECTING", "REPLAYING", "EXACT"})
 
 log = logging.getLogger("kvevents.bridge")
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 
 class BridgeTable(BridgeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one bridge and of its process."""
+    """Settings of one bridge and of the process in which it runs."""
 
     metrics_port: Port | None = None
     """Port at which Prometheus scrapes metrics (default: none)."""
@@ -141,7 +141,7 @@ async def _main(config: BridgeCommandSettings, watched: Path | None, stop: StopS
         if operators.metrics_port is not None:
 
             def ask(question: Callable[[], T]) -> T:
-                """Return the answer of a function that runs in the event loop."""
+                """Call a function in the event loop, and return its result."""
 
                 async def answer() -> T:
                     return question()
@@ -190,11 +190,11 @@ class BridgeProcess:
         return list(families("kvevents_bridge_", _METRICS, self))
 
     def count_trusts(self) -> Counter[str]:
-        """Return the number of followed streams by the name of their trust state."""
+        """Return the number of followed streams for each trust state, by the name of the state."""
         return Counter("CONNECTING" if trust is None else trust.trust for trust in self.bridge.trusts().values())
 
     def faults(self) -> list[str]:
-        """Return a sentence for each engine and provider that cannot be discovered or followed."""
+        """Return a sentence for each provider that fails and for each engine that cannot be followed."""
         return [sentence for sentences in self._discovery.faults().values() for sentence in sentences]
 
     def why_not_ready(self) -> str:
@@ -237,7 +237,7 @@ class BridgeProcess:
         for key, trust in self.bridge.trusts().items():
             if trust is not None and key in labels:
                 state = f"{trust.trust} ({trust.reason})" if trust.reason else trust.trust
-                # The second case is that of an idle engine after a start.
+                # The second case occurs for an idle engine after a start of the bridge.
                 is_normal = trust.trust in _NORMAL_TRUST or trust.reason == DegradedReason.REPLAY_UNPROVEN.value
                 yield labels[key], state, logging.INFO if is_normal else logging.WARNING
         partitions, settings, process = self.bridge.partitions, self._config.bridge, self.bridge.name_conflict
@@ -255,17 +255,17 @@ class BridgeProcess:
 
 
 class BridgeSubscriptions:
-    """The engines that discovery has found, as a bridge subscribes to them."""
+    """Makes a bridge subscribe to the engines that discovery has found."""
 
     def __init__(self, bridge: Bridge, curve: Curve | None) -> None:
         self.labels: dict[Key, str] = {}
-        """The name of each stream in the log."""
+        """The name of the registered engine, by the key of its stream in the log."""
         self.follow_errors: dict[Key, str] = {}
         """Part of `RegistrationTarget`; a bridge refuses nothing."""
         self.adapters: frozenset[Scope] = frozenset()
         self.unready: Mapping[str, str] = {}
         self.is_discovery_complete = False
-        """Part of `RegistrationTarget`; only queries need them."""
+        """Part of `RegistrationTarget`; only queries need these settings."""
         self._bridge: Final = bridge
         self._curve: Final = curve
 

@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the state of the plane once. Return `FAILED` if it has a fault."""
+    """Print the state of the plane once. Return `FAILED` if the plane has a fault."""
     given: SettingsValues[PlaneSettings] = args.settings.read(args)
     view = asyncio.run(_read(given.settings()))
     console = Console()
@@ -87,7 +87,7 @@ def _print(console: Console, view: PlaneView) -> None:
 
 
 def _print_snapshots(console: Console, view: PlaneView, now: float) -> None:
-    """Print the newest snapshot of each partition. If any has one, also print which partitions have none."""
+    """Print the newest snapshot of each partition. If at least one has a snapshot, also print which partitions have none."""
     newest: dict[int, SnapshotInfo] = {}
     for snapshot in view.snapshots:
         newest.setdefault(snapshot.partition, snapshot)

@@ -1,4 +1,4 @@
-"""The index that a replica builds from the partitions of a plane's log, and the snapshots that it writes of them."""
+"""The index that a replica builds from the partitions of a plane's log, and the snapshots of partitions that it writes."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CHECK_SECONDS: Final = 0.05
-"""Pause between two checks of the readers."""
+"""Seconds between two checks of the partition readers."""
 MAX_QUEUED_BYTES: Final = 128 << 20
-"""Maximum size of received pages that wait to be applied; above it, reading pauses."""
+"""Maximum number of bytes in received pages that wait to be applied. Above this size, reading pauses."""
 TAKE_SECONDS: Final = 60.0
 """Timeout in seconds for the follower's thread to write a snapshot to the disk."""
 MAX_LOADS: Final = 4
 """Maximum number of snapshots that are loaded at the same time."""
 MISSING_PAGES_SECONDS: Final = 1.0
-"""Pause between two searches for a snapshot of the missing pages of a partition."""
+"""Seconds between two searches for a snapshot that contains a partition's missing pages."""
 FULL_SECONDS: Final = 10.0
 """Seconds until the next attempt to read a snapshot that did not fit into the temporary folder."""
 BLOCKED_SECONDS: Final = 5.0
-"""Seconds for which a partition cannot be read, after which queries are answered without it."""
+"""If a partition cannot be read for this many seconds, queries are answered without it."""
 
 
 class IndexBuild:
-    """An index of all partitions of a plane. Each partition is read independently, and read again after it was damaged.
+    """An index of all partitions of a plane. Each partition is read independently. A damaged partition is read again.
 
-    Use it in one event loop.
+    All methods must be called in one event loop.
     """
 
     def __init__(
@@ -64,21 +64,21 @@ class IndexBuild:
         self.subscriber: Final = LogSubscriber(time.monotonic, lambda key: stream_digests(index, [key]).get(key), sink, limits)
         self.follower: Final = Follower(self.subscriber, sink)
         self.stream_ids: dict[int, str] = {}
-        """Id of the JetStream stream of each partition that was begun."""
+        """Id of the JetStream stream of each partition whose reading has begun."""
         self.loaded_snapshots: dict[int, str] = {}
-        """Name of the snapshot with which each partition was begun."""
+        """Name of the snapshot with which the reading of each partition began."""
         self.complete: Final = set[int]()
         """Partitions that were read to their ends."""
         self._once_complete: Final = set[int]()
-        """Partitions that were complete at some time."""
+        """Partitions that were in `complete` at any time."""
         self.newest: dict[int, SnapshotInfo] = {}
         """Newest known snapshot of each partition."""
         self.missing: Final = dict[int, int]()
-        """Partitions with missing pages that no readable snapshot contains, and the first page after the missing ones."""
+        """The first page after the missing ones, by partition, where no readable snapshot contains the missing pages."""
         self.rereads = 0
-        """Number of times that reading a partition could not continue, so that it was begun again."""
+        """Number of times that the reading of a partition began again because it could not continue."""
         self.rebuild_reason = ""
-        """Why this build must be replaced; empty if it need not be."""
+        """Why this build must be replaced; empty if it can be kept."""
         self.disputed: Final = set[int]()
         """Partitions that were read again because of a dispute (`PartitionReader`), or must be."""
         self._client: Final = client
@@ -89,33 +89,33 @@ class IndexBuild:
         self._tasks: Final = dict[int, asyncio.Task[None]]()
         self._readers: Final = dict[int, PartitionReader]()
         self._faults: Final = dict[int, str]()
-        """Why partitions cannot be begun."""
+        """Why the reading of a partition cannot begin, by partition."""
         self._blocked_since: Final = dict[int, float]()
         """Time since which a partition has had a fault and has not been complete."""
         self._first_pages: Final = dict[int, int]()
         """First page after a hole (`PartitionReader`), by partition."""
         self._known_snapshots: Final = dict[int, set[str]]()
-        """Names of the snapshots that existed when a partition was begun."""
+        """Names of the snapshots that existed when the reading of a partition began, by partition."""
         self._unreadable: dict[int, dict[str, str]] = {}
-        """Why snapshots newer than the one with which a partition was begun could not be read, by partition and name."""
+        """Why snapshots could not be read that are newer than the one with which reading began, by partition and name."""
         self._logged: Final = set[str]()
         self.follower.start()
 
     async def end(self) -> None:
-        """Stop reading and applying."""
+        """Stop reading the partitions and applying pages."""
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         await asyncio.to_thread(self.follower.stop)
 
     def on_connected(self) -> None:
-        """Verify all partitions, because the servers may have lost pages."""
+        """Request a check of all partitions, because the servers may have lost pages."""
         for reader in self._readers.values():
             reader.request_check()
 
     @property
     def fault(self) -> str:
-        """Why a partition cannot be read at the moment; empty if all partitions can."""
+        """Why one of the partitions cannot be read at the moment; empty if all partitions can be read."""
         return next((fault for partition in range(self._layout.partitions) if (fault := self._fault_of(partition))), "")
 
     def _fault_of(self, partition: int) -> str:
@@ -124,7 +124,7 @@ class IndexBuild:
 
     @property
     def unreadable_snapshots(self) -> list[str]:
-        """Why the newest snapshots of a partition could not be read, until a newer one is found."""
+        """A sentence for each partition whose newest snapshots could not be read, until a newer snapshot is found."""
         return [next(iter(sentences.values())) for sentences in list(self._unreadable.values())]
 
     # --- partitions
@@ -136,13 +136,13 @@ class IndexBuild:
 
     @property
     def is_usable(self) -> bool:
-        """Whether queries can be answered: a partition was read to its end, and each one that was not has long had a fault."""
+        """Whether queries can be answered: a partition was read to its end, and each incomplete one has long had a fault."""
         limit = time.monotonic() - BLOCKED_SECONDS
         others = set(range(self._layout.partitions)) - self.complete
         return bool(self.complete) and all(self._blocked_since.get(partition, limit) < limit for partition in others)
 
     async def advance(self) -> None:
-        """Begin the partitions that were not begun, and record which ones were read to their ends."""
+        """Begin to read the partitions that are not being read, and record which partitions were read to their ends."""
         for partition in range(self._layout.partitions):
             task = self._tasks.get(partition)
             if task is None:
@@ -161,7 +161,7 @@ class IndexBuild:
                 self._blocked_since.setdefault(partition, time.monotonic())
 
     async def _follow(self, partition: int) -> None:
-        """Read one partition, and begin it again whenever reading cannot continue."""
+        """Read one partition. Begin again whenever reading cannot continue."""
         while True:
             try:
                 state = await self._begin(partition)
@@ -172,7 +172,7 @@ class IndexBuild:
                 if self._faults.get(partition) != str(error):
                     log.warning("%s", error)
                 self._faults[partition] = str(error)
-                if error.fault == "full":  # each attempt would transfer the snapshot again
+                if error.fault == "full":  # a pause, because each attempt transfers the snapshot again
                     await asyncio.sleep(FULL_SECONDS)
             await asyncio.sleep(self._limits.retry_seconds)
 
@@ -216,9 +216,9 @@ class IndexBuild:
         return PartitionState(), {}
 
     async def _find_reset(self, partition: int, state: PartitionState, info: PartitionInfo) -> None:
-        """Read the pages after the missing ones up to the page at which all streams start over; wait until there is one.
+        """Read the pages after the missing ones up to a page at which all streams start over. Wait until such a page exists.
 
-        Raises `PlaneError` if a snapshot has been written, so that another attempt to begin the partition can succeed.
+        Raises `PlaneError` if a snapshot has been written, because reading can then begin with this snapshot.
         """
         reason = state.unknown_prefix
 
@@ -253,12 +253,12 @@ class IndexBuild:
 
     def _record_unreadable(self, snapshot: SnapshotInfo, why: str) -> None:
         self._unreadable.setdefault(snapshot.partition, {})[snapshot.name] = why
-        if why not in self._logged:  # logged once, because a partition with missing pages is begun repeatedly
+        if why not in self._logged:  # log each sentence once, because reading a partition with missing pages begins repeatedly
             self._logged.add(why)
             log.warning("%s", why)
 
     def _remove_streams(self, partition: int) -> None:
-        """Remove the blocks of a partition that is read again, and its engines too if it was never complete."""
+        """Remove the blocks of a partition that is read again. Also remove its engines if the partition was never complete."""
         if (state := self.subscriber.states.get(partition)) is None:
             return
         self._forget(state.streams)
@@ -304,13 +304,13 @@ class IndexBuild:
                 await asyncio.sleep(CHECK_SECONDS)
 
     def _note_failure(self, partition: int, failure: ReadFailure) -> None:
-        """Record why reading cannot continue. The partition's streams are STALE until it is begun again."""
+        """Record why reading cannot continue. The partition's streams are STALE until its reading begins again."""
         if failure.reason == "disputed":
             self.disputed.add(partition)
         if failure.reason == "purged":
             self._first_pages[partition] = failure.first
         else:
-            self._first_pages.pop(partition, None)  # other messages can now have these numbers
+            self._first_pages.pop(partition, None)  # other messages can now have the sequence numbers of pages that were read
         self.complete.discard(partition)
         self.rereads += 1
         fault = f"partition {partition} was {failure.reason}"
@@ -320,7 +320,7 @@ class IndexBuild:
     # --- snapshots
 
     def snapshot_ages(self) -> dict[int, float]:
-        """Return the seconds since this process found the newest snapshot, by partition."""
+        """Return the number of seconds since this process found a partition's newest snapshot, by partition."""
         ages = {partition: self._snapshots.newest_age(partition) for partition in list(self.newest)}
         return {partition: age for partition, age in ages.items() if age is not None}
 
@@ -331,7 +331,7 @@ class IndexBuild:
             self._unreadable.pop(snapshot.partition, None)
 
     def digests(self) -> ReplicaDigests:
-        """Return what this replica publishes: digests of the complete partitions, and which partitions have missing pages."""
+        """Return this replica's published data: digests of the complete partitions, and partitions with missing pages."""
         known, progress = dict(self.subscriber.digests), self.subscriber.partitions
         return ReplicaDigests(
             {partition: list(known.get(partition, ())) for partition in self.complete},
@@ -362,22 +362,22 @@ def _are_pages_missing(position: int, state: PartitionInfo) -> bool:
 
 
 FRESH_FRACTION: Final = 0.8
-"""Fraction of the snapshot interval for which a snapshot counts as new after this replica has found it."""
+"""Fraction of the snapshot interval for which a snapshot counts as new, beginning when this replica finds it."""
 CHECKS_PER_INTERVAL: Final = 50
-"""Number of checks in one snapshot interval."""
+"""Number of checks for due snapshots in one snapshot interval."""
 MAX_CHECK_SECONDS: Final = 0.5
-"""Maximum number of seconds between two checks."""
+"""Maximum number of seconds between two checks for due snapshots."""
 MISSED_TURN_SECONDS: Final = 2.0
-"""Seconds for which a replica waits for each replica before it to write a snapshot with pages that another replica misses."""
+"""Before a replica writes a snapshot with pages that others miss, it waits this many seconds for each earlier replica."""
 
 
 class Snapshotter:
     """Writes snapshots of the partitions of one replica when it is this replica's turn.
 
-    The replicas that publish digests take turns: for each partition, rendezvous hashing of their names gives an order that is
-    the same on all replicas without any message. The first replica writes the partition's snapshots. Each other replica waits
-    one interval longer than the replica before it, which may be alive but unable to write. Two replicas that know different
-    names can both write; then the second one finds that the list of snapshots has changed, and discards its own snapshot.
+    The replicas that publish digests take turns: for each partition, rendezvous hashing of their names gives all replicas the
+    same order without any message. The first replica writes the partition's snapshots. Every further replica waits one interval
+    longer than its predecessor, which may be alive but unable to write. Two replicas that know different names can both write.
+    In this case, the second one finds that the list of snapshots has changed, and discards its own snapshot.
 
     If another replica misses pages that this one has, a snapshot is due at once.
     """
@@ -392,11 +392,11 @@ class Snapshotter:
 
     @property
     def fault(self) -> str:
-        """Why the last due snapshot of a partition was not written; empty if all were."""
+        """Why the last due snapshot of a partition was not written; empty if all due snapshots were written."""
         return next(iter(self._faults.values()), "")
 
     async def run(self, layout: Layout, snapshots: Snapshots, build: IndexBuild) -> None:
-        """Write snapshots while `build` is the build that answers queries.
+        """Write snapshots until cancelled. `build` is the build that answers queries.
 
         Partitions are due at different times, so that their snapshots do not coincide.
         """
@@ -414,7 +414,7 @@ class Snapshotter:
                 if self._due[partition] > time.monotonic():
                     break
                 self._due[partition] = time.monotonic() + self._seconds
-                # While digests differ, this replica's index may be the wrong one, so it writes no snapshot.
+                # While digests differ, this replica's index may be wrong, so the replica writes no snapshot.
                 if self._consistency.differs_since is None and partition in build.complete:
                     await self._write_if_due(partition, snapshots, build)
 
@@ -424,10 +424,10 @@ class Snapshotter:
         return 1 + (0 if newest is None else newest.position) < self._consistency.missing.get(partition, 0)
 
     async def _write_if_due(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> None:
-        """Write a snapshot if it is this replica's turn. An error is reported in `fault`, and retried in the next interval."""
+        """Write a snapshot if it is this replica's turn. An error is reported in `fault`. The next interval retries."""
         try:
             if not await self._is_fresh(partition, snapshots, build):
-                if self._consistency.write_fault:  # such as a router, which must not write snapshots either
+                if self._consistency.write_fault:  # for example a router, which must not write snapshots either
                     raise PlaneError(self._consistency.write_fault, fault="denied")
                 stream_id = build.stream_ids[partition]
                 with temporary_file() as path:
@@ -454,14 +454,14 @@ class Snapshotter:
     def _set_fault(self, partition: int, error: Exception) -> None:
         fault = f"partition {partition}: {str(error) or 'it was not written in time'}"
         denied = isinstance(error, PlaneError) and error.fault == "denied"
-        # A replica without permission for one snapshot has permission for none.
+        # A replica that has no permission for one snapshot has no permission for any.
         if fault != self._faults.get(partition) and not (denied and self._faults):
             log.warning("no snapshot was written: %s", fault)
         self._faults[partition] = fault
 
 
 def count_earlier_replicas(name: str, others: Collection[str], partition: int) -> int:
-    """Return how many of the other replicas write a partition's snapshots before the replica `name` does."""
+    """Return how many replicas in `others` precede the replica `name` in the order for a partition's snapshots."""
 
     def weight(replica: str) -> bytes:
         return sha256(f"{partition} {replica}".encode()).digest()

@@ -1,9 +1,9 @@
-"""A replica: it builds the index from a plane's log instead of following engines.
+"""A replica, which builds its index from a plane's log instead of following engines.
 
 Theory of operation. An *index build* is an index with everything that fills it: ledgers, readers of the partitions, and a
 thread that applies their events. It begins with the newest snapshot of each partition and reads the partitions to their ends.
-Then the fleet answers from it. A build cannot continue if a partition was deleted or purged, or if its content differs from
-that of the other replicas or of an engine. Then a new build runs beside the old one, and replaces it when it is complete.
+The fleet then answers queries from this build. A build cannot continue if a partition was deleted or purged, or if the index
+differs from that of other replicas or from an engine. A new build then runs beside the old one, and replaces it when complete.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from kvevents_plane.snapshots import Snapshots
 log = logging.getLogger(__name__)
 
 CHECK_SECONDS: Final = 0.05
-"""Pause between two checks of readers and members."""
+"""Seconds between two checks of the readers and of the registrations in the log."""
 
 
 class Replica:
-    """Keeps a fleet's index equal to the log while `run` runs; cancel it to stop. Use other members at any time."""
+    """Keeps a fleet's index equal to the log while `run` runs. Cancel `run` to stop. Use the other members at any time."""
 
     has_found_engines = True
     registration_advice = "register the engine with the bridges of the plane that this replica reads"
@@ -55,7 +55,7 @@ class Replica:
         self.is_answering = False
         """Whether queries are answered."""
         self._former_builds = 0
-        """Number of builds before the current one, plus the number of partitions that those read again."""
+        """Number of builds before the current one, plus the number of times that those builds read a partition again."""
         self.fault = ""
         """Why the log cannot be read; empty if it can."""
         self._fleet: Final = fleet
@@ -63,7 +63,7 @@ class Replica:
         self.build: IndexBuild | None = None
         """The index build that queries are answered from."""
         self._applied: Mapping[StreamKey, bytes] | None = None
-        """Registrations with which the fleet was last updated."""
+        """The registrations with which the fleet was last updated, or None before the first update."""
         self._built_at = float("-inf")
         self.consistency: Final = ConsistencyCheck(name, plane.replicas.turn_seconds)
         self.snapshotter: Final = Snapshotter(name, self.consistency, snapshot_seconds)
@@ -82,7 +82,7 @@ class Replica:
 
     @property
     def why_incomplete(self) -> str:
-        """Why engines can be missing; empty if all partitions of the log were read to their ends."""
+        """Why engines can be missing in answers; empty if all partitions of the log were read to their ends."""
         return "" if self.is_complete else self.fault or "the log is being read"
 
     @property
@@ -140,7 +140,7 @@ class Replica:
             try:
                 async with asyncio.TaskGroup() as tasks:
                     writing = tasks.create_task(self.snapshotter.run(layout, snapshots, build))
-                    await self._keep(client, layout, build)
+                    await self._maintain_build(client, layout, build)
                     writing.cancel()
             except BaseExceptionGroup as group:
                 raise first_error(group) from None
@@ -148,7 +148,7 @@ class Replica:
     # --- index builds
 
     async def _complete_build(self, client: PlaneClient, layout: Layout, snapshots: Snapshots) -> IndexBuild:
-        """Return an index build that has read the log to its end, except partitions that cannot be read."""
+        """Return an index build that has read all partitions to their ends, except those that cannot be read."""
         index = PrefixIndex(memory_limit=self._memory_limit)
         build = IndexBuild(client, layout, snapshots, index, self.plane.reader)
         compare_at = 0.0
@@ -207,7 +207,7 @@ class Replica:
     async def _register(self, build: IndexBuild, registrations: list[Registration]) -> None:
         known = {member.registration.key: member.registration for member in list(self._fleet.members.values())}
         if any(known.get(registration.key, registration) != registration for registration in registrations):
-            # If the model of a name changes, the index would remove its blocks, and the log could not restore them.
+            # If the model of a source changes, the index removes the source's blocks, and the log cannot restore these.
             build.rebuild_reason = "the registration of an engine has changed"
         for fault in self._fleet.replace_registrations("plane", registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
             log.warning("%s", fault)
@@ -215,8 +215,8 @@ class Replica:
 
     # --- while a build is valid
 
-    async def _keep(self, client: PlaneClient, layout: Layout, build: IndexBuild) -> None:
-        """Keep the build up to date until the index must be rebuilt."""
+    async def _maintain_build(self, client: PlaneClient, layout: Layout, build: IndexBuild) -> None:
+        """Keep the registrations and digests of a build up to date until the index must be rebuilt."""
         compare_at = 0.0
         while not build.rebuild_reason:
             await asyncio.sleep(CHECK_SECONDS)
@@ -248,7 +248,7 @@ _REPLICA: Final[Table[Replica]] = {
 }
 
 
-def _sum(count: Callable[[PartitionState], int]) -> Callable[[IndexBuild], Samples]:
+def _sum_partitions(count: Callable[[PartitionState], int]) -> Callable[[IndexBuild], Samples]:
     return lambda build: sum(map(count, list(build.subscriber.states.values())))
 
 
@@ -261,15 +261,15 @@ def _by_partition(read: Callable[[PartitionProgress], float | None]) -> Callable
 _BUILD: Final[Table[IndexBuild]] = {
     "invalid_records_total": (
         "Records and messages in the log that no bridge writes; stays at 0.",
-        _sum(lambda s: s.invalid_records + s.foreign_messages),
+        _sum_partitions(lambda s: s.invalid_records + s.foreign_messages),
     ),
     "duplicate_records_total": (
         "Records that repeat the log or belong to an incarnation that has ended; stays at 0.",
-        _sum(lambda s: s.duplicate_records),
+        _sum_partitions(lambda s: s.duplicate_records),
     ),
     "discarded_pages_total": (
         "Pages without effect because their writer expected other pages before them; the bridge writes them again.",
-        _sum(lambda s: s.void_pages),
+        _sum_partitions(lambda s: s.void_pages),
     ),
     "bridges": ("Bridges whose heartbeats arrive.", lambda b: b.subscriber.bridges()),
     "partition_position": ("Number of the newest page in the index.", _by_partition(lambda p: p.position)),

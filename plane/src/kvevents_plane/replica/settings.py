@@ -18,7 +18,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @build_decoder_now
 class ReplicaSettings(ServiceSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All settings of `kvevents serve` where the plane is installed."""
+    """All settings of `kvevents serve` if the package with the plane is installed."""
 
     plane: PlaneSettings | None = None
     """Build the index from the log of this plane instead of following engines."""
@@ -42,20 +42,20 @@ class ReplicaSettings(ServiceSettings, frozen=True, kw_only=True, forbid_unknown
 
 
 def index_source(config: ReplicaSettings) -> OpenIndexSource | None:
-    """Return a function that creates the replica that the settings describe; None if the service follows engines.
+    """Return a function that creates the replica that the settings describe, or None if the service follows engines.
 
     Raises `ConfigError` for settings of a connection that this host cannot use, and `MissingDependencyError`.
     """
     plane = config.plane
     if plane is None:
         return None
-    try:  # imported here, because a service that follows engines needs no NATS client
+    try:  # the import is here, because a service that follows engines needs no NATS client
         from kvevents_plane.connection import client_options  # noqa: PLC0415 - as above
         from kvevents_plane.replica.replica import Replica  # noqa: PLC0415 - as above
     except ImportError as error:
         raise MissingDependencyError(f"a replica of a plane needs the package {error.name}", "plane") from error
     client_options(plane)
-    # Each process has its own name, because several can run on one host.
+    # Each process has its own name, because several processes can run on one host.
     host = re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:50]
     name = config.replica or f"{host}-{secrets.token_hex(3)}"
     return lambda fleet: Replica(plane, name, fleet, snapshot_seconds=config.snapshot_seconds, memory_limit=config.memory_limit)
