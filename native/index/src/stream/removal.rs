@@ -271,7 +271,7 @@ impl Stream {
         self.evidence.begin(pending | if keeps { 0 } else { held }, keeps);
         if keeps {
             self.note_waiting(writer, |_| true);
-            self.waiting.clear(|_| true);
+            writer.unlocked(|| self.waiting.clear(|_| true));
             self.clear_unkept(None);
         } else {
             self.remove_all(writer);

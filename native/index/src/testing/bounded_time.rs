@@ -331,6 +331,33 @@ fn copies_of_the_newest_of_many_blocks_of_one_hash() {
     );
 }
 
+/// A clear of blocks and of hashes that wait for their tokens, with copies on many media.
+#[test]
+fn a_clear_of_many_waiting_hashes() {
+    let waiting = RepeatedEvent {
+        has_equal_hashes: false,
+        media: 60,
+        ..repeated(2, 2_000, 48, Some(0))
+    };
+    check(
+        &[vec![waiting], vec![repeated(0, 1, 1, None), repeated(4, 1, 1, None)]],
+        1,
+        1 << 16,
+    );
+}
+
+/// Stores of a block that waits for its parent, with copies on many media.
+#[test]
+fn stores_of_waiting_blocks_on_many_media() {
+    let store = RepeatedEvent {
+        has_equal_hashes: false,
+        parent: Some(7),
+        media: 60,
+        ..repeated(0, 2_000, 1_000, Some(0))
+    };
+    check(&[vec![store]], 1, 1 << 20);
+}
+
 /// Stores copies of one hash in a table that has no room for another hash.
 #[test]
 fn copies_beside_a_full_table() {
