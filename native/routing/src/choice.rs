@@ -229,7 +229,7 @@ pub struct Contender<'a> {
     pub trust: &'a Trust,
     /// The state of the worker's stream, which does not depend on whether some of these blocks might be gone.
     pub state: TrustState,
-    /// Distance of the worker from taking requests: 0 if the worker has a connection, greater if it has none.
+    /// How far the worker is from taking requests: 0 if it has a connection, a larger number if it has none.
     pub distance: u8,
     /// Length of the match of the prompt over all tiers.
     pub tokens: u32,

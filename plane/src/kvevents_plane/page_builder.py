@@ -114,7 +114,7 @@ class PageBuilder:
         self.queued_bytes = 0
         """Number of bytes in the records that are not known to be in the log."""
         self.written = 0
-        """Number of batches in the log that this builder wrote."""
+        """Number of batches that this builder has written to the log."""
         self.reset_reason = ""
         """Why all streams of the partition must start over; empty as soon as the partition has a page at which they do so."""
         self._bridge: Final = bridge

@@ -100,7 +100,7 @@ class Indexer(Target):
         self._registrations.remove(registration)
         answer = self.ask("POST", "/unregister", self._identity(registration))
         if answer.status not in ACCEPTED:
-            raise TargetError(f"{self._url}/unregister answered {answer.text}")
+            raise TargetError(f"{self._url}/unregister answered with status {answer.status}: {answer.text}")
 
     def close(self) -> None:
         """Unregister every worker of the scenario, because the indexer may continue to run."""

@@ -40,7 +40,7 @@ class IndexLimits(Struct, frozen=True):
     max_blocks_per_hash: int = 1_024
     """Maximum number of blocks of one stream with the same hash. Engines that hash pages without their prefix have several."""
     max_ranks: int = 64
-    """Maximum number of different ranks in the payloads of one stream. A relay of one node sends a few ranks."""
+    """Maximum number of different ranks in the payloads of one stream. The relay of a node sends those of a few ranks."""
     max_fences: int = 65_536
     """Maximum number of removed workers whose late deliveries are rejected; above it, the first removed are forgotten."""
     max_speculated: int = 1_000_000

@@ -148,7 +148,7 @@ MAX_MARKS: Final = 64
 
 
 class _Marks:
-    """The marks of one degraded reason. A mark is the last batch number that one cause of the reason affects.
+    """The last batch number that each cause of one degraded reason affects; such a number is a mark.
 
     A slow consumer may report about a batch after hundreds of later causes, so marks are stored separately. If there are more
     than `max_marks`, every number between the first mark and the oldest stored mark counts as affected. So a digest mismatch

@@ -17,7 +17,7 @@ pub struct CachedPrefix {
     pub is_exact: bool,
 }
 
-/// The blocks of a prompt that groups hold.
+/// Which blocks of a prompt each group holds.
 pub trait Blocks {
     /// Whether a group, by its index in `Groups::known`, holds the block that ends at a position.
     fn is_held(&self, group: usize, position: usize) -> bool;

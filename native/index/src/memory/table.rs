@@ -122,7 +122,7 @@ pub enum Stage {
     Bucket,
 }
 
-/// The part of a table that is always in a near cache; to prefetch this part would cost more than it saves.
+/// The part of a table that is always in a near cache of the processor (L1 or L2); to prefetch this part would cost more than it saves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CacheLevel {
     /// All of the table is in a near cache.

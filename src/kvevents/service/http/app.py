@@ -187,7 +187,7 @@ class App:
 
 
 def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
-    """Set the parameters of the query string. Raises `RefusedError` for unknown parameters, except at public endpoints."""
+    """Set `request.arguments` from the query string. Raises `RefusedError` for unknown names, but not at public endpoints."""
     if not request.query or endpoint.role is None:
         return
     has_body = endpoint.takes is not None and not (endpoint.raw and request.headers.kind == RAW)
