@@ -20,7 +20,7 @@ use crate::settings::Limits;
 pub(crate) const MAX_HEAD: usize = 65_536;
 /// Maximum number of headers over HTTP/1.1; this is the limit of hyper.
 const MAX_HEADERS: usize = 100;
-/// Bytes that end any head and make it malformed.
+/// Bytes that, after the beginning of a head, complete it as a malformed one.
 const POISON: &[u8] = b"\0\r\n\r\n";
 
 pub(crate) struct Socket<S> {

@@ -91,7 +91,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     folder = os.environ.get(FOLDER_VARIABLE) or Path("~/.cache/kvevents/conform").expanduser()
     text = f"virtual environments of programs from wheels (default: ${FOLDER_VARIABLE} or ~/.cache/kvevents/conform)"
     parser.add_argument("--folder", metavar="DIR", type=Path, default=folder, help=text)
-    text = "exit with 1 if more than N scenarios, or one without a fault, are reported without need (default: a twentieth)"
+    text = "exit with 1 if more than N scenarios, or any without a fault, have a false alarm (default: a twentieth of them)"
     parser.add_argument("--max-needless", type=whole_number, help=text)
     parser.add_argument("--exit-zero", action="store_true", help="exit with 0 regardless of the verdicts")
     add_output(parser, "one object at the end, or for each scenario of --list", "junit")

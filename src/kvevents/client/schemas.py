@@ -221,7 +221,7 @@ class Reserve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A request for the worker that should take a prompt."""
+    """A request that asks which worker should take a prompt."""
 
     tokens: list[Token]
     candidates: list[Candidate] | None = None

@@ -77,7 +77,7 @@ def break_tie(ties: Ties, equal: Sequence[Candidate], tie: str = "rotate") -> Ca
 # --- policies that ignore caches
 
 DECODING_WEIGHT: Final = 256.0
-"""Number of prompt tokens of work that a request counts as once it has its first token.
+"""Load of a request after its first token, as the number of prompt tokens whose computation takes as long.
 
 A step that generates one token of an answer takes as long as computing about ten prompt tokens, since the step reads the keys
 and values of all earlier tokens. An answer takes some hundred steps, but a new prompt only waits for some of them. The values

@@ -50,8 +50,8 @@ class Provider(Protocol):
     def watch(self) -> AsyncGenerator[Finding, None]:
         """Yield the first finding, and a new finding after each change, until the generator is closed or its task is cancelled.
 
-        The generator does not raise for failures outside of this process. Such failures become faults of a finding that keeps
-        the registrations that the provider knew before. If the generator ends, its last finding stays valid.
+        The generator does not raise for failures outside of this process. It yields them as faults, with the registrations that
+        it knew before. If the generator ends, its last finding stays valid.
         """
         ...
 
