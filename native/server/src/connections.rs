@@ -15,7 +15,7 @@
 //! must be sent, or a part of the answer and at least `MIN_TAKEN` bytes of all answers on the connection.
 //!
 //! At `max_clients` connections, a new connection replaces a connection without a request in progress: the oldest that has sent no request
-//! within `YOUNG_TIME` or, if there is none, the one that has been idle for the longest time. If every connection has a request in
+//! within `YOUNG_TIME` or, if no such connection exists, the one that has been idle for the longest time. If every connection has a request in
 //! progress, the new connection is *reserved*: only probes are answered on it. There are at most `reserved_clients` reserved connections.
 //! At this limit, the oldest reserved connection that does not wait for the service is closed to make room for the next one. So idle or
 //! slow connections never prevent the answer to a probe.

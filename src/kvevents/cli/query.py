@@ -184,7 +184,7 @@ def _make_record(answer: MatchAnswer | Selection) -> dict[str, Any]:
 
 
 def _find_only_model(client: Client, scope: dict[str, str]) -> str:
-    """Return the only model of the fleet. Raises `ExternalError` if there is none, `ConfigError` if there are several."""
+    """Return the only model of the fleet. Raises `ExternalError` without a model, and `ConfigError` for several."""
     models = sorted({source.model for source in client.sources(deadline=None, **scope).sources})
     place = " ".join(f"{name} {value}" for name, value in scope.items())
     if not models:

@@ -205,7 +205,7 @@ def check_decoding(contents: DecodedContents, origin: str) -> CheckResult | None
 
 
 def check_ranks(ranks: set[int], neighbours: int) -> CheckResult | None:
-    """Check which data-parallel ranks publish at the endpoint and at the next ports; None if there are none."""
+    """Check which data-parallel ranks publish at the endpoint and at the next ports, or return None without such ranks."""
     numbers = ", ".join(map(str, sorted(ranks)))
     if len(ranks) > 1:
         text = f"ranks {numbers} share this endpoint, as behind a relay, which numbers their batches as one stream"

@@ -109,7 +109,7 @@ class LoadPoller:
                 readings.silence = ""
 
     async def _request(self, target: _Target) -> str:
-        """Request one answer and store its loads. Return the fault; empty if there is none."""
+        """Request one answer and store its loads. Return the fault, or an empty text."""
         try:
             if self._http is None:
                 limits = RequestLimits(self._settings.request_seconds, MAX_METRICS_BYTES)

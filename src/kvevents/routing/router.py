@@ -187,7 +187,7 @@ class Router:
       not call the router. It must return the same object until the engine reports again. A report replaces the router's own
       count: it includes the requests of other routers, and excludes requests that ended unnoticed. Requests that this router
       has sent after the report are added. For an engine that does not report how many tokens wait, such as vLLM, each waiting
-      request counts as the mean of this router's waiting requests, or as `DECODING_WEIGHT` tokens if there are none.
+      request counts as the mean of this router's waiting requests, or as `DECODING_WEIGHT` tokens if no request waits.
     - With `overlay_seconds` above 0, and a policy that uses the index, a prompt counts as cached by the worker that it was sent
       to, for this time or until events confirm it.
     - `max_in_flight` limits the stored requests; above it the oldest request counts as finished. Each request counts as

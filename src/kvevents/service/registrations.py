@@ -47,7 +47,7 @@ class RegistrationOutcome(NamedTuple):
     is_new: bool
     """False if an equal registration already existed."""
     warning: str = ""
-    """A warning for the client, as a sentence; empty if there is none."""
+    """A warning for the client, as a sentence; empty without one."""
 
 
 class Registrations(Struct, eq=False, kw_only=True):

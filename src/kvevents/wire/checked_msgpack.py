@@ -32,8 +32,8 @@ class WireLimits(Struct, frozen=True):
     """Maximum number of fields of an event, or of elements of a batch. Engines send up to 16. A decoded unknown field takes
     100 times its size in memory."""
     max_free_form_bytes: int = 4 * 1024 * 1024
-    """Maximum number of bytes in the parts of a batch that have no fixed form: `extra_keys` and unknown fields. Empty lists take
-    140 times their size while they are decoded. Extra keys for a million tokens with a LoRA have about 2 MiB."""
+    """Maximum number of bytes in the parts of a batch that have no fixed form: `extra_keys` and unknown fields. Empty lists
+    take 140 times their size while they are decoded. Extra keys for a million tokens with a LoRA have about 2 MiB."""
     max_nesting: int = 8
     """Maximum depth of containers in an event, which counts as one level. Engines reach 4 (with multimodal `extra_keys`)."""
     max_rejected: int = 1_000
