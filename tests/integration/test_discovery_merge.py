@@ -98,7 +98,7 @@ def test_equal_entries_do_not_conflict() -> None:
 def test_two_entries_of_one_provider_conflict_too() -> None:
     """A file can contain such entries, for example if a table was copied and not edited completely."""
     found = merge_findings([("file", Finding((registration("a", 1), registration("a", 2, topic="x"))))])
-    assert "another endpoint, topic" in found.faults["file"][0]
+    assert "different endpoint, topic" in found.faults["file"][0]
 
 
 def test_the_number_of_sources_is_bounded() -> None:

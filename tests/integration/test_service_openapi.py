@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
+import msgspec
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
+from kvevents.service.errors import RefusedError
 from kvevents.service.http.routes import ENDPOINTS, openapi_document
+from kvevents.service.scope_fields import check_unknown
 from service_cases import Service, engine, prompt, serving
 
 RAW = "application/octet-stream"
@@ -27,6 +30,18 @@ OPERATIONS: dict[str, Any] = {
 }
 TESTED = sorted(set(OPERATIONS) - {"GET /v1/events"})
 """All operations except the endless stream, which tests/integration/test_service_v1.py reads."""
+
+NAMES = {field.encode_name for endpoint in ENDPOINTS if endpoint.takes for field in msgspec.structs.fields(endpoint.takes)}
+"""The names of all fields of bodies."""
+
+
+def is_similar(name: str) -> bool:
+    """Return whether an unknown name is refused because it is similar to that of a field."""
+    try:
+        check_unknown([name], [])
+    except RefusedError:
+        return True
+    return False
 
 
 @pytest.fixture(scope="module", name="service")
@@ -68,6 +83,8 @@ def test_responses_match_the_document(service: Service, label: str, mode: Genera
                 case.query = {**(case.query or {}), "model": "m"}
             elif case.media_type:  # a schema cannot say that only raw bodies have parameters
                 case.query = {}
+            if isinstance(case.body, dict):  # a schema cannot say that unknown names similar to known ones are refused
+                case.body = {name: value for name, value in case.body.items() if name in NAMES or not is_similar(name)}
         case.call_and_validate(base_url=service.url, timeout=20, excluded_checks=excluded)
 
     ask()

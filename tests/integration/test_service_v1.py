@@ -832,8 +832,7 @@ def test_readiness_waits_for_the_quorum_and_is_not_revoked(tmp_path: Path) -> No
         flags = ("--config", config, "--model", "m", "--worker")
         with serving(*flags, f"a={made.endpoint},{made.replay_endpoint}", "--worker", f"b={nowhere}") as service:
             service.exact("a")
-            ready = wait_for("quorum", lambda: answer if (answer := service.get("/readyz")).status == 200 else None).json
-            assert ready["exact"] == 1
+            ready = wait_for("quorum", lambda: found if (found := service.get("/readyz").json)["exact"] == 1 else None)
             assert (ready["ready"], ready["sources"], ready["quorum"]) == (True, 2, 0.5)
             # Later degraded reasons are in the trust of responses. A service that stops answering would be worse.
             made.publisher.shutdown()

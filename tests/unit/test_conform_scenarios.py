@@ -125,7 +125,7 @@ def test_forms_of_a_release_are_what_our_encoder_writes(dialect: Dialect) -> Non
     [
         ({"steps": [{"do": "explode"}]}, "explode"),
         ({"version": 1}, "invalid x.json.*version 2"),
-        ({"steps": [{"do": "restart", "engine": "b"}]}, "does not have: b"),
+        ({"steps": [{"do": "restart", "engine": "b"}]}, "does not contain: b"),
         ({"engines": {"a": {"replays": 1}}}, "replays"),
     ],
 )
@@ -169,7 +169,7 @@ def test_hashes_have_the_form_of_the_engine() -> None:
 
 
 def test_an_unknown_macro_is_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"unknown macro \$blocks"):
+    with pytest.raises(ConfigError, match=r"unknown macro '\$blocks' with 1"):
         payloads_of({"do": "publish", "events": [{"type": {"$blocks": 1}}]})
 
 

@@ -122,7 +122,7 @@ def test_the_fake_works_with_asyncio(transport: FakeTransport, engine: FakeEngin
 
 def test_a_test_that_would_wait_for_ever_fails_instead(transport: FakeTransport, engine: FakeEngine) -> None:
     """Without a timer and a timeout nothing could ever happen. That is an error instead of a hang."""
-    with subscribe(transport, replay=False) as subscriber, pytest.raises(EndpointError, match="give receive\\(\\) a timeout"):
+    with subscribe(transport, replay=False) as subscriber, pytest.raises(EndpointError, match="give it a timeout"):
         subscriber.receive()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -151,7 +152,7 @@ def publish_fleet() -> tuple[Fleet, RecordingServer]:
     fleet.follower.subscriber.close()  # the subscriber has sockets
     fleet.follower = Follower(LogSubscriber(lambda: 0.0, lambda _: None, sink), sink)
     plane = DataPlane(fleet, cast("Any", None), cast("Any", None))
-    plane._native = cast("Any", server)
+    plane._native, plane._next_refresh = cast("Any", server), math.inf  # the server answers no probes
     fleet.on_change = plane.publish
     return fleet, server
 

@@ -37,7 +37,7 @@ def test_blocks_are_given_or_follow_from_the_memory_of_the_preset() -> None:
     [
         ({"engines": 0}, "engines is 0"),
         ({"ranks": 0}, "ranks is 0"),
-        ({"engines": MAX_WORKERS, "ranks": 2}, f"{MAX_WORKERS} engines of 2 ranks"),
+        ({"engines": MAX_WORKERS, "ranks": 2}, f"{MAX_WORKERS} engines with 2 ranks"),
         ({"event_delay": -0.1}, "event_delay is -0.1"),
         ({"event_delay": float("nan")}, "event_delay is nan"),
         ({"event_delay": float("inf")}, "event_delay is inf"),
