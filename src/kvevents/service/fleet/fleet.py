@@ -81,8 +81,7 @@ class Fleet(Listener):
         max_reservations: int = 65_536,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.index = index
-        self.event_bus = EventBus()
+        self.index, self.event_bus = index, EventBus()
         self.members: dict[Key, Member] = {}
         """The registered members."""
         self.workers: dict[Key, Member] = {}
@@ -97,12 +96,10 @@ class Fleet(Listener):
         """Number of rejected events by dialect and reason, for `kvevents_rejected_events`."""
         self.follow_errors: dict[Key, str] = {}
         """Why engines that discovery found are not followed, for example because an endpoint cannot be bound."""
-        self._max_sources = max_sources
-        self._hide_stale_seconds = hide_stale_seconds
+        self._max_sources, self._hide_stale_seconds = max_sources, hide_stale_seconds
         self.curve = curve
         """CURVE keys for engines whose registration has none. Registrations omit them, because they are written to disk."""
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._clock, self._lock = clock, threading.Lock()
         self.revision: Final = Revision()
         """The number changes after each change of members that is visible in answers."""
         self.on_change: Callable[[], None] = lambda: None
