@@ -105,7 +105,7 @@ def _replay(socket: zmq.Socket[bytes], batches: list[bytes]) -> None:
         return
     for seq in range(request.start, len(batches)):
         socket.send_multipart([request.identity, *replay_batch_frames(TOPIC, seq, batches[seq])])
-    socket.send_multipart([request.identity, *replay_end_frames(with_topic=True)])
+    socket.send_multipart([request.identity, *replay_end_frames(has_topic=True)])
 
 
 def _requests(seed: int, blocks: int) -> Iterator[bytes]:

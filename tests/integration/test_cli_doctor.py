@@ -227,7 +227,7 @@ def test_a_jump_of_numbers_in_a_replay_is_reported_without_a_list_of_all_that_is
         for frames in (
             replay_batch_frames(None, 0, b"\x90"),
             replay_batch_frames(None, MAX_SEQ - 1, b"\x90"),
-            replay_end_frames(with_topic=False),
+            replay_end_frames(has_topic=False),
         ):
             router.send_multipart([peer, *frames])
 

@@ -77,7 +77,7 @@ def test_a_reply_has_the_buffered_batches_from_the_start(context: Context, start
 
 
 @pytest.mark.parametrize(
-    ("settings", "with_topic"),
+    ("settings", "has_topic"),
     [
         ({}, False),
         ({"dialect": "vllm-0.24.0"}, False),
@@ -90,7 +90,7 @@ def test_a_reply_has_the_buffered_batches_from_the_start(context: Context, start
     ids=str,
 )
 def test_replies_have_the_topic_if_the_dialect_or_the_setting_says_so(
-    context: Context, settings: dict[str, object], with_topic: bool
+    context: Context, settings: dict[str, object], has_topic: bool
 ) -> None:
     """The dialect or the setting decides whether batches and end marker have the topic."""
     with run_publisher(replay_endpoint=ANY, topic="t", **settings) as publisher:
@@ -98,8 +98,8 @@ def test_replies_have_the_topic_if_the_dialect_or_the_setting_says_so(
         replay = connect_dealer(context, publisher)
         request_replay(replay, 0)
         first, end = replay.recv_multipart(), replay.recv_multipart()
-        assert first[:-1] == ([b"", b"t", bytes(8)] if with_topic else [b"", bytes(8)])
-        assert end == ([b"", b"", END_SEQ, b""] if with_topic else [b"", END_SEQ, b""])
+        assert first[:-1] == ([b"", b"t", bytes(8)] if has_topic else [b"", bytes(8)])
+        assert end == ([b"", b"", END_SEQ, b""] if has_topic else [b"", END_SEQ, b""])
 
 
 def test_a_slow_consumer_gets_everything_while_live_batches_continue(context: Context) -> None:
@@ -279,11 +279,11 @@ def test_a_req_client_gets_one_message_and_can_request_again(context: Context) -
         assert any(request_replay(2) == 2 for _ in range(10))
 
 
-@pytest.mark.parametrize("with_topic", [True, False])
-def test_the_engines_example_subscriber_works(context: Context, with_topic: bool) -> None:
+@pytest.mark.parametrize("has_topic", [True, False])
+def test_the_engines_example_subscriber_works(context: Context, has_topic: bool) -> None:
     """Its loop, with both shapes of reply, subscribes to a topic, finds a gap by the number, and requests the missing batch on
     REQ. A REQ client receives one message of a reply, which is a limit of the example but enough for a gap of one batch."""
-    with run_publisher(replay_endpoint=ANY, topic="kv-events", replay_topic=with_topic) as publisher:
+    with run_publisher(replay_endpoint=ANY, topic="kv-events", replay_topic=has_topic) as publisher:
         subscriber, req = subscribe(context, publisher, b"kv-events"), open_consumer(context, zmq.REQ)
         assert publisher.replay_endpoint is not None
         req.connect(publisher.replay_endpoint)

@@ -485,7 +485,7 @@ def test_receive_many_returns_ready_deliveries_up_to_its_limit(harness: Callable
             assert 1 <= len(received) <= 3
             consumer.taken += received + consumer.driver.receive_many(None, 0)
         assert consumer.batches() == tape.batches()
-        with pytest.raises(ConfigError, match="limit is 0"):
+        with pytest.raises(ConfigError, match="invalid limit 0"):
             consumer.driver.receive_many(0, 0)
 
 

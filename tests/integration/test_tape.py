@@ -28,7 +28,7 @@ DATA = paths.DATA
 CAPTURE = DATA / "vllm-0.32-captures.jsonl.gz"
 RUN = "bs32-sha256cbor-seed0"
 TOPIC = b"kv-events"
-END = replay_end_frames(with_topic=True)
+END = replay_end_frames(has_topic=True)
 SECONDS = 60
 """Deadline of every wait. Only a failing test waits for it."""
 

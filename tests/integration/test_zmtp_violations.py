@@ -141,13 +141,13 @@ def test_a_replay_request_that_cannot_be_sent_takes_a_new_connection(peer: Calla
     zmq_transport = ZmqTransport(options=OPTIONS)
     connection = zmq_transport.open(Source("tcp://127.0.0.1:1", replay_peer.endpoint))
     try:
-        connection.request_replay(FetchRequest(0, new_connection=True))
+        connection.request_replay(FetchRequest(0, needs_new_connection=True))
         assert violated.wait(DEADLINE)  # requests that wait for the handshake would open a new connection too
         end = time.monotonic() + DEADLINE
         while len(replay_peer.times) < 2:
             assert time.monotonic() < end
             zmq_transport.wait(0.01)
-            connection.request_replay(FetchRequest(0, new_connection=False))
+            connection.request_replay(FetchRequest(0, needs_new_connection=False))
     finally:
         zmq_transport.close()
 

@@ -45,7 +45,7 @@ def answer(fault: str, router: zmq.Socket[bytes], payloads: list[bytes]) -> None
         sent = {"forgets": numbers[:-1], "truncates": numbers[1:]}.get(fault, numbers)
         for seq in sent:
             router.send_multipart([request.identity, *replay_batch_frames(b"", seq, payloads[seq])])
-        router.send_multipart([request.identity, *replay_end_frames(with_topic=True)])
+        router.send_multipart([request.identity, *replay_end_frames(has_topic=True)])
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ class RealEngine:
         self.requesters.append(requester)
         for number in numbers:
             self._router.send_multipart([requester, *replay_batch_frames(TOPIC, number, PAYLOAD)])
-        self._router.send_multipart([requester, *replay_end_frames(with_topic=True)])
+        self._router.send_multipart([requester, *replay_end_frames(has_topic=True)])
 
     def close(self) -> None:
         self.cut()
@@ -276,7 +276,7 @@ class FakeRigEngine:
         for connection in self._engine.connections:
             connection.replies.clear()
             connection.replies.extend([*(replay_batch_frames(TOPIC, number, PAYLOAD) for number in numbers)])
-            connection.replies.append(replay_end_frames(with_topic=True))
+            connection.replies.append(replay_end_frames(has_topic=True))
 
 
 class FakeRig:

@@ -523,7 +523,7 @@ class Network:
 
     def _answer(self, request: FetchRequest) -> None:
         self.requested_starts.append(request.start)
-        if request.new_connection:
+        if request.needs_new_connection:
             self.replies.clear()
         if not self.is_up or self.is_silent:
             return
@@ -532,7 +532,7 @@ class Network:
             reply = reply[: self.reply_limit]
         self.replies.extend(reply)
         if not self.lose_marker:
-            self.replies.append(replay_end_frames(with_topic=True))
+            self.replies.append(replay_end_frames(has_topic=True))
 
     def check_exact(self) -> None:
         """Check that a stream in state EXACT has no gap, and that no batch before the newest delivered one is missing."""

@@ -132,7 +132,7 @@ class RelayEndpoint(FakeEngine):
             connection.replies.extend(
                 replay_batch_frames(b"", seq, payload) for seq, payload in self.buffer.batches_from(start)
             )
-            connection.replies.append(replay_end_frames(with_topic=True))
+            connection.replies.append(replay_end_frames(has_topic=True))
 
 
 class FakeEventServer:

@@ -144,10 +144,10 @@ class Consumer:
     def _settle(self) -> None:
         request = self.stream.request_to_send(self._now)
         if request is not None:
-            if request.new_connection:
+            if request.needs_new_connection:
                 self._reply.clear()
             self._reply.extend(replay_batch_frames(b"", *batch) for batch in self._sent.buffer.batches_from(request.start))
-            self._reply.append(replay_end_frames(with_topic=True))
+            self._reply.append(replay_end_frames(has_topic=True))
         for delivery in self.stream.deliveries():
             report = self.index.apply(delivery).report
             if isinstance(delivery, Batch) and report is not None:

@@ -55,7 +55,7 @@ def replayed(seq: int, publisher: int = 0) -> list[bytes]:
     return replay_batch_frames(TOPIC, seq, payload(seq, publisher))
 
 
-END = replay_end_frames(with_topic=True)
+END = replay_end_frames(has_topic=True)
 
 
 class Wire:
@@ -2083,7 +2083,9 @@ def test_a_live_batch_before_replayed_ones_is_compared_however_late_they_arrive(
     cross_check.first_live = 134
     cross_check.confirm(134)
     seen = [cross_check.is_incomplete]
-    cross_check.add_replayed(Fingerprint.of(133, b"replayed", live=False), Fingerprint.of(124, b"before", live=True))
+    cross_check.add_replayed(
+        Fingerprint.of_batch(133, b"replayed", live=False), Fingerprint.of_batch(124, b"before", live=True)
+    )
     seen.append(cross_check.is_incomplete)
     assert cross_check.live_before_replay is not None
     cross_check.confirm(135)
@@ -2098,13 +2100,13 @@ def test_answers_that_do_not_repeat_each_other_are_confirmed_by_one_that_repeats
     cross_check.first_live = 0
     for seq in (1, 5):
         cross_check.separate_next_answer()
-        cross_check.add_replayed(Fingerprint.of(seq, b"", live=False), None)
+        cross_check.add_replayed(Fingerprint.of_batch(seq, b"", live=False), None)
     assert [each.seq for each in cross_check.all_unconfirmed] == [1, 5]
     cross_check.confirm(6)
     assert [each.seq for each in cross_check.all_unconfirmed] == [1]
     cross_check.confirm(7)
     assert cross_check.is_incomplete
-    cross_check.repeat(Fingerprint.of(1, b"", live=False))
+    cross_check.record_repeated(Fingerprint.of_batch(1, b"", live=False))
     cross_check.confirm(8)
     assert not cross_check.is_incomplete
 
@@ -2114,7 +2116,7 @@ def test_no_more_answers_are_separate_than_one_request_can_repeat() -> None:
     cross_check = CrossCheck()
     for seq in range(2 * MAX_FINGERPRINTS):
         cross_check.separate_next_answer()
-        cross_check.add_replayed(Fingerprint.of(seq, b"", live=False), None)
+        cross_check.add_replayed(Fingerprint.of_batch(seq, b"", live=False), None)
     assert len(cross_check.all_unconfirmed) == MAX_FINGERPRINTS + 1
     cross_check.first_live = 0
     cross_check.match_digest(2 * MAX_FINGERPRINTS)

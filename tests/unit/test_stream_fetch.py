@@ -10,7 +10,7 @@ from kvevents.stream.identity import Fingerprint
 from kvevents.stream.replay_fetch import CheckSchedule, Purpose, ReplayFetch, RequestPacer, Stage
 
 LIMITS = StreamLimits(max_unanswered_requests=3, max_incomplete_answers=2, max_request_burst=4, request_interval=0.5)
-FINGERPRINT = Fingerprint.of(3, b"payload", live=True)
+FINGERPRINT = Fingerprint.of_batch(3, b"payload", live=True)
 
 pauses = st.floats(0.0, 3.0, allow_nan=False)
 
@@ -60,8 +60,8 @@ def test_attempts_without_progress_are_bounded(answers: list[str], purpose: Purp
         if gave_up:
             break
         assert attempts <= LIMITS.max_unanswered_requests + LIMITS.max_incomplete_answers
-        fetch = fetch.retry(ReplayFetch(purpose, next_seq, None), new_connection=answer == "silent")
-        assert fetch.new_connection == (answer == "silent")
+        fetch = fetch.retry(ReplayFetch(purpose, next_seq, None), needs_new_connection=answer == "silent")
+        assert fetch.needs_new_connection == (answer == "silent")
     assert gave_up or "progress" in answers
 
 
@@ -72,7 +72,7 @@ def test_answers_without_the_fingerprint_are_bounded(tries: int) -> None:
     given_up = []
     for _ in range(tries):
         given_up.append(fetch.end_without_fingerprint(LIMITS))
-        fetch = fetch.retry(ReplayFetch(Purpose.VERIFY, 3, FINGERPRINT), new_connection=False)
+        fetch = fetch.retry(ReplayFetch(Purpose.VERIFY, 3, FINGERPRINT), needs_new_connection=False)
     assert given_up == [attempt >= LIMITS.max_incomplete_answers for attempt in range(1, tries + 1)]
 
 

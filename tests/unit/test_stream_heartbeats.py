@@ -31,7 +31,7 @@ WITHOUT_REPLAY = Source("tcp://relay:5557", name="relay")
 LIMITS = StreamLimits()
 DIGEST = "0123456789abcdef" * 2
 INTERVAL = 5.0
-END = replay_end_frames(with_topic=True)
+END = replay_end_frames(has_topic=True)
 BAD = (Rejected("unknown-tag", "not a known tag", 0),)
 
 

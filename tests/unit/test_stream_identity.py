@@ -21,7 +21,7 @@ def batch(seq: int, incarnation: int = 0) -> NewestBatch:
 @given(st.binary(max_size=20), st.binary(max_size=20), st.booleans())
 def test_a_fingerprint_matches_only_its_own_payload(payload: bytes, other: bytes, live: bool) -> None:
     newest = NewestBatch(3, payload, live)
-    assert newest.fingerprint() == Fingerprint.of(3, payload, live=live)
+    assert newest.fingerprint() == Fingerprint.of_batch(3, payload, live=live)
     for known in (newest, newest.fingerprint()):
         assert known.matches(payload)
         assert known.matches(other) == (payload == other)
@@ -39,7 +39,7 @@ def test_a_chain_rises_and_is_bounded(seqs: list[int]) -> None:
     assert [each.seq for each in chain.fingerprints] == expected
     assert chain.is_incomplete == (len(rising) > MAX_FINGERPRINTS)
     for seq in range(61):
-        following = chain.after(seq)
+        following = chain.first_after(seq)
         assert (None if following is None else following.seq) == next((each for each in expected if each > seq), None)
         assert [each.seq for each in chain.up_to(seq).fingerprints] == [each for each in expected if each <= seq]
 
@@ -77,7 +77,7 @@ def test_replayed_batches_are_confirmed_only_by_later_live_ones(steps: list[tupl
     check.first_live = 0
     for step, seq in steps:
         if step == "replayed":
-            check.add_replayed(Fingerprint.of(seq, b"", live=False), None)
+            check.add_replayed(Fingerprint.of_batch(seq, b"", live=False), None)
             newest = seq
         elif step == "separate" and newest is not None and len(earlier) < MAX_FINGERPRINTS:
             check.separate_next_answer()
@@ -109,12 +109,12 @@ def test_quarantine_separates_connections(steps: list[tuple[int, bool]], seq: in
         assert quarantine.add(live) == fits
         new += [live] if fits else []
     assert len(quarantine) == len(old) + len(new)
-    assert quarantine.has_new == bool(new)
+    assert quarantine.has_current_frames == bool(new)
     assert quarantine.newest == next(reversed([*old, *new]), None)
     following = next((each for each in old if each.seq > seq), None)
     result = quarantine.old_fingerprint_after(seq)
     assert (None if result is None else result.seq) == (None if following is None else following.seq)
-    assert quarantine.take_new() == (len(old), new)
+    assert quarantine.take_current() == (len(old), new)
     assert len(quarantine) == 0
 
 
@@ -128,6 +128,6 @@ def test_quarantine_is_bounded_in_bytes() -> None:
     assert quarantine.take() == [*frames[:3], Live(b"", 9, b"")]
     assert quarantine.add(frames[3])
     quarantine.reconnect()
-    assert quarantine.take_new() == (1, [])
+    assert quarantine.take_current() == (1, [])
     assert quarantine.add(Live(b"", 10, bytes(LIMITS.max_pending_bytes)))
     assert not quarantine.add(Live(b"", 11, b"x"))

@@ -296,9 +296,9 @@ class ForeignReplayMachine(RuleBasedStateMachine):
             elif isinstance(delivery, Batch | RawBatch):
                 self.held[delivery.seq] = delivery.payload
         while (request := self.stream.request_to_send(self.now)) is not None:
-            if request.new_connection:
+            if request.needs_new_connection:
                 self.replies.clear()
-            self.replies += [*self.reply(request.start), replay_end_frames(with_topic=True)]
+            self.replies += [*self.reply(request.start), replay_end_frames(has_topic=True)]
         if not self.stream.is_fetching:
             self.replies.clear()
         self.check()

@@ -223,7 +223,7 @@ def restore(
         # A restarted relay skips batches that were forwarded, so the upstream must confirm that it sent the newest of these.
         required, batch, origin = checkpoint, newest.get(at), recovered.origins.get(at)
         if not settings.changes_payloads and batch is not None:
-            required = checkpoint.with_fingerprint(Fingerprint.of(batch.seq, batch.payload, live=False))
+            required = checkpoint.with_fingerprint(Fingerprint.of_batch(batch.seq, batch.payload, live=False))
         elif settings.changes_payloads and origin is not None and origin.incarnation == checkpoint.incarnation:
             required = checkpoint.with_fingerprint(Fingerprint(origin.seq, origin.digest, live=False))
         checkpoints.append(resume_point(required, forwarded.get(at)))

@@ -21,10 +21,10 @@ NextInput: TypeAlias = tuple[Input] | tuple[Input, str] | None
 
 
 class AnswerReader:
-    """The open replay request and its answer, and the trust in the replay endpoint.
+    """Sends replay requests, reads their answers, and decides whether to trust the replay endpoint.
 
-    The reader matches each answer with fingerprints, passes the answer's batches to the deliverer, and decides at the end of
-    the answer what to request next. The reader never changes the state of the stream, but returns a `NextInput`.
+    It matches each answer with fingerprints, passes the answer's batches to the deliverer, and decides at the end of the answer
+    what to request next. It never changes the state of the stream, but returns a `NextInput`.
     """
 
     def __init__(self, source: Source, limits: StreamLimits, deliverer: Deliverer, quarantine: Quarantine) -> None:
@@ -37,11 +37,11 @@ class AnswerReader:
         self.conflicts = 0
         """Number of conflicts since the last match."""
         self._resyncs = 0
-        """Number of restarts since the last match whose cause is that replay no longer held a batch that it had sent."""
+        """Number of restarts, without a match in between, that began because replay lacked a batch that it had sent."""
         self.distrusted_until: float | None = None
         """The time at which a distrusted endpoint is queried again; None if the endpoint is not distrusted."""
         self._retries_distrusted = False
-        """Whether the replay endpoint was distrusted and is queried again."""
+        """Whether the replay endpoint, which was distrusted, is queried again; a further conflict distrusts it at once."""
         self._source = source
         self._limits = limits
         self._deliverer = deliverer
@@ -76,7 +76,7 @@ class AnswerReader:
         self._open(self._fetch_from_fingerprints(Purpose.VERIFY))
 
     def fetch_missing(self) -> None:
-        """Request missing batches, from the unconfirmed batch on: the answer shows whether the publisher is the same."""
+        """Request missing batches, from the unconfirmed batch on, which shows whether the same publisher answers again."""
         self._open(self._fetch_from_missing(), self._deliverer.cross_check.last_live)
 
     def compare_soon(self) -> None:
@@ -106,7 +106,7 @@ class AnswerReader:
         return ReplayFetch(Purpose.FILL, start, unconfirmed)
 
     def _fetch_from_fingerprints(self, purpose: Purpose) -> ReplayFetch:
-        """Request from the first batch that has to be matched, or, before the first delivery, from the first missing batch."""
+        """Return a request from the first batch that replay must repeat; before the first delivery, from the next batch."""
         deliverer = self._deliverer
         live = deliverer.cross_check.last_live
         unconfirmed: Fingerprint | NewestBatch | None = next(iter(deliverer.cross_check.all_unconfirmed), None)
@@ -135,7 +135,7 @@ class AnswerReader:
     # --- the replay endpoint --------------------------------------------------------------------------------------------
 
     def confirm(self, seq: int) -> None:
-        """Record that replay and the live stream have the same batch `seq`."""
+        """Record that the replayed batch `seq` equals the live batch `seq`."""
         self._deliverer.cross_check.confirm(seq)
         self.checks.reset_comparisons()
         self.pacer.reset()
@@ -144,7 +144,7 @@ class AnswerReader:
         self._deliverer.ledger.discard(DegradedReason.REPLAY_UNCONFIRMED)
 
     def compare_waiting(self, seq: int, first: bytes, second: bytes, *, live: bool) -> NextInput:
-        """Return a conflict unless two messages with one number are equal. `live` is True if one of the messages came live."""
+        """Return a conflict if two payloads of batch `seq` differ. `live` is True if one of the payloads came live."""
         if first != second:
             return Input.CONFLICT, f"publisher restarted: number {seq} has two contents"
         self._deliverer.counters.duplicates += 1
@@ -173,7 +173,7 @@ class AnswerReader:
         self._deliverer.ledger.discard(DegradedReason.REPLAY_FOREIGN)
 
     def _resync_or_give_up(self, fetch: ReplayFetch, reason: str) -> NextInput:
-        """Fetch everything again, because replay lacks a batch that it sent; after several such restarts, give up the check."""
+        """Start over, because replay lacks a batch that it sent before; after several restarts, give up the comparison."""
         if self._resyncs >= self._limits.max_consecutive_resyncs:
             return Input.EVICTED, reason
         self._resyncs += fetch.purpose is not Purpose.VERIFY
@@ -211,7 +211,7 @@ class AnswerReader:
         deliverer.end_snapshot()
         deliverer.counters.unanswered += 1
         if not fetch.end_unanswered(deliverer.order.next_seq, self._limits):
-            self._retry(fetch, new_connection=True)
+            self._retry(fetch, needs_new_connection=True)
             return None
         deliverer.degrade(DegradedReason.REPLAY_SILENT)
         self.checks.probe(deliverer.now)
@@ -249,7 +249,7 @@ class AnswerReader:
             self.confirm(live.seq)
         elif not begins_with_clear(reply.payload):
             reason = f"publisher restarted: number {live.seq} came live with another content than replayed"
-            return self._contradict(fetch, reason)
+            return self._handle_conflict(fetch, reason)
         return None
 
     def _begin_after_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> NextInput:
@@ -288,10 +288,10 @@ class AnswerReader:
             self.confirm(fingerprint.seq)
             cross_check.answer_began_with_live = True
         if not is_fill and fingerprint.seq < deliverer.order.next_seq:
-            cross_check.repeat(fingerprint)
+            cross_check.record_repeated(fingerprint)
         fetch.verifies_reconnect |= fingerprint == chain.first
         if fetch.verifies_reconnect:
-            following = chain.after(fingerprint.seq) or self._quarantine.old_fingerprint_after(fingerprint.seq)
+            following = chain.first_after(fingerprint.seq) or self._quarantine.old_fingerprint_after(fingerprint.seq)
             if following is not None:
                 fetch.fingerprint = following
                 return None
@@ -319,7 +319,7 @@ class AnswerReader:
     def _differ_from_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> NextInput:
         reason = f"publisher restarted: number {fingerprint.seq} now has another content"
         if not begins_with_clear(reply.payload):
-            return self._contradict(fetch, reason)
+            return self._handle_conflict(fetch, reason)
         if fetch.purpose is Purpose.FILL or fetch.verifies_reconnect or fingerprint == self._deliverer.chain.first:
             return Input.NEW_INCARNATION, reason
         # Replay has compacted the batch or never had it, so the difference shows no other publisher.
@@ -330,7 +330,7 @@ class AnswerReader:
         fetch.collect(self._deliverer.order.next_seq)
         return None
 
-    def _contradict(self, fetch: ReplayFetch, reason: str) -> NextInput:
+    def _handle_conflict(self, fetch: ReplayFetch, reason: str) -> NextInput:
         """Handle a conflict of replay with the live stream. If a reconnect is unverified, begin another incarnation."""
         if fetch.purpose is Purpose.VERIFY and fetch.fingerprint is not None:
             return Input.NEW_INCARNATION, reason
@@ -358,8 +358,8 @@ class AnswerReader:
         is_live_batch = early_batch is not None and early_batch.payload == reply.payload
         if begins_with_clear(reply.payload) and not is_live_batch:
             self._progress(fetch)
-            # The snapshot also contains the earlier batches that wait. Drop them, because batches between them are missing: the
-            # state would be wrong for a while, and their heartbeats would show a mismatch.
+            # The snapshot also contains the earlier batches that wait. The waiting batches are dropped, because batches between
+            # them are missing: delivering them would make the state wrong, and their heartbeats would show a mismatch.
             deliverer.early.drop_up_to(reply.seq)
             deliverer.declare_gap(GapEnd(reply.seq - 1, compacted=True))
         elif fetch.incomplete:
@@ -380,7 +380,7 @@ class AnswerReader:
         order.highest_known = max(order.highest_known, seq)
         early_batch = deliverer.early.get(seq)
         if early_batch is not None and early_batch.payload != payload and (is_part or begins_with_clear(payload)):
-            # The snapshot also replaces missing earlier batches, so the live batch with its number no longer waits for them.
+            # This part of the snapshot replaces the waiting live batch with the same number, and all missing earlier batches.
             deliverer.early.pop(seq)
             early_batch = None
         elif early_batch is not None:
@@ -456,12 +456,12 @@ class AnswerReader:
             self._retry(fetch)
             return None
         if fetch.purpose is Purpose.COMPARE and deliverer.cross_check.is_incomplete:
-            # If only a socket had truncated the answer, the answer would have more than its first batch.
+            # An answer of one batch has lost no message, so replay has no newer batch.
             self.checks.answers_behind_live += fetch.start == fetch.highest < fetch.live_before
             if self.checks.answers_behind_live >= self._limits.max_incomplete_answers:
                 # Replay repeats an old batch, but no newer live batch, so it serves another stream or another incarnation.
                 ends = f"replay ends at number {fetch.highest}, before live number {fetch.live_before}"
-                return self._contradict(fetch, f"publisher restarted: {ends}")
+                return self._handle_conflict(fetch, f"publisher restarted: {ends}")
             self.checks.fail_comparison(deliverer.now)
         return (Input.COMPLETE,)
 
@@ -474,7 +474,7 @@ class AnswerReader:
             return self._give_up_fingerprint(fetch, fingerprint)
         if fetch.start > 0:
             # Request from 0: any batch in the answer shows that replay has evicted the missing batch, or never had it.
-            retry = ReplayFetch(fetch.purpose, 0, fingerprint, new_connection=False)
+            retry = ReplayFetch(fetch.purpose, 0, fingerprint, needs_new_connection=False)
             retry.incomplete = fetch.incomplete
             self._open(retry, self._deliverer.cross_check.answer_live)
             return None
@@ -489,7 +489,7 @@ class AnswerReader:
         reason = f"publisher restarted, or forgot number {fingerprint.seq}: {forgotten}"
         if not fetch.has_more or self._retries_distrusted:
             # Replay has no batch as new as the live batch, so it serves another incarnation or another stream.
-            return self._contradict(fetch, reason)
+            return self._handle_conflict(fetch, reason)
         if fetch.purpose is not Purpose.COMPARE and deliverer.newest is not None and deliverer.newest.seq == fingerprint.seq:
             return Input.NEW_INCARNATION, reason
         if deliverer.cross_check.all_unconfirmed:
@@ -500,8 +500,8 @@ class AnswerReader:
             self._forget_chain()
         return Input.EVICTED, reason
 
-    def _retry(self, fetch: ReplayFetch, *, new_connection: bool = False) -> None:
-        """Request again from the beginning, because the next answer may come from another process."""
+    def _retry(self, fetch: ReplayFetch, *, needs_new_connection: bool = False) -> None:
+        """Repeat the request from its first batch, because the next answer may come from another process."""
         if fetch.purpose is Purpose.FILL or fetch.fingerprint is None:
             if fetch.incomplete and fetch.fingerprint is None:
                 # An answer can lose any message except its first, so the next answer must begin with the missing batch.
@@ -510,7 +510,7 @@ class AnswerReader:
         else:
             retry = self._fetch_from_fingerprints(fetch.purpose)
             retry.has_more = fetch.has_more
-        self._open(fetch.retry(retry, new_connection=new_connection), self._deliverer.cross_check.last_live)
+        self._open(fetch.retry(retry, needs_new_connection=needs_new_connection), self._deliverer.cross_check.last_live)
 
     def _progress(self, fetch: ReplayFetch, *, is_new: bool = True) -> None:
         fetch.progress(self._deliverer.now, is_new=is_new)

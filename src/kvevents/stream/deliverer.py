@@ -56,7 +56,7 @@ class StreamCounters(Struct):
     discarded: int = 0
     """Number of waiting batches that were dropped because their connection or incarnation ended."""
     heartbeats: int = 0
-    """Number of reported batches with a heartbeat of the publisher."""
+    """Number of batches for which the consumer has reported a heartbeat of the publisher."""
     digests_matched: int = 0
     """Number of heartbeats whose digest matched the consumer's state."""
     digests_mismatched: int = 0
@@ -87,8 +87,8 @@ class BatchReport(Struct, frozen=True):
     """Whether the state after the batch matches the heartbeat's attestation of the engine's own cache; None if there is no
     attestation or the state is unknown."""
     estimate: str | None = None
-    """Why, from this batch on, the consumer's answers can differ from the engine's although no batch is missing. An empty text
-    ends the previous reason; None keeps it."""
+    """Why, from this batch on, the consumer's state can differ from the engine's cache although no batch is missing. An empty
+    text ends the previous reason; None keeps it."""
 
 
 def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = ()) -> BatchReport | None:
@@ -184,7 +184,10 @@ class Deliverer:
         self.ledger.discard(DegradedReason.SILENT)
 
     def compare_rank(self, stated_by_other: int | None) -> None:
-        """Compare the stated rank. `stated_by_other` is the rank stated by the source that has this rank, or None."""
+        """Compare the rank that payloads state with the source's rank.
+
+        `stated_by_other` is what payloads of the source with the stated rank state; None if that is unknown.
+        """
         is_other = self.stated_rank not in (None, self._rank) and stated_by_other not in (None, self.stated_rank)
         if is_other and DegradedReason.RANK not in self.ledger:
             self.ledger.add(DegradedReason.RANK, 0)
@@ -293,7 +296,7 @@ class Deliverer:
         self.heartbeats.replayed_at = self.now
         if self.is_silent:
             self.end_silence()
-        self.newest = fingerprint = Fingerprint.of(seq, payload, live=False)
+        self.newest = fingerprint = Fingerprint.of_batch(seq, payload, live=False)
         if not begins_with_clear(payload):
             # The digest of a snapshot is not stored, because it differs from the digest of the batch with that number.
             self.order.add_digest(seq, fingerprint.digest)

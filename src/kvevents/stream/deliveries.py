@@ -33,7 +33,7 @@ _REPORTED_REASONS: Final = frozenset(
         DegradedReason.ESTIMATED_MATCHES,
     }
 )
-"""Reasons that begin with a report or an answer, not with a delivery."""
+"""Degraded reasons whose cause is a consumer's report or a replay answer, and not a delivery."""
 
 
 class Source(Struct, frozen=True):
@@ -114,7 +114,7 @@ def printable(text: str) -> str:
 
 
 def check_stores_only(tiers: Iterable[str]) -> None:
-    """Raise `ConfigError` unless all of `tiers` are tiers of the index whose blocks can be announced without removals."""
+    """Raise `ConfigError` if one of `tiers` is not a tier of the index, or is `gpu`, whose removals all engines announce."""
     for tier in tiers:
         is_other_medium = tier.isprintable() and tier == tier.upper() and tier.lower() not in {"", "gpu", "cpu", "disk"}
         if tier not in {"cpu", "disk"} and not (is_other_medium and len(tier) <= MAX_TIER_CHARACTERS):
@@ -127,7 +127,7 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
     source: str
     rank: int
     incarnation: int
-    """Number by which the subscriber counts the publisher's incarnations, from 0."""
+    """The publisher's incarnation: 0 for the first one that the subscriber receives, then 1, and so on."""
     seq: int
     ts: float
     """The publisher's clock in seconds since the epoch."""
@@ -221,15 +221,16 @@ else:
 class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The position of an application in a stream, for `Subscriber.add(source, resume=...)` in a later process.
 
-    Store a checkpoint with the state after the same deliveries; see `merge_later` if the state can be newer. A checkpoint has a
-    few hundred bytes, regardless of the number of batches. Write it with `encode`, or with msgspec as a part of other data.
+    The application stores a checkpoint together with its state after the same deliveries; if the state can be newer, use
+    `merge_later`. A checkpoint has a few hundred bytes. `encode` writes it; msgspec can write it as a part of other data.
     """
 
     source: str
     rank: _Count
     incarnation: _Count
     last_seq: _LastSeq
-    """Number of the newest batch, or last number of the newest gap, taken in this incarnation; -1 before the first."""
+    """Number of the newest batch, or last number of the newest gap, that the application has taken in this incarnation; -1
+    before the first."""
     fingerprints: Annotated[tuple[Fingerprint, ...], msgspec.Meta(max_length=MAX_FINGERPRINTS)] = ()
     """Fingerprints that replay must repeat before the publisher is known to be the same, in ascending order of numbers.
 
@@ -237,7 +238,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream begins with a `Reset`.
     """
     replay_seen: bool = False
-    """Whether the replay endpoint has ever sent a batch. If True and it now has none, it serves another incarnation."""
+    """Whether the replay endpoint has ever sent a batch. If so, an empty replay buffer shows another incarnation."""
     degraded_reasons: dict[str, _LastSeq] = {}
     """Names of the degraded reasons that outlive a process, each with the last batch number that it affects."""
     fingerprints_dropped: bool = False
@@ -306,15 +307,15 @@ class StreamPosition(NamedTuple):
     last_seq: int
     chain: FingerprintChain
     newest: Fingerprint | NewestBatch | None
-    """The newest delivered batch, which the chain does not include yet."""
+    """The newest delivered batch, whose fingerprint `chain` does not include yet."""
     replay_seen: bool
     degraded_reasons: dict[DegradedReason, int]
 
     def after_deliveries(self, deliveries: Iterable[Delivery | RawBatch], current: StreamPosition) -> StreamPosition:
-        """Return the position after the application has taken `deliveries`, while later ones still wait.
+        """Return the position after the application has taken `deliveries` but not all deliveries.
 
-        `current` is the position after all deliveries. Fingerprints do not change, so that batches of an unverified incarnation
-        cannot verify this incarnation.
+        `current` is the position after all deliveries. If `current` has another incarnation, its fingerprints are not used,
+        because they belong to batches of that incarnation.
         """
         incarnation, last_seq, reasons = self.incarnation, self.last_seq, dict(self.degraded_reasons)
         chain = self._whole_chain().up_to(self.last_seq)
@@ -330,7 +331,8 @@ class StreamPosition(NamedTuple):
                 last_seq = delivery.seq
                 newest = delivery
         if incarnation == current.incarnation:
-            # A delivery that ended a reason was taken, or will come again. A report can also begin a reason.
+            # A reason that is no longer in `current` was ended by a delivery that was taken or will be delivered again.
+            # A reason that is new in `current` began with a delivery that was not taken, or with a report.
             reasons = {
                 reason: reasons.get(reason, last)
                 for reason, last in current.degraded_reasons.items()

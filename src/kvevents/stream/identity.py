@@ -1,11 +1,11 @@
 """Identifies the incarnation that batches belong to: fingerprints, the cross-check of replay with live batches, and quarantine.
 
 A number and its payload together identify an incarnation of a publisher. Two incarnations may have equal batches up to some
-number, or between two numbers. So after a reconnect, replay must repeat a chain of fingerprints: the first and the newest batch
-of each connection since the publisher was last verified (`FingerprintChain`), and each batch in quarantine (`Quarantine`).
+number, or between two numbers. So after a reconnect, replay must repeat the fingerprints of the first and the newest batch of
+each connection since the publisher was last verified (`FingerprintChain`), and of each batch in quarantine (`Quarantine`).
 
-A replay endpoint may reach another engine, for one answer or for all answers. The next incarnation may also answer a
-request while the last frames of the previous one still wait. `CrossCheck` records matches of replayed and live batches.
+A replay endpoint may reach another engine, for one answer or for all answers. The next incarnation can answer a request before
+the subscriber has read the final frames of its predecessor. `CrossCheck` records matches of replayed and live batches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kvevents.stream.settings import StreamLimits
 from kvevents.wire import MAX_SEQ, Live
 
 MAX_FINGERPRINTS: Final = 16
-"""Maximum number of fingerprints; if exceeded, IDENTITY stays a reason. An unverified connection adds two."""
+"""Maximum number of fingerprints in a chain. A chain that needs more is incomplete, and IDENTITY remains a degraded reason.
+An unverified connection adds two."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -34,16 +35,16 @@ def payload_digest(payload: bytes) -> bytes:
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Number and digest of a batch, which identify an incarnation, so that no payload must be stored."""
+    """Number and digest of a batch, which identify an incarnation without the payload."""
 
     seq: _Count
     digest: _Digest
     """SHA-256 of the payload."""
     live: bool
-    """Whether the batch came live. If so, a replay endpoint that repeats the batch belongs to the same stream."""
+    """Whether the batch came live. If so, a replay endpoint that repeats the batch belongs to this stream."""
 
     @classmethod
-    def of(cls, seq: int, payload: bytes, *, live: bool) -> Self:
+    def of_batch(cls, seq: int, payload: bytes, *, live: bool) -> Self:
         """Return the fingerprint of a batch."""
         return cls(seq, payload_digest(payload), live)
 
@@ -57,7 +58,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NewestBatch(msgspec.Struct, frozen=True, gc=False):
-    """A batch whose digest is computed only if needed. On a busy stream, a newer batch usually replaces it first."""
+    """A batch whose digest is computed when it is needed. On a busy stream, a newer batch usually replaces it before that."""
 
     seq: int
     payload: bytes
@@ -69,7 +70,7 @@ class NewestBatch(msgspec.Struct, frozen=True, gc=False):
 
     def fingerprint(self) -> Fingerprint:
         """Return the fingerprint of the batch."""
-        return Fingerprint.of(self.seq, self.payload, live=self.live)
+        return Fingerprint.of_batch(self.seq, self.payload, live=self.live)
 
 
 class FingerprintChain:
@@ -86,7 +87,7 @@ class FingerprintChain:
         """Whether the next batch is the first one of a connection whose publisher was not verified."""
 
     def add(self, *batches: Fingerprint | NewestBatch | None) -> None:
-        """Add the batches that are newer than the last fingerprint. If `MAX_FINGERPRINTS` are stored, replace the last one."""
+        """Add the batches that are newer than the newest fingerprint. Above `MAX_FINGERPRINTS`, replace the newest one."""
         for batch in batches:
             if batch is None or (self.fingerprints and batch.seq <= self.fingerprints[-1].seq):
                 continue
@@ -96,7 +97,7 @@ class FingerprintChain:
             self.fingerprints.append(batch.fingerprint())
 
     def add_first_of_connection(self, first: Fingerprint | NewestBatch) -> None:
-        """Add the first batch of a connection if it is newer than the whole chain."""
+        """Add the first batch of a connection if that batch is newer than the whole chain."""
         if not self.fingerprints or first.seq > self.fingerprints[-1].seq:
             self.wants_first_of_connection = False
             self.add(first)
@@ -111,7 +112,7 @@ class FingerprintChain:
         """The newest fingerprint."""
         return self.fingerprints[-1] if self.fingerprints else None
 
-    def after(self, seq: int) -> Fingerprint | None:
+    def first_after(self, seq: int) -> Fingerprint | None:
         """Return the first fingerprint with a number above `seq`."""
         return next((fingerprint for fingerprint in self.fingerprints if fingerprint.seq > seq), None)
 
@@ -148,19 +149,19 @@ class CrossCheck:
         self._earlier_unconfirmed: list[Fingerprint] = []
         """Unconfirmed fingerprints of earlier answers that the newest answer did not repeat, in ascending order."""
         self.live_before_replay: Fingerprint | None = None
-        """The live batch before the first unconfirmed answer; None if that answer began with a live batch."""
+        """The newest live batch before the first unconfirmed answer; None if that answer began with a live batch."""
         self.last_live: NewestBatch | None = None
         """The newest live batch that has to be compared with replay."""
         self.begin_answer(None)
 
     def begin_answer(self, live: NewestBatch | None) -> None:
-        """Begin an answer, or end the last one. An answer that repeats the batch `live` is confirmed."""
+        """Begin an answer, which is confirmed if it repeats the batch `live`; None ends the previous answer."""
         self.answer_live: NewestBatch | None = live
         self.answer_began_with_live = False
         """Whether the answer began with a batch that had arrived live."""
 
     def reconnect(self) -> None:
-        """Begin a new connection. Earlier matches do not verify its publisher."""
+        """Begin a new connection, whose publisher earlier matches do not verify."""
         self.first_live = None
         self.has_matched = False
         self.is_incomplete = True
@@ -175,23 +176,23 @@ class CrossCheck:
         return next((fingerprint for fingerprint in self.all_unconfirmed if fingerprint.seq > seq), None)
 
     def add_live(self, live: NewestBatch) -> None:
-        """Record a live batch that has to be compared.
+        """Record a live batch that has to be compared with replay.
 
-        The open answer may repeat the first of these batches. The newest of them is requested later.
+        The open answer may repeat the first batch that is recorded. The newest recorded batch is requested later.
         """
         self.last_live = live
         if self.answer_live is None or (self.unconfirmed is not None and self.answer_live.seq < self.unconfirmed.seq):
             self.answer_live = live
 
     def add_replayed(self, fingerprint: Fingerprint, live_before: Fingerprint | NewestBatch | None) -> None:
-        """Record a batch of the newest answer, and the live batch before it unless the answer began with a live batch."""
+        """Record a replayed batch, before which `live_before` was the newest live batch."""
         if live_before is not None and not self.answer_began_with_live and not self.all_unconfirmed:
             self.live_before_replay = live_before.fingerprint()
         self.unconfirmed = fingerprint
         self.is_incomplete = True
 
-    def repeat(self, fingerprint: Fingerprint) -> None:
-        """Record that an answer has repeated this batch and all earlier unconfirmed batches."""
+    def record_repeated(self, fingerprint: Fingerprint) -> None:
+        """Record that an answer has repeated the batch of `fingerprint` and all earlier unconfirmed batches."""
         if self.is_incomplete and all(candidate.seq <= fingerprint.seq for candidate in self.all_unconfirmed):
             self._earlier_unconfirmed.clear()
             self.unconfirmed = fingerprint
@@ -203,7 +204,7 @@ class CrossCheck:
             self.unconfirmed = None
 
     def confirm(self, seq: int) -> None:
-        """Record that the newest answer and the live stream have the same batch `seq`."""
+        """Record that the replayed batch `seq` equals the live batch `seq`."""
         if self.first_live is None or seq < self.first_live:
             return
         self.has_matched = True
@@ -227,7 +228,7 @@ class CrossCheck:
         self.forget_unconfirmed()
 
     def match_digest(self, seq: int) -> None:
-        """Record that the consumer's state after live batch `seq` has the publisher's digest, wherever replay came from."""
+        """Record that the state after live batch `seq` has the publisher's digest, which confirms all earlier answers."""
         if self.first_live is not None and seq >= self.first_live:
             self._earlier_unconfirmed.clear()
             self.confirm(seq)
@@ -245,7 +246,7 @@ class Quarantine:
         self._frames: list[Live] = []
         self._bytes = 0
         self._connection_starts = [0]
-        """Index of each connection's first frame. The first entry is 0: delivered batches may come from other connections."""
+        """Index of the first frame of each connection that has frames. The first entry is always 0."""
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -268,12 +269,12 @@ class Quarantine:
         return True
 
     def reconnect(self) -> None:
-        """Begin a new connection; the frames added before belong to the previous one."""
+        """Begin a new connection. All frames added before belong to earlier connections."""
         if self._connection_starts[-1] < len(self._frames):
             self._connection_starts.append(len(self._frames))
 
     @property
-    def has_new(self) -> bool:
+    def has_current_frames(self) -> bool:
         """Whether any frame belongs to the current connection."""
         return len(self._frames) > self._connection_starts[-1]
 
@@ -286,7 +287,7 @@ class Quarantine:
         """Return the fingerprint of the first frame of an earlier connection with a number above `seq`."""
         end = self._connection_starts[-1]
         index = bisect_right(self._frames, seq, hi=end, key=lambda live: live.seq)
-        return Fingerprint.of(self._frames[index].seq, self._frames[index].payload, live=True) if index < end else None
+        return Fingerprint.of_batch(self._frames[index].seq, self._frames[index].payload, live=True) if index < end else None
 
     def take(self) -> list[Live]:
         """Remove and return all frames."""
@@ -296,7 +297,7 @@ class Quarantine:
         self._connection_starts = [0]
         return frames
 
-    def take_new(self) -> tuple[int, list[Live]]:
+    def take_current(self) -> tuple[int, list[Live]]:
         """Remove all frames. Return the number of frames from earlier connections, and the frames of the current connection."""
         count = self._connection_starts[-1]
         return count, self.take()[count:]

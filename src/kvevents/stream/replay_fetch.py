@@ -18,7 +18,7 @@ class FetchRequest(NamedTuple):
     """A replay request to send, from number `start`."""
 
     start: int
-    new_connection: bool
+    needs_new_connection: bool
     """Whether to send the request on a new connection, so that no answer to an earlier request can arrive there."""
 
 
@@ -50,7 +50,7 @@ class ReplayFetch(Struct):
     fingerprint: Fingerprint | None
     """The next fingerprint that the answer must repeat before its batches count as history; None after the last one."""
     stage: Stage = Stage.COLLECTING
-    new_connection: bool = True
+    needs_new_connection: bool = True
     is_sent: bool = False
     active_at: float = 0.0
     """The time at which the request was sent, or at which its answer last brought something new."""
@@ -63,11 +63,11 @@ class ReplayFetch(Struct):
     has_more: bool = False
     """Whether the answer had more than its fingerprints. If so, further messages of the answer may have been lost."""
     live_before: int = -1
-    """The number of the newest live batch at the time of the request, or -1. The right endpoint has a batch at least as new."""
+    """Number of the newest live batch at the time of the request, or -1. The publisher's own replay has this number or more."""
     highest: int = -1
     """The highest number of a batch in the answer."""
     highest_early: int = -1
-    """The highest number of a batch that this answer or an earlier attempt brought before an earlier batch was delivered."""
+    """The highest number that this answer or an earlier attempt brought early, before all earlier batches were delivered."""
     snapshot_part: int = -2
     """Number of the newest part of the snapshot with which the answer began; -2 if the next message cannot be a part."""
     duplicates: int = 0
@@ -86,7 +86,7 @@ class ReplayFetch(Struct):
         self.is_sent = True
         self.active_at = now
         self.next_seq_before = next_seq
-        return FetchRequest(self.start, self.new_connection)
+        return FetchRequest(self.start, self.needs_new_connection)
 
     def deadline(self, limits: StreamLimits) -> float:
         """Return the time at which the request counts as unanswered, or the begun answer counts as ended."""
@@ -130,9 +130,9 @@ class ReplayFetch(Struct):
         self.unanswered = 0 if next_seq > self.next_seq_before else self.unanswered + 1
         return self.unanswered >= limits.max_unanswered_requests
 
-    def retry(self, fetch: ReplayFetch, *, new_connection: bool) -> ReplayFetch:
+    def retry(self, fetch: ReplayFetch, *, needs_new_connection: bool) -> ReplayFetch:
         """Return `fetch` as the next attempt, with the counts of the earlier attempts."""
-        fetch.new_connection = new_connection
+        fetch.needs_new_connection = needs_new_connection
         fetch.unanswered, fetch.incomplete, fetch.highest_early = self.unanswered, self.incomplete, self.highest_early
         return fetch
 

@@ -82,7 +82,7 @@ class ReorderBuffer:
         return payloads
 
     def _clean_order(self) -> None:
-        """Remove numbers whose batches are gone from the beginning of the heap."""
+        """Remove the lowest numbers from the heap while the buffer has no batches with them."""
         if not self._batches:
             self._order.clear()
         while self._order and self._order[0] not in self._batches:
@@ -103,7 +103,7 @@ class ReorderBuffer:
             self.pop(seq)
 
     def clear(self) -> int:
-        """Drop all batches. Return their number."""
+        """Drop all batches. Return how many batches were dropped."""
         count = len(self._batches)
         self._batches.clear()
         self._order.clear()
@@ -125,13 +125,13 @@ class Order(enum.Enum):
 
 
 class SnapshotParts:
-    """Numbers of parts of a snapshot that has several parts, which replay delivers in ascending order; -1 for no part."""
+    """Numbers of the parts of the newest snapshot that has several parts; -1 for no part. Replay sends the parts in order."""
 
     __slots__ = ("last", "last_not_final", "stopped_at")
 
     def __init__(self) -> None:
         self.last = -1
-        """The newest delivered part, while the answer may contain the next part."""
+        """The newest delivered part if the answer may contain a next part, else -1."""
         self.stopped_at = -1
         """The part after which an answer stopped."""
         self.last_not_final = -1
@@ -177,7 +177,7 @@ class Sequencer:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no batch that is known to exist is missing."""
+        """Whether all batches that are known to exist were delivered or given up."""
         return self.next_seq > self.highest_known
 
     def order_of(self, seq: int) -> Order:

@@ -1,6 +1,6 @@
 """The limits and timers of a stream, with the reasons for their defaults."""
 
-# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
+# This module has no `from __future__ import annotations`, for the reason that `kvevents.client.schemas` states.
 from typing import Annotated, Final
 
 from kvevents.settings import Bytes, Pause, Positive, Range, Seconds, Settings
@@ -52,9 +52,9 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Seconds without a call of `receive` after which a stream is STALE, even if messages have arrived. The limit is lower if
     the publisher has promised heartbeats."""
     max_consecutive_resyncs: Positive = 2
-    """Maximum number of times, without a match in between, that a stream starts over for the same kind of cause: a heartbeat's
-    digest, a heartbeat's incarnation, or an unconfirmed batch that replay has evicted. If a second history from 0 repairs
-    nothing, a third history would not either."""
+    """Maximum number of times, without a match in between, that a stream starts over for the same kind of cause: the digest,
+    the incarnation or the attestation of a heartbeat, or an unconfirmed batch that replay has evicted. If a second history from
+    0 repairs nothing, a third history would not either."""
 
 
 DEFAULT_STREAM_LIMITS: Final = StreamLimits()

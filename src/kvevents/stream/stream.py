@@ -30,7 +30,7 @@ class Stream:
     `deadline()`. While `is_fetching` is False, no replay connection is needed. `now` is in seconds of any monotonic clock.
 
     Payloads are not decoded. The consumer decodes payloads, and must `report` its findings. Incarnations begin at
-    `first_incarnation`, and an incarnation after a restored one is not lower than that one.
+    `first_incarnation`. After `restore`, the next incarnation is not lower than that of the checkpoint.
     """
 
     def __init__(
@@ -204,11 +204,11 @@ class Stream:
             self._start_over(reason)
 
     def compare_rank(self, stated_by_other: int | None) -> None:
-        """Compare the stated rank. `stated_by_other` is the rank stated by the source that has this rank, or None."""
+        """Compare the rank that payloads state with the source's rank; see `Deliverer.compare_rank`."""
         self._deliverer.compare_rank(stated_by_other)
 
-    def share(self) -> None:
-        """Record that two publishers send at the same time. This degrades the stream until the connection ends."""
+    def mark_shared(self) -> None:
+        """Degrade the stream until the connection ends, because two publishers send at the same time."""
         if DegradedReason.SHARED not in self._deliverer.ledger:
             self._deliverer.degrade(DegradedReason.SHARED)
 
@@ -353,7 +353,7 @@ class Stream:
         if live.topic != self._deliverer.topic:
             # A publisher has one topic, so topics that alternate come from two publishers.
             if live.topic == self._other_topic:
-                self.share()
+                self.mark_shared()
             self._other_topic, self._deliverer.topic = self._deliverer.topic, live.topic
         if live.seq == order.next_seq > order.highest_known and self.state is State.FOLLOWING and order.parts.last < 0:
             # No batch is missing, so the frame is processed as a run of one message.
@@ -362,11 +362,11 @@ class Stream:
         self._record_arrival(1, now)
         self._record_first_live(live)
         self._apply(Input.LIVE, live)
-        # This repeats the call, because the frame may have begun another incarnation, of which it is the first frame.
+        # Called again, because the frame may have begun another incarnation, whose first live batch it is.
         self._record_first_live(live)
 
     def _record_first_live(self, live: Live) -> None:
-        """Record the first live batch of a connection. While disconnected, do nothing: the frame may belong to the old one."""
+        """Record a connection's first live batch. While disconnected do nothing: the old connection may have sent the frame."""
         if self._deliverer.cross_check.first_live is None and self.state not in _UNCONNECTED_STATES:
             self._deliverer.cross_check.first_live = live.seq
 
@@ -378,7 +378,7 @@ class Stream:
         self._regressions = self._regressions + 1 if is_soon else 1
         self._regressed_at = self.counters.live
         if self._regressions >= _MAX_REGRESSIONS:
-            self.share()
+            self.mark_shared()
 
     # --- actions of the table: live frames ------------------------------------------------------------------------------
 
@@ -465,7 +465,7 @@ class Stream:
         if self._deliverer.has_delivered:
             self._deliverer.degrade(DegradedReason.IDENTITY)
         self._deliverer.chain.add(*self._quarantine.around_reconnects())
-        self._deliverer.chain.wants_first_of_connection = not self._quarantine.has_new
+        self._deliverer.chain.wants_first_of_connection = not self._quarantine.has_current_frames
         self._release_quarantine()
 
     def _disconnect(self) -> None:
@@ -475,7 +475,7 @@ class Stream:
 
     def _restart(self, reason: str) -> None:
         """Begin another incarnation, with the frames since the reconnect; earlier frames belong to the old incarnation."""
-        old_count, frames = self._quarantine.take_new()
+        old_count, frames = self._quarantine.take_current()
         self.counters.discarded += old_count
         self._deliverer.reset(reason)
         self._answers.begin_incarnation()
@@ -492,7 +492,7 @@ class Stream:
         is_sender_degraded = DegradedReason.SENDER in self._deliverer.ledger
         self._apply(Input.NEW_INCARNATION, reason)
         if is_sender_degraded:
-            # The publisher's last heartbeat, which reports lower trust, is still valid.
+            # The publisher's newest heartbeat, in which it does not trust its own stream, stays valid.
             self._deliverer.ledger.add(DegradedReason.SENDER, -1)
 
     def _fetch_missing(self) -> None:

@@ -11,12 +11,12 @@ replies identify an incarnation. So there are four separate questions:
 - **Identity** (`identity`). A number and its payload together identify an incarnation: a replay must repeat the fingerprint of
   the newest delivered batch. A different payload under a known number means another incarnation. After a reconnect, live
   frames stay in quarantine until replay has repeated the whole fingerprint chain.
-- **Cross-check** (`identity`). The replay endpoint may belong to another publisher. The stream is EXACT only if each answer is
-  confirmed: the answer has also repeated a live batch of this connection that is at least as new as all other batches of the
-  answer, or a later confirmed answer begins with its newest batch. A live batch that replay has already delivered is compared
-  by its digest; without a stored digest, replay must send the batch again. A difference is a conflict.
+- **Cross-check** (`identity`). The replay endpoint may belong to another publisher, so the stream is EXACT only if each answer
+  is confirmed. An answer is confirmed if it repeats a live batch of this connection that is at least as new as its other
+  batches, or if a later confirmed answer begins with its newest batch. A live batch that replay has already delivered is
+  compared by its digest; without a stored digest, replay must send the batch again. A difference is a conflict.
 - **Completeness**. An end marker confirms nothing, because engines drop messages inside a reply. History is complete only when
-  live frames reach it, or when an answer brings nothing new, because an answer of one message cannot have lost any message.
+  live frames reach it, or when an answer brings nothing new: an answer of one message cannot have lost any message.
 
 One replay request is open at a time (`replay_fetch`). The request fills a gap, verifies the publisher after a reconnect, probes
 a quiet stream, or compares a live batch. Batches that an answer brings early are dropped when the next answer begins, because
@@ -24,7 +24,7 @@ two answers may come from two publishers.
 
 A restored stream is like a disconnected stream: `Stream.restore` sets its number, its fingerprints and its degraded reasons,
 and the first connection counts as a reconnect. All live frames belong to the new connection, so a number that is not above the
-last one shows a restart.
+restored number shows a restart.
 
 A publisher that compacts its history answers with a *snapshot*: a clear, and stores of all live blocks, under the number of the
 last batch that it replaces. So one number may have two payloads in one incarnation if the replayed payload begins with a clear.
@@ -36,9 +36,10 @@ A heartbeat of a kvevents publisher states the digest of its state after that ba
 and when the next heartbeat comes (`trust`). Only a consumer can compare that digest with its own state (`Stream.report`). A
 matching digest ends the degraded reasons of earlier batches. If the digest or the incarnation differs, the stream starts over,
 because a publisher with heartbeats answers a request from 0 with its whole state. A publisher inside the engine also attests
-the contents of the engine's own cache. If the consumer's state differs, the stream starts over too; only a matching
-attestation, a clear or another incarnation ends that degraded reason. If several consecutive restarts bring no match, the
-stream stays DEGRADED. Reports may come while another input is processed, so the next call of `Stream.deliveries` starts over.
+the contents of the engine's own cache. If the consumer's state differs from the attestation, the stream also starts over; only
+a matching attestation, a clear or another incarnation ends the degraded reason `UNATTESTED`. If several consecutive restarts
+bring no match, the stream stays DEGRADED. A report can arrive while another input is processed, so the restart that it causes
+waits for the next call of `Stream.deliveries`.
 
 How the table works
 ===================

@@ -222,7 +222,7 @@ class TrustLedger:
 
     def __iter__(self) -> Iterator[DegradedReason]:
         """Iterate in the order of `DegradedReason`."""
-        if len(self._marks) <= 1:  # the usual case, kept fast because every turn of a subscriber iterates
+        if len(self._marks) <= 1:  # the usual case, which is fast because subscribers iterate often
             return iter(tuple(self._marks))
         return (reason for reason in DegradedReason if reason in self._marks)
 
@@ -344,9 +344,9 @@ class MismatchCounter:
 
 
 class HeartbeatMonitor:
-    """The heartbeats of one publisher. A publisher that sends no heartbeats is trusted and never counts as silent.
+    """Records the heartbeats of one publisher and the results of their comparisons; `Deliverer` decides how to react.
 
-    It records heartbeats and the results of their comparisons; `Deliverer` decides how to react.
+    A publisher that sends no heartbeats is trusted and never counts as silent.
     """
 
     def __init__(self, limits: StreamLimits) -> None:

@@ -1,4 +1,4 @@
-"""The subscriber for asyncio. Functions of the same names in `sync` are those of the subscriber for threads."""
+"""The subscriber for asyncio. `sync` has the same functions for the subscriber for threads."""
 
 from __future__ import annotations
 

@@ -72,10 +72,10 @@ class TopicFeed:
             elif arrival is _ConnectionChange.DISCONNECTED:
                 stream.end_connection()
             elif arrival is _ConnectionChange.SHARED:
-                stream.share()
+                stream.mark_shared()
             else:
                 stream.receive_live(arrival, now)
-        # The result is also True if any connection must be read although the selector does not report it.
+        # The result is also True if the selector does not report a connection that must be read.
         return has_more or bool(self.arrivals or self._owner.marked_connections)
 
     def change(self, *, is_connected: bool) -> None:
@@ -139,7 +139,7 @@ class BoundSocket:
         return (feed.connection for feed in self._feeds if feed.connection is not None)
 
     def join(self, source: Source, connection: Connection) -> TopicFeed:
-        """Return the feed of one more source. Raise `ConfigError` if the source cannot share the socket."""
+        """Add a source and return its feed. Raise `ConfigError` if the source cannot share the socket."""
         for feed in self._feeds:
             if feed.connection is None and feed.source.topic == source.topic and not source.by_topic:
                 feed.source, feed.connection = source, connection

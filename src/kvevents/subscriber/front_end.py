@@ -91,21 +91,21 @@ class Options(TypedDict, total=False):
     sink: Sink | None
     """Object that applies each delivery before it is returned, such as a `PrefixIndex`."""
     on_change: OnChange | None
-    """`receive` calls this function with each change of trust, instead of `trust_changes`, and with each reset and gap before
-    returning that delivery. If the function raises, `receive` raises the same exception, as if a sink had raised it."""
+    """Function that `receive` calls with each change of trust, and with each reset and gap before it returns the delivery. It
+    replaces `trust_changes`. If it raises, `receive` raises the same exception, as if a sink had raised it."""
     on_found: OnFound | None
-    """`receive` calls this function with each source found by its topic (`Source.by_topic`). The function must not raise. It
-    returns the source to follow, with the same endpoint and topic but perhaps another name, or None to ignore the topic."""
+    """Function that `receive` calls with each source found by its topic (`Source.by_topic`). It must not raise. It returns the
+    source to follow, with the same endpoint and topic but perhaps another name, or None to ignore the topic."""
 
 
 class FrontEnd(Generic[BatchT]):
     """Base class of both subscribers.
 
-    Threads: only `add`, `remove` and the wait inside `receive` use the connections, which belong to the running call.
-    `_calls` has a token for each of these calls. Any thread and any signal handler may call `close`, also during another call.
-    If no call uses the connections, `close` closes them; if a call does, `close` wakes it, and the last call that returns
-    closes them. `close` and the other calls first change their own variable (`_is_closed` or `_calls`) and then read the other
-    one, so at least one of them sees both changes. `_lock` is held while streams are read or changed, never during a wait.
+    Threads: only `add`, `remove` and the wait inside `receive` use the connections. `_calls` has a token for each call of these
+    methods that is running. Any thread and any signal handler may call `close`, also during another call. If no running call
+    uses the connections, `close` closes them; if one does, `close` wakes it, and the call that returns last closes them.
+    `close` first sets `_is_closed` and then reads `_calls`; the other calls first change `_calls` and then read `_is_closed`.
+    So at least one of two concurrent calls sees both changes. `_lock` is held to read or change streams, never during a wait.
     """
 
     def __init__(  # noqa: PLR0913 - the options of both subscribers
@@ -147,10 +147,10 @@ class FrontEnd(Generic[BatchT]):
             for given in [sources] if isinstance(sources, (Source, str)) else sources:
                 self.add(given)
                 source = Source(given) if isinstance(given, str) else given
-                # `add` logs no such warning: services add sources later, and show the fault in the trust.
+                # Only the constructor logs this warning: services call `add`, and show the fault as the reason of the trust.
                 if source.replay_endpoint is None and not source.by_topic:
                     log.warning(
-                        "%s has no replay endpoint: what is lost stays lost, so it is never EXACT", printable(source.label)
+                        "%s has no replay endpoint: lost batches stay lost, so it is never EXACT", printable(source.label)
                     )
         except BaseException:
             self._close()
@@ -163,8 +163,8 @@ class FrontEnd(Generic[BatchT]):
         is still the same incarnation, as after a reconnect. If it is, the next delivery is the batch after the checkpoint; if
         not, it is a `Reset`. Until the stream has verified this, trust is STALE.
 
-        Raise `ConfigError` if the name and rank are followed already or are not those of `resume`, and `EndpointError` if
-        the endpoint is invalid.
+        Raise `ConfigError` if a source with this name and rank is followed already, or if `resume` has another name or rank.
+        Raise `EndpointError` if the endpoint is invalid.
         """
         if isinstance(source, str):
             source = Source(source)
@@ -192,9 +192,9 @@ class FrontEnd(Generic[BatchT]):
         """Report the findings of decoding and applying a batch; they can change the trust. If `report` is None, do nothing.
 
         Call this at most once for each batch, at any time after its delivery. If there is a `sink`, the subscriber calls it.
-        The report does not end degraded reasons that are newer than the batch. The subscriber itself has decoded a `Batch`, so
-        of a report about a `Batch` only comparisons are used. If a digest does not match, the next delivery may be a `Reset`. A
-        report about another kind of delivery, or about a source that was removed, is ignored.
+        The report does not end degraded reasons that are newer than the batch. In a report about a `Batch`, all findings except
+        comparisons and estimates are ignored, because the subscriber itself has decoded the batch. If a digest does not match,
+        the next delivery may be a `Reset`. A report about a `Reset`, a `Gap` or a source that was removed is ignored.
         """
         if report is not None:
             with self._lock:
@@ -265,11 +265,12 @@ class FrontEnd(Generic[BatchT]):
     def _check_reached(self, trust: Trust, deliveries: list[Any]) -> None:
         if not self._has_reached(trust):
             laggards = [f"{item.source} rank {item.rank} is {item.trust}" for item in self.statuses() if item.trust < trust]
-            raise TrustTimeoutError(f"not {trust.name} in time: {'; '.join(laggards) or 'there is no source'}", deliveries)
+            reason = "; ".join(laggards) or "there is no source"
+            raise TrustTimeoutError(f"streams are not {trust.name} in time: {reason}", deliveries)
 
     @contextmanager
     def _repeating_if_interrupted(self) -> Iterator[list[Any]]:
-        """Yield a list. If the block raises, the deliveries in it are delivered again, unless a sink has applied them."""
+        """Yield a list for deliveries. If the block raises, they are delivered again, unless a sink has applied them."""
         deliveries: list[Any] = []
         try:
             yield deliveries
@@ -313,7 +314,7 @@ class FrontEnd(Generic[BatchT]):
         return deliveries
 
     def _take(self, raw_deliveries: list[RawDelivery]) -> list[BatchT | Reset | Gap]:
-        """Decode deliveries that were removed from `ready`, then apply and report them, each as the options require."""
+        """Decode deliveries that were removed from `ready`, apply them and report them, as far as the options require it."""
         deliveries: list[Any] = [self._decode(raw) for raw in raw_deliveries] if self._decodes else raw_deliveries
         if self._sink is not None or self._on_change is not None:
             try:
@@ -343,7 +344,7 @@ class FrontEnd(Generic[BatchT]):
     @staticmethod
     def _check_limit(limit: int | None) -> None:
         if limit is not None and limit < 1:
-            raise ConfigError(f"limit is {limit}; it must be at least 1, or None for no limit")
+            raise ConfigError(f"invalid limit {limit} of deliveries: expected at least 1, or None for no limit")
 
     def _check_open(self) -> None:
         if self._is_closed:

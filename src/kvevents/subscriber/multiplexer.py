@@ -63,9 +63,9 @@ class Connection(Protocol):
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
         """Feed arrived messages to `stream`, at most about `limit` of each kind. Return True if there may be more.
 
-        While the stream misses nothing, live messages are fed before a replay reply, which may come from a later incarnation.
-        All messages of an old connection are fed before `begin_connection` is called. `end_connection` is called before any
-        message of a newer connection is fed, or, if no newer connection is up yet, after all messages of the old one.
+        While no batch is missing, live messages are fed before a replay reply, which may come from a later incarnation. All
+        messages of an old connection are fed before `begin_connection` is called. If a newer connection has begun,
+        `end_connection` is called before its first message is fed; if not, after all messages of the old connection.
 
         Raise `EndpointError` if the connection cannot continue. The caller then closes it and opens another one later.
         """
@@ -430,7 +430,7 @@ class Multiplexer:
         while self._timers and self._timers[0][0] <= now:
             due, _, entry = heapq.heappop(self._timers)
             if entry.timer != due:
-                # An earlier timer has replaced this one. Pushing it again would make the heap grow with every gap.
+                # An earlier timer has replaced the popped timer, which is not pushed again: the heap would grow with each gap.
                 continue
             entry.timer = None
             if self._entries.get((entry.stream.source.label, entry.stream.source.rank)) is entry:

@@ -26,7 +26,7 @@ MAX_STORED_BYTES: Final = 16 << 20
 """Maximum number of bytes of payloads that are stored to answer requests for replay. A request for older payloads begins a new
 call, which sends all batches again."""
 _CONNECTED: Final = -1
-"""The number of an arrival that reports the beginning of a call; a lower number reports the end of a call and its reason."""
+"""Number with which the native client reports the beginning of a call; with a lower number it reports the end of a call."""
 _WAKEUP_BYTES: Final = 4_096
 
 
@@ -52,7 +52,7 @@ class SmgConnection:
         finally:
             writer.close()
         self._batches: deque[tuple[int, bytes]] = deque()
-        """Numbers and payloads of the current call; the oldest are dropped if all have more than `MAX_STORED_BYTES`."""
+        """Numbers and payloads of the current call; the oldest are dropped if the total exceeds `MAX_STORED_BYTES`."""
         self._stored_bytes = 0
         self._first = 0
         """The lowest stored number; 0 if no batch was dropped."""
@@ -105,14 +105,14 @@ class SmgConnection:
 
     def request_replay(self, request: FetchRequest) -> None:
         """Answer with batches of this call, or begin another call if the requested batches are no longer stored."""
-        if request.new_connection:
+        if request.needs_new_connection:
             self._replies.clear()
         if request.start < self._first:
             self._subscription.restart()
             return
         batches = [(number, payload) for number, payload in self._batches if number >= request.start]
         self._replies.extend(replay_batch_frames(b"", number, payload) for number, payload in batches)
-        self._replies.append(replay_end_frames(with_topic=True))
+        self._replies.append(replay_end_frames(has_topic=True))
         self._owner.marked_connections.add(self)
 
     def end_replay(self) -> None:

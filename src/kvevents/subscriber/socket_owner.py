@@ -40,7 +40,7 @@ class StallDetector:
 
     @property
     def max_wait(self) -> float | None:
-        """Maximum number of seconds between two waits that never counts as a stall; None if any time may count."""
+        """Maximum number of seconds between two waits that are never a stall; None if waits at any distance can be a stall."""
         return self._max_delay / 2 or None
 
     def begin_wait(self) -> None:
@@ -125,7 +125,7 @@ def _close_dropped(
         return
 
     def close() -> None:
-        # Monitors go first: libzmq's I/O thread, which serves all sockets, would wait endlessly to report to a closed monitor.
+        # Monitors are closed first: libzmq's I/O thread, which serves all sockets, would wait endlessly for a closed monitor.
         for socket in sockets:
             with contextlib.suppress(zmq.ZMQError):  # the application has terminated its context
                 disable_monitor(socket)

@@ -1,4 +1,4 @@
-"""The subscriber for threads. Functions of the same names in `aio` are those of the subscriber for asyncio."""
+"""The subscriber for threads. `aio` has the same functions for the subscriber for asyncio."""
 
 from __future__ import annotations
 

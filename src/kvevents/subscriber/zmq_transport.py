@@ -129,7 +129,7 @@ class ZmqTransport(SocketOwner):
 
     @property
     def max_wait(self) -> float | None:
-        """Maximum seconds between waits at which a quiet source can be distinguished from a stalled application."""
+        """Maximum number of seconds between two calls of `wait`; longer pauses can count as a stall of the application."""
         return self.stalls.max_wait
 
     def fileno(self) -> int:
@@ -173,7 +173,7 @@ class ZmqConnection:
         self._postponed_request: FetchRequest | None = None
         """A replay request that waits until the address of the replay endpoint is known."""
         self._read_ahead = 0
-        """Number of live messages that were read while a replay reply was not read."""
+        """Number of live messages that were read since the replay socket became readable and was not read."""
         self._max_read_ahead = transport.options.receive_hwm or DEFAULT_SOCKET_OPTIONS.receive_hwm
         self._as_set: Final = frozenset({self}).__iter__
         self._security = transport.secure(source)
@@ -202,8 +202,8 @@ class ZmqConnection:
             self._read_ahead = 0
             return has_more
         # Live messages are read first, because an earlier incarnation may have sent them, and the stream would drop them after
-        # the reply of a later one. While messages are missing, live messages wait for the reply anyway. The limit keeps a busy
-        # stream from postponing the reply endlessly.
+        # the reply of a later incarnation. While messages are missing, live messages wait for the reply anyway.
+        # `_max_read_ahead` keeps a busy stream from postponing the reply endlessly.
         if has_more and stream.expected_run(1) and self._read_ahead < self._max_read_ahead and is_readable(replay):
             self._read_ahead += limit
             stream.defer_replay_timeout(now)
@@ -217,7 +217,7 @@ class ZmqConnection:
     def request_replay(self, request: FetchRequest) -> None:
         """Send a replay request. If the socket refuses the request, the stream gets no reply and sends the request again."""
         endpoint = self._source.replay_endpoint
-        if request.new_connection or self._postponed_request is not None:
+        if request.needs_new_connection or self._postponed_request is not None:
             self.end_replay()
         if self._replay is None and endpoint is not None:
             lookup = self._transport.names.resolve(endpoint, self)
@@ -337,8 +337,8 @@ class LiveSocket:
 
         libzmq reports changes on another socket, so the place of a change among the messages is not exactly known. The monitor
         is read after the messages, so that every change that preceded a message is known. Until a new connection begins, all
-        messages come from the old one. When the end of the old connection is known, messages are fed until a further read
-        drains the socket; then `end_connection` is called.
+        messages come from the old one. After the monitor has reported the end of the old connection, messages are fed until one
+        more read drains the socket; then `end_connection` is called.
         """
         self._connect(now)
         changes = self._read_monitor() if self._stalls.is_stalled else []
@@ -361,7 +361,7 @@ class LiveSocket:
                 changes = changes[changes.index(_HANDSHAKE_SUCCEEDED) + 1 :]
         had_ended, self._has_ended = self._has_ended, self._has_ended or _DISCONNECTED in changes
         if _HANDSHAKE_SUCCEEDED in changes:
-            # Any of these messages may come from the new connection.
+            # Any of the messages just received may come from the new connection.
             had_ended = False
             self._feed_disconnected(stream)
             capacity = self._options.receive_hwm or math.inf

@@ -136,7 +136,7 @@ class FakeEngine:
         connection.replies.extend(
             replay_batch_frames(self._topic, seq, payload) for seq, payload in self._buffer if seq >= start
         )
-        connection.replies.append(replay_end_frames(with_topic=True))
+        connection.replies.append(replay_end_frames(has_topic=True))
 
 
 class FakeConnection:
@@ -182,7 +182,7 @@ class FakeConnection:
 
     def request_replay(self, request: FetchRequest) -> None:
         """Let the engine answer a replay request."""
-        if request.new_connection:
+        if request.needs_new_connection:
             self.replies.clear()
         self._engine.answer(self, request.start)
 

@@ -197,12 +197,12 @@ class Faults:
         return Reply(self._frames(reply_batches), withheld)
 
     def _frames(self, stored: list[LiveBatch]) -> Iterator[list[bytes]]:
-        with_topic = self.reply_shape == "topic"
-        batches = (replay_batch_frames(batch.topic if with_topic else None, batch.seq, batch.payload) for batch in stored)
+        has_topic = self.reply_shape == "topic"
+        batches = (replay_batch_frames(batch.topic if has_topic else None, batch.seq, batch.payload) for batch in stored)
         junk_frames = ([bytes(frame) for frame in frames] for frames in self.replay_junk)
         if self.replay_endless and stored:
             return chain(junk_frames, cycle(batches))
-        end = [b"", b""] if self.reply_shape == "bare-end" else replay_end_frames(with_topic)
+        end = [b"", b""] if self.reply_shape == "bare-end" else replay_end_frames(has_topic)
         return chain(junk_frames, batches, () if self.lose_end_marker else (end,))
 
 

@@ -104,17 +104,17 @@ def replay_batch_frames(topic: bytes | None, seq: int, payload: bytes) -> list[b
     return [b"", topic, encode_seq(seq), payload]
 
 
-def replay_end_frames(with_topic: bool) -> list[bytes]:
+def replay_end_frames(has_topic: bool) -> list[bytes]:
     """Return the frames of the end marker, without the identity, in the form of `replay_batch_frames`."""
-    return [b"", b"", END_SEQ, b""] if with_topic else [b"", END_SEQ, b""]
+    return [b"", b"", END_SEQ, b""] if has_topic else [b"", END_SEQ, b""]
 
 
 def parse_replay_reply(frames: Sequence[bytes]) -> ReplayReply:
     """Parse frames that a DEALER received, in any of the three forms.
 
-    The forms are `["", topic, seq, payload]`, `["", seq, payload]`, and the end marker `["", ""]` of the first version. An
-    empty payload ends a reply, as in the engines' example subscriber, unless its sequence number is valid: such a payload is a
-    batch that was sent empty, and more batches may follow.
+    The forms are `["", topic, seq, payload]`, `["", seq, payload]`, and the end marker `["", ""]` of the first version. A
+    message with an empty payload ends the reply if its sequence number is invalid, as in the engines' example subscriber. If
+    the number is valid, the message is a batch that was sent empty, and more batches may follow.
     """
     if not frames or frames[0] != b"" or not 2 <= len(frames) <= 4:
         return Malformed("not a replay reply")

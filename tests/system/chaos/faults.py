@@ -168,8 +168,8 @@ def _inject_malformed_replies(proxy: RedirectingProxy, random: Random) -> None:
 
 def _inject_end_markers(proxy: RedirectingProxy) -> None:
     """Inject end markers in both shapes, so that a reply seems to end early."""
-    for with_topic in (False, True):
-        proxy.inject(replay_end_frames(with_topic))
+    for has_topic in (False, True):
+        proxy.inject(replay_end_frames(has_topic))
 
 
 def _connect_strangers(proxy: RedirectingProxy, random: Random) -> None:
