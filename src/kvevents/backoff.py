@@ -40,9 +40,9 @@ class Clock(Struct, frozen=True):
 SYSTEM_CLOCK: Final = Clock()
 
 
-def jittered(seconds: float, random: Callable[[], float], share: float = INTERVAL_JITTER) -> float:
-    """Return `seconds` shortened by a random fraction of at most `share`, but never lengthened, so that deadlines hold."""
-    return seconds * (1 - share * random())
+def apply_jitter(seconds: float, random: Callable[[], float], max_fraction: float = INTERVAL_JITTER) -> float:
+    """Return `seconds` shortened by a random fraction of at most `max_fraction`, never lengthened, so that deadlines hold."""
+    return seconds * (1 - max_fraction * random())
 
 
 class Backoff:
@@ -62,7 +62,7 @@ class Backoff:
         """Return the seconds to wait now. The next delay is twice as long, up to the maximum."""
         seconds = min(self._next, self._maximum)
         self._next = min(seconds * 2, self._maximum)
-        return jittered(seconds, self._random, BACKOFF_JITTER)
+        return apply_jitter(seconds, self._random, BACKOFF_JITTER)
 
     def reset(self) -> None:
         """Start again with the initial delay, after a success."""

@@ -51,7 +51,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     0 for no limit."""
     topic: str = ""
     bind: bool | None = None
-    """Whether to bind the event socket or else connect it; None lets the endpoint decide, as the engines do."""
+    """Whether to bind the event socket rather than connect it; None lets the endpoint decide, as the engines do."""
     dialect: str | None = None
     """Engine and release whose consumers read the events, such as `sglang-0.5.17` or `vllm-latest`; None sends arrays, which
     almost all consumers read."""
@@ -62,8 +62,8 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     native module is installed."""
     curve: Curve | None = None
     heartbeat: float | None = None
-    """Seconds between batches with a digest of the resident blocks, by which consumers verify their state; None for none. The
-    digest needs the native module."""
+    """Seconds between batches with a digest of the resident blocks, by which consumers verify their state; None disables these
+    batches. The digest needs the native module."""
 
     def __post_init__(self) -> None:
         check_heartbeat(self.heartbeat)

@@ -14,7 +14,7 @@ _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 HTTP_SCHEMES: Final = ("http", "https")
 GRPC: Final = "grpc://"
 """Prefix of the endpoint of an SMG (Shepherd Model Gateway) worker, which sends its events as a gRPC stream."""
-_ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - to recognise it in settings
+_ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - recognises it in settings, does not bind it
 _LOOPBACK: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """The address at which each wildcard host is reachable from this host."""
 
@@ -90,7 +90,7 @@ def validate_remote(endpoint: str, name: str = "endpoint") -> None:
     if (split_tcp(endpoint) or ("",))[0] == "*":
         raise ConfigError(
             f"invalid {name} {endpoint!r}: nothing can connect to the host `*`; write the engine's host, such as "
-            f"{connectable(endpoint)}, or bind (bind=True, --bind) if the engine connects"
+            f"{connectable_endpoint(endpoint)}, or bind (bind=True, --bind) if the engine connects"
         )
 
 
@@ -144,7 +144,7 @@ def needs_ipv6(endpoint: str) -> bool:
     return endpoint.startswith("tcp://") and ("[" in endpoint or "::" in endpoint)
 
 
-def connectable(endpoint: str) -> str:
+def connectable_endpoint(endpoint: str) -> str:
     """Return the endpoint at which a consumer on this host reaches a bound endpoint; wildcards become loopback addresses."""
     target = split_tcp(endpoint)
     if target is None:

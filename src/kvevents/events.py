@@ -139,11 +139,11 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     incarnation: Annotated[int, msgspec.Meta(ge=0)] = 0
     """A number that differs in each incarnation of the sender."""
     attestation: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """Digest of the engine's own prefix cache on the GPU tier, 64 bits, after the batch before the heartbeat's: the sum modulo
-    2**64, over every cached copy of a block, of `hash XOR (group * 0x9E3779B97F4A7C15 mod 2**64)`. `hash` is the low 64 bits of
-    an integer, or the last 8 bytes of a byte hash, big-endian; a block without a group is in group 0. None if the sender does
-    not know the engine's cache. A sender with attestations announces each copy of a block exactly once, so it announces neither
-    a resident copy again nor a block without a copy."""
+    """64-bit digest of the engine's own prefix cache on the GPU tier, after the batch before the heartbeat's batch. None if the
+    sender does not know the engine's cache. The digest is a sum modulo 2**64, to which each cached copy of a block adds
+    `hash XOR (group * 0x9E3779B97F4A7C15 mod 2**64)`. `hash` is the low 64 bits of an integer, or the last 8 bytes of a byte
+    hash, big-endian; a block without a group is in group 0. A sender with attestations announces each copy of a block exactly
+    once, so it announces neither a resident copy again nor a block without a copy."""
 
 
 class BlockStored(KVCacheEvent):
@@ -156,7 +156,7 @@ class BlockStored(KVCacheEvent):
     block_hashes: list[BlockHash]
     """An opaque hash for each block, unsigned 64 bits. A hash has a meaning only within its stream."""
     parent_block_hash: BlockHash | None
-    """Hash of the block before the first one; None for the root. 0 is a legal hash."""
+    """Hash of the block before the event's first block; None if that block begins a prompt. 0 is a legal hash."""
     token_ids: Sequence[TokenId]
     block_size: int
     """Number of tokens per block; 0 if the event announces a move between tiers."""

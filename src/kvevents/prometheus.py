@@ -28,28 +28,28 @@ def families(prefix: str, table: Table[T], status: T) -> Iterable[Metric]:
 
 def family(name: str, text: str, samples: Samples) -> Metric:
     """Return a metric family: a counter if its name ends with `_total`, else a gauge."""
-    from prometheus_client.metrics_core import Metric  # noqa: PLC0415 - an extra
+    from prometheus_client.metrics_core import Metric  # noqa: PLC0415 - in an extra
 
     metric = Metric(name.removesuffix("_total"), text, "counter" if name.endswith("_total") else "gauge")
-    for labels, value in labelled(samples):
+    for labels, value in label_samples(samples):
         if value is not None:
             metric.add_sample(name, labels, value)
     return metric
 
 
-def labelled(samples: Samples) -> Iterable[tuple[dict[str, str], float | None]]:
+def label_samples(samples: Samples) -> Iterable[tuple[dict[str, str], float | None]]:
     """Return samples with their labels; a single value has no labels."""
     return samples if isinstance(samples, Iterable) else [({}, samples)]
 
 
-def by_label(label: str, values: Mapping[str, float | None]) -> Samples:
+def samples_by_label(label: str, values: Mapping[str, float | None]) -> Samples:
     """Return one sample for each item of `values`, with the key of the item as value of the label."""
     return [({label: name}, value) for name, value in values.items()]
 
 
-def one_of(label: str, names: Iterable[str], current: str) -> Samples:
-    """Return a sample for every name: 1 for the current one, 0 for the others."""
-    return by_label(label, {name: name == current for name in names})
+def state_set(label: str, names: Iterable[str], current: str) -> Samples:
+    """Return a sample for every name: 1 for the current name, 0 for the others."""
+    return samples_by_label(label, {name: name == current for name in names})
 
 
 def require(subject: str = "metrics need") -> None:
@@ -64,7 +64,7 @@ def registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
     `collect` returns all metric families. Each scrape calls `collect` in a separate thread.
     """
     require()
-    from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - an extra
+    from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - in an extra
 
     metrics = CollectorRegistry()
     metrics.register(_Collector(collect))
@@ -94,7 +94,7 @@ def check(port: int, host: str) -> None:
 def serve(collect: Callable[[], Iterable[Metric]], port: int, host: str, probes: Probes) -> Callable[[], None]:
     """Serve the metrics of `registry` and the probes until the returned function is called. Raises `EndpointError`."""
     metrics = registry(collect)
-    from prometheus_client import start_http_server  # noqa: PLC0415 - an extra
+    from prometheus_client import start_http_server  # noqa: PLC0415 - in an extra
 
     try:
         server, thread = start_http_server(port, host, metrics)

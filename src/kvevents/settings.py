@@ -52,7 +52,7 @@ class Unit(Enum):
     FOLDER = "DIR"
     NAME = "NAME"
     SUBJECT = "SUBJECT"
-    SECRET = "SECRET"  # noqa: S105 - the name in help texts
+    SECRET = "SECRET"  # noqa: S105 - a name in help texts, not a secret
     """A secret has no option, since all users of a machine can read arguments."""
 
 
@@ -141,7 +141,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def parse_toml(text: str) -> dict[str, Any]:
     """Return the tables of a TOML document. Raise `ValueError` with the line of the error."""
-    import tomllib  # noqa: PLC0415 - only for programs with a file
+    import tomllib  # noqa: PLC0415 - needed only by programs with a settings file
 
     return tomllib.loads(text)
 
@@ -181,7 +181,7 @@ def fault_of(error: msgspec.ValidationError, kind: type[Struct]) -> SettingFault
 
 def suggestion(word: str, known_words: Iterable[str]) -> str:
     """Return `; did you mean 'x'?`, or `;` if no known word is similar."""
-    import difflib  # noqa: PLC0415 - only for a message about a mistake
+    import difflib  # noqa: PLC0415 - needed only for error messages
 
     matches = difflib.get_close_matches(word, known_words, 1)
     return f"; did you mean {matches[0]!r}?" if matches else ";"

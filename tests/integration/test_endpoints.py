@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvevents.endpoints import connectable, needs_ipv6, offset_endpoint_port, port_collision, should_bind, validate_endpoint
+from kvevents.endpoints import (
+    connectable_endpoint,
+    needs_ipv6,
+    offset_endpoint_port,
+    port_collision,
+    should_bind,
+    validate_endpoint,
+)
 from kvevents.errors import ConfigError, EndpointError
 from kvevents.publisher import ZmqEventPublisher
 from kvevents.stream import Source
@@ -114,11 +121,11 @@ def test_wildcards_and_local_endpoints_are_bound(endpoint: str, binds: bool) -> 
 
 
 def test_wildcards_become_loopback_addresses_and_brackets_mean_ipv6() -> None:
-    """`connectable` leaves other endpoints unchanged, and `needs_ipv6` is true only for brackets in TCP endpoints."""
-    assert connectable("tcp://0.0.0.0:7") == "tcp://127.0.0.1:7"
-    assert connectable("tcp://[::]:7") == "tcp://[::1]:7"
-    assert connectable("tcp://10.0.0.1:7") == "tcp://10.0.0.1:7"
-    assert connectable("ipc:///tmp/x") == "ipc:///tmp/x"
+    """`connectable_endpoint` leaves other endpoints unchanged, and `needs_ipv6` is true only for brackets in TCP endpoints."""
+    assert connectable_endpoint("tcp://0.0.0.0:7") == "tcp://127.0.0.1:7"
+    assert connectable_endpoint("tcp://[::]:7") == "tcp://[::1]:7"
+    assert connectable_endpoint("tcp://10.0.0.1:7") == "tcp://10.0.0.1:7"
+    assert connectable_endpoint("ipc:///tmp/x") == "ipc:///tmp/x"
     assert needs_ipv6("tcp://[::1]:7")
     assert not needs_ipv6("tcp://host:7")
     assert not needs_ipv6("ipc:///tmp/::")

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvevents.endpoints import connectable, offset_endpoint_port
+from kvevents.endpoints import connectable_endpoint, offset_endpoint_port
 
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -44,7 +44,7 @@ class OwnPublisher:
         socket.bind(offset_endpoint_port(endpoint, self._rank) or endpoint)
         bound = socket.get(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
-        return connectable(bound.rstrip(b"\0").decode())
+        return connectable_endpoint(bound.rstrip(b"\0").decode())
 
     def publish(self, batch: Any) -> None:
         self._queue.put(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvevents.backoff import BACKOFF_JITTER, INTERVAL_JITTER, Backoff, Clock, jittered
+from kvevents.backoff import BACKOFF_JITTER, INTERVAL_JITTER, Backoff, Clock, apply_jitter
 
 
 def test_delays_double_up_to_the_maximum_until_a_success() -> None:
@@ -22,7 +22,7 @@ def test_jitter_only_shortens(random: float) -> None:
     """Neither delays nor intervals become longer, and none is shortened by more than its jitter."""
     pauses = Backoff(lambda: random, initial=8, maximum=8)
     assert 8 * (1 - BACKOFF_JITTER) <= pauses.next_delay() <= 8
-    assert 10 * (1 - INTERVAL_JITTER) <= jittered(10, lambda: random) <= 10
+    assert 10 * (1 - INTERVAL_JITTER) <= apply_jitter(10, lambda: random) <= 10
 
 
 async def test_the_system_clock_sleeps_and_does_not_go_back() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvevents.engines.plugin import VARIABLE, EngineSettings, mention_keys, read_settings
+from kvevents.engines.plugin import VARIABLE, EngineSettings, may_configure_keys, read_settings
 from kvevents.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def test_words_for_on_and_off_are_no_files() -> None:
     """A file that cannot be read leaves the engine without events, since it might have keys."""
     assert [read_settings({VARIABLE: text}) for text in ("0", "false", "No", "OFF")] == [None] * 4
     assert [parse_settings(text) for text in ("1", "true", "Yes", "ON")] == [EngineSettings()] * 4
-    assert not any(mention_keys({VARIABLE: text}) for text in ("0", "false", "no", "1", "true", "yes"))
+    assert not any(may_configure_keys({VARIABLE: text}) for text in ("0", "false", "no", "1", "true", "yes"))
 
 
 def test_settings_that_may_be_about_keys_are_recognised(tmp_path: Path) -> None:
@@ -39,10 +39,10 @@ def test_settings_that_may_be_about_keys_are_recognised(tmp_path: Path) -> None:
         ('{"key_file": ', True),
         ("/nowhere.toml", True),
     ):
-        assert mention_keys({VARIABLE: text}) is expected
+        assert may_configure_keys({VARIABLE: text}) is expected
     for content in ("heartbeat = 5\n", "[curve]\n"):
         path.write_text(content)
-        assert mention_keys({VARIABLE: str(path)}) is (content != "heartbeat = 5\n")
+        assert may_configure_keys({VARIABLE: str(path)}) is (content != "heartbeat = 5\n")
 
 
 def test_json_sets_fields_at_any_depth() -> None:

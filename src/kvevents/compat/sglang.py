@@ -22,7 +22,7 @@ import msgspec
 from kvevents import events, publisher
 from kvevents.compat.field_parsers import parse_fields
 from kvevents.config import parse_object
-from kvevents.endpoints import MAX_PORT, connectable, split_tcp
+from kvevents.endpoints import MAX_PORT, connectable_endpoint, split_tcp
 from kvevents.errors import ConfigError, MissingDependencyError
 from kvevents.publisher.factory import PublisherRegistry
 from kvevents.wire.dialects import DEFAULT_SGLANG_DIALECT, Dialect
@@ -193,7 +193,7 @@ class EventPublisher(publisher.EventPublisher):
         super().__init__(attn_dp_rank)
         self._attn_dp_rank = attn_dp_rank
 
-    def describe_local_source(self, block_size: int) -> dict[str, Any] | None:  # noqa: ARG002 - the engine's signature
+    def describe_local_source(self, block_size: int) -> dict[str, Any] | None:  # noqa: ARG002 - SGLang's method has this parameter
         """Return how another process on this host can subscribe, or None if no other process can."""
         return None
 
@@ -208,7 +208,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
     _default_dialect = DEFAULT_SGLANG_DIALECT
     _may_collide = True
 
-    def __init__(  # noqa: PLR0913 - the engine's own parameter list, and ours
+    def __init__(  # noqa: PLR0913 - SGLang's parameters, and `dialect`
         self,
         attn_dp_rank: int,
         endpoint: str = "tcp://*:5557",
@@ -236,7 +236,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
         try:
             if events.attn_dp_rank is None:
                 events.attn_dp_rank = self._data_parallel_rank
-        except Exception:  # noqa: BLE001 - a user's own type may raise anything, and it must not reach the engine
+        except Exception:  # noqa: BLE001 - exceptions of a user's own type must not reach the engine
             self._set_attention_rank(events)
         queue = self._queue
         if len(queue) >= self._limit:
@@ -269,13 +269,13 @@ def _with_absolute_path(endpoint: str) -> str:
 def _advertised_replay_endpoint(endpoint: str | None) -> str | None:
     if endpoint is not None and endpoint.startswith("ipc://"):
         return endpoint
-    return None if parse_advertisable_tcp(endpoint) is None or endpoint is None else connectable(endpoint)
+    return None if parse_advertisable_tcp(endpoint) is None or endpoint is None else connectable_endpoint(endpoint)
 
 
 class EventPublisherFactory(PublisherRegistry):
     """Creates the publisher that a configuration names."""
 
-    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - declared in the base class
+    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - the base class declares it as a ClassVar
 
     @classmethod
     def create(cls, config: str | None, attn_dp_rank: int = 0, **options: Any) -> publisher.EventPublisher:
@@ -356,7 +356,7 @@ def namespaced_block_hash(block_hash: int, *, namespace_seed: bytes | None) -> i
 # The rules are those of `sglang/srt/disaggregation/kv_events.py`, 0.5.23. The functions return None for an invalid endpoint,
 # since `/server_info` calls them for each request and must not fail.
 
-_BINDABLE_HOSTS: Final = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - to recognise them in settings
+_BINDABLE_HOSTS: Final = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - recognises them in settings, binds none
 
 HostPort: TypeAlias = tuple[str, int]
 """A host, written without brackets, and a port."""

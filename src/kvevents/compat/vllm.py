@@ -185,7 +185,7 @@ def resolve_node_endpoint(endpoint: str) -> str:
     return f"tcp://[{address}]:0" if ":" in address else f"tcp://{address}:0"
 
 
-_WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - to recognise them
+_WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - recognises them in settings, binds none
 _PROBE_ADDRESSES: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses for which the OS selects a route. RFC 5737 and RFC 3849 reserve these addresses for documentation."""
 
@@ -209,7 +209,7 @@ def get_ip() -> str:
 class EventPublisherFactory(PublisherRegistry):
     """Creates the publisher that a configuration names."""
 
-    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - declared in the base class
+    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - the base class declares it as a ClassVar
 
     @classmethod
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0, **options: Any) -> publisher.EventPublisher:

@@ -6,9 +6,9 @@ Batches that arrive during the takeover wait in the queue. The thread creates th
 ports, and gives it the waiting batches. From then on `publish` passes every batch to the engine's publisher.
 
 For consumers the stream continues. The engine's publisher begins at the next number, so no number is used twice. The replay
-buffer of that publisher gets the batches of kvevents. From these a consumer recognises the stream after a reconnect, and it
-requests the batches that it missed. A lost batch is a gap, which an empty batch reveals at once. Heartbeats, attestation and
-full history end, because the engines' publishers have none.
+buffer of that publisher gets the batches of kvevents. By these batches a consumer recognises the stream after a reconnect, and
+it can request missing ones. A lost batch is a gap, which an empty batch reveals at once. Heartbeats, attestation and full
+history end, because the engines' publishers do not have these features.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvevents.publisher.compaction import DigestTracker, Encode, SequencedPayloa
 
 
 class OwnPublisher(NamedTuple):
-    """What is needed to create the engine's own publisher."""
+    """The constructor of the engine's own publisher, and its arguments."""
 
     engine: str
     """Name of the engine, for log messages."""
@@ -99,7 +99,7 @@ class EnginePublisher(ZmqEventPublisher):
         """Pass an exception of a hook to `end_attestation` instead of raising it in the engine."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - it must not reach the engine
+        except Exception as error:  # noqa: BLE001 - faults of kvevents must not reach the engine
             self.end_attestation(error)
 
     def _attestation(self) -> int | None:
@@ -209,7 +209,7 @@ class EnginePublisher(ZmqEventPublisher):
         fault = self._fault or RuntimeError(self._end_reason)
         try:
             first = self._create_successor(fallback)
-        except Exception as error:  # noqa: BLE001 - the engine goes on without events
+        except Exception as error:  # noqa: BLE001 - the engine continues without events
             self._fallback = None
             self.logger.error(  # noqa: TRY400 - a traceback would show the second fault only
                 "kvevents has failed, and no KV cache events are published from now on: %s: %s; the publisher of %s does not "
@@ -244,7 +244,7 @@ class EnginePublisher(ZmqEventPublisher):
             history.extend(batches)
         with self._lock:
             first = self._next_seq + self._dropped_numbers
-            successor._seq_gen = itertools.count(first)  # noqa: SLF001 - see above
+            successor._seq_gen = itertools.count(first)  # noqa: SLF001 - the attribute was checked above
             for batch in (fallback.empty_batch(), *self._take_queue()):
                 successor.publish(batch)
             self._successor = successor

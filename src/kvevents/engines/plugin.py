@@ -74,8 +74,8 @@ def read_settings(environ: Mapping[str, str]) -> EngineSettings | None:
     return convert(parse_object(text, VARIABLE) if text.startswith("{") else read_toml(Path(text)), EngineSettings, VARIABLE)
 
 
-def mention_keys(environ: Mapping[str, str]) -> bool:
-    """Return whether settings, valid or not, might configure keys. Return True if the settings' file cannot be read."""
+def may_configure_keys(environ: Mapping[str, str]) -> bool:
+    """Return whether the settings, valid or not, might configure keys. Return True if their file cannot be read."""
     text = environ.get(VARIABLE, "").strip()
     if not text.startswith("{") and text.lower() not in _ON_VALUES | _OFF_VALUES:
         try:
@@ -157,7 +157,7 @@ def replace_publisher(
     try:
         settings = read_settings(environ)
     except ConfigError as error:
-        if not mention_keys(environ):
+        if not may_configure_keys(environ):
             log_unused(engine, error)
             return
         fault = error

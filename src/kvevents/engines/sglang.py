@@ -45,7 +45,8 @@ _EMITTERS: Final = (
     ("sglang.srt.managers.scheduler_components.kv_events_publisher", "SchedulerKvEventsPublisher", "publish_kv_events"),
     ("sglang.srt.observability.scheduler_metrics_mixin", "SchedulerMetricsMixin", "_publish_kv_events"),
 )
-"""Module, class and name of the method that publishes the events of `self.tree_cache`: from SGLang 0.5.13 on, and before."""
+"""Module, class and name of the method that publishes the events of `self.tree_cache`. The first row is for SGLang from 0.5.13
+on, the second for older releases."""
 _UNANNOUNCED_KINDS: Final = (("swa", "sliding windows"), ("mamba", "states of Mamba layers"))
 """Kinds of data that a prefix needs besides blocks of full attention; releases up to 0.5.23 send no events about them. The
 first string of each completes the name of a tree's method `supports_...`; the second describes the kind."""
@@ -157,7 +158,7 @@ class _CacheDigest:
         self.digest = 0
         self.blocks = 0
         """Number of blocks in the digest."""
-        self._count_tokens()  # raises if the cache does not count its tokens
+        self._count_tokens()  # the constructor raises if the cache does not count its tokens
 
     def add(self, events: list[Any]) -> bool:
         """Add the events of a batch. Return whether the tree holds as many tokens as the blocks in the digest.

@@ -45,7 +45,7 @@ _EVENTS_MODULE: Final = "vllm.distributed.kv_events"
 _REPEAT_METHOD_NAME: Final = "emit_cached_block_events"
 _GPU_MEDIA: Final = (None, "GPU")
 _FULL_KINDS: Final = (None, "full_attention", "mla_attention", "sink_full_attention")
-"""Kinds of KV cache groups that need all blocks of a prompt. None is one because releases before 0.26 state no kind."""
+"""Kinds of KV cache groups that need all blocks of a prompt. None is the kind in releases before 0.26, which state no kind."""
 _KNOWN_OPTIONS: Final = frozenset({"endpoint", "replay_endpoint", "buffer_steps", "hwm", "max_queue_size", "topic"})
 
 
@@ -168,9 +168,9 @@ def _count_changes(original: Callable[..., Any], *, sign: int, has_groups: bool)
                 group = int.from_bytes(key[-4:], "big") if has_groups else 0
                 change = sign * attestation_term(key[-12:-4], group)
                 block_map.kvevents_digest = block_map.__dict__.get("kvevents_digest", 0) + change & ATTESTATION_MASK
-            except Exception as error:  # noqa: BLE001 - the engine goes on
+            except Exception as error:  # noqa: BLE001 - faults of kvevents must not reach the engine
                 with suppress(Exception):
-                    block_map.kvevents_digest = error  # `_digest_of` raises it, which ends the attestation
+                    block_map.kvevents_digest = error  # `_digest_of` raises the error, which ends the attestation
         return result
 
     return count
@@ -225,7 +225,7 @@ def _digest_of(manager: Any) -> int:
 
 
 def _record_connector_reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record whether a connector has emptied its cache. Some connectors never can, and none can while the cache is in use."""
+    """Record whether a connector has emptied its cache. Some connectors cannot empty it, and none can while it is in use."""
 
     def reset_cache(connector: Any, *arguments: Any, **options: Any) -> Any:
         result = original(connector, *arguments, **options)

@@ -61,7 +61,7 @@ def extract_token_array(text: bytes, name: str) -> tuple[bytes, memoryview] | No
     """Extract the array of token ids `name` from a JSON object, without a Python object for each token.
 
     Returns the text with an empty array in place of the token ids, and the token ids as a buffer of unsigned 32-bit integers.
-    Returns None if the array is missing or contains other values: a JSON decoder must then read the text.
+    Returns None if the array is missing or contains a value that is not a token id; a JSON decoder must then read the text.
     """
     parts = _native.lifted(text, name)
     return None if parts is None else (parts[0], memoryview(parts[1]).cast("I"))
@@ -71,7 +71,7 @@ class StoredKeys(NamedTuple):
     """The keys of the blocks of one store."""
 
     keys: list[int]
-    """Keys of the store's blocks, up to but without the first block that has no key."""
+    """Keys of the store's blocks before the first block without a key."""
     salt: int | None
     """What the salt adds to the seed of local hashes: 0 for a root without a salt, None if the parent's value applies."""
     unkeyed: str | None
@@ -94,7 +94,7 @@ def tier_of(medium: str | None) -> str:
 
 
 def local_hashes(tokens: Any, block_size: int, namespace: Namespace | None = None, *, eagle: bool = False) -> list[int]:
-    """Return a hash of each complete block of a prompt, which depends on no other block: `XXH3-64(u32-LE tokens, seed)`.
+    """Return for each complete block of a prompt a hash that depends on no other block: `XXH3-64(u32-LE tokens, seed)`.
 
     The seed is 1337, plus `XXH3-64(LoRA name)`, plus `XXH3-64(salt, seed 1)`, modulo 2**64. Hashes of multimodal items in a
     block are appended to its tokens, sorted, as u64-LE. The arguments and errors are those of `block_keys`.

@@ -28,7 +28,8 @@ class IndexLimits(Struct, frozen=True):
     max_orphans: int = 65_536
     """Maximum number of orphans: blocks of one stream that wait for their parent or their tokens, each about 200 bytes."""
     max_orphan_bytes: int = 64 << 20
-    """Maximum size of all orphans in bytes: one block can fill a payload. The limit is at most 1/8 of a memory limit."""
+    """Maximum size of all orphans of a stream in bytes, because one block can fill a whole payload. The limit is at most 1/8 of
+    a memory limit."""
     max_places: int = 64
     """Maximum number of placements (tier, locality, ownership, group) in one incarnation of a stream. An engine uses a few."""
     max_groups: int = 64
@@ -40,9 +41,10 @@ class IndexLimits(Struct, frozen=True):
     max_blocks_per_hash: int = 1_024
     """Maximum number of blocks of one stream with the same hash. Engines that hash pages without their prefix have several."""
     max_ranks: int = 64
-    """Maximum number of different ranks in the payloads of one stream. The relay of a node sends those of a few ranks."""
+    """Maximum number of different ranks in the payloads of one stream. The stream of a relay can have a few ranks."""
     max_fences: int = 65_536
-    """Maximum number of removed workers whose late deliveries are rejected; above it, the first removed are forgotten."""
+    """Maximum number of removed workers whose late deliveries are rejected. Above this number, the worker that was removed
+    longest ago is forgotten."""
     max_speculated: int = 1_000_000
     """Maximum number of blocks in the overlay; above it, the oldest decisions end before they expire."""
 
@@ -159,8 +161,8 @@ Worker: TypeAlias = tuple[str, int] | str
 """A worker's source and rank, or only its source if the rank is 0."""
 
 MAX_PAYLOAD_EXPANSION: Final = 100
-"""Maximum number of bytes of memory for each byte of a payload, both during decoding and, for its blocks, orphans and names,
-after it. Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
+"""Maximum number of bytes of memory for each byte of a payload: during decoding, and for the blocks, orphans and names that are
+then stored. Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
 
 ESTIMATES: Final = {
     "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, a limit was exceeded, or "
@@ -344,8 +346,8 @@ class PrefixIndex(_native.NativeIndex):
     def replace_lora(self, source: str, lora: str) -> None:
         """Record that an engine lists another path for a LoRA name.
 
-        If the engine's events have not shown this since the last call, the blocks of this LoRA on the ranks of `source` become
-        uncertain. Blocks that are stored later are certain.
+        If the engine's events have not shown the change since the previous call of this method, the blocks of this LoRA on the
+        ranks of `source` become uncertain. Blocks that are stored later are certain.
         """
         self._replace_lora(source, lora)
 
@@ -354,7 +356,7 @@ class PrefixIndex(_native.NativeIndex):
 
         The other ranks that a worker's stream carries are removed with it.
 
-        Later deliveries of the current incarnation are void. A new incarnation is accepted; any is accepted after `readmit`.
+        Later deliveries of the current incarnation are void until `readmit`; those of a new incarnation are accepted.
         """
         if isinstance(source, tuple):
             source, rank = source

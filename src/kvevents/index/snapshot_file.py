@@ -23,7 +23,7 @@ Workers: TypeAlias = list[tuple[str, int]]
 _NO_SYNC_ERRNOS: Final = frozenset({errno.EACCES, errno.EBADF, errno.EINVAL, errno.ENOTSUP})
 """Error numbers for a folder that the process cannot read, or whose file system cannot sync folders."""
 _PIECE_BYTES: Final = 1 << 20
-"""Number of bytes that are read from or written to a file object at once."""
+"""Number of bytes of one read from or write to a file object."""
 _RESTORE_HINT: Final = "the index was not changed: restore another file, or start without a snapshot"
 _MERGE_HINT: Final = "the index was not changed: check the file, or merge another one"
 _RETRY_HINT: Final = "its content is not a valid snapshot: write the snapshot again to another place"
@@ -49,13 +49,13 @@ def write_snapshot(index: NativeIndex, file: File, workers: Workers | None) -> N
 def read_snapshot(index: NativeIndex, file: File) -> None:
     """See `PrefixIndex.restore`."""
     with _as_snapshot_error("read", _name_of(file), _RESTORE_HINT), _open_reader(file) as read_piece:
-        index._restore(read_piece)  # noqa: SLF001 - as above
+        index._restore(read_piece)  # noqa: SLF001 - this module is part of the index
 
 
 def merge_snapshot(index: NativeIndex, file: File) -> Workers:
     """See `PrefixIndex.merge`."""
     with _as_snapshot_error("merge", _name_of(file), _MERGE_HINT), _open_reader(file) as read_piece:
-        return index._absorb(read_piece)  # noqa: SLF001 - as above
+        return index._absorb(read_piece)  # noqa: SLF001 - this module is part of the index
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _write(index: NativeIndex, path: Path, workers: Workers | None) -> None:
         raise ValueError("the path exists and is not a regular file")
     temporary = path.with_name(f".kvevents-{secrets.token_hex(8)}.tmp")
     try:
-        index._snapshot(temporary, workers)  # noqa: SLF001 - as above
+        index._snapshot(temporary, workers)  # noqa: SLF001 - this module is part of the index
         if is_replacement:
             shutil.copymode(path, temporary)
         temporary.replace(path)

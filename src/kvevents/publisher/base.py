@@ -28,7 +28,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, Final
 from weakref import WeakSet
 
-import zmq.utils.garbage  # noqa: F401 - its exit hook cancels zero-copy sends; importing it first makes our hook run before it
+import zmq.utils.garbage  # noqa: F401 - imported first, so that our exit hook runs before pyzmq's, which cancels sends
 
 from kvevents.closeable import Closeable
 from kvevents.errors import ClosedError
@@ -95,14 +95,14 @@ open_publishers: WeakSet[EventPublisher] = WeakSet()
 
 
 def _shut_down_all() -> None:
-    with ExitStack() as stack:  # the stack calls every `shutdown` even if one raises, as after Ctrl-C
+    with ExitStack() as stack:  # an `ExitStack` calls every `shutdown` even if one raises an exception
         for publisher in list(open_publishers):
             stack.callback(publisher.shutdown)
 
 
 def _disable_all() -> None:
     for publisher in list(open_publishers):
-        publisher._after_fork()  # noqa: SLF001 - the hook of this module
+        publisher._after_fork()  # noqa: SLF001 - the class is in this module
 
 
 atexit.register(_shut_down_all)
@@ -135,7 +135,7 @@ class PollPlanner:
     def record_arrival(self, now: float, *, at_first_poll: bool = False) -> None:
         """Record that batches were found at `now` (monotonic seconds). `at_first_poll` says that the first poll found them."""
         interval = now - self._arrived_at
-        # The batch came at an unknown time before the first poll; if that time did not count, pauses would grow continually.
+        # The batch came at an unknown time before the first poll. Without the subtraction, pauses would grow continually.
         interval -= self._settings.min_poll_interval if at_first_poll else 0.0
         self._arrived_at = now
         if interval > self._settings.max_interval or self._mean > self._settings.max_interval:
@@ -212,7 +212,7 @@ class QueuedPublisher(EventPublisher):
         try:
             if events.data_parallel_rank is None:
                 events.data_parallel_rank = self._data_parallel_rank
-        except Exception:  # noqa: BLE001 - a user's own type may raise anything, and it must not reach the engine
+        except Exception:  # noqa: BLE001 - exceptions of a user's own type must not reach the engine
             self._set_attention_rank(events)
         queue = self._queue
         # _limit is read after the length: CPython runs no other thread between the comparison and the append, so the publisher
@@ -350,7 +350,7 @@ class QueuedPublisher(EventPublisher):
             return following, following - self._dropped_full - self._own_numbers
 
     def _count_processed(self) -> int:
-        """Return how many of the batches given to `publish` were sent or dropped: all that have left the queue."""
+        """Return how many of the batches given to `publish` have left the queue, because they were sent or dropped."""
         with self._lock:
             return self._next_seq - self._own_numbers
 

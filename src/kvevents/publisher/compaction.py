@@ -1,12 +1,12 @@
 """Compaction of batches that have left the replay buffer, snapshots of the result, and digests of a stream.
 
-`Compactor` stores the blocks of a stream's old batches that are still live. `encode_snapshot` encodes them as batches of any
+`Compactor` applies a stream's old batches and stores the live blocks. `encode_snapshot` encodes these blocks as batches of any
 dialect. `DigestTracker` computes the digest that heartbeats carry.
 
 A snapshot that is larger than one payload has several parts. A consumer needs all parts, consecutively. But the parts have the
 numbers of earlier live batches, and a consumer may hold these batches instead. So each part ends with a heartbeat whose digest
-covers all parts up to this one, and only the heartbeat of the last part has the trust EXACT. A consumer that misses a part sees
-a wrong digest.
+covers all parts up to and including this part, and only the heartbeat of the last part has the trust EXACT. A consumer that
+misses a part sees a wrong digest.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Compactor:
 
     `payloads` returns the state as stores that rebuild every chain after a clear. A consumer that applies these stores has the
     same state as one that has received every batch, except that it may count more copies as uncertain. If the kind of a group
-    is unknown, its blocks are stored without tokens. The compactor ignores stores whose lengths disagree. If payloads state
-    several ranks, each rank has its own state, as in an index.
+    is unknown, its blocks are stored without tokens. Stores with a wrong number of tokens for their hashes are ignored. If
+    payloads state several ranks, each rank has its own state, as in an index.
     """
 
     def __init__(self, native: Any) -> None:
@@ -123,7 +123,8 @@ class Compactor:
 
 _STREAM_NAME: Final = "own"
 _INDEX_LIMITS: Final = {"max_fences": 0, "max_speculated": 0}
-"""All other limits are the defaults of `kvevents.index.IndexLimits`, because limits decide which blocks are in the digest."""
+"""Limits of the tracker's index. Those not listed are the defaults of `kvevents.index.IndexLimits`, as in consumers, because
+limits decide which blocks are in the digest."""
 _EMPTY_DIGEST: Final = f"{0:032x}"
 _APPLIED, _CLEARED = "applied", "cleared"
 _OUTCOMES: Final = (_APPLIED, _CLEARED, "duplicate", "void")
@@ -164,7 +165,7 @@ class DigestTracker:
         raw = [RawBatch(_STREAM_NAME, 0, 0, seq, False, payload) for seq, payload in batches]
         count = 0
         while count < len(raw):
-            outcomes = self._index._apply_many(raw[count:])  # noqa: SLF001 - the native module's, as in kvevents.index
+            outcomes = self._index._apply_many(raw[count:])  # noqa: SLF001 - the native method that kvevents.index uses
             if count + len(outcomes) < len(raw):
                 failed_batch = raw[count + len(outcomes)]
                 outcomes.append(self._index.apply_payload(_STREAM_NAME, 0, failed_batch.seq, failed_batch.payload))
@@ -186,7 +187,7 @@ class DigestTracker:
         """
         if self._index is None:
             return None
-        digest = self._index._digest(_STREAM_NAME, 0)  # noqa: SLF001 - the native module's
+        digest = self._index._digest(_STREAM_NAME, 0)  # noqa: SLF001 - a native method
         return _EMPTY_DIGEST if digest is None else f"{digest:032x}"
 
     def heartbeat(self, number: int, interval: float, incarnation: int, attestation: int | None = None) -> Heartbeat:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import zmq
 import zmq.backend
 
-from kvevents.endpoints import connectable
+from kvevents.endpoints import connectable_endpoint
 from kvevents.publisher.compaction import SequencedPayload
 from kvevents.publisher.replay_buffer import ReplayBuffer
 from kvevents.publisher.replay_server import ReplayServer
@@ -125,7 +125,7 @@ class EventServer:
     _replay: ReplayServer | None = None
     _replay_thread: threading.Thread | None = None
 
-    def __init__(  # noqa: PLR0913 - the options of two sockets
+    def __init__(  # noqa: PLR0913 - the parameters are the options of two sockets
         self,
         endpoint: str,
         replay_endpoint: str | None = None,
@@ -169,7 +169,7 @@ class EventServer:
         try:
             if self._replay_thread is not None:
                 self._replay_thread.start()
-        except BaseException:  # such as KeyboardInterrupt; an open socket would block the termination of its context
+        except BaseException:  # also for KeyboardInterrupt: an open socket would block the termination of its context
             self.close(0.0)
             raise
 
@@ -206,7 +206,7 @@ class EventServer:
     @property
     def endpoint(self) -> str:
         """The endpoint to which a consumer on this host subscribes, with the port that the OS chose; or the peer's endpoint."""
-        return connectable(self.events.bound_endpoint)
+        return connectable_endpoint(self.events.bound_endpoint)
 
     @property
     def bound(self) -> str:
@@ -216,7 +216,7 @@ class EventServer:
     @property
     def replay_endpoint(self) -> str | None:
         """The endpoint at which a consumer on this host requests replay; None without replay."""
-        return None if self.replay_bound is None else connectable(self.replay_bound)
+        return None if self.replay_bound is None else connectable_endpoint(self.replay_bound)
 
     @property
     def connections_refused(self) -> int:
@@ -233,7 +233,7 @@ class EventServer:
         return ReplayStats() if self._replay is None else self._replay.stats()
 
     def failures(self) -> dict[str, int]:
-        """Return the number of survived exceptions of each part that had any."""
+        """Return the number of exceptions after which the server continued, by the part that raised them."""
         return self._failures.counts() | ({} if self._replay is None else self._replay.failures.counts())
 
     # --- called by the sending thread -----------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ class EventServer:
         """Store batches for replay, then send them. If storing them fails, send them nevertheless."""
         try:
             self._buffer.extend(batches)
-        except Exception as error:  # noqa: BLE001 - live batches do not depend on replay
+        except Exception as error:  # noqa: BLE001 - live batches are sent even if replay fails
             self._buffer.discard()
             self._failures.record("replay_buffer", error, "the buffer is emptied, and compaction is switched off")
         self.events.send(self.topic, batches)
@@ -273,7 +273,7 @@ class EventServer:
         if not is_sending:
             self.close_events(deadline)
         replay, thread = self._replay, self._replay_thread
-        if thread is not None and thread.ident is not None:  # it was started
+        if thread is not None and thread.ident is not None:  # the thread was started
             thread.join(max(0.0, deadline - monotonic()) + FLUSH_GRACE)
         if self.security is not None:
             self.security.close()

@@ -6,10 +6,10 @@ it gets a snapshot first. Consumers treat a snapshot like ordinary batches, so i
 - If no number was skipped, the snapshot ends with the number of the last batch that it contains. A snapshot larger than one
   payload has several parts (see `compaction`). A consumer must receive all parts or none, and it may hold live batches of the
   same numbers. So only a request that starts before the first part gets the snapshot, and the numbers of two snapshots never
-  overlap: until enough batches were evicted for a new snapshot, the last snapshot is sent, followed by the batches that were
-  evicted after it was built.
-- If a number was skipped, the snapshot ends just before that number, so every consumer sees a gap after the clear, and none
-  considers the state complete. An empty batch follows with the number of the last batch that the snapshot contains. A consumer
+  overlap. Until enough batches were evicted for a new snapshot, the previous snapshot is sent, followed by the batches that
+  were evicted after it was built.
+- If a number was skipped, the snapshot ends just before that number, so every consumer sees a gap after the clear and considers
+  the state incomplete. An empty batch follows with the number of the last batch that the snapshot contains. A consumer
   that already holds the original batch of that number sees two contents under one number and starts over.
 
 Sending never waits for compaction. `compact_until_stopped` is the body of a thread that evicts and compacts batches; while it
@@ -76,7 +76,7 @@ class BatchDeque(deque[SequencedPayload]):
         return batches
 
     def count_within(self, size: int) -> int:
-        """Return how many of the oldest batches have at most `size` bytes in total, but at least 1. Needs a batch."""
+        """Return how many of the oldest batches have at most `size` bytes in total, but at least 1. The deque is not empty."""
         sizes = accumulate(len(payload) for _, payload in self)
         return max(1, sum(1 for _ in takewhile(lambda total: total <= size, sizes)))
 
@@ -303,7 +303,7 @@ class ReplayBuffer:
         with self._disabling_compaction_on_error():
             pieces = None if is_current else compactor.snapshot_pieces(self._settings.max_payload_bytes)
             snapshot_input = _SnapshotInput(seq, payload, self._newest_gap, pieces, list(self._recently_evicted))
-        return snapshot_input  # noqa: RET504 - None after an exception
+        return snapshot_input  # noqa: RET504 - it is None after an exception
 
     def _batches_before_buffered(self, start: int, source: _SnapshotInput) -> list[SequencedPayload]:
         """Return the batches that precede the buffered ones in a reply from `start`. All requests share an encoded snapshot."""
@@ -367,7 +367,7 @@ class ReplayBuffer:
     def restore(self, last_seq: int, payloads: Sequence[bytes], partial: bool) -> None:
         """Fill an empty buffer with the fields of a `CompactedHistory`; add the batches after it with `extend`.
 
-        If there is no history, `last_seq` is -1. Consumers must not hold undelivered batches up to `last_seq`.
+        Without history, `last_seq` is -1. No consumer may hold a batch up to `last_seq` that it has not delivered yet.
         """
         with self._history_lock:
             if payloads:
@@ -418,7 +418,7 @@ class ReplayBuffer:
         return self._last_evicted[0] >= 0
 
     def make_locks(self) -> None:
-        """Create the locks. A forked child calls this again, because threads that held the former locks do not exist there."""
+        """Create the locks. A forked child calls this again: the threads that held the old locks do not exist in the child."""
         self._snapshot_lock, self._history_lock, self._buffer_lock = threading.Lock(), threading.RLock(), threading.Lock()
         self._work, self._pause = threading.Event(), threading.Event()
 

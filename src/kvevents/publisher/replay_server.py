@@ -45,7 +45,7 @@ _SEND_MORE: Final = zmq.SNDMORE
 _SEND_MORE_NO_WAIT: Final = zmq.SNDMORE | zmq.DONTWAIT
 
 _frame_lock = threading.Lock()
-"""Held while a tracked frame is created: the first frame starts pyzmq's thread, and concurrent ones might start two."""
+"""Held while a tracked frame is created: the first frame starts pyzmq's thread, and two concurrent frames might start two."""
 
 
 def _replace_frame_lock() -> None:
@@ -135,7 +135,7 @@ class ReplySession:
         self.started_at = self.progressed_at = now
 
     def add_request(self, start: int, limit: int) -> bool:
-        """Add a waiting request. Return whether it shares a reply because `limit` requests wait already."""
+        """Add a waiting request. If `limit` requests wait already, merge it into the last one. Return whether it was merged."""
         is_merged = len(self.waiting_starts) >= limit
         if is_merged:
             self.waiting_starts[-1] = min(self.waiting_starts[-1], start)

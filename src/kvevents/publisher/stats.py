@@ -13,7 +13,7 @@ _TERMINATION_ERRNOS: Final = {zmq.ETERM, zmq.ENOTSOCK}
 
 
 class ReplayStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters of a reply server since its start."""
+    """Counters of a replay server since its start."""
 
     requests: int = 0
     batches: int = 0
@@ -47,7 +47,7 @@ class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
     partial: bool = False
     """Whether any number was skipped since the stream was last cleared. If so, consumers of the snapshot see a gap."""
     unavailable_reason: str | None = None
-    """Why there is no snapshot; None if there is one. Most reasons end when the stream is cleared. After `failed: ...`
+    """Why a snapshot cannot be built; None if it can be built. Most reasons end when the stream is cleared. After `failed: ...`
     compaction is switched off until the process restarts."""
 
 

@@ -67,19 +67,20 @@ class ZmqEventPublisher(QueuedPublisher):
 
     data_parallel_rank: added to the ports, and written into batches that carry no rank.
     endpoint, replay_endpoint: `tcp://`, `ipc://` or `inproc://`; if replay_endpoint is None, there is no replay.
-    buffer_steps: batches in the replay buffer, or a few more. hwm: maximum number that wait for one subscriber, 0 for no limit.
-    max_queue_size: maximum number of batches that wait for the thread, 0 for no limit. topic: first frame of every batch.
+    buffer_steps: number of batches in the replay buffer, which may hold a few more. hwm: maximum number of batches that wait
+    for one subscriber, 0 for no limit. max_queue_size: maximum number of batches that wait for the thread, 0 for no limit.
+    topic: first frame of every batch.
 
     The engines' class does not have the other parameters:
 
-    bind: bind or connect the event socket; None binds wildcards, `ipc://`, `inproc://` and port 0. dialect: the release whose
-    consumers read the stream, a `Dialect` or a name such as `vllm-0.33` or `sglang-latest`. None selects the form that almost
-    all consumers read: arrays, as in vLLM up to 0.23, and replies without the topic. An event with a field that the array
-    cannot hold is sent as a map. replay_topic: whether replies repeat the topic; None decides by the dialect. compact: collapse
-    batches that leave the replay buffer into one snapshot batch, with which replay from older numbers begins; None means yes if
-    the native module is installed. curve: keys for all sockets. context: a ZeroMQ context to use, which the caller terminates.
-    heartbeat: seconds between batches with a digest of the resident blocks, by which consumers verify their state, or None.
-    Without the native module these batches have no digest. settings: limits and timers.
+    bind: whether to bind the event socket rather than connect it; None binds wildcards, `ipc://`, `inproc://` and port 0.
+    dialect: the release whose consumers read the stream, a `Dialect` or a name such as `vllm-0.33` or `sglang-latest`. None
+    selects the form that almost all consumers read: arrays, as in vLLM up to 0.23, and replies without the topic. An event with
+    a field that the array cannot hold is sent as a map. replay_topic: whether replies repeat the topic; None lets the dialect
+    decide. compact: whether batches that leave the replay buffer are collapsed into a snapshot, with which replay from older
+    numbers begins; None means yes if the native module is installed. curve: keys for all sockets. context: a ZeroMQ context to
+    use, which the caller terminates. heartbeat: seconds between batches with a digest of the resident blocks, by which
+    consumers verify their state, or None. Without the native module these batches have no digest. settings: limits and timers.
 
     Raises `ConfigError` for settings that cannot work, including ports that two ranks would use, `UnknownDialectError`,
     `MissingDependencyError` for settings that need the native module, and `EndpointError`, an OSError, if a socket cannot be
@@ -108,16 +109,16 @@ class ZmqEventPublisher(QueuedPublisher):
 
     _default_dialect = DEFAULT_DIALECT
     _may_collide = False
-    """Whether ports of ranks may be equal, as in the engines: ranks may run on different nodes."""
+    """Whether two ranks may use the same port, as in the engines, where ranks may run on different nodes."""
     _published_count = _heartbeats = 0
     _history_problem: str | None = None
-    """Why there was no snapshot of older history at the last check; None if there was one."""
+    """Why the snapshot of older history was unavailable at the last check; None if it was available."""
     _last_encode_failure = ""
     _deadline: float | None = None
     _report: ShutdownReport | None = None
     _is_closing = False
 
-    def __init__(  # noqa: PLR0913 - the engines' own parameter list, and ours
+    def __init__(  # noqa: PLR0913 - the parameters of the engines' class, and further ones
         self,
         data_parallel_rank: int = 0,
         endpoint: str = "tcp://*:5557",
@@ -164,7 +165,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._server = self._create_server(hwm, topic, replay_topic=replay_topic, curve=curve, context=context)
         try:
             self._start(max_queue_size)
-        except BaseException:  # such as KeyboardInterrupt; an open socket would block the termination of its context
+        except BaseException:  # also for KeyboardInterrupt: an open socket would block the termination of its context
             self.shutdown(0.0)
             raise
 
@@ -462,7 +463,7 @@ class ZmqEventPublisher(QueuedPublisher):
             return self._make_report()
         with self._closing_lock:
             if self._report is None:
-                if self._is_closing:  # a signal handler called `shutdown` during the shutdown
+                if self._is_closing:  # a signal handler has called `shutdown` during the shutdown
                     return self._make_report()
                 self._is_closing = True
                 try:
@@ -476,7 +477,7 @@ class ZmqEventPublisher(QueuedPublisher):
         self._deadline = monotonic() + seconds
         self._end_queue(None)
         self._server.stop_replies(self._deadline)
-        if self._thread.ident is not None:  # it was started
+        if self._thread.ident is not None:  # the thread was started
             self._thread.join(seconds + FLUSH_GRACE)
         remaining = max(0.0, self._deadline - monotonic())
         was_flushed = self._server.close(remaining, is_sending=self._thread.is_alive())

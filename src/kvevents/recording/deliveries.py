@@ -34,7 +34,7 @@ class RecordedStream:
 
     def __init__(self, run: str, endpoint: str | None, *, waits: bool) -> None:
         self.run = self.source = run
-        """The run of the newest frames, and the engine's name: the name in a note or, if none, the first run's name."""
+        """`run` is the run of the newest frames. `source` is the engine's name in a note; without a note, the first run."""
         self.endpoint = endpoint
         self.rank: int | None = None
         """The rank of the stream, or None if no note states the rank."""

@@ -75,7 +75,7 @@ class RecordingReader(Iterator[RecordedFrame]):
     """Yields the frames of one recording, in the order in which they were recorded."""
 
     def __init__(self, path: StrPath, max_line_bytes: int = MAX_LINE_BYTES) -> None:
-        # The generator owns the file, so dropping an unfinished reader closes the file. It must not refer to the reader.
+        # The generator owns the file and has no reference to the reader, so dropping an unfinished reader closes the file.
         self._truncations: list[str] = []
         self._frames = _read_frames(Path(path), self._truncations, max_line_bytes)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, get_args
 
-from kvevents.prometheus import Probes, Table, families, one_of, serve
+from kvevents.prometheus import Probes, Table, families, serve, state_set
 from kvevents.publisher.stats import HistoryStats, ReplayStats
 from kvevents.relay.journal import JournalState, JournalStats
 from kvevents.stream import Trust, TrustState
@@ -93,11 +93,11 @@ _METRICS: Final[Table[RelayStatus]] = {
     "journal_write_failures_total": ("Failed writes to the journal.", lambda s: s.journal.failures if s.journal else 0),
     "upstream_state": (
         "1 for the lowest trust state of the relay's upstreams.",
-        lambda s: one_of("state", get_args(TrustState), s.trust.name),
+        lambda s: state_set("state", get_args(TrustState), s.trust.name),
     ),
     "journal_state": (
         "1 for the state of the journal: none, new, disk, memory or closed.",
-        lambda s: one_of("state", ("none", *get_args(JournalState)), s.journal.state if s.journal else "none"),
+        lambda s: state_set("state", ("none", *get_args(JournalState)), s.journal.state if s.journal else "none"),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Choose a worker for a prompt: at random, in rotation, by load, by session, or by what caches hold.
+"""Chooses a worker for a prompt: at random, in rotation, by load, by session, or by the cached part of the prompt.
 
 ::
 

@@ -54,7 +54,7 @@ _decode: Final = msgspec.msgpack.Decoder(EngineLoad).decode
 
 
 def decode_load(payload: bytes) -> EngineLoad | None:
-    """Return the load report in a payload; None if the payload has another form. It raises for no payload."""
+    """Return the load report in a payload; None if the payload has another form. Never raises."""
     if len(payload) > MAX_LOAD_BYTES:
         return None
     try:

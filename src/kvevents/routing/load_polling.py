@@ -14,7 +14,7 @@ import random
 import time
 from typing import Final
 
-from kvevents.backoff import Backoff, jittered
+from kvevents.backoff import Backoff, apply_jitter
 from kvevents.prometheus import require
 from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
 from kvevents.routing.load_readings import MAX_METRICS_BYTES, LoadError, LoadSettings, Readings, ReportedLoad, check_load_url
@@ -102,10 +102,10 @@ class LoadPoller:
                     await asyncio.sleep(max(interval, backoff.next_delay()))
                 else:
                     backoff.reset()
-                    await asyncio.sleep(jittered(interval, random.random))
+                    await asyncio.sleep(apply_jitter(interval, random.random))
         except Exception:
             _logger.exception("polling %s has failed; its load is unknown from now on", target.url)
-            for readings in target.ranks:  # a fault that stays would exclude the engine for ever
+            for readings in target.ranks:  # a lasting fault would exclude the engine permanently
                 readings.silence = ""
 
     async def _request(self, target: _Target) -> str:

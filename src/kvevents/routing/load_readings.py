@@ -10,7 +10,7 @@ number stays 0 unless the server has the option `--enable-server-load-tracking`.
 `--enable-metrics` (`sglang/srt/observability/metrics_collector.py`).
 """
 
-# Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
+# This module has no `from __future__ import annotations`, for the reason that `kvevents.client.schemas` states.
 import logging
 import math
 import re
@@ -175,7 +175,7 @@ def _to_count(value: float) -> int:
 
 def _parse_metrics(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]]:
     require("the load of vLLM needs")
-    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - an extra
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - in an extra
 
     try:
         for family in text_string_to_metric_families(text.decode()):

@@ -67,9 +67,9 @@ def nearest(candidates: Sequence[A], distances: list[int]) -> Sequence[A]:
     return candidates if len(places) == len(candidates) else [candidates[place] for place in places]
 
 
-def break_tie(ties: Ties, equal: Sequence[Candidate], tie: str = "rotate") -> Candidate:
-    """Choose one of several equal candidates. The chosen candidate moves to the end of the rotation."""
-    chosen = equal[ties.pick(tie, [one.worker for one in equal]) if len(equal) > 1 else 0]
+def break_tie(ties: Ties, candidates: Sequence[Candidate], rule: str = "rotate") -> Candidate:
+    """Choose one of several equal candidates by a rule of `TIES`. The chosen candidate moves to the end of the rotation."""
+    chosen = candidates[ties.pick(rule, [candidate.worker for candidate in candidates]) if len(candidates) > 1 else 0]
     ties.took(chosen.worker)
     return chosen
 
@@ -104,9 +104,9 @@ class RandomChoice:
     uses_index = False
 
     def __init__(self, seed: int | None = None, _: NoSettings = NoSettings()) -> None:
-        self._random = Random(seed)  # noqa: S311 - spreads load, keeps no secret
+        self._random = Random(seed)  # noqa: S311 - it spreads load, and is no secret
 
-    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - as all policies
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - all policies have it
         """Choose each candidate with the same probability."""
         return Choice(candidates[self._random.randrange(len(candidates))], "at random from {candidates}")
 
@@ -118,9 +118,9 @@ class RoundRobin:
     uses_index = False
 
     def __init__(self, seed: int | None = None, _: NoSettings = NoSettings()) -> None:
-        self._ties = Ties(Random(seed))  # noqa: S311 - as above
+        self._ties = Ties(Random(seed))  # noqa: S311 - it spreads load, and is no secret
 
-    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - as all policies
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - all policies have it
         """Choose the next worker in the rotation. The rotation starts at a place that depends on the seed."""
         return Choice(break_tie(self._ties, candidates), "the next in rotation of {candidates}")
 
@@ -149,11 +149,11 @@ class LeastLoaded:
 
     def __init__(self, seed: int | None = None, settings: LeastLoadedSettings = LeastLoadedSettings()) -> None:
         self.settings = settings
-        self._random = Random(seed)  # noqa: S311 - as above
+        self._random = Random(seed)  # noqa: S311 - it spreads load, and is no secret
         self._ties = Ties(self._random)
         self._measure = MEASURES[settings.by]
 
-    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - as all policies
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - all policies have it
         """Choose the candidate with the lowest load. The score of a candidate is its load."""
         sampled, reason = candidates, "the least loaded of {candidates}"
         if 0 < self.settings.sample < len(candidates):
@@ -197,7 +197,7 @@ class SessionAffinity:
     def __init__(self, seed: int | None = None, settings: SessionAffinitySettings = SessionAffinitySettings()) -> None:
         """`seed` only affects prompts without a session, so that all routers agree on the worker of a session."""
         self.settings = settings
-        self._ties = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
+        self._ties = Ties(Random(seed))  # noqa: S311 - it spreads load, and is no secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
         """Choose, of the workers below the limit of requests, the one whose hash with the session is the highest."""
@@ -254,7 +254,8 @@ class PrefixAwareSettings:
     """Settings of `PrefixAware`."""
 
     wait_weight: float = 0.15
-    """Weight of a token that waits, if a token to compute has 1; at least 0. With 1 only this prompt's TTFT counts."""
+    """Weight of a waiting token, relative to a token of this prompt that must be computed; at least 0. With 1, both count
+    alike, as in the time to this prompt's first token."""
     load_weight: float = 0.05
     """Cost of a load that equals the mean of all candidates, relative to computing the whole prompt; at least 0. If both
     weights are 0, only caches count."""
@@ -264,8 +265,8 @@ class PrefixAwareSettings:
     """Tokens of work that each prompt token of a request counts as after its first token, for engines short of memory; at least
     0. With 1, the policy balances tokens in memory rather than waiting tokens."""
     tiers: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TIER_WEIGHTS.items()))
-    """Value of a token by the tier that holds it, from 0 (as bad as computing it) to 1. Tiers without a value here have the one
-    in `TIER_WEIGHTS`; unknown tiers have the lowest of all."""
+    """Value of a token by the tier that holds it, from 0 (as bad as computing it) to 1. Tiers without a value have their value
+    in `TIER_WEIGHTS`; unknown tiers have the lowest value of all tiers."""
     trust: Mapping[str, float] = field(default_factory=lambda: dict[str, float](TRUST_WEIGHTS.items()))
     """Factor for tokens that a worker holds, by the state of its stream, 0 to 1. The default is in `TRUST_WEIGHTS`.
     Tokens that might be gone (`Candidate.uncertain`) have the lower of this factor and that of DEGRADED."""
@@ -299,7 +300,7 @@ class PrefixAware:
 
     def __init__(self, seed: int | None = None, settings: PrefixAwareSettings = PrefixAwareSettings()) -> None:
         self.settings = settings
-        self._random = Random(seed)  # noqa: S311 - spreads load, keeps no secret
+        self._random = Random(seed)  # noqa: S311 - it spreads load, and is no secret
         self._ties = Ties(self._random)
         tiers = dict[str, float](TIER_WEIGHTS.items()) | dict(settings.tiers)
         self._trust = dict[str, float](TRUST_WEIGHTS.items()) | dict(settings.trust)
@@ -329,7 +330,7 @@ class PrefixAware:
     def _sample(self, candidates: Sequence[Candidate]) -> Sequence[Candidate]:
         if not 0 < self.settings.sample < len(candidates) - 1:
             return candidates
-        # Shuffle the candidates: of several that hold the same number of tokens, a random one is then considered.
+        # The candidates are shuffled, so that a random one of those with the longest prefix is considered.
         order = self._random.sample(candidates, len(candidates))
         longest = max(range(len(order)), key=lambda place: order[place].tokens)
         return [order.pop(longest), *order[: self.settings.sample]]

@@ -49,7 +49,8 @@ class Candidate(Struct, frozen=True, gc=False):
     trust: str = "EXACT"
     """State of the worker's stream, as `kvevents.Trust` names it."""
     inexact_tiers: tuple[str, ...] = ()
-    """Tiers to which `trust` does not apply, as in `Trust.inexact_tiers`; if it is EXACT, tokens there count as DEGRADED."""
+    """Tiers to which `trust` does not apply, as in `Trust.inexact_tiers`. If `trust` is EXACT, tokens on these tiers count as
+    DEGRADED."""
     uncertain: int = 0
     """How many of `tokens`, at the end of the prefix, might be gone; `WorkerMatch.certain` counts the others."""
 

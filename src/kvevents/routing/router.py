@@ -33,7 +33,7 @@ class _WorkerLoad:
     """The load of a worker. Requests of a removed worker change its old object, never that of a new worker with its name.
 
     A worker that is added while other workers have requests begins with their mean load, which is halved every `HALF_LIFE`.
-    With no load it would get every prompt until it has as many requests as the others, which may count some that have ended.
+    With no load it would get every prompt until it has as many requests as the other workers, whose requests may have ended.
     """
 
     __slots__ = ("_added_at", "_initial", "_reading", "_sent_requests", "_sent_tokens", "load")
@@ -198,7 +198,7 @@ class Router:
     Raises `ConfigError`.
     """
 
-    def __init__(  # noqa: PLR0913 - settings, by keyword
+    def __init__(  # noqa: PLR0913 - the parameters are settings
         self,
         policy: Policy,
         index: PrefixIndex | None = None,

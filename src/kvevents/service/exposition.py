@@ -28,7 +28,7 @@ from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from kvevents.client.schemas import StatsAnswer
 from kvevents.events import TIERS
 from kvevents.index import IndexStats
-from kvevents.prometheus import Table, by_label, families, family, labelled, one_of, registry
+from kvevents.prometheus import Table, families, family, label_samples, registry, samples_by_label, state_set
 from kvevents.service.data_plane import DURATION_BOUNDS, MATCH_RATIO_BOUNDS, Counts, HistogramCounts
 from kvevents.service.fleet.member import Member
 from kvevents.service.service import Service
@@ -82,7 +82,7 @@ def _labels_of(member: Member) -> Labels:
 
 def _source_families(table: Table[T], sources: list[tuple[Labels, T]]) -> Iterator[Metric]:
     for name, (text, read_value) in table.items():
-        samples = [(labels | extra, value) for labels, source in sources for extra, value in labelled(read_value(source))]
+        samples = [(labels | extra, value) for labels, source in sources for extra, value in label_samples(read_value(source))]
         yield family(f"kvevents_source_{name}", text, samples)
 
 
@@ -100,14 +100,14 @@ def _histogram_family(
 # --- sources -----------------------------------------------------------------------------------------------------------------
 
 _SOURCES: Final[Table[Member]] = {
-    "state": ("1 for the current trust state, 0 for the others.", lambda m: one_of("state", STATES, m.trust_status.state)),
+    "state": ("1 for the current trust state, 0 for the others.", lambda m: state_set("state", STATES, m.trust_status.state)),
     "reason": (
         "1 for each reason why the source is not EXACT.",
         lambda m: [({"state": m.trust_status.state, "reason": reason}, 1) for reason in m.trust_status.reason_codes],
     ),
     "inexact_tier": (
         "1 for each tier whose removals the source does not announce.",
-        lambda m: by_label("tier", dict.fromkeys(m.registration.stores_only, 1)),
+        lambda m: samples_by_label("tier", dict.fromkeys(m.registration.stores_only, 1)),
     ),
 }
 _WORKERS: Final[Table[Member]] = {
@@ -160,11 +160,11 @@ _STREAMS: Final[Table[StreamCounters]] = {
     ),
     "gaps_total": (
         "Runs of missing batches by outcome; a run that was recovered in part counts for both outcomes.",
-        lambda c: by_label("outcome", {"lost": c.gaps, "recovered": c.gaps_repaired}),
+        lambda c: samples_by_label("outcome", {"lost": c.gaps, "recovered": c.gaps_repaired}),
     ),
     "replays_total": (
         "Replay requests by outcome: complete, truncated, unanswered, or contradicted by the live stream.",
-        lambda c: by_label(
+        lambda c: samples_by_label(
             "outcome",
             {"complete": c.complete, "truncated": c.truncated, "unanswered": c.unanswered, "contradicted": c.conflicts},
         ),
@@ -187,7 +187,7 @@ class _Scrape(NamedTuple):
 _SERVICE: Final[Table[_Scrape]] = {
     "sources": (
         "Sources by trust state.",
-        lambda s: by_label("state", {name: s.stats.sources.get(name, 0) for name in STATES}),
+        lambda s: samples_by_label("state", {name: s.stats.sources.get(name, 0) for name in STATES}),
     ),
     "sources_without_series": (
         "Ranks without series of their own, since more than limits.max_metric_sources are registered.",
@@ -209,10 +209,13 @@ _SERVICE: Final[Table[_Scrape]] = {
         "1 while the last write to state_dir failed; absent without a state_dir.",
         lambda s: None if s.service.state_store is None else s.stats.snapshot_fault is not None,
     ),
-    "index_tier_blocks": ("Blocks by tier, counted for each worker.", lambda s: by_label("tier", _sum_tiers(s.stats.tiers))),
+    "index_tier_blocks": (
+        "Blocks by tier, counted for each worker.",
+        lambda s: samples_by_label("tier", _sum_tiers(s.stats.tiers)),
+    ),
     "discovery_faults": (
         "Current discovery faults by provider.",
-        lambda s: by_label("provider", {name: len(faults) for name, faults in s.service.faults().items()}),
+        lambda s: samples_by_label("provider", {name: len(faults) for name, faults in s.service.faults().items()}),
     ),
     "index_batches_total": ("Batches applied to the index.", lambda s: s.stats.batches),
     "index_evicted_blocks_total": ("Blocks that the index refused at its memory limit.", lambda s: s.stats.evicted),
@@ -222,7 +225,7 @@ _SERVICE: Final[Table[_Scrape]] = {
     ),
     "index_rejected_stores_total": (
         "Decoded stores that the index could not use, by reason.",
-        lambda s: by_label("reason", _reasons_of_stores(s.index_stats.rejected)),
+        lambda s: samples_by_label("reason", _reasons_of_stores(s.index_stats.rejected)),
     ),
     "rejected_events_total": (
         "Events that could not be decoded, by dialect and reason.",
@@ -233,12 +236,12 @@ _SERVICE: Final[Table[_Scrape]] = {
     "ended_leases_total": ("Ranks unregistered at the end of their leases.", lambda s: s.service.registrations.ended_leases),
     "http_ignored_fields_total": (
         "Unknown fields in request bodies that the service ignored.",
-        lambda s: by_label("path", dict(s.service.ignored_fields)),
+        lambda s: samples_by_label("path", dict(s.service.ignored_fields)),
     ),
     "reservations_open": ("Reservations that were neither finished nor expired.", lambda s: s.counts.reservations.get("open")),
     "reservations_total": (
         "Reservations by outcome: made; then finished, expired or replaced; or refused, since too many were open.",
-        lambda s: by_label("outcome", {name: count for name, count in s.counts.reservations.items() if name != "open"}),
+        lambda s: samples_by_label("outcome", {name: count for name, count in s.counts.reservations.items() if name != "open"}),
     ),
     "http_requests_total": (
         "HTTP and gRPC requests by path and status.",
@@ -250,7 +253,7 @@ _SERVICE: Final[Table[_Scrape]] = {
     ),
     "http_connections": (
         "Open connections by state: new, reading, answering, idle or closing.",
-        lambda s: by_label("state", s.counts.connections),
+        lambda s: samples_by_label("state", s.counts.connections),
     ),
     "http_connections_limit": (
         "Connections above which the service answers probes and /metrics only (limits.max_clients).",
@@ -259,11 +262,11 @@ _SERVICE: Final[Table[_Scrape]] = {
     "http_connections_opened_total": ("Connections that clients opened.", lambda s: s.counts.opened),
     "http_connections_closed_total": (
         "Connections that the service closed, by reason; full and evicted mean too many.",
-        lambda s: by_label("reason", _CLOSE_REASONS | s.counts.closed),
+        lambda s: samples_by_label("reason", _CLOSE_REASONS | s.counts.closed),
     ),
     "http_rejected_requests_total": (
         "Requests rejected before their path was known, by reason.",
-        lambda s: by_label("reason", _REJECT_REASONS | s.counts.refusals),
+        lambda s: samples_by_label("reason", _REJECT_REASONS | s.counts.refusals),
     ),
     "http_request_buffer_bytes": ("Memory of received request bodies beyond 64 KiB each.", lambda s: s.counts.received),
     "http_response_buffer_bytes": ("Memory of responses that clients have not read yet.", lambda s: s.counts.unread),

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, TypeAlias
 
 from kvevents.closeable import Closeable
-from kvevents.endpoints import connectable
+from kvevents.endpoints import connectable_endpoint
 from kvevents.errors import ClosedError, ConfigError, EndpointError
 from kvevents.testing.ports import ReservedPort, reserve_port
 from kvevents.testing.proxy_pipe import DirectionCounts, DirectionFaults, Pipe, Rule, change_counts
@@ -73,7 +73,7 @@ class FaultProxy(Closeable):
     """
 
     def __init__(self, upstream: str, listen: str = "tcp://127.0.0.1:*", *, limits: ProxyLimits = ProxyLimits()) -> None:
-        self._upstream = tcp_address(connectable(upstream))
+        self._upstream = tcp_address(connectable_endpoint(upstream))
         self._limits = limits
         self._port = reserve_port(listen)
         self._condition = threading.Condition()
@@ -103,7 +103,7 @@ class FaultProxy(Closeable):
     @property
     def endpoint(self) -> str:
         """Endpoint for clients, which stays the same when connections are cut."""
-        return connectable(self._port.endpoint)
+        return connectable_endpoint(self._port.endpoint)
 
     @property
     def counts(self) -> ProxyCounts:

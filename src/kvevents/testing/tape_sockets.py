@@ -12,7 +12,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 import zmq
 
-from kvevents.endpoints import connectable
+from kvevents.endpoints import connectable_endpoint
 from kvevents.errors import EndpointError, UsageError
 from kvevents.recording import LiveBatch
 from kvevents.testing.playlist import Faults, Playlist, Reply
@@ -146,7 +146,7 @@ class TapeSockets:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, limit is None)
             addresses.append(_bind(self._router, self._ports[1]))
         self._ports = [ReservedPort(name, port.holder) for name, port in zip(addresses, self._ports, strict=True)]
-        self.endpoints = [connectable(name) for name in addresses]
+        self.endpoints = [connectable_endpoint(name) for name in addresses]
 
     def close(self, linger_ms: int) -> None:
         """Close the sockets. Queued messages are sent for up to `linger_ms`."""

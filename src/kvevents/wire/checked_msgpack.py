@@ -35,7 +35,7 @@ class WireLimits(Struct, frozen=True):
     """Maximum number of bytes in the parts of a batch that have no fixed form: `extra_keys` and unknown fields. Empty lists
     take 140 times their size while they are decoded. Extra keys for a million tokens with a LoRA have about 2 MiB."""
     max_nesting: int = 8
-    """Maximum depth of containers in an event, which counts as one level. Engines reach 4 (with multimodal `extra_keys`)."""
+    """Maximum depth of containers; the event itself is level 1. Engines reach 4 (with multimodal `extra_keys`)."""
     max_rejected: int = 1_000
     """Maximum number of rejected events in a batch. If more events are rejected, the whole batch is rejected."""
 
@@ -63,7 +63,7 @@ Without the limit, one corrupt frame (2**63) would make every later number of th
 MAX_RAW_BYTES: Final = 256
 """Maximum number of bytes of the rejected input that a record holds, for diagnosis."""
 _MAX_DETAIL: Final = 256
-"""Maximum number of characters of a detail. A peer may choose parts of a detail."""
+"""Maximum number of characters of `Rejected.detail`, parts of which a peer may choose."""
 
 
 class Rejected(msgspec.Struct, frozen=True):
@@ -213,7 +213,7 @@ def array_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int,
 
 
 def map_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int) -> dict[str, msgspec.Raw]:
-    """Return the raw values of a map by name; if a name occurs twice, its last value. Raise `DecodeRejectedError`."""
+    """Return the raw values of a map by name; if a name occurs twice, its last value counts. Raise `DecodeRejectedError`."""
     view = memoryview(raw)
     _check_length(view, subject, limit, "too-many-fields")
     try:
@@ -267,7 +267,7 @@ def to_python(raw: msgspec.Raw, subject: str, depth: int, take_steps: Callable[[
 
 
 def _layout_by_first_byte() -> list[tuple[int, int, int]]:
-    """Return for each first byte: bytes to skip, bytes of a length field, and values inside (per unit of length)."""
+    """Return for each first byte: number of bytes to skip, width of the length field, number of values per unit of length."""
     layout = [(0, 0, 0)] * 256  # small integers, nil and booleans
     layout[0x80:0xA0] = [(0, 0, 2 * length) for length in range(16)] + [(0, 0, length) for length in range(16)]  # maps, arrays
     layout[0xA0:0xC0] = [(length, 0, 0) for length in range(32)]  # strings

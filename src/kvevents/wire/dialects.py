@@ -122,7 +122,7 @@ ARRAY_STORED: Final = _V0_22.stored_fields
 ARRAY_REMOVED: Final = (*_V0_22.removed_fields, "heartbeat")
 """The longest array form of BlockRemoved, followed by the field that only kvevents sends."""
 ARRAY_CLEARED: Final = ("medium", "group_idx")
-"""The fields with the scope of a limited clear. Only kvevents sends these fields in array events."""
+"""Fields that limit a clear to a medium and a group. Only kvevents sends these fields in array events."""
 
 # No release sends this kind yet: https://github.com/vllm-project/vllm/pull/50732.
 NEUTRAL_KINDS: Final = frozenset({"BlockInactive"})

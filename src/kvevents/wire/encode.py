@@ -42,8 +42,8 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
 
     With a dialect, KV cache events (those of kvevents and of `kvevents.compat`) are encoded as that release encodes them,
     without the fields that the release lacks. Users' own event types are encoded as they are declared.
-    Without a dialect, KV cache events are encoded as arrays, which almost all subscribers read (`DEFAULT_DIALECT`). Only an
-    event with a field for which the array has no place is sent as a map, as by the newest vLLM, so nothing is left out.
+    Without a dialect, KV cache events are encoded as arrays, which almost all subscribers read (`DEFAULT_DIALECT`). An event
+    with a field that the array cannot hold is encoded as a map in the form of the newest vLLM, so no field is left out.
 
     Raise `EncodeError` if a value in the batch cannot be encoded.
     """
@@ -53,9 +53,9 @@ def encode_batch(batch: EventBatch, dialect: Dialect | None = None) -> bytes:
 def batch_encoder(dialect: Dialect | None = None) -> _Encoder:
     """Return a function that encodes batches in one dialect, as `encode_batch` does."""
     layout = dialect or DEFAULT_DIALECT
-    # All engines declare their batches in this form today.
+    # In the newest releases of all engines, batches are arrays with a rank.
     is_common = layout.batch_form == "array" and layout.has_rank
-    # A block's stores and removals must have the same hash, and most stores are sent unchanged: so no hash is converted.
+    # Most stores are sent unchanged in this form, so no event has its hashes converted: removals must match their stores.
     keeps_hashes = layout.is_lossless and not layout.has_signed_hashes
     converters: dict[Any, _Converter] = {}
 
@@ -161,7 +161,7 @@ def _stored_converter(convert: _Converter) -> _Converter:
 
 
 def _value(event: Any, name: str, convert_hash: _Converter) -> Any:
-    """Return one field. Hashes are bytes if the peer sent bytes, else integers that `convert_hash` returns."""
+    """Return the value of one field. Hashes are bytes if the peer sent bytes, else integers that `convert_hash` returns."""
     value: Any = getattr(event, name, None)
     if name == "block_hashes":
         digests = getattr(event, "block_digests", None)

@@ -209,7 +209,7 @@ def _rename_mooncake_fields(kind: str, fields: dict[str, msgspec.Raw]) -> dict[s
     """Return the fields of a Mooncake event (RFC #1527) that are not nil, by the names of kvevents.
 
     Mooncake's own names take precedence over the duplicates that its compatibility mode adds
-    (https://github.com/kvcache-ai/Mooncake/pull/2214). Tokens, parent and block size are nil if the store does not know them.
+    (https://github.com/kvcache-ai/Mooncake/pull/2214). Tokens, parent and block size are nil if Mooncake does not know them.
     """
     for name in ("event_type", "type"):
         fields.pop(name, None)
@@ -349,7 +349,7 @@ class FieldReader:
         self._budget.take_bytes(name, len(memoryview(raw)))
         try:
             keys: list[tuple[Any, ...] | None] = _EXTRA_KEYS.decode(raw)
-        except MSGPACK_ERRORS:  # of free form
+        except MSGPACK_ERRORS:  # the keys have a free form
             values = to_python(raw, name, self._limits.max_nesting - 1, self._budget.take_steps)
             if not isinstance(values, list) or not all(value is None or isinstance(value, list) for value in values):
                 raise DecodeRejectedError("bad-field", "extra_keys is not a list of lists or nil") from None

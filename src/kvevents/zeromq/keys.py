@@ -212,7 +212,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbi
 
     def _load_server_key(self, text: str) -> None:
         """Read the key from the file named `text`. If there is no such file, keep the text, which then fails the check."""
-        if not os.path.isfile(text):  # noqa: PTH113 - unlike Path.is_file, it raises for no text
+        if not os.path.isfile(text):  # noqa: PTH113 - `Path.is_file` can raise an error
             return
         keys = read_public_keys(Path(text))
         if len(keys) > 1:

@@ -57,7 +57,7 @@ class NameResolver(Generic[Waiter]):
     """Starts lookups, and wakes a selector when a lookup ends. One thread calls all methods."""
 
     def __init__(self, watch: Callable[[socket.socket, Callable[[], Collection[Waiter]]], None]) -> None:
-        """`watch` takes a socket and a function; when the socket is readable, a selector reports the function's waiters."""
+        """`watch(socket, function)` makes a selector report the waiters that `function` returns when `socket` is readable."""
         self._watch = watch
         self._lookups: dict[str, Lookup] = {}
         self._waiters: dict[Lookup, set[Waiter]] = {}

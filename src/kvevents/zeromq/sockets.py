@@ -263,10 +263,10 @@ def close_socket(socket: Socket, deadline: float | None) -> float:
     """
     now = monotonic()
     linger = 0.0 if deadline is None else max(deadline - now, FLUSH_GRACE)
-    with suppress(zmq.ZMQError):  # the context was terminated, so the name is free
+    with suppress(zmq.ZMQError):  # the context was terminated, so its `inproc://` names are free
         endpoint = cast("bytes", socket.last_endpoint).rstrip(b"\0").decode()
         if endpoint.startswith("inproc://"):
-            socket.unbind(endpoint)  # close() frees the name too late for a publisher that is opened at once
+            socket.unbind(endpoint)  # a publisher may be opened before `close` frees the name
     socket.close(linger=int(linger * 1000))
     return now + int(linger * 1000) / 1000
 
@@ -275,7 +275,7 @@ class Reconnector:
     """Keeps an event socket connected to a consumer that listens at `endpoint`. Raises `EndpointError`.
 
     libzmq reconnects after most failures and reports this to its monitor. But libzmq does not reconnect after a peer has
-    violated the protocol (another socket type, other keys), although the right peer may use that address later; `poll` does.
+    violated the protocol (another socket type, other keys). `poll` does, because a consumer may use that address later.
     """
 
     def __init__(self, socket: Socket, endpoint: str, role: str, delay: float) -> None:

@@ -228,7 +228,7 @@ class _ZapHandler:
         # The handler is removed before its socket is closed: then the context can end, and a new context may get the same id.
         if _registry.handlers.get(self.context_id) is self:
             del _registry.handlers[self.context_id]
-        with suppress(zmq.ZMQError):  # close() alone would free the name too late
+        with suppress(zmq.ZMQError):  # `close` alone would free the endpoint too late
             self._socket.unbind(ZAP_ENDPOINT)
         self._socket.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvevents.endpoints import connectable
+from kvevents.endpoints import connectable_endpoint
 from kvevents.testing import FaultProxy
 from kvevents.testing.proxy import tcp_address
 
@@ -18,7 +18,7 @@ class RedirectingProxy(FaultProxy):
 
     def redirect(self, upstream: str) -> None:
         """Close every connection, and connect clients to another TCP endpoint until `heal`. Raise `ConfigError`."""
-        self._upstream = tcp_address(connectable(upstream))
+        self._upstream = tcp_address(connectable_endpoint(upstream))
         self.cut()
 
     def heal(self) -> None:

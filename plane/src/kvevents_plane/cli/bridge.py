@@ -33,7 +33,7 @@ from kvevents.cli.signals import (
     configure_threads,
     trimming_memory,
 )
-from kvevents.prometheus import Probes, Samples, Table, by_label, families, serve
+from kvevents.prometheus import Probes, Samples, Table, families, samples_by_label, serve
 from kvevents.prometheus import check as check_metrics
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
 from kvevents.service.errors import ConflictError
@@ -347,5 +347,8 @@ _METRICS: Final[Table[BridgeProcess]] = {
         _by_partition(lambda p: p.builder.queued_bytes),
     ),
     "partition_blocked": ("1 while the bridge cannot read or write the partition.", _by_partition(lambda p: bool(p.fault))),
-    "streams": ("Followed streams by trust state.", lambda p: by_label("state", dict.fromkeys(_TRUSTS, 0) | p.count_trusts())),
+    "streams": (
+        "Followed streams by trust state.",
+        lambda p: samples_by_label("state", dict.fromkeys(_TRUSTS, 0) | p.count_trusts()),
+    ),
 }

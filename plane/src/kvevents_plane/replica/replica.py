@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric
 
 from kvevents.errors import ConfigError, PlaneError, SnapshotError
 from kvevents.index import PrefixIndex
-from kvevents.prometheus import Samples, Table, by_label, families
+from kvevents.prometheus import Samples, Table, families, samples_by_label
 from kvevents.service.fleet.fleet import Fleet
 from kvevents.service.fleet.registration import Registration
 from kvevents.stream import Checkpoint
@@ -253,7 +253,7 @@ def _sum_partitions(count: Callable[[PartitionState], int]) -> Callable[[IndexBu
 
 
 def _by_partition(read: Callable[[PartitionProgress], float | None]) -> Callable[[IndexBuild], Samples]:
-    return lambda build: by_label(
+    return lambda build: samples_by_label(
         "partition", {str(number): read(partition) for number, partition in dict(build.subscriber.partitions).items()}
     )
 
@@ -283,6 +283,6 @@ _BUILD: Final[Table[IndexBuild]] = {
     ),
     "partition_snapshot_timestamp_seconds": (
         "Unix time at which this replica found the newest snapshot; absent before the first.",
-        lambda b: by_label("partition", {str(number): time.time() - age for number, age in b.snapshot_ages().items()}),
+        lambda b: samples_by_label("partition", {str(number): time.time() - age for number, age in b.snapshot_ages().items()}),
     ),
 }

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Self
 
 from msgspec.structs import replace
 
-from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
+from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, apply_jitter
 from kvevents.endpoints import MAX_PORT
 from kvevents.errors import ConfigError, ExternalError, MissingDependencyError
 from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpClient, EngineProvider
@@ -197,7 +197,7 @@ class DnsProvider:
                 finding = replace(last, faults=(f"{error}{stay}",))
             else:
                 backoff.reset()
-                pause = jittered(min(max(resolved.ttl, MIN_SECONDS), MAX_SECONDS), self.clock.random)
+                pause = apply_jitter(min(max(resolved.ttl, MIN_SECONDS), MAX_SECONDS), self.clock.random)
                 resolved_at = self.clock.now()
                 finding = last = self._finding(resolved)
             if finding != yielded:

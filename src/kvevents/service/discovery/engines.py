@@ -32,7 +32,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, jittered
+from kvevents.backoff import SYSTEM_CLOCK, Backoff, Clock, apply_jitter
 from kvevents.config import KVEventsConfig
 from kvevents.endpoints import MAX_PORT, split_tcp
 from kvevents.errors import ConfigError
@@ -385,7 +385,7 @@ class EngineProvider(Struct, frozen=True):
                 pause = backoff.next_delay()
             else:
                 backoff.reset()
-                pause = jittered(self.interval, self.clock.random)
+                pause = apply_jitter(self.interval, self.clock.random)
             if finding != yielded:
                 yield finding
             yielded = finding

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvevents.backoff import SYSTEM_CLOCK, Clock, jittered
+from kvevents.backoff import SYSTEM_CLOCK, Clock, apply_jitter
 from kvevents.errors import ConfigError
 from kvevents.service.discovery.engines import EngineProvider
 from kvevents.service.discovery.provider import Finding, SourceTable, parse_table
@@ -75,7 +75,7 @@ class FileProvider(Struct, frozen=True):
                 if stamp == await asyncio.to_thread(file_stamp, self.path):
                     read_stamp, finding = stamp, newest
                     yield finding
-            await self.clock.sleep(jittered(self.interval, self.clock.random))
+            await self.clock.sleep(apply_jitter(self.interval, self.clock.random))
 
     def _load(self, known: Finding) -> Finding:
         try:
