@@ -19,7 +19,7 @@ use crate::stream::{RemovalTarget, Stream};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::{Event, Kind, Scratch, Span, extra_keys};
 
-/// The medium of a clear after which all tiers are certainly empty. Only senders of kvevents name this medium.
+/// The medium that a clear names if all tiers are certainly empty afterwards. Only publishers of kvevents name this medium.
 pub const EVERY_TIER: &[u8] = b"*";
 
 /// The events of a payload.
@@ -47,7 +47,7 @@ impl Read<'_> {
         }
     }
 
-    /// The extra keys of an event; None if no block has an extra key.
+    /// The extra keys of an event's blocks; None if no block has an extra key.
     fn extra_keys(&self, event: &Event) -> Option<&[u8]> {
         self.bytes(event.extra_keys.filter(|_| event.has_extra_keys))
     }
@@ -58,7 +58,7 @@ impl Read<'_> {
     }
 }
 
-/// Hashes of one event; the buffers are reused for the next event.
+/// The hashes of one event. The buffers are reused for the next event.
 #[derive(Debug, Default)]
 pub struct Work {
     locals: Vec<u64>,
@@ -69,11 +69,11 @@ pub struct Work {
     targets: Vec<RemovalTarget>,
 }
 
-/// Number of blocks for which memory is kept from one event to the next.
+/// Number of blocks for which the buffers keep memory after an event.
 const BLOCKS_KEPT: usize = 1 << 14;
 
 impl Work {
-    /// Releases the buffers if a very large event has made them grow.
+    /// Releases the buffers' memory if a very large event has made them grow.
     pub fn shrink(&mut self) {
         if self.keys.capacity().max(self.extras.capacity()) > BLOCKS_KEPT {
             *self = Self::default();

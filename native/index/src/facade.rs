@@ -16,14 +16,14 @@ use crate::wire::scan::{Kind, Limits as PayloadLimits, Schema};
 /// Bounds of an index.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
-    /// Bounds of the contents of the index; input that is dropped at a bound is counted.
+    /// Bounds of the contents of the index. Input that is dropped at a bound is counted.
     pub contents: ContentLimits,
-    /// Bounds of one payload; a part of the payload that exceeds a bound is rejected.
+    /// Bounds of one payload. The part of a payload that exceeds a bound is rejected.
     pub payload: PayloadLimits,
 }
 
 impl Limits {
-    /// Adds a memory limit in bytes: new blocks are refused while the index takes more.
+    /// Adds a memory limit in bytes: while the index takes more bytes, it refuses new blocks.
     #[must_use]
     pub fn with_memory(mut self, bytes: usize) -> Self {
         self.contents.memory = Some(bytes);
@@ -55,12 +55,12 @@ impl Limits {
     }
 }
 
-/// The incarnation of a publisher. When a publisher restarts, a higher incarnation begins, and the blocks of earlier incarnations are
-/// removed.
+/// A number for one life of a publisher process. When a publisher restarts, it begins a higher incarnation, and the blocks of earlier
+/// incarnations are removed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Incarnation(pub i64);
 
-/// The place of a batch in its stream.
+/// The position of a batch in its stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {
     /// The incarnation of the publisher.
@@ -85,7 +85,7 @@ impl fmt::Display for Worker {
     }
 }
 
-/// Where a block is.
+/// The kind of memory that holds a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Tier {
     /// In the memory of the device.
@@ -98,7 +98,7 @@ pub enum Tier {
 }
 
 impl Tier {
-    /// The name of the medium in events.
+    /// The medium that events name for this tier.
     fn medium(self) -> &'static str {
         match self {
             Self::Gpu => "GPU",
@@ -111,17 +111,17 @@ impl Tier {
 /// The blocks of a prefix that a KV cache group of a hybrid model needs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Attention {
-    /// All of them.
+    /// All blocks.
     #[default]
     Full,
-    /// Blocks that cover the last tokens; the number is the window's size in tokens.
+    /// The blocks that cover the last tokens of the prefix; the number is the size of the window in tokens.
     SlidingWindow(u32),
-    /// The last block only: it holds the state after its last token (Mamba).
+    /// The last block only: it holds the state after the block's last token (Mamba).
     State,
 }
 
 impl Attention {
-    /// Name of this kind in events.
+    /// The name of this kind in events.
     fn kind(self) -> &'static str {
         match self {
             Self::Full => "full_attention",
@@ -158,7 +158,7 @@ pub struct Store<'a> {
     pub tokens: &'a [u32],
     /// Number of tokens of each block.
     pub block_size: u32,
-    /// Where the blocks are.
+    /// The tier of the blocks.
     pub tier: Tier,
     /// The group of a hybrid model; None if the model has one group.
     pub group: Option<Group>,
@@ -171,34 +171,34 @@ pub struct Store<'a> {
 /// Blocks that a worker has removed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Remove<'a> {
-    /// The engine's hashes.
+    /// The engine's hash of each block.
     pub hashes: &'a [u64],
-    /// Where the blocks were.
+    /// The tier of the blocks.
     pub tier: Tier,
     /// The number that identifies the blocks' group; None if the model has one group.
     pub group: Option<u32>,
 }
 
-/// A worker's cache, or a part of it, that was cleared.
+/// A clear of a worker's cache, or of one tier of it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Clear {
-    /// The tier that was cleared; None for all.
+    /// The tier that was cleared; None for all tiers.
     pub tier: Option<Tier>,
 }
 
-/// Outcome of a batch or an event that caused no error.
+/// Outcome of a batch or event, unless an error occurred.
 #[derive(Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Applied {
-    /// The batch or event was applied. The report has its rejected parts and its heartbeat.
+    /// The batch or event was applied. The report lists the rejected parts of the batch and its heartbeat.
     Now(Option<Box<BatchReport>>),
-    /// The batch was applied before.
+    /// The batch was already applied before.
     Before,
     /// The batch belongs to an incarnation that has ended, or to a worker that was removed.
     Void,
 }
 
-/// Why an index could not be created or read, or why it has not applied input.
+/// A failure to create, read or change an index.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
@@ -206,7 +206,7 @@ pub enum Error {
     Limit(String),
     /// The number of tokens is not the number of hashes times the block size; the text states these numbers.
     Shape(String),
-    /// The index has reached the maximum number of streams.
+    /// The index already has the maximum number of streams.
     Full,
     /// A panic has left the index half changed.
     Damaged,
@@ -243,7 +243,7 @@ impl Scope {
         }
     }
 
-    /// Selects the same workers, for a prompt with a LoRA.
+    /// Adds to the scope the LoRA of the prompt.
     #[must_use]
     pub fn with_lora(self, name: &str) -> Self {
         Self {
@@ -252,7 +252,7 @@ impl Scope {
         }
     }
 
-    /// Selects the same workers, for a prompt with a cache salt.
+    /// Adds to the scope the cache salt of the prompt.
     #[must_use]
     pub fn with_salt(self, salt: &str) -> Self {
         Self {
@@ -262,7 +262,7 @@ impl Scope {
     }
 }
 
-/// Numbers of tokens of the longest prefix that a worker holds. Each tier includes the blocks of faster tiers.
+/// Numbers of tokens of the longest prefix that a worker holds. The number for a tier includes the blocks of faster tiers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tokens {
     /// Number of tokens on the device only.
@@ -289,11 +289,11 @@ pub struct Hit<'a> {
     pub worker: &'a Worker,
     /// Number of tokens that the worker holds, according to its events.
     pub tokens: Tokens,
-    /// Number of tokens that the worker certainly holds: fewer if some blocks might be gone.
+    /// Number of tokens that the worker certainly holds; it is lower than `tokens` if some blocks might be gone.
     pub certain: Tokens,
 }
 
-/// An index that finds how long a prefix of a prompt each worker holds.
+/// An index of the prompt prefixes that workers hold.
 ///
 /// Any number of threads can search while others apply batches. The caller must apply the batches of one worker in order, one at a time.
 #[derive(Debug)]
@@ -316,10 +316,10 @@ impl Index {
 
     // --- batches as engines send them
 
-    /// Applies a batch: msgpack, in any form that an engine sends. The caller orders the batches of a stream.
+    /// Applies a batch, given as msgpack in any form that an engine sends. The caller must apply the batches of a stream in order.
     ///
     /// # Errors
-    /// [`Error::Full`] or [`Error::Damaged`]. Invalid input from a peer is never an error: the report lists the rejected parts.
+    /// [`Error::Full`] or [`Error::Damaged`]. Invalid input from a peer never causes an error: the report lists the rejected parts.
     pub fn batch(&self, worker: &Worker, at: Position, payload: &[u8]) -> Result<Applied, Error> {
         let applied = self
             .inner
@@ -330,7 +330,7 @@ impl Index {
     /// Records that the batches up to `last` are lost.
     ///
     /// # Errors
-    /// As for [`Index::batch`].
+    /// The errors of [`Index::batch`].
     pub fn gap(&self, worker: &Worker, last: Position) -> Result<Applied, Error> {
         let found = self.inner.gap(&worker.source, worker.rank, last.incarnation.0, last.seq);
         outcome(found, None)
@@ -339,7 +339,7 @@ impl Index {
     /// Begins an incarnation of a worker's publisher, and removes all blocks of the worker.
     ///
     /// # Errors
-    /// As for [`Index::batch`].
+    /// The errors of [`Index::batch`].
     pub fn reset(&self, worker: &Worker, incarnation: Incarnation) -> Result<Applied, Error> {
         outcome(self.inner.reset(&worker.source, worker.rank, incarnation.0), None)
     }
@@ -349,7 +349,7 @@ impl Index {
     /// Applies a store of blocks as the next batch of a worker.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is not one block of tokens for each hash, and as for [`Index::batch`].
+    /// [`Error::Shape`] if `tokens` are not one block for each hash, and the errors of [`Index::batch`].
     pub fn store(&self, worker: &Worker, store: Store<'_>) -> Result<Applied, Error> {
         let (hashes, size) = (store.hashes.len(), store.block_size as usize);
         if size == 0 || hashes.checked_mul(size) != Some(store.tokens.len()) {
@@ -374,7 +374,7 @@ impl Index {
     /// Applies a removal of blocks as the next batch of a worker.
     ///
     /// # Errors
-    /// As for [`Index::batch`].
+    /// The errors of [`Index::batch`].
     pub fn remove(&self, worker: &Worker, remove: Remove<'_>) -> Result<Applied, Error> {
         let mut event = TypedEvent::new(Kind::Removed, remove.hashes, &[]).ok_or_else(too_long)?;
         event.add_text(Some(remove.tier.medium()), |event| &mut event.medium);
@@ -385,7 +385,7 @@ impl Index {
     /// Applies a clear of the cache as the next batch of a worker.
     ///
     /// # Errors
-    /// As for [`Index::batch`].
+    /// The errors of [`Index::batch`].
     pub fn clear(&self, worker: &Worker, clear: Clear) -> Result<Applied, Error> {
         let mut event = TypedEvent::new(Kind::Cleared, &[], &[]).ok_or_else(too_long)?;
         // A clear without a medium does not remove blocks on disks.
@@ -398,8 +398,8 @@ impl Index {
 
     // --- lookups
 
-    /// Returns the workers that hold a prefix of a prompt. Engines compute the last token of a prompt in any case: leave that token out to
-    /// count the tokens that engines save.
+    /// Returns the workers that hold a prefix of a prompt. Engines always compute the last token of a prompt: without that token in
+    /// `tokens`, the answer counts exactly the tokens that engines save.
     pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
         Matches(self.inner.match_prompt(tokens, scope))
     }
@@ -422,7 +422,7 @@ impl Index {
         self.inner.admit(&worker.source, worker.rank);
     }
 
-    /// Every worker as an operator sees it, with its counters.
+    /// Describes each worker, with its counters.
     pub fn infos(&self) -> Vec<Info> {
         self.inner.infos()
     }
@@ -437,12 +437,12 @@ impl Index {
     /// Writes a snapshot of all workers.
     ///
     /// # Errors
-    /// The errors of writing to `out`.
+    /// The errors of writes to `out`.
     pub fn save<W: Write>(&self, out: W) -> io::Result<W> {
         self.inner.save(out, None)
     }
 
-    /// Replaces all workers by the workers of a snapshot; changes nothing if it fails.
+    /// Replaces all workers by the workers of a snapshot. A failed call changes nothing.
     ///
     /// # Errors
     /// [`Error::Snapshot`].
@@ -450,7 +450,7 @@ impl Index {
         snapshot::restore(&self.inner, from).map_err(Error::Snapshot)
     }
 
-    /// Whether a panic has left the index half changed. The index's answers can be wrong until a snapshot is restored.
+    /// Whether a panic has left the index half changed. Until a snapshot is restored, the index's answers can be wrong.
     pub fn is_damaged(&self) -> bool {
         self.inner.is_damaged()
     }

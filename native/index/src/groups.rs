@@ -1,4 +1,4 @@
-//! KV cache groups of an engine: how each of them counts towards a prefix, and how the index looks prompts up for such an engine.
+//! KV cache groups of an engine: which blocks each group contributes to a prefix, and how the index looks up prompts for the engine.
 
 pub mod cache;
 pub mod engine_hash;
@@ -13,7 +13,8 @@ use crate::groups::engine_hash::EngineHash;
 pub enum GroupKind {
     /// All blocks; the number distinguishes full attention, MLA, and full attention with a sink.
     Full(u8),
-    /// The blocks that cover the last tokens of the prefix. The value is the size of the window, which has one token more.
+    /// The blocks that cover the last tokens of the prefix: all tokens of the window except the one that the engine computes next. The
+    /// value is the size of the window.
     Window(u32),
     /// The last block only: it holds the state after its last token (Mamba).
     State,
@@ -21,11 +22,12 @@ pub enum GroupKind {
     Unknown,
 }
 
-/// Number of the kinds of full attention.
+/// Number of variants of full attention.
 pub const FULL_KINDS: u8 = 3;
 
 impl GroupKind {
-    /// The kind in a store (`kv_cache_spec_kind`), with its window. None if the kind needs a window and the store has no valid one.
+    /// The kind that a store names (`kv_cache_spec_kind`), with the window that it names. None if the kind needs a window, but the store
+    /// has no valid window.
     pub fn from_spec(kind: Option<&[u8]>, window: Option<i64>) -> Option<Self> {
         Some(match kind {
             None | Some(b"full_attention") => Self::Full(0),
@@ -68,7 +70,7 @@ pub enum Method {
     Hashes,
 }
 
-/// The groups of one engine, by number, and its other properties that determine how its prompts are looked up.
+/// The groups of one engine, by number, and all properties of the engine that determine how prompts are looked up.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Groups {
     groups: Vec<Group>,
@@ -76,11 +78,11 @@ pub struct Groups {
     pub hashing: Option<EngineHash>,
     /// Whether the engine's hashes also cover tokens after their blocks.
     pub has_lookahead: bool,
-    /// The levels, as bits, on which a second store of a block means a second copy: levels whose events name groups, as those of vLLM's
-    /// block pool do, and the device if the engine's cache is attested. A cache on another level has one logical copy of a block, which
-    /// some engines announce repeatedly.
+    /// The levels, as bits, on which a second store of a block is a second copy. These are levels whose events name groups, as vLLM's block
+    /// pool does, and the device if the engine's cache is attested. A cache on another level has one logical copy of a block, which some
+    /// engines announce several times.
     pub copied_levels: u8,
-    /// Whether the engine has stored blocks whose hashes cover values that no event contains: a LoRA's path, or the positions of multimodal
+    /// Whether the hashes of some stored blocks cover values that no event contains: the path of a LoRA, or the positions of multimodal
     /// items.
     pub has_unknown_inputs: bool,
     /// Groups of the draft model (EAGLE, MTP), in which the engine computes the last block of a hit again; an empty list means all groups.
@@ -124,7 +126,7 @@ impl Groups {
         };
     }
 
-    /// Whether the engine computes the last block of a hit again in this group; false if hashes cover the tokens after their blocks.
+    /// Whether the engine computes the last block of a hit again in this group. False if hashes cover tokens after their blocks.
     pub fn is_draft(&self, number: i64) -> bool {
         let drafts = self.drafts.as_deref().filter(|_| !self.has_lookahead);
         drafts.is_some_and(|drafts| drafts.is_empty() || drafts.contains(&number))
@@ -155,7 +157,7 @@ impl Groups {
         sizes
     }
 
-    /// Number of tokens from one hash to the next. If the scheme is not known, this is the size of a block of full attention.
+    /// Number of tokens from one hash to the next; the size of a block of full attention if the scheme is not known.
     pub fn unit(&self) -> u32 {
         let sizes = || self.known().map(|group| group.size).min();
         let known = self.hashing.as_ref().map(|hashing| hashing.unit);
@@ -167,22 +169,22 @@ impl Groups {
         self.known().any(|group| group.kind.is_full())
     }
 
-    /// Whether a hit can end inside of a block, at any hash unit.
+    /// Whether a hit can end inside of a block, at a multiple of `unit` tokens.
     pub fn can_end_inside_blocks(&self) -> bool {
         let unit = self.unit();
         let has_unit_blocks = |group: &Group| !matches!(group.kind, GroupKind::Window(_)) || group.size == unit;
         self.known().any(|group| group.kind == GroupKind::State && group.size > unit) && self.known().all(has_unit_blocks)
     }
 
-    /// Maximum number of tokens of a hit after the last held block of full attention.
+    /// Maximum number of tokens by which a hit can exceed the held blocks of full attention.
     pub fn partial_tokens(&self) -> u32 {
         let sizes = self.known().filter(|group| group.kind.is_full()).map(|group| group.size);
         let largest = sizes.max().filter(|_| self.can_end_inside_blocks());
         largest.map_or(0, |size| size.saturating_sub(self.unit()))
     }
 
-    /// Whether lookups need blocks of sliding windows that end after the last held block of full attention: the window of a draft model is
-    /// searched up to one block after the hit.
+    /// Whether the search for a hit needs windows that end after the last held block of full attention. This is true of a draft model's
+    /// windows, which are searched up to one block after the hit.
     fn looks_ahead(&self) -> bool {
         let has_draft =
             |is_full: bool| (self.known()).any(|group| group.kind.is_full() == is_full && self.is_draft(group.number));
@@ -210,7 +212,7 @@ impl Groups {
             (Some(group), None) if group.kind.is_full() && self.drafts.is_none() => return Method::Bitmaps,
             _ => {}
         }
-        // A hit can end at every hash unit only if the engine has groups with states.
+        // A hit can end inside of a block only if the engine has groups with states.
         let is_multiple = |size: u32| self.known().all(|group| group.size.is_multiple_of(size));
         match self.full_size() {
             Some(size) if is_multiple(size) && !(self.has_states() && self.unit() < size) && !self.looks_ahead() => {
@@ -225,8 +227,8 @@ impl Groups {
         self.hashing.is_none() && (self.has_states() || self.method() == Method::Hashes)
     }
 
-    /// Why answers for the engine's prompts are estimates; None if the answers are exact. `sizes` are the block sizes of stores with
-    /// tokens.
+    /// Why answers for the engine's prompts are estimates; None if the answers are exact. `sizes` is the number of different block sizes
+    /// that the engine has announced on the device.
     pub fn estimate(&self, sizes: usize) -> Option<&'static str> {
         if self.has_plain_full() {
             (sizes > 1).then_some("several-block-sizes")

@@ -15,7 +15,7 @@ const SALT_SEED: u64 = 1;
 const LORA_ID_SEED: u64 = 2;
 const UNTAGGED_SEED: u64 = 3;
 
-/// The token that replaces each token of a multimodal item if the engine announces other tokens there than the prompt has (TensorRT-LLM).
+/// Replaces each token of a multimodal item if the engine announces other tokens for the item than the prompt has (TensorRT-LLM).
 pub const PLACEHOLDER: u32 = u32::MAX;
 
 /// The rule by which the tokens of a prompt are divided into blocks.
@@ -28,7 +28,7 @@ pub struct Scheme {
 }
 
 impl Scheme {
-    /// Number of tokens that one hash covers.
+    /// Number of tokens that the hash of one block covers.
     pub fn window(self) -> usize {
         self.size as usize + usize::from(self.eagle)
     }
@@ -54,7 +54,7 @@ pub fn salt(salt: &[u8]) -> u64 {
     xxh3_64_with_seed(salt, SALT_SEED)
 }
 
-/// The seed of local hashes in a namespace; 0 means no LoRA and no salt.
+/// The seed of local hashes in a namespace, given the parts of its LoRA and its salt, each of which is 0 if absent.
 pub fn seed(lora: u64, salt: u64) -> u64 {
     SEED.wrapping_add(lora).wrapping_add(salt)
 }
@@ -81,7 +81,7 @@ pub fn item_at(id: u64, offset: i64) -> u64 {
     xxh3_64(&bytes)
 }
 
-/// The hash of an extra key of unknown meaning, for example of the digest of prompt embeddings.
+/// The hash of an extra key whose meaning is unknown, such as the digest of prompt embeddings.
 pub fn untagged(key: &[u8]) -> u64 {
     xxh3_64_with_seed(key, UNTAGGED_SEED)
 }
@@ -106,7 +106,7 @@ pub fn local_with(tokens: &[u32], extras: &mut [u64], seed: u64) -> u64 {
     local_in(&mut Vec::new(), tokens, extras, seed)
 }
 
-/// Computes `local_with` with a buffer that the caller keeps from one block to the next.
+/// Computes `local_with`; `bytes` is a buffer that the caller reuses for the next block.
 fn local_in(bytes: &mut Vec<u8>, tokens: &[u32], extras: &mut [u64], seed: u64) -> u64 {
     if extras.is_empty() {
         return local(tokens, seed);
@@ -127,7 +127,7 @@ pub fn chained(parent: u64, local: u64) -> u64 {
     xxh3_64_with_seed(&bytes, SEED)
 }
 
-/// Turns local hashes into keys, in place; `parent` is the key of the block before the first one.
+/// Replaces local hashes by keys. `parent` is the key of the block before the first one.
 pub fn chain(parent: Option<u64>, hashes: &mut [u64]) {
     let mut before = parent;
     for hash in hashes {
@@ -138,8 +138,8 @@ pub fn chain(parent: Option<u64>, hashes: &mut [u64]) {
     }
 }
 
-/// Computes rolling keys while the caller computes local hashes: the processor can hash the next block while it still computes the key of
-/// the previous one.
+/// Computes keys step by step while the caller computes local hashes. So the processor can hash a block during the computation of the
+/// previous block's key.
 pub struct Roller<'a> {
     before: Option<u64>,
     locals: &'a mut Vec<u64>,
@@ -223,7 +223,7 @@ pub fn plain(tokens: &[u32], size: usize, seed: u64, out: &mut Vec<u64>) {
     out.extend(tokens.chunks_exact(size).map(|block| local(block, seed)));
 }
 
-/// Maximum number of items of one block beyond the number of its tokens. Items rarely share tokens; the frames and the sound of a film do.
+/// Maximum number by which the items of one block may exceed its tokens. Items rarely share tokens; the frames and the sound of a video do.
 /// With blocks of one token, each further item adds some milliseconds to the time for a prompt of 500,000 tokens.
 const MAX_OVERLAPS: usize = 3;
 /// The local hash of a block with more items than any engine sends, and of all blocks after it.

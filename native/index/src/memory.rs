@@ -1,4 +1,4 @@
-//! Tables, and the memory of tables and of records of blocks. These types do not depend on what they store.
+//! Tables, and the memory of tables and of block records. These types do not depend on the type of what they store.
 
 pub mod hasher;
 pub mod page_pool;

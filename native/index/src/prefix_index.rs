@@ -1,7 +1,7 @@
-//! The index: it applies deliveries of streams and answers lookups. Each submodule has some of the methods of `PrefixIndex`.
+//! The index: it applies deliveries of streams and answers lookups. Each submodule implements some methods of `PrefixIndex`.
 //!
-//! A thread takes its locks in this order: first `replacing`, then the registry, one stream, the overlay, the shared lock, and last the
-//! view. A thread that has locked a stream locks a second one only by `try_lock`.
+//! A thread takes its locks in this order: `replacing`, the registry, one stream, the overlay, the shared lock, the view. A thread that has
+//! locked one stream locks another stream only by `try_lock`.
 
 mod deliveries;
 mod ranks;
@@ -31,24 +31,25 @@ pub(crate) use typed_events::TypedEvent;
 /// The index as the other crates of kvevents use it; `crate::Index` is the interface for Rust programs. See `kvevents.index.PrefixIndex`.
 #[derive(Debug)]
 pub struct PrefixIndex {
-    /// The part that all streams share.
+    /// The state that all streams share.
     pub shared_lock: YieldingRwLock<SharedState>,
-    /// The part that lookups read.
+    /// The state that lookups read.
     pub(crate) view: Reader<View>,
-    /// This lock is held for writing while the shared part is replaced, and for reading while a stream outside the registry is changed.
+    /// This lock is held for writing while the shared state is replaced, and for reading while a stream that is not in the registry is
+    /// changed.
     pub(crate) replacing: RwLock<()>,
     pub(crate) registry: RwLock<Registry>,
     schema: Schema,
-    /// The schema without limits, for events that were read within the limits and encoded again.
+    /// The schema without limits, for events that were decoded within the limits and encoded again.
     unlimited_schema: Schema,
     limits: Limits,
-    /// Decisions that no event has confirmed yet.
+    /// Routing decisions that no event has confirmed yet.
     pub(crate) overlay: Mutex<Overlay>,
     pub(crate) ended: Mutex<Counters>,
 }
 
 impl PrefixIndex {
-    /// An empty index that reads payloads by `schema`.
+    /// Creates an empty index that reads payloads by `schema`.
     pub fn new(schema: Schema, limits: Limits) -> Self {
         let shared = SharedState::new(limits);
         Self {
@@ -64,7 +65,7 @@ impl PrefixIndex {
         }
     }
 
-    /// The layouts by which payloads are read.
+    /// The rules by which payloads are read.
     pub fn schema(&self) -> &Schema {
         &self.schema
     }
@@ -74,7 +75,7 @@ impl PrefixIndex {
         &self.limits
     }
 
-    /// Whether a panic has left the index half changed. The index's answers can be wrong until a snapshot is restored.
+    /// Whether a panic has left the index half changed. Until a snapshot is restored, the index's answers can be wrong.
     pub fn is_damaged(&self) -> bool {
         self.shared_lock.is_poisoned()
     }

@@ -1,4 +1,5 @@
-//! Rules for the meaning of events. An index and a compacted stream share the rules, although they store blocks in different ways.
+//! Rules by which the meaning of events is determined. The index and compacted streams use these rules, although they store blocks in
+//! different ways.
 
 pub mod clear_budget;
 pub mod collisions;

@@ -1,6 +1,6 @@
 //! Snapshots: an index as a stream of bytes.
 //!
-//! A file is a head, frames, and an end:
+//! A file consists of a head, frames and an end:
 //!
 //! ```text
 //! head   magic, 8 bytes | version, u32
@@ -8,11 +8,11 @@
 //! end    0, u32 | sum, u64
 //! ```
 //!
-//! Numbers are little-endian. A sum is the XXH3-64 of the payload. Its seed is the previous sum plus the length; for the first frame, the
-//! XXH3-64 of the head replaces the previous sum. So a frame that is lost, moved, or left over from another file is detected.
+//! Numbers are little-endian. A sum is the XXH3-64 of the payload. The seed of a sum is the previous sum plus the length; the XXH3-64 of
+//! the head is the sum before the first frame. So a frame that is lost, moved or left over from another file is detected.
 //!
-//! The payloads together are a sequence of items, each of which begins with one byte for its kind. Counts are LEB128 numbers; hashes and
-//! other numbers have a fixed size.
+//! The payloads together are a sequence of items; the first byte of each item is its kind. Counts are LEB128 numbers; hashes and other
+//! numbers have a fixed size.
 //!
 //! ```text
 //! PLACEMENT  tier, locality?, ownership?, group     placements are numbered in the order of the file
@@ -29,14 +29,14 @@
 //! LABEL      source, model
 //! ```
 //!
-//! The stated ranks are one byte for the variant of `StatedRanks`, followed by the rank if there is one.
+//! The stated ranks are one byte for the variant of `StatedRanks`, followed by the rank if the variant has a rank.
 //!
 //! In a run of kind KEYS, words are rolling keys. In a run of kind CHAIN each block is the child of the previous one; the first word is a
 //! key, and the others are local hashes. In a run of kind REST all words are local hashes, and the first block is the child of the last
 //! block of the previous run.
 //!
-//! Streams are in the order of their workers. Blocks are in the order of their records, which is mostly the order of their chains. A file
-//! may hold only some workers of an index, with their fences and the labels of their sources.
+//! Streams are sorted by their workers. Blocks are in the order of their records, which is usually the order of their chains. A file can
+//! hold only some workers of an index, with the fences of these workers and the labels of their sources.
 
 mod frames;
 mod importing;
@@ -64,15 +64,15 @@ const KEYS: u8 = 0;
 const CHAIN: u8 = 1;
 const REST: u8 = 2;
 
-/// Maximum number of contexts that a stream's part of a file can refer to at one moment.
+/// Maximum number of contexts that the items of a stream can refer to at one moment.
 const MAX_CONTEXTS: usize = 1 << 16;
 
-/// Stated ranks.
+/// Variants of `StatedRanks`.
 const NO_RANK: u8 = 0;
 const ONE_RANK: u8 = 1;
 const SEVERAL_RANKS: u8 = 2;
 
-/// Kinds of groups. A smaller number is a kind of group with full attention.
+/// Kinds of groups without full attention. A smaller number is a kind of full attention.
 const UNKNOWN_GROUP: u8 = 253;
 const WINDOW_GROUP: u8 = 254;
 const STATE_GROUP: u8 = 255;

@@ -9,11 +9,11 @@ thread_local! {
 #[cfg(test)]
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Steps {
-    /// All steps.
+    /// Number of steps since the last call of `taken`.
     pub taken: usize,
-    /// Number of steps that this thread has taken after it last yielded, or could have yielded, the shared lock.
+    /// Number of steps after this thread last yielded the shared lock, or could have yielded it.
     held: usize,
-    /// Largest value that `held` has had.
+    /// Largest value that `held` has had since the last call of `taken`.
     pub longest: usize,
 }
 
@@ -27,8 +27,8 @@ pub(crate) fn count(_steps: usize) {
     });
 }
 
-/// If a new entry has made a table grow, counts the moved entries as steps. The arguments are the table's length and capacity before the
-/// entry was added, and its length afterwards.
+/// If the addition of an entry has made a table grow, counts the moved entries as steps. The arguments are the length and capacity of the
+/// table before the addition, and the length afterwards.
 #[inline(always)]
 pub(crate) fn count_growth((_before, _capacity): (usize, usize), _now: usize) {
     #[cfg(test)]
@@ -44,7 +44,7 @@ pub(crate) fn begin_hold() {
     change(|counted| counted.held = 0);
 }
 
-/// Records that this thread yields the lock to waiting threads.
+/// Records that this thread lets waiting threads take the shared lock.
 #[inline(always)]
 pub(crate) fn end_hold() {
     #[cfg(test)]
@@ -61,7 +61,7 @@ fn change(change: impl FnOnce(&mut Steps)) {
     COUNTED.set(counted);
 }
 
-/// Returns the number of steps that this thread has taken since the last call.
+/// Returns the counted steps of this thread, and resets the counter.
 #[cfg(test)]
 pub(crate) fn taken() -> Steps {
     COUNTED.take()

@@ -1,4 +1,5 @@
-//! The blocks of all streams: records of blocks, the streams that hold them, the view that lookups read, and decisions that expect blocks.
+//! The blocks of all streams: the records of blocks, the holders of records, the view that lookups read, and the routing decisions that
+//! expect blocks.
 
 pub mod members;
 pub mod overlay;

@@ -1,4 +1,4 @@
-//! One stream: the incarnation, the blocks by the engine's hashes, and what the stream has announced about these blocks.
+//! One stream: its incarnation, its blocks by the engine's hashes, and what its events show about them.
 
 mod counters;
 mod estimate;
@@ -50,19 +50,19 @@ struct Foreign {
     number: u32,
 }
 
-/// Maximum number of times that `Stream::group_cache` is dropped in one incarnation.
+/// Maximum number of times that `Stream::group_cache` is dropped in one incarnation of a stream.
 const CACHE_DROPS: u8 = 4;
-/// Number of stores from which the index tries to find out how the engine hashes blocks.
+/// Maximum number of blocks from which the index tries to determine the scheme by which the engine hashes blocks.
 const SAMPLES: u8 = 4;
 
-/// A placement that the stream has named.
+/// A placement that the events of the stream have named.
 #[derive(Clone, Copy, Debug)]
 struct NamedPlacement {
     placement: u16,
     marks: CopyMarks,
     /// Level of the placement.
     level: u8,
-    /// Blocks held there.
+    /// Number of blocks on the placement.
     held: usize,
 }
 
@@ -76,31 +76,32 @@ impl NamedPlacement {
 #[derive(Clone, Copy, Debug)]
 struct UsedScheme {
     scheme: Scheme,
-    /// Whether the stream has announced blocks on the device under this scheme.
+    /// Whether the stream has announced blocks of this scheme on the device.
     is_on_device: bool,
 }
 
-/// The blocks that one stream holds, and the evidence that the stream's events give about the engine. A thread that changes a stream holds
-/// the stream's lock. To change blocks, the thread also holds the lock of the shared part.
+/// The blocks that one stream holds, and what its events show about the engine. A thread that changes a stream holds the stream's lock. To
+/// change blocks, the thread also holds the shared lock.
 #[derive(Debug)]
 pub struct Stream {
-    /// ID of the stream in the shared part.
+    /// ID of the stream in the shared state.
     pub number: u32,
     /// Incarnation of the publisher.
     pub incarnation: i64,
-    /// The incarnation, for threads that do not hold the stream's lock.
+    /// The incarnation, readable without the stream's lock.
     pub published_incarnation: Arc<AtomicI64>,
     /// Sequence number of the last batch; -1 before the first batch.
     pub last: i64,
     /// The ranks that the stream's payloads state.
     pub stated_ranks: StatedRanks,
-    /// Number of blocks; a block on several placements counts once.
+    /// Number of blocks; a block on several placements counts one time.
     pub blocks: usize,
-    /// The sums over the copies that are placed.
+    /// The sums over all copies except those of pending blocks.
     pub tally: Tally,
-    /// For each group whose blocks are not kept, the sum of its copies' contributions to the attestation.
+    /// For groups whose blocks the index does not keep: the sum of the contributions of the group's copies to the attestation, by group.
     unkept: Vec<(i64, u64)>,
-    /// Whether the stream held the engine's blocks at the last attestation of this incarnation; None before the first attestation.
+    /// Whether the stream held the same blocks as the engine at the last attestation of this incarnation; None before the first
+    /// attestation.
     pub attested: Option<bool>,
     /// The groups of the engine.
     pub groups: Groups,
@@ -108,44 +109,44 @@ pub struct Stream {
     pub group_cache: Option<Arc<RwLock<GroupCache>>>,
     /// Copies that the current batch has changed, by hash, group and level; empty without `group_cache`.
     pub changed_copies: Vec<(u64, i64, u8)>,
-    /// Number of times that `group_cache` may still be dropped. The number is limited because the cache must be filled from all blocks when
-    /// lookups need it again.
+    /// Number of times that `group_cache` may be dropped from now on. The number is limited, because the cache must be filled from all
+    /// blocks whenever lookups need it again.
     cache_drops_left: u8,
-    /// Whether `groups` has changed since it was published to lookups.
+    /// Whether `groups` has changed after its last publication to lookups.
     pub has_new_groups: bool,
-    /// A block from which the index can find out later, if needed, how the engine hashes blocks.
+    /// A block from which the index can determine, when necessary, the scheme by which the engine hashes blocks.
     pub sample: Option<Sample>,
-    /// Number of further stores from which the index tries to find out how the engine hashes blocks.
+    /// Number of further blocks from which the index tries to determine this scheme.
     pub samples_left: u8,
-    /// First blocks of prompts with salts in the current batch.
+    /// First blocks of prompts with salts in the current batch, by salt.
     pub salted: Vec<(String, Sample)>,
-    /// Whether prompts have salts that are not kept.
+    /// Whether prompts can have salts that are not stored.
     pub misses_salts: bool,
-    /// Entries that cannot be placed yet.
+    /// Pending entries: blocks and hashes that cannot be placed yet.
     pub waiting: Queue,
-    /// Keys of the blocks that the current batch has stored; None unless decisions expect blocks of this stream.
+    /// Keys of the blocks that the current batch has stored; None if no routing decision expects blocks of this stream.
     pub stored: Option<Vec<u64>>,
-    /// Counters of errors.
+    /// Counters of the input that the stream could not use.
     pub counters: Counters,
-    /// Evidence of the stream about the completeness of its blocks.
+    /// What the events of the stream show about the completeness of its blocks.
     pub evidence: Evidence,
-    /// The estimate that was reported last.
+    /// The estimate that was last reported.
     reported: Option<Estimate>,
-    /// Whether the stream was removed from the index; a caller that still has this stream must look up the stream again.
+    /// Whether the stream was removed from the index. Then a caller that has this stream must look up the worker again.
     pub is_removed: bool,
-    /// The placements that the stream has used, by their names in events.
+    /// The placements that the stream has used, by the locations in its events.
     pub places: Vec<(Location<'static>, u16)>,
-    /// Number of this stream's bytes that are included in the total of the shared part.
+    /// The bytes of this stream as last added to the total of all streams.
     pub counted: usize,
     table: Table,
     foreign: HashTable<Foreign>,
     collisions: Collisions,
     copies: CopyTable,
-    /// Number of bytes of the notes about replaced LoRAs; the notes are in the view. 0 if no LoRA was replaced.
+    /// Number of bytes that the replaced LoRAs take, which are in the view. 0 if no LoRA was replaced.
     lora_bytes: usize,
-    /// Whether the sender attests the engine's cache; every store of such a sender is a new copy.
+    /// Whether the publisher attests the engine's cache; then each store is a new copy.
     has_attested: bool,
-    /// Copies that the current batch has announced and that might not exist.
+    /// Copies of the current batch that might be reports of hits.
     hit_reports: HitReports<u32, u16>,
     named: Vec<NamedPlacement>,
     /// Schemes by which this incarnation has divided prompts.
@@ -153,7 +154,7 @@ pub struct Stream {
     clear_budget: ClearBudget,
     /// Value of `Counters::evicted` when the stream was last known to be complete.
     evicted_when_whole: u64,
-    /// The last change of a set by a store.
+    /// The latest move of a block to another set by a store.
     pub added: Move,
     removed: Move,
 }
@@ -204,12 +205,12 @@ impl Stream {
         }
     }
 
-    /// Records that the stream is complete.
+    /// Records that the stream now has all blocks that its publisher has announced.
     pub fn note_complete(&mut self) {
         self.evicted_when_whole = self.counters.evicted;
     }
 
-    /// Whether blocks were refused at the memory limit since the stream was last known to be complete.
+    /// Whether blocks were refused at the memory limit after the stream was last known to be complete.
     pub fn lacks_refused_blocks(&self) -> bool {
         self.counters.evicted != self.evicted_when_whole
     }
@@ -217,8 +218,8 @@ impl Stream {
     /// Compares the blocks on the device with an attestation of the engine. Returns None if the two differ and blocks that were refused at
     /// the memory limit can explain the difference.
     ///
-    /// A sender that attests announces each copy exactly once. So the number of copies is certain for all later stores and, after an equal
-    /// attestation, also for all earlier stores.
+    /// A publisher that attests announces each copy exactly one time. So the number of copies is certain for all later stores and, after an
+    /// equal attestation, also for all earlier stores.
     pub fn attest(&mut self, writer: &mut Writer<'_, SharedState>, attestation: u64, is_limited: bool) -> Option<bool> {
         let is_equal = self.attestation() == attestation;
         self.has_attested = true;
@@ -230,7 +231,7 @@ impl Stream {
         self.attested
     }
 
-    /// Makes the numbers of copies on the device certain, since an equal attestation has proved them.
+    /// Makes the numbers of copies on the device certain, after an equal attestation.
     fn certify_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
         let is_meant = |named: &&NamedPlacement| named.is_on_device() && self.copies.are_inexact(named.placement);
         let inexact: Vec<u16> = self.named.iter().filter(is_meant).map(|named| named.placement).collect();
@@ -253,7 +254,7 @@ impl Stream {
         self.publish_changed_copies(writer);
     }
 
-    /// The attestation of an engine that holds exactly the stream's blocks, including blocks that wait.
+    /// The attestation of an engine that holds exactly the stream's blocks, pending ones included.
     pub fn attestation(&self) -> u64 {
         let place = |waiting: &Waiting| self.named.iter().find(|named| named.placement == waiting.placement);
         let waiting = self
@@ -264,7 +265,7 @@ impl Stream {
         waiting.chain(unkept).fold(self.tally.attestation, u64::wrapping_add)
     }
 
-    /// Counts stored or removed copies of a group whose blocks are not kept.
+    /// Counts stored or removed copies of a group whose blocks the index does not keep.
     pub fn count_unkept(&mut self, group: i64, is_on_device: bool, hashes: &[u64], is_stored: bool) {
         let sum = AttestedGroup::new(group, is_on_device).copies(hashes);
         let sum = if is_stored { sum } else { sum.wrapping_neg() };
@@ -274,22 +275,22 @@ impl Stream {
         }
     }
 
-    /// The attestation of copies of groups whose blocks are not kept, by group.
+    /// For groups whose blocks the index does not keep: the contribution to the attestation, by group.
     pub fn unkept(&self) -> &[(i64, u64)] {
         &self.unkept
     }
 
-    /// Whether the sender attests the engine's cache.
+    /// Whether the publisher attests the engine's cache.
     pub fn has_attested(&self) -> bool {
         self.has_attested
     }
 
-    /// Restores the attestations of a snapshot.
+    /// Sets what a snapshot states about attestations.
     pub fn put_attested(&mut self, has_attested: bool, unkept: Vec<(i64, u64)>) {
         (self.has_attested, self.unkept) = (has_attested, unkept);
     }
 
-    /// Removes the sums of groups whose blocks are not kept, after a clear of one group, or of all groups if `group` is None.
+    /// Removes the sums of groups whose blocks the index does not keep: of one group, or of all groups if `group` is None.
     pub fn clear_unkept(&mut self, group: Option<i64>) {
         self.unkept.retain(|(known, _)| group.is_some_and(|group| group != *known));
     }
@@ -306,22 +307,22 @@ impl Stream {
             + self.sample.as_ref().map_or(0, Sample::bytes)
     }
 
-    /// Maximum number of copies beyond the first copy of each block on each placement.
+    /// Upper bound of the number of copies in excess of one per block and placement.
     pub fn copies(&self) -> usize {
         self.copies.beyond_first()
     }
 
-    /// Number of blocks that might be gone; a block counts once for each placement.
+    /// Number of blocks that might be gone; a block counts twice if this is true of it on two placements.
     pub fn uncertain(&self) -> usize {
         self.copies.uncertain()
     }
 
-    /// Placements that the stream has named, and the number of blocks held on each.
+    /// Placements that the stream has named, with the number of blocks on each.
     pub fn held(&self) -> impl Iterator<Item = (u16, usize)> + '_ {
         self.named.iter().map(|named| (named.placement, named.held))
     }
 
-    /// Tokens per block, as this incarnation has announced them.
+    /// The block sizes, in tokens, that this incarnation has announced.
     pub fn sizes(&self) -> Vec<u32> {
         let mut sizes: Vec<u32> = Vec::new();
         for UsedScheme { scheme, .. } in &self.schemes {
@@ -343,7 +344,7 @@ impl Stream {
         count
     }
 
-    /// Records that this incarnation uses a scheme on a placement. Returns false if it would use too many schemes.
+    /// Records that this incarnation has blocks of a scheme on a placement. Returns false if the incarnation would have too many schemes.
     #[inline]
     pub fn admit_scheme(&mut self, shared: &mut SharedState, scheme: Scheme, placement: u16) -> bool {
         let is_on_device = self.named(placement).is_on_device();
@@ -366,7 +367,7 @@ impl Stream {
         true
     }
 
-    /// Returns the ID of a placement, which then counts as named by the stream; None if there are too many placements.
+    /// Returns the ID of a placement, and records that the stream has named it. Returns None if there are too many placements.
     pub fn use_placement(&mut self, shared: &mut SharedState, placement: Placement) -> Option<u16> {
         let (marks, level) = (CopyMarks::new(&placement), placement.level() as u8);
         let number = shared.view.change().placements.retain(placement)?;
@@ -407,7 +408,7 @@ impl Stream {
         self.published_incarnation.store(incarnation, Ordering::Relaxed);
     }
 
-    /// Removes all blocks, and removes the stream from the shared part.
+    /// Removes all blocks of the stream, and removes the stream from the shared state.
     pub fn leave_index(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.remove_all(writer);
         self.leave_placements(writer);
@@ -424,7 +425,7 @@ impl Stream {
         }
     }
 
-    /// Prefetches memory for one stage of the lookup of a hash in the stream's table.
+    /// Prefetches what one stage of a search for a hash in the stream's table reads.
     #[inline]
     pub fn prefetch(&self, mixed: TableHash, stage: Stage) {
         self.table.prefetch(mixed, stage);
@@ -445,7 +446,7 @@ impl Stream {
             .map(|entry| entry.number)
     }
 
-    /// Returns the record of the block with this hash; if several blocks have the hash, of the block that was stored last.
+    /// Returns the record of the block with this hash. If several blocks have the hash, returns the record of the latest.
     #[inline]
     pub fn newest(&self, shared: &SharedState, hash: u64) -> Option<u32> {
         if let Some(list) = self.collisions.get(hash) {
@@ -457,7 +458,7 @@ impl Stream {
         found.or_else(|| self.foreign_of(shared, hash, |_| true))
     }
 
-    /// The record of a block, if the stream holds it.
+    /// Returns the record of a block; None if the stream does not hold the block.
     pub fn find(&self, shared: &SharedState, block: &Block, parent: Option<u32>) -> Option<u32> {
         let same = |number| is_block(shared, number, block, parent);
         let found = self.table.find(block.mixed_hash, |number| {
@@ -466,7 +467,7 @@ impl Stream {
         found.or_else(|| self.foreign_of(shared, block.hash, same))
     }
 
-    /// Whether the stream holds some block of this hash.
+    /// Whether the stream holds a block with this hash.
     #[inline]
     pub fn knows(&self, shared: &SharedState, hash: u64, position: TablePosition) -> bool {
         let mut found = false;
@@ -483,14 +484,14 @@ impl Stream {
         self.table.position_of(mixed)
     }
 
-    /// Publishes to lookups that a block might be gone, or certainly exists again.
+    /// Publishes to lookups whether a block might be gone, if `change` has changed this.
     fn note(&self, shared: &mut SharedState, number: u32, placement: u16, change: Change) {
         if change != Change::Same {
             shared.set_uncertain(self.number, number, placement, change == Change::BecameUncertain);
         }
     }
 
-    /// Records that the engine's events name groups on the level of a placement, so each store on that level is another copy.
+    /// Records that events name groups for placements on the level of `placement`, so that each store on that level is another copy.
     #[inline]
     pub fn note_copies_there(&mut self, placement: u16) {
         self.groups.copied_levels |= 1 << self.named(placement).level;
@@ -515,20 +516,21 @@ impl Stream {
         found.expect("a stream names a placement before it has blocks there")
     }
 
-    /// Forgets the copies of a block on a placement that does not hold the block any more. The caller must change the block's slot first,
-    /// so that no lookup finds that the block is held and certain.
+    /// Removes the numbers of copies of a block on a placement that does not hold the block any more. The caller must change the block's
+    /// slot first: else a lookup could count the block as certainly held.
     fn forget_copies(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> Copies {
         let (copies, change) = self.copies.remove(number, placement);
         self.note(shared, number, placement, change);
         copies
     }
 
-    /// Copies of a block on a placement that holds it.
+    /// Bounds of the number of copies of a block on a placement that holds it.
     pub fn count(&self, number: u32, placement: u16) -> Copies {
         self.copies.get(number, placement)
     }
 
-    /// The hashes that several blocks share, each with its blocks, the oldest first. `numbers` does not keep this order.
+    /// The hashes under which the stream has several blocks, each with its blocks, the oldest first. The records that `numbers` returns are
+    /// not in this order.
     pub fn ordered(&self) -> impl Iterator<Item = (u64, &[u32])> {
         self.collisions.iter()
     }
@@ -538,27 +540,27 @@ impl Stream {
         self.table.iter().chain(self.foreign.iter().map(|entry| entry.number))
     }
 
-    /// Records whose hash is also the block's hash in this stream, in any order.
+    /// The records whose hash is also the hash of the block in this stream, in any order.
     pub fn own_numbers(&self) -> impl Iterator<Item = u32> + '_ {
         self.table.iter()
     }
 
-    /// Records whose hash differs from the block's hash in this stream, each with the stream's hash, in any order.
+    /// The records whose hash is not that of the block in this stream, each with the block's hash in this stream, in any order.
     pub fn foreign(&self) -> impl ExactSizeIterator<Item = (u32, u64)> + '_ {
         self.foreign.iter().map(|entry| (entry.number, entry.hash))
     }
 
-    /// Whether each block has at most one copy on each placement.
+    /// Whether no block has more than one copy on a placement.
     pub fn is_single(&self) -> bool {
         self.copies.is_empty()
     }
 
-    /// Adds the examinations that one payload allows.
+    /// Adds to the budget of examinations for a payload of this many bytes.
     pub fn grant(&mut self, payload: usize) {
         self.collisions.grant(payload);
     }
 
-    /// Whether the count of blocks that share a hash is correct.
+    /// Whether the cached number of blocks that share a hash is correct.
     #[cfg(test)]
     pub fn is_counted(&self) -> bool {
         self.collisions.is_counted()
@@ -570,7 +572,7 @@ impl Stream {
     }
 }
 
-/// Whether a record belongs to a block. `parent` is the record of the block's parent, if the parent is known.
+/// Whether a record belongs to a block. `parent` is the record of the block's parent; None if it is not known.
 #[inline]
 fn is_block(shared: &SharedState, number: u32, block: &Block, parent: Option<u32>) -> bool {
     let records = &shared.records;
@@ -581,7 +583,7 @@ fn is_block(shared: &SharedState, number: u32, block: &Block, parent: Option<u32
         return records.word(number) == block.key;
     }
     match parent {
-        // A linked block is in the slot after the only record with its parent's key in that context.
+        // A linked block is in the slot after its parent, which is the only record with the parent's key in this context.
         Some(parent) if records.context(parent) == block.context => {
             Records::next(parent) == Some(number) && records.word(number) == block.local
         }

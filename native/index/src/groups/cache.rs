@@ -1,4 +1,4 @@
-//! The blocks of an engine by the engine's own hashes. Lookups use these blocks if records of blocks give no answer
+//! The blocks of an engine by the engine's own hashes. If records of blocks do not suffice for a lookup, the lookup uses these blocks
 //! (`crate::groups::Method::Hashes`).
 
 use std::cell::{Cell, RefCell};
@@ -14,8 +14,8 @@ use crate::holders::placements::LEVELS;
 use crate::memory::hasher::Secret;
 use crate::step_counter;
 
-/// Levels on which a block is held. The lower half has a bit for each level on which the block is held, the upper half a bit for each level
-/// on which the block is certainly held.
+/// The levels on which a block is held. The lower half has a bit for each level on which the block is held, the upper half a bit for each
+/// level on which the block is certainly held.
 type Held = u8;
 
 const _: () = assert!(2 * LEVELS <= Held::BITS as usize);
@@ -23,9 +23,9 @@ const _: () = assert!(2 * LEVELS <= Held::BITS as usize);
 /// The blocks that the groups of an engine hold.
 #[derive(Debug, Default)]
 pub struct GroupCache {
-    /// Blocks by group number. A group never changes its position, so that a writer can run during a search.
+    /// Blocks by group number. A group never changes its position in this list, so a writer can run during a search.
     groups: Vec<(i64, HashMap<u64, Held, Secret>)>,
-    /// Number of changes.
+    /// Number of changes of this cache. If it changes during a search, no token that the search finds is certain.
     changes: u64,
     /// Number of blocks that might be gone.
     uncertain: usize,
@@ -35,7 +35,7 @@ pub struct GroupCache {
     misses_salts: bool,
 }
 
-/// How lookups search the blocks of one stream whose groups need more than bitmaps.
+/// The data with which lookups search one stream whose groups cannot be matched by bitmaps.
 #[derive(Debug)]
 pub struct GroupLookup {
     /// Groups of the engine.
@@ -46,7 +46,7 @@ pub struct GroupLookup {
 
 /// Maximum number of salts that are stored for a stream.
 pub const MAX_SALTS: usize = 1 << 16;
-/// Number of blocks that a search examines before it lets a waiting writer run.
+/// Number of blocks that a search examines under one read lock before it lets a waiting writer run.
 const LOOKS_PER_HOLD: usize = 1 << 12;
 /// Approximate bytes of an entry of a map.
 const ENTRY_BYTES: usize = 18;
@@ -54,7 +54,7 @@ const ENTRY_BYTES: usize = 18;
 /// Numbers of tokens of a prompt that an engine finds cached, by level.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Found {
-    /// Upper bounds.
+    /// The numbers of tokens if all listed blocks count; they are upper bounds.
     pub tokens: [u32; LEVELS],
     /// Numbers of tokens if the blocks that might be gone are not counted.
     pub certain: [u32; LEVELS],
@@ -99,7 +99,7 @@ impl GroupCache {
         self.uncertain = 0;
     }
 
-    /// Stores a salt, by the part of a seed that it contributes, if it reproduces the hash of the first block of a prompt. Returns whether
+    /// Stores the salt that contributes `part` to seeds, if `hashing` with this salt yields the hash of the sample block. Returns whether
     /// the salt was stored.
     pub fn learn_salt(&mut self, part: u64, salt: &str, hashing: &EngineHash, sample: &Sample) -> bool {
         if self.salts.contains_key(&part) {
@@ -132,7 +132,7 @@ impl GroupCache {
         self.salts.iter().map(|(&part, salt)| (part, salt.as_str()))
     }
 
-    /// Adds salts that a snapshot contains.
+    /// Adds the salts of a snapshot.
     pub fn resume(&mut self, salts: impl IntoIterator<Item = (u64, String)>) {
         self.salts.extend(salts);
     }
@@ -143,8 +143,8 @@ impl GroupCache {
         held + self.salts.values().map(|salt| salt.len() + 64).sum::<usize>()
     }
 
-    /// Returns how many tokens of a prompt the engine finds, at most `longest`; `hashes` cover the whole prompt. A long search lets writers
-    /// run; if a writer has changed the cache, no token is certain.
+    /// Returns how many tokens of a prompt the engine finds cached, at most `longest`. `hashes` are those of the whole prompt. A long
+    /// search lets writers run; if a writer has changed the cache, no token is certain.
     pub fn find(cache: &RwLock<Self>, groups: &Groups, hashes: &[u64], longest: usize, shared_looks: &Cell<usize>) -> Found {
         let (unit, looks) = (groups.unit() as usize, Looks::new(hashes.len(), shared_looks));
         step_counter::begin_hold();
@@ -187,7 +187,8 @@ impl GroupCache {
     }
 }
 
-/// Returns the number of tokens by level, and whether all searches ended. A level has at least as many tokens as the level before it.
+/// Calls `find` for each level. Returns the numbers of tokens by level, and whether all searches ended. The number of a level is at least
+/// that of the level before it.
 pub fn by_level(find: impl Fn(usize) -> CachedPrefix) -> ([u32; LEVELS], bool) {
     let mut is_exact = true;
     let mut find = |level| {

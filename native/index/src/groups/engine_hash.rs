@@ -15,7 +15,7 @@ const SEEDS: [&str; 2] = ["vllm-none-hash", "0"];
 pub const MAX_LOOKAHEAD: usize = 64;
 /// Maximum number of hash units of one block: 256 tokens in units of 4.
 const MAX_UNITS: u32 = 64;
-/// Maximum number of tokens of a sample: one frame of pickle protocol 5 holds that many.
+/// Maximum number of tokens of a sample, which fit in one frame of pickle protocol 5.
 const MAX_SAMPLE: usize = 4_096;
 
 /// A hash function that vLLM's setting `prefix_caching_hash_algo` can select.
@@ -89,7 +89,7 @@ impl Digest {
     }
 }
 
-/// Writes values as Python's encoders do.
+/// Encodes values as Python's pickle and a canonical CBOR encoder do.
 struct Encoder {
     bytes: Vec<u8>,
     is_cbor: bool,
@@ -219,7 +219,7 @@ impl Encoder {
     }
 }
 
-/// How an engine hashes prompts.
+/// The scheme by which an engine hashes prompts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineHash {
     algorithm: usize,
@@ -314,7 +314,7 @@ impl Sample {
         size_of_val(&*self.tokens)
     }
 
-    /// Whether this is the first block of a prompt with this salt.
+    /// Whether the sample is the first block of a prompt with this salt.
     pub fn has(&self, hashing: &EngineHash, salt: &str) -> bool {
         let mut hashes = Vec::new();
         hashing.hash(&self.tokens, Some(salt), &mut hashes);

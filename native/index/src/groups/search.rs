@@ -13,7 +13,7 @@ use crate::step_counter;
 pub struct CachedPrefix {
     /// Length of the prefix in tokens.
     pub tokens: usize,
-    /// Whether the search ended. If the search did not end, `tokens` is an upper bound.
+    /// Whether the search was completed. If it was not, `tokens` is an upper bound.
     pub is_exact: bool,
 }
 
@@ -48,9 +48,10 @@ pub fn find(groups: &Groups, end: usize, longest: usize, looks: &Looks<'_>, bloc
 /// Number of blocks that the searches for one stream may examine for each position at which a block can end. A block is counted once for
 /// each group in which it is examined. Engines need a few examinations per group, but a peer could cause thousands.
 const LOOKS_PER_POSITION: usize = 4;
-/// Maximum number of blocks that the searches for one stream may examine from its own budget: one engine can have 64 streams.
+/// Maximum number of blocks that one stream's searches may examine before they use the budget that all streams of the lookup share: one
+/// engine can have 64 streams.
 const MAX_OWN_LOOKS: usize = 1 << 15;
-/// Number of further blocks that one lookup may examine, in all of its streams together: a peer can have many streams.
+/// Number of blocks that all streams of one lookup may examine together beyond their own budgets, since a peer can have many streams.
 pub const SHARED_LOOKS: usize = 1 << 17;
 
 /// The number of looks that the searches for one stream may use. A look is the examination of one block for one group. A search ends when
@@ -62,7 +63,7 @@ pub struct Looks<'a> {
 }
 
 impl<'a> Looks<'a> {
-    /// Creates the budget of a stream whose blocks have this many distinct end positions. `shared` is the budget that all streams of a
+    /// Creates the budget of a stream whose blocks have `positions` distinct end positions. `shared` is the budget that all streams of a
     /// lookup share.
     pub fn new(positions: usize, shared: &'a Cell<usize>) -> Self {
         Self {
@@ -85,17 +86,17 @@ impl<'a> Looks<'a> {
     }
 }
 
-/// Groups of one kind and block size, which are searched together.
+/// All groups that have the same kind and block size; they are searched together.
 struct Spec {
     kind: GroupKind,
     size: usize,
     /// Positions of the spec's groups in `Groups::known`.
     groups: Vec<usize>,
-    /// Whether the last block of a hit is dropped, since the draft model needs this block to be computed again.
+    /// Whether the search drops the last block of a hit, since the draft model needs this block to be computed again.
     drops: bool,
 }
 
-/// The state of one lookup.
+/// The state of the search of one stream for one prompt.
 struct Search<'a, F> {
     specs: Vec<Spec>,
     blocks: F,
@@ -106,7 +107,7 @@ struct Search<'a, F> {
     alignment: usize,
     /// Whether a hit can end inside of a block.
     can_end_inside_blocks: bool,
-    /// Whether the engine has one group.
+    /// Whether the engine has a single group.
     is_single: bool,
 }
 
@@ -144,7 +145,7 @@ impl<'a, F: Blocks> Search<'a, F> {
         }
     }
 
-    /// The longest prefix that all groups can serve: the groups shorten a candidate until no group shortens it further.
+    /// Returns the longest prefix that all groups can serve: each group shortens a candidate, until no group shortens it further.
     fn run(&self, longest: usize) -> usize {
         if self.is_single {
             return self.find(&self.specs[0], longest, self.specs[0].drops);
@@ -156,7 +157,7 @@ impl<'a, F: Blocks> Search<'a, F> {
         loop {
             let mut hit = candidate;
             for (at, spec) in self.specs.iter().enumerate() {
-                // Blocks of full attention are looked up once: any shorter prefix is held too.
+                // Blocks of full attention are searched only in the first pass: if a prefix is held, its beginning is held too.
                 if let (GroupKind::Full(_), Some(found)) = (spec.kind, found[at]) {
                     hit = hit.min(found);
                     continue;
@@ -182,7 +183,8 @@ impl<'a, F: Blocks> Search<'a, F> {
         }
     }
 
-    /// Number of tokens after a candidate that a draft model's group matches and then drops; 0 for kinds that draft models do not have.
+    /// Number of tokens by which the search of a draft model's group extends a candidate, since the search drops its last block; 0 for
+    /// kinds of groups that draft models do not have.
     fn margin(&self, spec: &Spec) -> usize {
         match spec.kind {
             GroupKind::State | GroupKind::Unknown => 0,
@@ -225,7 +227,8 @@ impl<'a, F: Blocks> Search<'a, F> {
         hit - hit % alignment
     }
 
-    /// Searches for a window from the end of the prompt. A prefix shorter than the window needs all of its blocks.
+    /// Searches backwards from the end of the prompt for enough consecutive blocks to cover the window. A prefix that is shorter than the
+    /// window needs all blocks from the beginning.
     fn find_window(&self, spec: &Spec, max_tokens: usize, window: usize, drops: bool) -> usize {
         let size = spec.size;
         let alignment = if self.is_single { size } else { self.alignment };
@@ -240,7 +243,7 @@ impl<'a, F: Blocks> Search<'a, F> {
                 continue;
             }
             if run == 0 {
-                // The hit ends at the last of these blocks at which a hit can end.
+                // The hit ends at the last block of this range at which hits can end.
                 let last = (first..=at).rev().find(|last| last >= &dropped && is_aligned(last - dropped));
                 let Some(last) = last.filter(|last| self.looks.take(at - last + 1)) else {
                     at = first - 1;
@@ -287,7 +290,7 @@ impl<'a, F: Blocks> Search<'a, F> {
     }
 }
 
-/// Returns the least common multiple of two sizes, bounded, since a peer chooses both 32-bit sizes.
+/// Returns the least common multiple of two sizes, or the largest `usize` if the multiple is larger: peers choose the sizes.
 fn common_multiple(size: usize, other_size: usize) -> usize {
     let (mut a, mut b) = (size, other_size);
     while b > 0 {

@@ -1,24 +1,24 @@
-//! Contexts: properties that blocks share besides their tokens, which are the block size and the namespace.
+//! Contexts: the block size and the namespace, which many blocks share.
 
 use crate::keys::{self, Scheme};
 use crate::memory::hasher::Secret;
 use crate::memory::sharded_table::ShardedTable;
 
-/// Largest number of contexts: a record has 30 bits for the number of its context.
+/// Largest number of contexts: a record has 30 bits for the number that identifies its context.
 pub const MAX_CONTEXTS: u32 = 1 << 30;
 
-/// Scheme and namespace of a block.
+/// Scheme and namespace that blocks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Context {
     /// The rule by which the prompt's tokens were divided into blocks.
     pub scheme: Scheme,
-    /// Part of the seed that the LoRA contributes; 0 for none.
+    /// Part of the seed that the LoRA contributes; 0 without a LoRA.
     pub lora: u64,
-    /// Part of the seed that the salt contributes; 0 for none.
+    /// Part of the seed that the salt contributes; 0 without a salt.
     pub salt: u64,
 }
 
-/// Value of `lora` for blocks that were stored by their keys, since the keys include the LoRA and the salt.
+/// Value of `lora` in contexts of blocks that were stored by their keys: the keys include the LoRA and the salt.
 const KEYED: u64 = u64::MAX;
 
 impl Context {
@@ -54,11 +54,11 @@ fn place_of(secret: Secret, context: &Context) -> u64 {
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     context: Context,
-    /// Number of blocks that have the context, plus the number of temporary uses.
+    /// Number of blocks that have the context, plus the number of callers that have retained it temporarily.
     users: u32,
 }
 
-/// The contexts that were published to lookups.
+/// The contexts in the form that lookups read, as of the last publication.
 #[derive(Debug)]
 pub struct Known {
     contexts: Vec<Option<Context>>,
@@ -85,14 +85,14 @@ impl Known {
         self.contexts.get(number as usize)?.as_ref()
     }
 
-    /// The number of a context that some block has.
+    /// Returns the number of a context; None if no block has the context.
     #[inline]
     pub fn find(&self, context: &Context) -> Option<u32> {
         let same = |&number: &u32| self.contexts[number as usize].as_ref() == Some(context);
         self.lookup.find(place_of(self.secret, context), same).copied()
     }
 
-    /// The number of the context of blocks that were stored by their keys. Blocks that were stored by their keys can belong to any
+    /// Returns the number of the context of blocks that were stored by their keys. Blocks that were stored by their keys can belong to any
     /// namespace.
     #[inline]
     pub fn keyed(&self, scheme: Scheme) -> Option<u32> {
@@ -128,7 +128,7 @@ pub struct Contexts {
     secret: Secret,
     /// Numbers of contexts that are not published to lookups yet.
     changed: Vec<u32>,
-    /// The last context that was retained; the next batch usually has the same context.
+    /// The most recently retained context: the next batch usually has the same context.
     last: u32,
 }
 
@@ -151,7 +151,7 @@ impl Contexts {
         &self.entries[number as usize].context
     }
 
-    /// The number of a context that some block has.
+    /// Returns the number of a context; None if no block has the context.
     #[inline]
     pub fn find(&self, context: &Context) -> Option<u32> {
         let same = |&number: &u32| self.entries[number as usize].context == *context;
@@ -229,12 +229,12 @@ impl Contexts {
         }
     }
 
-    /// Number of changed contexts that are not published to lookups yet.
+    /// Number of changed contexts that lookups do not see yet.
     pub fn changes(&self) -> usize {
         self.changed.len()
     }
 
-    /// Publishes all contexts to lookups. No lookup may run during this call.
+    /// Makes all contexts visible to lookups. No lookup may run during this call.
     pub fn move_to(&mut self, view: &mut Known) {
         for number in self.changed.drain(..) {
             let entry = self.entries.get(number as usize).filter(|entry| entry.users > 0);

@@ -1,8 +1,8 @@
 //! The number of physical copies of a block on a placement, as far as the stream states it.
 //!
 //! From 0.26 on, vLLM announces resident blocks again if a client asks for it (`kv_cache_report_mode`). On the wire a repetition looks like
-//! the store of a second physical copy. So after a second store, only two bounds of the number of copies are known. The number is certain
-//! again when the bounds are equal, or when an attestation of the engine's cache agrees.
+//! the store of a second physical copy. So after a second store, the number of copies is known only as a range. The number is certain again
+//! if the bounds of the range are equal, or if an attestation of the engine's cache agrees with the stream.
 //!
 //! A clear that names no tier might remove blocks on lower tiers or keep them. So the lower bound of blocks on lower tiers is 0 until
 //! they are stored again.
@@ -37,7 +37,7 @@ impl Copies {
         }
     }
 
-    /// Bounds after one removal; `most` is 0 if no copy is left.
+    /// Bounds after one removal; `most` is 0 if no copy remains.
     fn removed(self) -> Self {
         Self {
             least: self.least.saturating_sub(1),
@@ -45,12 +45,12 @@ impl Copies {
         }
     }
 
-    /// Whether the number is known.
+    /// Whether both bounds are equal.
     fn is_exact(self) -> bool {
         self.least == self.most
     }
 
-    /// Whether it is possible that no copy is left.
+    /// Whether the block might have no copy any more.
     pub fn is_uncertain(self) -> bool {
         self.least == 0
     }
@@ -77,7 +77,7 @@ impl Change {
     }
 }
 
-/// Number of copies of each block of one stream, by record and placement. Blocks with exactly one copy have no entry.
+/// Bounds of the number of copies of each block of one stream, by record and placement. Blocks with exactly one copy have no entry.
 #[derive(Debug, Default)]
 pub struct CopyTable {
     entries: HashMap<(u32, u16), Copies>,
@@ -104,12 +104,12 @@ impl CopyTable {
         self.entries.get(&(number, placement)).copied().unwrap_or(Copies::ONE)
     }
 
-    /// Number of blocks that might be gone; a block counts once for each placement.
+    /// Number of blocks that might be gone; a block counts twice if this is true of it on two placements.
     pub fn uncertain(&self) -> usize {
         self.uncertain
     }
 
-    /// Maximum number of copies beyond the first copy of each block.
+    /// Upper bound of the number of copies in excess of one per block and placement.
     pub fn beyond_first(&self) -> usize {
         self.entries.values().map(|copies| copies.most as usize - 1).sum()
     }
@@ -143,7 +143,7 @@ impl CopyTable {
         self.changed(number, placement, before, after)
     }
 
-    /// Records one removal of a held block. Returns None if that was the last copy.
+    /// Records one removal of a held block. Returns None, and changes nothing, if the block has at most one copy.
     pub fn take(&mut self, number: u32, placement: u16) -> Option<Change> {
         let after = self.get(number, placement).removed();
         (after.most > 0).then(|| self.set(number, placement, after))
@@ -154,8 +154,8 @@ impl CopyTable {
         self.inexact.contains_key(&placement)
     }
 
-    /// Sets the number of copies of each block on a placement to its upper bound, which makes it certain. Returns the records of blocks
-    /// that might have been gone.
+    /// Sets the lower bound of the copies of each block on a placement to the upper bound, so that the number is certain. Returns the
+    /// records of blocks that might have been gone.
     pub fn certify(&mut self, placement: u16) -> Vec<u32> {
         let inexact = self
             .inexact
@@ -168,7 +168,7 @@ impl CopyTable {
         certified.collect()
     }
 
-    /// Number of entries, and capacity, of each hash table.
+    /// Length and capacity of each hash table.
     #[inline]
     pub fn rooms(&self) -> impl Iterator<Item = (usize, usize)> {
         let inexact = self.inexact.values().map(|numbers| (numbers.len(), numbers.capacity()));
@@ -236,7 +236,7 @@ mod tests {
     enum Step {
         /// A store of another physical copy.
         Copy,
-        /// A store of another physical copy, when every store is known to mean a copy.
+        /// A store of another physical copy, in a stream in which each store is known to be a copy.
         StatedCopy,
         /// A repeated store of a resident block, without another copy.
         Report,
@@ -245,8 +245,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever an engine does, the true number of copies is within the bounds, a held block is listed as held, and a block that is
-        /// listed as gone is gone.
+        /// Whatever an engine does, the true number of copies is within the bounds, and a block that counts as gone has no copy.
         #[test]
         fn the_true_number_is_between_the_bounds(
             steps in proptest::collection::vec(

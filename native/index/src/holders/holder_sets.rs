@@ -1,7 +1,7 @@
-//! The sets of holders of blocks: each set is stored once, however many blocks have it.
+//! The sets of holders of blocks: all blocks with the same holders share one stored set.
 //!
-//! A holder is a stream on a placement (tier, locality, ownership, group). Blocks of one chain are mostly held by the same workers, so
-//! there are far fewer sets than blocks, and reading a chain mostly means comparing numbers of sets.
+//! A holder is a stream on a placement (tier, locality, ownership, group). The blocks of a chain are usually held by the same workers. So
+//! there are far fewer sets than blocks, and a reader of a chain compares the numbers of sets instead of the sets.
 
 use crate::memory::hasher::Secret;
 use crate::memory::sharded_table::ShardedTable;
@@ -38,11 +38,11 @@ pub const MAX_STREAMS: usize = 64 << 16;
 struct Entry {
     words: Box<[Word]>,
     refs: u32,
-    /// A value that differs between successive sets with the same number.
+    /// Differs between a set and an earlier set that had the same number.
     created: u64,
 }
 
-/// A change from one set to another that was made before, and can be repeated without a search.
+/// The latest move of a block from one set to another; if the next block makes the same move, no search is needed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Move {
     from: (u32, u64),
@@ -103,7 +103,8 @@ pub struct Sets {
     changed: Vec<u32>,
 }
 
-/// The hash of a set. The hash depends on a secret, since clients that register streams choose the order of the streams' numbers.
+/// The hash of a set. The hash depends on a secret: clients that register streams choose the numbers of the streams, and so could choose
+/// colliding sets.
 fn hash_of(secret: Secret, words: &[Word]) -> u64 {
     words.iter().fold(words.len() as u64, |hash, word| {
         secret.place(secret.place(hash ^ u64::from(word.at)) ^ word.bits)
@@ -176,8 +177,8 @@ impl Sets {
         self.placements(set, stream).next().is_some()
     }
 
-    /// Moves one block from `set` to the set that differs from it by the addition or removal of one holder. `last` stores the move for the
-    /// next call.
+    /// Moves one block from `set` to the set that differs from it by the addition or removal of one holder. `last` is the latest move, from
+    /// which a repetition is recognised; the call replaces it.
     #[inline]
     pub fn move_block(&mut self, set: u32, placement: u16, stream: u32, last: &mut Move) -> u32 {
         if self.matches_move(set, placement, stream, last) {
@@ -187,7 +188,7 @@ impl Sets {
         self.search_move(set, placement, stream, last)
     }
 
-    /// Whether a move equals the stored move.
+    /// Whether a requested move equals the stored move.
     #[inline]
     fn matches_move(&self, set: u32, placement: u16, stream: u32, last: &Move) -> bool {
         last.is_known
@@ -212,7 +213,7 @@ impl Sets {
         target
     }
 
-    /// Whether the number still belongs to the set that had it when the move was stored.
+    /// Whether the set that had this number when the move was stored still exists.
     #[inline]
     fn is_current(&self, (number, created): (u32, u64)) -> bool {
         self.entries
@@ -250,7 +251,7 @@ impl Sets {
         set
     }
 
-    /// Subtracts `count` blocks, which were counted in advance, from the number of blocks of a set.
+    /// Subtracts `count` from the number of blocks of a set: blocks that were counted in advance and not added.
     pub fn uncount(&mut self, set: u32, count: u32) {
         if count > 0 {
             self.entries[set as usize].refs -= count - 1;
@@ -334,7 +335,7 @@ impl Sets {
         }
     }
 
-    /// Releases the number of a set that no block has any more.
+    /// Releases the number of a set that no block uses any more.
     #[cold]
     fn forget(&mut self, set: u32) {
         let entry = &mut self.entries[set as usize];
@@ -355,12 +356,12 @@ impl Sets {
         }
     }
 
-    /// Number of changed sets that are not published to lookups yet.
+    /// Number of changed sets that lookups do not see yet.
     pub fn changes(&self) -> usize {
         self.changed.len()
     }
 
-    /// Publishes all sets to lookups. No lookup may run during this call.
+    /// Makes all sets visible to lookups. No lookup may run during this call.
     pub fn move_to(&mut self, view: &mut Vec<Holders>) {
         for number in self.changed.drain(..) {
             if let Some(entry) = self.entries.get(number as usize) {
@@ -374,7 +375,7 @@ impl Sets {
         }
     }
 
-    /// Sets in use, without the empty one.
+    /// Number of sets in use, without the empty set.
     pub fn len(&self) -> usize {
         self.lookup.len()
     }
@@ -400,7 +401,7 @@ mod tests {
 
     use super::*;
 
-    /// Lookups have a copy of the words of a large set.
+    /// Lookups have their own copy of the words of a large set.
     #[test]
     fn bytes_are_those_of_both_copies() {
         let (mut sets, mut view) = (Sets::new(Secret::new()), Vec::new());

@@ -1,4 +1,4 @@
-//! Where a block can be: tiers by the media that engines name, and the groups of hybrid models.
+//! The placements of blocks: tiers, found by the media that engines name, and groups of hybrid models.
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -27,11 +27,11 @@ const MEDIA: [&[&str]; TIERS.len()] = [
     ],
 ];
 
-/// Number of levels of tiers: the positions in `TIERS`, and a last one for unknown media. A prefix at one level can consist of blocks of
-/// this and all earlier levels.
+/// Number of levels: one for each tier in `TIERS`, and a last one for unknown media. A prefix on one level can consist of blocks on this
+/// level and on all earlier levels.
 pub const LEVELS: usize = TIERS.len() + 1;
 
-/// A place for which copies of blocks are counted.
+/// The tier, locality, ownership and group for which copies of blocks are counted separately.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Placement {
     /// The tier: `gpu`, `cpu`, `disk`, or an unknown medium in upper case.
@@ -65,15 +65,15 @@ impl Placement {
         AttestedGroup::new(self.group, self.level() == 0)
     }
 
-    /// A digest that is the same in every process.
+    /// A digest of the placement that is the same in every process.
     pub fn digest(&self) -> u64 {
         let text = format!("{}\0{:?}\0{:?}\0{}", self.tier, self.locality, self.ownership, self.group);
         xxh3_64(text.as_bytes())
     }
 }
 
-/// How copies of blocks of one group count in an attestation (`kvevents.events.Heartbeat` has the formula): those on the device count,
-/// others contribute 0.
+/// How copies of blocks of one group count in an attestation (`kvevents.events.Heartbeat` has the formula): copies on the device count, and
+/// all others contribute 0.
 #[derive(Clone, Copy, Debug)]
 pub struct AttestedGroup {
     salt: u64,
@@ -81,7 +81,6 @@ pub struct AttestedGroup {
 }
 
 impl AttestedGroup {
-    /// Creates the value for the copies of a group on the device, or for the group's copies elsewhere.
     pub fn new(group: i64, is_on_device: bool) -> Self {
         Self {
             salt: (group as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15),
@@ -89,7 +88,7 @@ impl AttestedGroup {
         }
     }
 
-    /// Whether the value is for copies on the device.
+    /// Whether the value is that of copies on the device.
     #[inline]
     pub fn is_on_device(self) -> bool {
         self.mask != 0
@@ -112,8 +111,8 @@ pub fn level_of(tier: &str) -> usize {
     TIERS.iter().position(|known| *known == tier).unwrap_or(TIERS.len())
 }
 
-/// The tier of a medium. Words of the medium's name determine the tier, as in `CPU_PINNED` or `shared-storage`: if they name several tiers,
-/// the slowest one counts. An empty name means the device. Ignores case.
+/// The tier of a medium. Words of the medium's name determine the tier, as in `CPU_PINNED` or `shared-storage`. If the name contains words
+/// of several tiers, the slowest of these tiers counts. An empty name means the device. Ignores case.
 pub fn tier(medium: &str) -> String {
     let upper = medium.to_uppercase();
     let is_word = |media: &[&str]| {
@@ -129,13 +128,13 @@ pub fn tier(medium: &str) -> String {
     known.map_or(upper, |level| TIERS[level].into())
 }
 
-/// Maximum number of placements of one index. Engines have a handful, but a peer could send any names and groups.
+/// Maximum number of placements of one index. An engine uses a few placements, but a peer could send any names and groups.
 pub const MAX_PLACEMENTS: usize = 4096;
 
 #[derive(Debug)]
 struct Entry {
     placement: Placement,
-    /// Number of streams that name the placement.
+    /// Number of streams that have the placement.
     users: u32,
 }
 
@@ -149,18 +148,18 @@ pub struct Placements {
 }
 
 impl Placements {
-    /// The placement `number`.
+    /// The placement with this number.
     pub fn get(&self, number: u16) -> &Placement {
         &self.entries[number as usize].placement
     }
 
-    /// Levels by number.
+    /// The level of each placement, by the placement's number.
     #[inline]
     pub fn levels(&self) -> &[u8] {
         &self.levels
     }
 
-    /// Number of levels that a prefix may use: one more than the highest level of any placement.
+    /// Number of levels that prefixes can have: one more than the highest level of any placement.
     #[inline]
     pub fn depth(&self) -> usize {
         self.depth.max(1)
@@ -177,7 +176,7 @@ impl Placements {
         used.map(|(number, entry)| (number as u16, &entry.placement))
     }
 
-    /// Returns the number of a placement and counts one more stream; None if there are too many placements.
+    /// Returns the number of a placement and counts one more stream that has it; None if there are too many placements.
     pub fn retain(&mut self, placement: Placement) -> Option<u16> {
         let known = |entry: &Entry| entry.users > 0 && entry.placement == placement;
         if let Some(at) = self.entries.iter().position(known) {
@@ -199,7 +198,7 @@ impl Placements {
         Some((self.entries.len() - 1) as u16)
     }
 
-    /// Decrements the number of streams of a placement, after a stream has removed its last block from the placement.
+    /// Decrements the number of streams that have a placement, after one of these streams has removed its last block there.
     pub fn release(&mut self, number: u16) {
         self.entries[number as usize].users -= 1;
         while self.entries.last().is_some_and(|entry| entry.users == 0) {

@@ -1,5 +1,5 @@
-//! Lookups: how much of a prompt each worker holds according to its events, or is expected to hold because of routing decisions in the
-//! overlay that no event has confirmed.
+//! Lookups: the number of tokens of a prompt that each worker holds according to its events. The overlay extends this number by routing
+//! decisions that no event has confirmed yet.
 
 use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
@@ -22,29 +22,28 @@ use crate::store::members::{Member, Model, Names, Worker};
 use crate::store::overlay::Overlay;
 use crate::store::read_view::View;
 
-/// Number of blocks, and of tokens, of a prompt that are looked up before later blocks are hashed: often not even the first blocks are
-/// known.
+/// Number of blocks (and below, of tokens) of a prompt that are looked up first. Later blocks are hashed only if all of these are known.
 const FIRST_BLOCKS: usize = 64;
 const FIRST_TOKENS: usize = 1_024;
-/// Factor by which the number of hashed blocks grows with each step.
+/// Factor by which the number of hashed blocks grows whenever all hashed blocks were found.
 const GROWTH: usize = 8;
-/// Maximum number of blocks of a prompt that a worker is expected to hold, in each scheme: a million tokens in blocks of 16.
+/// Maximum number of blocks by which one decision extends a worker's prefix, in each scheme: a million tokens in blocks of 16.
 const MAX_EXPECTED: usize = 1 << 16;
-/// Approximate maximum number of blocks of the decisions that one call ends, which takes about 30 ms.
+/// Approximate maximum number of blocks of the decisions that one call ends; this takes about 30 ms.
 const ENDED_PER_CALL: usize = 1 << 16;
-/// Number of tries of a lookup that writers may disturb; after these tries the lookup waits until no writer runs.
+/// Number of tries of a lookup during which writers may run; in later tries the lookup excludes writers.
 const TRIES: usize = 4;
 
-/// The scope in which a prompt is looked up.
+/// The model and the namespace in which a prompt is looked up, and its multimodal items.
 #[derive(Clone, Debug, Default)]
 pub struct Scope {
-    /// The model that workers are labelled with.
+    /// The model whose workers are searched.
     pub model: Option<String>,
-    /// Part of the seed that the LoRA contributes.
+    /// Part of the seed that the LoRA contributes; 0 without a LoRA.
     pub lora: u64,
-    /// Part of the seed that the salt contributes.
+    /// Part of the seed that the salt contributes; 0 without a salt.
     pub salt: u64,
-    /// Multimodal items.
+    /// The multimodal items of the prompt.
     pub items: Items,
 }
 
@@ -58,13 +57,14 @@ impl Scope {
         }
     }
 
-    /// The prompt as engines announce it: with the prompt's own tokens, or with placeholders for the tokens of its items (TensorRT-LLM).
+    /// The forms in which engines announce the prompt: with its own tokens, and with placeholders for the tokens of its items
+    /// (TensorRT-LLM).
     fn variants<'a>(&self, tokens: &'a [u32]) -> Vec<Cow<'a, [u32]>> {
         let replaced = (!self.items.is_empty()).then(|| keys::with_placeholders(tokens, &self.items).into());
         std::iter::once(tokens.into()).chain(replaced).collect()
     }
 
-    /// Extends the local hashes of a prompt's blocks up to `wanted` hashes.
+    /// Appends the local hashes of further blocks of a prompt, until `locals` has `wanted` hashes.
     fn extend(&self, tokens: &[u32], scheme: Scheme, wanted: usize, locals: &mut Vec<u64>) {
         let (known, wanted) = (locals.len(), scheme.blocks(tokens.len()).min(wanted));
         if known < wanted {
@@ -77,12 +77,12 @@ impl Scope {
 /// The workers that hold a prefix of a prompt.
 #[derive(Clone, Debug, Default)]
 pub struct Matches {
-    /// The match of each worker.
+    /// The hit of each worker: the tokens that it holds or probably holds.
     pub hits: Vec<Hit>,
-    /// The certain match of each worker, by stream, if it is shorter than the worker's hit: some blocks might be gone, or are only
-    /// expected.
+    /// For each worker whose certain tokens are fewer than those of its hit, a hit with the certain tokens, ordered by stream. Tokens are
+    /// uncertain if blocks might be gone or are only expected.
     uncertain: Vec<Hit>,
-    /// Streams for which not even an upper bound of the match is known.
+    /// Streams of which not even an upper bound of the tokens is known.
     unknown: Vec<u32>,
     names: Arc<Names>,
 }
@@ -94,8 +94,8 @@ impl Matches {
         name.expect("a match has the names of its streams")
     }
 
-    /// Number of tokens that the worker of a hit certainly holds, by level. The number is less than the hit's number if some blocks might
-    /// be gone.
+    /// Returns the number of tokens that the worker of a hit certainly holds, by level. The certain number is less than the hit's number if
+    /// some blocks might be gone.
     pub fn certain(&self, hit: &Hit) -> [u32; LEVELS] {
         let found = self.uncertain.binary_search_by_key(&hit.stream, |certain| certain.stream);
         found.map_or(hit.tokens, |at| self.uncertain[at].tokens)
@@ -106,7 +106,7 @@ impl Matches {
         self.certain(hit) == hit.tokens && !self.unknown.contains(&hit.stream)
     }
 
-    /// Stores those certain matches that are shorter than the hits of their streams.
+    /// Stores the certain tokens of those streams for which they are fewer than the tokens of the hit.
     fn compare(&mut self, mut certain: Vec<Hit>) {
         if certain.is_empty() {
             return;
@@ -121,7 +121,7 @@ impl Matches {
     }
 }
 
-/// Statistics of the overlay.
+/// Statistics of the routing decisions in the overlay.
 #[derive(Clone, Copy, Debug)]
 pub struct Speculated {
     /// Number of blocks of all decisions.
@@ -138,9 +138,10 @@ pub struct Speculated {
 #[derive(Debug)]
 struct Cut {
     scheme: Scheme,
-    /// Index of the prompt's variant.
+    /// Index of the prompt's form in `Scope::variants`.
     variant: usize,
-    /// The numbers, at the last lookup, of the prompt's context and of the context of blocks that were stored by their keys.
+    /// The number, at the last lookup, of the context of the prompt. `keyed` is the number of the context of blocks that were stored by
+    /// their keys.
     context: Option<u32>,
     keyed: Option<u32>,
     locals: Vec<u64>,
@@ -155,11 +156,11 @@ impl Cut {
     }
 }
 
-/// Buffers that are kept from one match to the next, to avoid allocations.
+/// Buffers that each thread keeps from one lookup to the next, to avoid allocations.
 #[derive(Default)]
 struct Room {
     walk: Walk,
-    /// By scheme. The next prompt probably has the same schemes.
+    /// The prompt's blocks, by scheme and variant. The next prompt probably uses the same schemes.
     cuts: Vec<Cut>,
     schemes: Vec<(Scheme, usize, Option<u32>, Option<u32>)>,
 }
@@ -168,11 +169,11 @@ thread_local! {
     static ROOM: RefCell<Room> = RefCell::default();
 }
 
-/// Memory for local hashes that is kept for the next prompt, in bytes.
+/// Maximum number of bytes of local hashes that a thread keeps for the next prompt.
 const HASHES_KEPT: usize = 1 << 16;
 
 impl Room {
-    /// Whether each variant of the prompt is divided already by all schemes of its scope. If a division is missing, prepares it.
+    /// Whether `cuts` has an entry for each variant of the prompt and each scheme of its scope. Otherwise creates the missing entries.
     fn is_cut(&mut self, view: &View, scope: &Scope, model: Option<&Model>) -> bool {
         self.schemes.clear();
         for &(scheme, _) in model.map_or(&[][..], |model| &model.schemes) {
@@ -210,15 +211,15 @@ impl Room {
 impl PrefixIndex {
     /// The workers that hold a prefix of a prompt.
     ///
-    /// Hashes are computed without the lock. At first only few hashes are computed, since often not even the first blocks are known. The
-    /// answer describes one moment: the last try reads every block of every scheme, and its result is valid if no writer has changed any of
-    /// these blocks during the try.
+    /// Hashes are computed without the lock. At first only a few hashes are computed, since often not even the first blocks are known. The
+    /// answer describes one moment: the last try reads all blocks of all schemes, and counts only if no writer has changed these blocks
+    /// during the try.
     pub fn match_prompt(&self, tokens: &[u32], scope: &Scope) -> Matches {
         self.match_prefix(tokens, tokens.len(), scope)
     }
 
-    /// The workers that hold a prefix of at most `longest` tokens: engines always compute the last token of a prompt, although hashes cover
-    /// it.
+    /// Returns the workers that hold a prefix of at most `longest` tokens: engines always compute the last token of a prompt, but hashes
+    /// cover this token.
     pub fn match_prefix(&self, tokens: &[u32], longest: usize, scope: &Scope) -> Matches {
         let length = PromptLength {
             tokens: tokens.len(),
@@ -301,7 +302,8 @@ impl PrefixIndex {
         })
     }
 
-    /// Workers that hold blocks with keys that the caller has computed. None if block sizes differ and `size` is None.
+    /// Returns the workers that hold blocks whose keys the caller has computed. Returns None if the model's block sizes differ and `size`
+    /// is None.
     pub fn match_rolling_keys(&self, keys: &[u64], size: Option<u32>, model: &Option<String>) -> Option<Matches> {
         ROOM.with_borrow_mut(|room| {
             let (mut hits, mut certain, mut tries) = (Vec::new(), Vec::new(), 0);
@@ -343,7 +345,7 @@ impl PrefixIndex {
                 if schemes.len() > 1 {
                     merge(&mut hits);
                 }
-                // Some engines find blocks by their own hashes, which keys cannot replace.
+                // If an engine finds blocks by its own hashes, a match by keys is an estimate.
                 let is_estimate = |hit: &Hit| hashed.binary_search_by_key(&hit.stream, |(stream, _)| *stream).is_ok();
                 certain.retain(|hit| !is_estimate(hit));
                 certain.extend(hits.iter().filter(|hit| is_estimate(hit)).map(Hit::without_certainty));
@@ -361,7 +363,7 @@ impl PrefixIndex {
 
     // --- the overlay
 
-    /// Adds a decision: until `until` a worker is expected to hold a prompt, at most `MAX_EXPECTED` blocks of it.
+    /// Adds a decision: until the time `until`, a worker is expected to hold a prompt, at most its first `MAX_EXPECTED` blocks.
     pub fn speculate(&self, worker: &Worker, tokens: &[u32], scope: &Scope, now: f64, until: f64) {
         let prompts = self.keys_by_scheme(tokens, scope);
         let prompts: Vec<Vec<u64>> = prompts.into_iter().map(|(_, keys)| keys).collect();
@@ -370,8 +372,8 @@ impl PrefixIndex {
         drop(self.overlay_at(now, blocks));
     }
 
-    /// Returns the overlay, without decisions that have ended by `now`. One call ends decisions of at most about `ENDED_PER_CALL + added`
-    /// blocks; further decisions that have ended remain in the overlay until the next calls.
+    /// Returns the overlay after ending decisions whose time is over at `now`. One call ends decisions of at most about `ENDED_PER_CALL +
+    /// added` blocks; later calls end the rest.
     fn overlay_at(&self, now: f64, added: usize) -> MutexGuard<'_, Overlay> {
         let (mut overlay, mut ended) = (self.overlay.lock(), 0);
         while ended < ENDED_PER_CALL + added && overlay.is_due(now) {
@@ -383,7 +385,7 @@ impl PrefixIndex {
         overlay
     }
 
-    /// Ends the decisions for a worker, or for all ranks of a source. The lock is released after every few decisions.
+    /// Ends the decisions for a worker, or for all ranks of a source. The overlay's lock is released after every few decisions.
     pub(crate) fn forget_decisions(&self, source: &str, rank: Option<i64>) {
         let mut overlay = self.overlay.lock();
         let mut numbers = overlay.numbers();
@@ -395,7 +397,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Ends those decisions for a worker that these stored blocks confirm. The lock is released after every few decisions.
+    /// Ends those decisions for a worker that these stored blocks confirm. The overlay's lock is released after every few decisions.
     pub(crate) fn confirm_decisions(&self, source: &str, rank: i64, stored: &[u64]) {
         let (mut overlay, mut done) = (self.overlay.lock(), 0);
         while done < stored.len() {
@@ -412,8 +414,8 @@ impl PrefixIndex {
             let ends = shared.ends_of(keys);
             let holds = |stream: u32| ends.iter().any(|&end| shared.sets.knows(shared.records.set(end), stream));
             let same = |member: &Option<Member>| member.as_ref().is_some_and(|member| *member.worker == *worker);
-            // For most decisions that expire without a confirmation, no stream holds the last block of the prompt: then the worker need not
-            // be searched.
+            // If no stream holds the last block of a decision's prompt, as for nearly all decisions that expire, the worker's blocks need
+            // not be searched.
             !ends.is_empty()
                 && shared
                     .view
@@ -424,7 +426,7 @@ impl PrefixIndex {
         })
     }
 
-    /// Extends an answer by the decisions of the overlay, which make no token certain.
+    /// Extends an answer by the blocks that decisions in the overlay expect; none of these blocks is certain.
     pub fn extend_by_overlay(&self, tokens: &[u32], scope: &Scope, now: f64, found: &mut Matches) {
         if self.overlay_at(now, 0).is_empty() {
             return;
@@ -501,7 +503,7 @@ impl PrefixIndex {
     }
 }
 
-/// The streams of a model whose prompts are looked up by the engine's own hashes, in the order of their numbers.
+/// The streams of a model that are looked up by their engine's own hashes, in the order of their numbers.
 fn streams_by_hashes(view: &View, streams: &[u64]) -> Vec<(u32, Arc<GroupLookup>)> {
     let mut found = Vec::new();
     for (at, ((&streams, &hybrid), &visible)) in streams.iter().zip(&view.hybrid).zip(&view.visible).enumerate() {
@@ -516,7 +518,7 @@ fn streams_by_hashes(view: &View, streams: &[u64]) -> Vec<(u32, Arc<GroupLookup>
     found
 }
 
-/// A prompt as engines hash it: replicas of one engine have the same hashes.
+/// The hashes of a prompt, as engines compute them: replicas of one engine compute the same hashes.
 struct HashedPrompts<'a> {
     tokens: &'a [u32],
     longest: usize,
@@ -537,8 +539,8 @@ impl HashedPrompts<'_> {
         &self.known[at].2
     }
 
-    /// Replaces the hits of streams whose blocks must be looked up by the engine's own hashes. If these hashes cannot be computed for the
-    /// prompt, the hit is an upper bound, and no token is certain. Returns the streams for which no upper bound is known.
+    /// Replaces the hits of those streams that are looked up by their engine's own hashes. If these hashes cannot be computed for the
+    /// prompt, the hit is an upper bound, and no token of it is certain. Returns the streams for which no upper bound is known.
     fn find(
         mut self,
         streams: &[(u32, Arc<GroupLookup>)],
@@ -599,8 +601,8 @@ impl HashedPrompts<'_> {
                     shared_looks,
                 ))
             }
-            // The engine has announced no prompt with this salt, or no prompt with a LoRA or an item. An engine without full attention need
-            // not announce the first blocks of a prompt.
+            // The engine has announced no prompt with this salt (or, below, no prompt with a LoRA or an item), so it holds no token of this
+            // one. This is not known of an engine without full attention, since it might not announce the first blocks of a prompt.
             (Some(_), None) if has_full && !cache.read().misses_salts() => Some(Found::default()),
             _ if !is_plain && has_full && !lookup.groups.has_unknown_inputs => Some(Found::default()),
             _ => None,

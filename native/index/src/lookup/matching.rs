@@ -1,8 +1,9 @@
-//! How long a prefix each worker holds.
+//! How long a prefix of a prompt each worker holds.
 //!
-//! Records along a chain are read until one is missing; consecutive blocks with the same holders are one step. Then streams with one group
-//! are matched by bitmaps, 64 at a time. The holders of blocks of other streams are also read under the lock of the view. These streams are
-//! searched by the rules of their groups after the lock is released, with one search for all streams that hold the same blocks.
+//! The records of a chain are read until one is missing; consecutive blocks with the same holders are one step. Then streams with one group
+//! are matched by bitmaps, 64 at a time. Other streams need searches; what these searches need is read under the lock of the view. The
+//! searches follow the rules of the streams' groups, and run after the lock is released. One search serves all streams that hold the same
+//! blocks.
 
 use std::cell::Cell;
 use std::collections::BTreeSet;
@@ -19,17 +20,17 @@ use crate::store::members::Member;
 use crate::store::read_view::View;
 use crate::store::records::{Memory, Records, chunk_of};
 
-/// One worker's answer.
+/// The number of tokens of a prompt that one worker holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hit {
-    /// The number of the hit's stream.
+    /// The number of the worker's stream.
     pub stream: u32,
     /// Number of tokens that the worker holds by level; each level includes the levels before it.
     pub tokens: [u32; LEVELS],
 }
 
 impl Hit {
-    /// Returns a hit with no tokens: the certain part of this hit if none of its tokens is certain.
+    /// Returns this hit with 0 tokens on each level, for a worker that certainly holds nothing.
     pub fn without_certainty(&self) -> Self {
         Self {
             tokens: [0; LEVELS],
@@ -38,17 +39,17 @@ impl Hit {
     }
 }
 
-/// Numbers of tokens of a prompt.
+/// The lengths of a prompt and of the longest answer.
 #[derive(Clone, Copy, Debug)]
 pub struct PromptLength {
     /// Number of tokens of the whole prompt.
     pub tokens: usize,
-    /// Number of tokens of the longest possible answer: engines compute the last token of a prompt in any case.
+    /// Maximum number of tokens of an answer: engines compute the last token of a prompt in any case.
     pub longest: usize,
 }
 
-/// The holders of a block: the number of a set in `Sets`, or the position of a union of several sets in `Walk::together`. After too many
-/// reads, the holders of all further blocks stay unread.
+/// The holders of a block: the number of a set in `Sets`, or the position of a union of several sets in `Walk::together`. If too much was
+/// read before, the holders of a block and of all later blocks are not read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Holders {
     Set(u32),
@@ -64,7 +65,7 @@ struct Step {
     holders: Holders,
 }
 
-/// Adjacent records that were read for consecutive blocks.
+/// Consecutive blocks whose records are adjacent.
 #[derive(Clone, Copy, Debug)]
 struct BlockRow {
     /// The position of the first block.
@@ -84,27 +85,28 @@ impl BlockRow {
     }
 }
 
-/// Maximum number of possibly removed blocks that are examined for one stream; all blocks after the last of them count as uncertain.
+/// Maximum number of uncertain blocks that are examined for one stream; all blocks after the last examined one count as uncertain.
 const MAX_UNCERTAIN: usize = 64;
 
-/// Buffers that are kept from one match to the next.
+/// Buffers that are kept from one lookup to the next.
 #[derive(Debug, Default)]
 pub struct Walk {
     steps: Vec<Step>,
     together: Vec<Vec<Word>>,
-    /// The records that were read, by the positions of their blocks.
+    /// The records that were read, by the positions of their blocks in the prompt.
     rows: Vec<BlockRow>,
     keys: Vec<u64>,
-    /// Records of one block.
+    /// All records of the block that is being read.
     found: Vec<u32>,
-    /// Positions at which a stream holds several blocks on one placement, under different hashes. `with_twins` has such streams as bits.
+    /// Positions of blocks for which some stream holds twins: several records, under different hashes, on one placement. `with_twins` has a
+    /// bit for each of these streams.
     twins: Vec<usize>,
     with_twins: Vec<u64>,
-    /// The data that were read for searches, by scheme.
+    /// What was read for searches, by scheme.
     readings: Vec<Reading>,
     /// The number of words of holder sets that may still be read.
     reads: Reads,
-    /// The certain parts of the hits of streams with one group, if the holders of their last blocks were not read.
+    /// Hits with the certain tokens of streams with one group, for streams whose last blocks were not read.
     lower_bounds: Vec<Hit>,
     /// The looks (see `Looks`) that all streams of the lookup share.
     shared_looks: Cell<usize>,
@@ -115,8 +117,8 @@ pub struct Walk {
     first: Vec<u64>,
 }
 
-/// The number of words of holder sets that may still be read. Blocks with several records, streams with one group, and searches get one
-/// part each, in this order, and each of the three also gets the words that remained before.
+/// The number of words of holder sets that may be read from now on. A lookup has three phases: it reads blocks with several records,
+/// matches streams with one group, and reads for searches. This budget grows by `part` words at the start of each phase.
 #[derive(Debug, Default)]
 struct Reads {
     left: Cell<usize>,
@@ -128,7 +130,7 @@ impl Reads {
         self.left.set(self.left.get() + self.part);
     }
 
-    /// Subtracts `words` from the words that may still be read. Returns whether enough words remained.
+    /// Subtracts `words` from the budget. Returns whether the budget sufficed.
     fn take(&self, words: usize) -> bool {
         step_counter::count(words.div_ceil(WORDS_PER_STEP));
         let left = self.left.get().checked_sub(words);
@@ -137,19 +139,19 @@ impl Reads {
     }
 }
 
-/// Chunks that were read, to verify that all reads belong to one moment.
+/// The chunks that were read, each with its version, to verify that all reads belong to one moment.
 #[derive(Debug, Default)]
 struct ReadVersions {
-    /// Numbers and versions.
+    /// The number and the version of each chunk.
     chunks: Vec<(usize, u32)>,
-    /// Whether a writer was changing a chunk that was read.
+    /// Whether a chunk was read while a writer changed it.
     is_spoilt: bool,
     /// Whether no writer can run during the reads.
     is_alone: bool,
 }
 
 impl ReadVersions {
-    /// Returns the chunk of a record for reading.
+    /// Returns the chunk of a record, and notes that the chunk is read.
     #[inline]
     fn chunk<'a>(&mut self, view: &'a View, number: u32) -> Option<&'a Memory> {
         let memory = view.chunk(number);
@@ -169,8 +171,8 @@ impl Walk {
         &self.shared_looks
     }
 
-    /// Drops all earlier readings, before lookups in `schemes` schemes. If `is_alone`, the caller guarantees that no writer runs until the
-    /// reads are done, so that all reads see one state.
+    /// Forgets the previous lookup, before a lookup in `schemes` schemes. If `is_alone`, the caller guarantees that no writer runs until
+    /// the end of the lookup, so that all reads see one state.
     pub fn begin(&mut self, schemes: usize, is_alone: bool) {
         self.seen.chunks.clear();
         self.readings.clear();
@@ -183,14 +185,14 @@ impl Walk {
         (self.seen.is_spoilt, self.seen.is_alone) = (false, is_alone);
     }
 
-    /// Whether all reads since `begin` belong to one moment. If not, the results of the reads are invalid.
+    /// Whether all reads since `begin` belong to one moment. If they do not, their results are invalid.
     pub fn is_sound(&self, view: &View) -> bool {
         let is_still = |&(at, version): &(usize, u32)| view.chunks[at].as_ref().is_some_and(|chunk| chunk.is_still(version));
         !self.seen.is_spoilt && self.seen.chunks.iter().all(is_still)
     }
 
-    /// Reads the records of a chain by the local hashes of its blocks: the records in a context, and the records in the context `keyed`,
-    /// which were stored by their keys. Returns the number of records before the first missing one.
+    /// Reads the records of a chain, given the local hashes of its blocks, in the context `context`. Also reads records in the context
+    /// `keyed`, whose blocks were stored by their keys. Returns the number of records before the first missing one.
     pub fn find(&mut self, view: &View, locals: &[u64], context: Option<u32>, keyed: Option<u32>) -> usize {
         match context {
             Some(context) if keyed.is_none() && view.strangers == 0 => self.read(view, locals, context),
@@ -206,7 +208,8 @@ impl Walk {
         }
     }
 
-    /// The usual case: a position in a run determines all blocks before it, so keys are only computed at the end of a run.
+    /// Reads a chain in one context. A position in a run determines all blocks before it, so only the key after the end of a run is
+    /// computed.
     fn read(&mut self, view: &View, locals: &[u64], context: u32) -> usize {
         self.clear();
         let Some(&(mut key)) = locals.first() else { return 0 };
@@ -241,7 +244,7 @@ impl Walk {
         }
     }
 
-    /// Fills `found` with the records that are listed by a key and have a context that `meant` accepts.
+    /// Fills `found` with the records that have this key and a context that `meant` accepts.
     #[inline]
     fn list(&mut self, view: &View, keyed: bool, key: u64, meant: impl Fn(u32) -> bool) {
         self.found.clear();
@@ -302,7 +305,7 @@ impl Walk {
         self.reads.add_part();
     }
 
-    /// Adds the records in `found`, which are those of the block before `end`, to the rows.
+    /// Adds a row for each record in `found`; these are the records of the block that ends before the position `end`.
     #[inline]
     fn rows_to(&mut self, end: usize) {
         let start = end - 1;
@@ -327,7 +330,7 @@ impl Walk {
                     }
                     words.extend_from_slice(more);
                 }
-                // The words of each record are sorted already.
+                // Each record's words are sorted already, so this sort is fast.
                 words.sort_by_key(|word| word.at);
                 self.with_twins.resize(view.visible.len(), 0);
                 let mut has_twins = false;
@@ -352,7 +355,7 @@ impl Walk {
         true
     }
 
-    /// Leaves the holders of all further blocks unread. Returns the number of blocks.
+    /// Marks the holders of all further blocks as unread. Returns `blocks`.
     fn leave_unread(&mut self, blocks: usize) -> usize {
         self.step(blocks, Holders::Unread);
         blocks
@@ -375,7 +378,7 @@ impl Walk {
         }
     }
 
-    /// Appends the matches of the last lookup for those `streams` that have one group, and reads what `search` needs for other streams.
+    /// Appends the hits of those `streams` that have one group, and reads what `search` needs for all others.
     pub fn hits(&mut self, view: &View, scheme: Scheme, prompt: PromptLength, streams: &[u64], out: &mut Vec<Hit>) {
         let Some(&Step { end, .. }) = self.steps.last() else { return };
         let (words, before) = (streams.len().min(view.visible.len()), out.len());
@@ -439,7 +442,7 @@ impl Walk {
         });
     }
 
-    /// Reads how the holders of each step differ from those of the step before, for these streams. Returns the changes, and the position
+    /// Reads, for these streams, how the holders of each step differ from those of the previous step. Returns the changes, and the position
     /// after the last block whose holders were read.
     fn read_changes(&self, view: &View, streams: &[u64]) -> (Vec<Change>, usize) {
         let (mut changes, mut before, mut place): (Vec<Change>, &[Word], usize) = Default::default();
@@ -498,8 +501,8 @@ impl Walk {
         doubts
     }
 
-    /// Searches the data that were read, and does not use the view. Appends the hits of streams with several groups. Also appends the
-    /// certain part of each hit if the stream has blocks that might be gone, or that might not belong to the prompt.
+    /// Runs the searches on what was read, without the view. Appends the hits of streams with several groups to `hits`. If a stream has
+    /// blocks that might be gone or might belong to another prompt, appends a hit with its certain tokens to `certain`.
     pub fn search(&mut self, hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) {
         for reading in &self.readings {
             reading.search(&self.shared_looks, hits, certain);
@@ -507,7 +510,7 @@ impl Walk {
         certain.append(&mut self.lower_bounds);
     }
 
-    /// Positions below `blocks` of blocks that a stream might not hold.
+    /// Positions before `blocks` at which a stream has a block that it might not hold.
     fn doubtful_places(&self, view: &View, member: &Member, blocks: usize) -> BTreeSet<usize> {
         let mut places: BTreeSet<usize> = self.twins.iter().copied().filter(|&place| place < blocks).collect();
         for row in self.rows.iter().filter(|row| row.start < blocks) {
@@ -524,12 +527,12 @@ impl Walk {
         places
     }
 
-    /// The placements on which a stream certainly holds the block at a position. None if there are no other placements on which it might
-    /// hold the block.
+    /// Returns the placements on which a stream certainly holds the block at a position. Returns None if the stream certainly holds the
+    /// block on each placement on which it has the block.
     fn certain_holders(&self, view: &View, stream: u32, place: usize) -> Option<Vec<Word>> {
         let member = view.members[stream as usize].as_ref()?;
         let (at, bit) = (stream as usize >> 6, 1 << (stream & 63));
-        // If a block has several records, there is a row for each of them; only the last row can contain further blocks.
+        // A block with several records has one row for each of them, and only the last of these rows can contain further blocks.
         let end = self.rows.partition_point(|row| row.start <= place);
         let first = self.rows[..end].last().map_or(place, |row| row.start);
         let rows = self.rows[..end].iter().rev().take_while(|row| row.start == first);
@@ -548,7 +551,7 @@ impl Walk {
                 if !is_uncertain {
                     certain.push(Word { at: word.at, bits: bit });
                 }
-                // If several blocks without a LoRA share a key, none of them is known to be the block of the prompt.
+                // If a stream has several blocks without a LoRA under one key, it is not known which of them is the block of the prompt.
                 let context = if lora.is_some() { u32::MAX } else { chunk.context(number) };
                 possible.push((*word, context));
             }
@@ -566,8 +569,8 @@ impl Walk {
         (!possible.iter().all(is_certain)).then_some(certain)
     }
 
-    /// Appends the matches of streams that have one group, whose blocks are all needed. Returns the position after the last block whose
-    /// holders were read; streams that hold all blocks before this position might hold all later blocks.
+    /// Appends the hits of streams that have one group, which needs all blocks. Returns the position after the last block whose holders
+    /// were read. If a stream holds all blocks before this position, it might hold all later ones.
     fn match_single_groups(&mut self, view: &View, streams: &[u64], size: u32, out: &mut Vec<Hit>) -> usize {
         let (words, levels) = (streams.len(), view.placements.depth());
         let Self {
@@ -691,13 +694,13 @@ impl Walk {
     }
 }
 
-/// Maximum number of words of holder sets that one lookup reads while writers wait: about three milliseconds.
+/// Maximum number of words of holder sets that one lookup reads while writers wait; reading them takes about three milliseconds.
 const MAX_READS: usize = 3 << 19;
-/// Number of words that take as long to read as one step.
+/// Number of words whose reading takes as long as one step.
 const WORDS_PER_STEP: usize = 8;
-/// Number of words that take as much memory as one change.
+/// Number of words that take as much memory as one `Change`.
 const WORDS_PER_CHANGE: usize = 4;
-/// Number of words that take as long to read as one word of several records takes to merge.
+/// Number of words whose reading takes as long as merging one word of several records.
 const WORDS_PER_MERGE: usize = 4;
 
 /// The group and the level of a placement.
@@ -716,7 +719,7 @@ impl GroupLevel {
     }
 }
 
-/// Streams that begin to hold blocks at a position, or cease to hold them, on one placement.
+/// The streams that begin, or cease, to hold blocks on one placement at a position.
 #[derive(Clone, Copy, Debug)]
 struct Change {
     place: usize,
@@ -725,25 +728,25 @@ struct Change {
     is_held: bool,
 }
 
-/// The blocks that a stream might not hold, by position, each with the groups and levels on which the stream certainly holds it. No block
-/// from `end` on is certain.
+/// The blocks that a stream might not hold, by position. Each has the groups and levels on which the stream certainly holds the block. No
+/// block at the position `end` or later is certain.
 #[derive(Debug)]
 struct Doubts {
     blocks: Vec<(usize, Vec<GroupLevel>)>,
     end: usize,
 }
 
-/// One search for all streams of one word that hold the same blocks.
+/// One search for all streams in one bitmap word that hold the same blocks.
 #[derive(Debug)]
 struct Search {
     at: usize,
     streams: u64,
     lookup: Option<Arc<GroupLookup>>,
-    /// The copies that might be gone, or might be copies of another block, if the search must not count them; else None.
+    /// In a search for certain tokens, the blocks that it must not count, or not on each level; None in other searches.
     doubts: Option<Doubts>,
 }
 
-/// What the streams of a lookup hold in one scheme, as read from the view.
+/// The holders of a prompt's blocks in one scheme, as read from the view.
 #[derive(Debug)]
 struct Reading {
     scheme: Scheme,
@@ -755,7 +758,7 @@ struct Reading {
     searches: Vec<Search>,
 }
 
-/// Lists the searches for hybrid streams of one word of bits.
+/// Lists the searches for the hybrid streams among 64 `streams`.
 fn list_searches(view: &View, at: usize, streams: u64, changes: &[Change], out: &mut Vec<Search>) {
     step_counter::count(changes.len() / WORDS_PER_STEP);
     let is_shared = |bits: u64| bits == 0 || bits == streams;
@@ -782,7 +785,7 @@ fn list_searches(view: &View, at: usize, streams: u64, changes: &[Change], out: 
 
 impl Reading {
     fn search(&self, shared_looks: &Cell<usize>, hits: &mut Vec<Hit>, certain: &mut Vec<Hit>) {
-        // Replicas often hold the same blocks, and one search answers for all of them.
+        // Replicas often hold the same blocks, so the result of one search is used for all of them.
         let mut searched: Vec<(Option<&Groups>, GroupSteps, SearchedLevels)> = Vec::new();
         let (mut steps, mut unfinished) = (
             GroupSteps::default(),
@@ -826,8 +829,8 @@ impl Reading {
         }
     }
 
-    /// Number of tokens that a stream holds. If the stream is looked up by hashes, the number is an estimate from the blocks of its groups
-    /// with full attention.
+    /// Returns the number of tokens that a stream holds. If the stream is looked up by its engine's hashes, the number is an estimate from
+    /// the blocks of groups with full attention.
     fn search_groups(&self, groups: Option<&Groups>, steps: &GroupSteps, looks: &Looks<'_>) -> SearchedLevels {
         let (size, longest) = (self.scheme.size as usize, self.prompt.longest);
         // No group holds a block after the last step.
@@ -865,8 +868,8 @@ impl Reading {
         })
     }
 
-    /// Replaces `found` by the steps of the streams of a search, with the lowest level on which each group holds the blocks of a step.
-    /// If `groups` is None, all placements belong to one group. Blocks whose holders were not read count as held.
+    /// Replaces `found` by the steps of a search's streams: for each step, the lowest level on which each group holds the step's blocks. If
+    /// `groups` is None, all placements belong to one group. Blocks whose holders were not read count as held.
     fn read_groups(&self, search: &Search, groups: Option<&Groups>, found: &mut GroupSteps) {
         let numbers: Vec<i64> = groups.map_or(vec![0], |groups| groups.known().map(|group| group.number).collect());
         let group_of = |of: GroupLevel| match groups {
@@ -903,13 +906,13 @@ impl Reading {
     }
 }
 
-/// Maximum number of searches of one lookup whose results are kept for other streams that hold the same blocks.
+/// Maximum number of searches of one lookup whose results are kept, so that other streams with the same blocks need no search.
 const MAX_SEARCHED: usize = 8;
 
 /// Number of tokens by level, and whether the searches ended.
 type SearchedLevels = ([u32; LEVELS], bool);
 
-/// Consecutive blocks, and the levels on which the groups of one stream hold them.
+/// Consecutive blocks, and the levels on which each group of one stream holds them.
 #[derive(Debug, Default, PartialEq)]
 struct GroupSteps {
     groups: usize,
@@ -954,7 +957,7 @@ impl GroupSteps {
         self.ends.last().copied().unwrap_or(0)
     }
 
-    /// Number of leading blocks that all of these groups hold on a level or the levels before it.
+    /// Number of leading blocks that each of these groups holds on the level `level` or an earlier level.
     fn prefix(&self, groups: &[usize], level: usize) -> usize {
         let is_held = |lowest: &[u8]| groups.iter().all(|&group| usize::from(lowest[group]) <= level);
         let steps = self.ends.iter().zip(self.lowest.chunks(self.groups.max(1)));
@@ -965,18 +968,18 @@ impl GroupSteps {
     }
 }
 
-/// The prefix that one stream holds, on each level and the levels before it.
+/// The blocks that one stream holds on one level and all earlier levels.
 struct OnLevel<'a> {
     steps: &'a GroupSteps,
     /// Number of tokens of a block.
     size: usize,
     level: usize,
-    /// The step that was found last: searches mostly go from one step to the next.
+    /// The latest step that was found: searches usually continue with the same or the next step.
     last: Cell<usize>,
 }
 
 impl OnLevel<'_> {
-    /// The step of the block at a position.
+    /// Returns the step that contains the block at a position.
     fn step(&self, place: usize) -> usize {
         let (ends, last) = (&self.steps.ends, self.last.get());
         let is_in = |at: &usize| ends.get(*at).is_some_and(|&end| place < end) && (*at == 0 || ends[at - 1] <= place);
@@ -1007,7 +1010,7 @@ impl Blocks for OnLevel<'_> {
     }
 }
 
-/// The LoRA of a block, if the stream has replaced that LoRA; else None.
+/// Returns the LoRA of a block if the stream has replaced that LoRA, else None.
 fn replaced_lora(view: &View, member: &Member, number: u32) -> Option<u64> {
     if member.loras.is_empty() {
         return None;
@@ -1016,7 +1019,7 @@ fn replaced_lora(view: &View, member: &Member, number: u32) -> Option<u64> {
     (!context.is_keyed() && member.loras.contains(context.lora)).then_some(context.lora)
 }
 
-/// Shortens the hits from `first` on to this number of tokens.
+/// Limits the tokens of each hit from the index `first` on to `most`.
 fn shorten(hits: &mut Vec<Hit>, first: usize, most: u32) {
     for hit in &mut hits[first..] {
         hit.tokens = hit.tokens.map(|tokens| tokens.min(most));
@@ -1041,7 +1044,7 @@ pub fn for_each(words: &[u64], mut visit: impl FnMut(usize)) {
     }
 }
 
-/// Merges the answers of several schemes.
+/// Merges the hits that one stream has in several schemes.
 pub fn merge(hits: &mut Vec<Hit>) {
     hits.sort_by_key(|hit| hit.stream);
     hits.dedup_by(|next, first| {

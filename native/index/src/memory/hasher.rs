@@ -11,12 +11,12 @@ const MULTIPLIER: u64 = 0x9E37_79B9_7F4A_7C15;
 pub struct Secret(pub(crate) u64, pub(crate) u64);
 
 impl Secret {
-    /// New secret numbers.
+    /// Creates secret random numbers.
     pub fn new() -> Self {
         Self(RandomState::new().hash_one(1), RandomState::new().hash_one(2) | 1)
     }
 
-    /// The hash of a number.
+    /// The hash of a number, by which tables place it.
     #[inline]
     pub fn place(self, value: u64) -> u64 {
         let product = u128::from(value ^ self.0) * u128::from(self.1);
@@ -43,7 +43,7 @@ impl BuildHasher for Secret {
     }
 }
 
-/// A hasher for keys that are not a single number.
+/// A hasher for keys that consist of several values.
 #[derive(Clone, Copy, Debug)]
 pub struct KeyedHasher {
     secret: Secret,

@@ -4,8 +4,8 @@
 //! processor's TLB, which costs as much as the access itself; all pieces in one huge page share a TLB entry. The pool also returns whole
 //! regions to the system, which a general allocator can rarely do.
 //!
-//! A region is one huge page. A region is cut into spans, and each span into pieces of one size. Pieces of all sizes share the regions, so
-//! that at most one region is partly used while an index grows, and huge pages can be requested early.
+//! A region is one huge page. A region is divided into spans, and each span into pieces of one size. Pieces of all sizes share the regions,
+//! so a growing index has at most one partly used region, and can request huge pages early.
 
 use std::alloc::{Layout, handle_alloc_error};
 use std::cell::Cell;
@@ -27,10 +27,10 @@ const SPANS: usize = REGION / SPAN;
 const MAX_PIECES: usize = 16;
 /// Number of empty regions that are kept, so that an index at a limit does not allocate and free regions repeatedly.
 const SPARE_REGIONS: usize = 1;
-/// Number of regions at which the pool begins to request huge pages. The unused part of a huge page occupies memory; with this many
-/// regions, it is at most an eighth of the memory.
+/// Number of regions at which the pool begins to request huge pages. A huge page occupies memory even where it is unused; with this many
+/// regions, the unused memory is at most an eighth of the total.
 const MIN_HUGE_REGIONS: usize = 8;
-/// Number of free spans below which `prepare` asks the system for more: an event of 1,000 blocks takes two spans.
+/// `prepare` gets memory from the system if fewer spans than this are free: an event of 1,000 blocks takes two spans.
 const MIN_FREE_SPANS: usize = 3;
 
 /// The header at the end of each region.
@@ -48,7 +48,7 @@ struct Header {
 const HEADER: usize = REGION - SPANS * SPAN;
 const _: () = assert!(size_of::<Header>() <= HEADER && HEADER.is_multiple_of(align_of::<Header>()));
 
-/// A span, by its region and number.
+/// A span, by its region and its number in the region.
 #[derive(Clone, Copy)]
 struct Span {
     header: NonNull<Header>,
@@ -89,7 +89,7 @@ unsafe impl Send for Pool {}
 
 /// This is a lock of the standard library, since its locks share no state that a forked child could find locked.
 static POOL: Mutex<Pool> = Mutex::new(Pool::new());
-/// Number of mapped regions, and of free spans, as of the last change; readable without the lock.
+/// Number of mapped regions (and below, of free spans) after the last change; readable without the lock.
 static MAPPED_REGIONS: AtomicUsize = AtomicUsize::new(0);
 static FREE_SPANS: AtomicUsize = AtomicUsize::new(0);
 
@@ -99,8 +99,8 @@ pub fn must_prepare() -> bool {
     FREE_SPANS.load(Ordering::Relaxed) < MIN_FREE_SPANS && MAPPED_REGIONS.load(Ordering::Relaxed) >= MIN_HUGE_REGIONS
 }
 
-/// Gets memory from the system before it is needed. The system clears a huge page, which takes as long as storing thousands of blocks, so
-/// threads call this without holding a lock.
+/// Gets memory from the system in advance. The system clears a huge page, which takes as long as storing thousands of blocks, so threads
+/// call this without holding a lock.
 pub fn prepare() {
     if must_prepare() {
         let region = map(true);
@@ -109,7 +109,7 @@ pub fn prepare() {
 }
 
 fn pool() -> MutexGuard<'static, Pool> {
-    // The standard library was built without the sanitizer, so the sanitizer would not see a wait for this lock.
+    // The sanitizer does not see waits for this lock, since the standard library was built without it.
     #[cfg(thread_sanitizer)]
     loop {
         match POOL.try_lock() {
@@ -125,8 +125,7 @@ thread_local! {
     static HELD: Cell<Option<MutexGuard<'static, Pool>>> = const { Cell::new(None) };
 }
 
-/// Makes this process lock the pool whenever it forks, so that no other thread can be in the middle of a change that the child would
-/// inherit.
+/// Makes this process lock the pool during each fork. So no other thread can be changing the pool at the moment that the child inherits.
 fn lock_while_forking() {
     static REGISTERED: Once = Once::new();
     REGISTERED.call_once(|| {
@@ -155,7 +154,7 @@ impl Pool {
         }
     }
 
-    /// Returns a piece of a span that is divided into this many pieces.
+    /// Returns a piece of a span that is divided into `cut` pieces.
     fn take(&mut self, cut: usize) -> NonNull<u8> {
         let span = match self.cut[cut].last() {
             Some(&span) => span,
@@ -279,7 +278,7 @@ const HUGE_PAGES: libc::c_int = libc::MADV_HUGEPAGE;
 #[cfg(not(target_os = "linux"))]
 const HUGE_PAGES: libc::c_int = libc::MADV_NORMAL;
 
-/// Allocates a region, of huge pages if wanted and possible.
+/// Allocates a region, and requests huge pages for it if `is_huge`.
 #[cold]
 fn map(is_huge: bool) -> NonNull<Header> {
     lock_while_forking();
@@ -358,7 +357,7 @@ impl<T, const COUNT: usize> Piece<T, COUNT> {
         piece
     }
 
-    /// Creates a piece in which every value is `value`.
+    /// Creates a piece in which each value is `value`.
     pub fn filled(value: T) -> Self
     where
         T: Copy,

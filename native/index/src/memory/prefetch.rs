@@ -18,7 +18,7 @@ const BEGINNING: usize = 512;
 /// Number of bytes of a cache line.
 const LINE: usize = 64;
 
-/// Prefetches the beginning of bytes that are read next, and are probably in no cache.
+/// Prefetches the beginning of bytes that are read soon, and are probably in no cache.
 #[inline]
 pub fn beginning(bytes: &[u8]) {
     bytes.chunks(LINE).take(BEGINNING / LINE).for_each(|part| line(part));

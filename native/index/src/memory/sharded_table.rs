@@ -1,4 +1,4 @@
-//! A hash table in parts, each of which grows separately, so that no caller waits until the whole table is rehashed.
+//! A hash table in parts that grow separately, so that no caller waits until the whole table is rehashed.
 
 use hashbrown::HashTable;
 
@@ -8,7 +8,7 @@ const PARTS: usize = 64;
 /// Position of the bits of a hash that select the part: `hashbrown` uses the bits at both ends.
 const SHIFT: u32 = 40;
 
-/// See the module.
+/// A hash table in parts.
 #[derive(Debug)]
 pub struct ShardedTable<T> {
     parts: Box<[HashTable<T>]>,
@@ -44,7 +44,7 @@ impl<T> ShardedTable<T> {
         self.parts.iter().map(HashTable::allocation_size).sum()
     }
 
-    /// The entry with this hash that `is` accepts.
+    /// Returns the entry that has this hash and that `is` accepts.
     #[inline]
     pub fn find(&self, hash: u64, is: impl FnMut(&T) -> bool) -> Option<&T> {
         self.parts[Self::part(hash)].find(hash, is)
@@ -60,7 +60,7 @@ impl<T> ShardedTable<T> {
         self.length += 1;
     }
 
-    /// Removes an entry if it exists.
+    /// Removes the entry that has this hash and that `is` accepts.
     #[inline]
     pub fn remove(&mut self, hash: u64, is: impl FnMut(&T) -> bool) {
         if let Ok(entry) = self.parts[Self::part(hash)].find_entry(hash, is) {

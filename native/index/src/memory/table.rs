@@ -1,13 +1,13 @@
-//! A compact multiset of record numbers, found by hashes that are not stored.
+//! A compact multiset of record numbers. Entries are found by hashes, which the table does not store.
 //!
 //! Buckets are one cache line: 10 tags of 16 bits and 10 numbers. A full bucket overflows into the next ones, and counts the entries that
-//! have passed it, so that a search for a missing entry ends early. Segments of `SEGMENT` buckets are found by a directory over the
-//! first bits of the hash (extendible hashing); a full segment splits in two. If all segments were equally full, all would split at once
-//! and leave the table half empty. So hashes are skewed first, which makes segments at one end of the directory fill up to twice as fast as
-//! those at the other end: at any size of the table, some segments have just been split and others are about to be split, so the table
-//! always takes about 10.5 bytes an entry. A dense table also has segments of an intermediate size, and takes about 8.5 bytes an entry.
-//! Tags are the bits of the hash after those by which the segment was found. So four of five splits need no hashes from the records, each
-//! of which would cost a cache miss. No operation moves more than a segment, except that the directory is doubled at times.
+//! have passed it, so that a search for a missing entry ends early. A directory over the first bits of the hash leads to a segment of
+//! `SEGMENT` buckets (extendible hashing); a full segment is split in two. If hashes were uniform, all segments would be split at about the
+//! same time, and would then be half empty. So hashes are skewed: segments at one end of the directory fill up twice as fast as segments at
+//! the other end. At any size of the table, some segments were just split and others are nearly full, so the table always takes about 10.5
+//! bytes an entry. A dense table has an additional, intermediate size of segments, and takes about 8.5 bytes an entry. Tags are the bits of
+//! the hash after the bits that select the segment. So four of five splits need no hashes from the records, each of which costs a cache
+//! miss. No operation moves more entries than those of one segment; sometimes an operation doubles the directory.
 
 mod segment;
 
@@ -15,10 +15,10 @@ use crate::memory::prefetch;
 
 use segment::{Bucket, SEGMENT, Segment, WIDE};
 
-/// Maximum number of bits of the directory: segments above it grow instead of being split.
+/// Maximum number of bits of the directory; at this size, full segments grow instead of being split.
 const MAX_DEPTH: u32 = 30;
 
-/// Returns the full hashes of entries, which the table does not store.
+/// Computes the hashes of entries, which the table does not store.
 pub trait Hashes {
     /// Returns the hash of a record.
     fn hash_of(&self, record: u32) -> u64;
@@ -35,7 +35,7 @@ impl<F: Fn(u32) -> u64> Hashes for F {
     }
 }
 
-/// Skews a hash and keeps the order of hashes: low values become twice as frequent as high ones.
+/// Makes low hashes twice as frequent as high ones, and keeps their order.
 #[inline]
 fn skewed(hash: u64) -> u64 {
     let high = |a: u64, b: u64| ((u128::from(a) * u128::from(b)) >> 64) as u64;
@@ -56,11 +56,11 @@ impl From<u64> for TableHash {
     }
 }
 
-/// The position of a hash in a table at one moment; or no position, if the hash was not looked up. The type has two words, so that it is
-/// passed in registers: an option with four numbers would be passed through memory, and stall the processor.
+/// The position of a hash in a table at one moment, or `NONE` if the hash was not looked up. The type has two words, so that it is passed
+/// in registers: an option of four numbers would be passed through memory, and stall the processor.
 #[derive(Clone, Copy, Debug)]
 pub struct TablePosition {
-    /// Index of the segment, and of the bucket in the segment.
+    /// Index of the segment (upper half), and of the bucket in the segment.
     place: u64,
     /// `Table::moves` at that moment, and the tag.
     seen: u64,
@@ -122,7 +122,7 @@ pub enum Stage {
     Bucket,
 }
 
-/// The part of a table that is always in a near cache of the processor (L1 or L2); to prefetch this part would cost more than it saves.
+/// The part of a table that is always in a near cache of the processor (L1 or L2). To prefetch this part costs more than it saves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum CacheLevel {
     /// All of the table is in a near cache.
@@ -138,7 +138,7 @@ const NEAR_BUCKETS: usize = 1 << 10;
 /// Maximum number of segments of a table with directory and segment headers in a near cache: 32 KiB, about 300,000 entries.
 const MIDDLE_SEGMENTS: usize = 1 << 10;
 
-/// See the module.
+/// A compact multiset of record numbers.
 pub struct Table {
     /// Indices in `segments`, by the first `depth` bits of a hash.
     directory: Vec<u32>,
@@ -146,7 +146,7 @@ pub struct Table {
     depth: u32,
     len: usize,
     buckets: usize,
-    /// Counts moves of entries or segments: a position from before a move is invalid.
+    /// Number of times that entries or segments have moved; a position is valid until the next move.
     moves: u32,
     dense: bool,
 }
@@ -177,7 +177,7 @@ impl Table {
         }
     }
 
-    /// Creates an empty dense table; it takes about 8.5 bytes an entry instead of 10.5, but moves each entry one more time.
+    /// Creates an empty dense table. It takes about 8.5 bytes an entry instead of 10.5, but moves each entry one more time.
     pub fn dense() -> Self {
         Self {
             dense: true,
@@ -185,7 +185,7 @@ impl Table {
         }
     }
 
-    /// Entries.
+    /// Number of entries.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -217,10 +217,10 @@ impl Table {
         self.directory[self.entry(skewed)] as usize
     }
 
-    /// The position in the directory of the entry for a hash.
+    /// The index of the directory entry for a hash.
     #[inline]
     fn entry(&self, skewed: u64) -> usize {
-        // There are two shifts, since one shift by 64 bits would not be valid.
+        // Two shifts are needed, since a shift by 64 bits is not valid.
         (skewed >> 1 >> (63 - self.depth)) as usize
     }
 
@@ -235,7 +235,7 @@ impl Table {
         TablePosition::new(number, segment.home(skewed) as u32, self.moves, segment.tag(skewed))
     }
 
-    /// Returns the position of a hash, and prefetches its bucket.
+    /// Returns the position of a hash, and prefetches the bucket at this position.
     #[inline]
     pub fn position_ahead(&self, mixed: TableHash) -> TablePosition {
         let position = self.position_of(mixed);
@@ -245,7 +245,7 @@ impl Table {
         position
     }
 
-    /// The position of a hash: the position `before` if no entry has moved since, else a new one.
+    /// Returns the position of a hash: `before`, if no entry has moved since then, else a new position.
     #[inline]
     pub fn position_again(&self, before: TablePosition, mixed: TableHash) -> TablePosition {
         if before.holds(self.moves) {
@@ -255,8 +255,8 @@ impl Table {
         }
     }
 
-    /// Prefetches the memory on the way to a hash: first its position in the directory, then its segment, then its bucket. In a large table
-    /// each step is a cache miss on which the next one depends.
+    /// Prefetches what a search for a hash reads at one stage: the entry of the directory, the segment, or the bucket. In a large table
+    /// each of these three reads is a cache miss, and needs the result of the previous read.
     #[inline]
     pub fn prefetch(&self, mixed: TableHash, stage: Stage) {
         if let Some(entry) = self.directory.get(self.entry(mixed.skewed)) {
@@ -271,13 +271,13 @@ impl Table {
         }
     }
 
-    /// Visits records that can have this hash, until `visit` returns false.
+    /// Visits the records that might have this hash, until `visit` returns false.
     #[inline]
     pub fn for_each_match(&self, mixed: impl Into<TableHash>, visit: impl FnMut(u32) -> bool) {
         self.for_each_match_at(self.position_of(mixed), visit);
     }
 
-    /// Visits records that can have the hash at a position, until `visit` returns false.
+    /// Visits the records that might have the hash of a position, until `visit` returns false.
     #[inline]
     pub fn for_each_match_at(&self, position: TablePosition, visit: impl FnMut(u32) -> bool) {
         if !position.is_none() {
@@ -285,7 +285,7 @@ impl Table {
         }
     }
 
-    /// The first record that can have this hash and for which `fits` returns true.
+    /// Returns the first record that might have this hash and for which `fits` returns true.
     #[inline]
     pub fn find(&self, mixed: impl Into<TableHash>, mut fits: impl FnMut(u32) -> bool) -> Option<u32> {
         let mut found = None;
@@ -298,7 +298,7 @@ impl Table {
         found
     }
 
-    /// Adds an entry. `hashes` returns the hashes of entries that have to move.
+    /// Adds an entry. `hashes` computes the hashes of entries that must move.
     #[inline]
     pub fn insert(&mut self, mixed: impl Into<TableHash>, record: u32, hashes: &impl Hashes) {
         let mixed = mixed.into();
@@ -401,7 +401,7 @@ impl Table {
         [self.segments[at]] = new;
     }
 
-    /// Splits a segment by the next bit. Returns false if nearly all entries would go to one half, since many have the same hash.
+    /// Splits a segment by the next bit. Returns false if nearly all entries would be in one half, since many have the same hash.
     fn split(&mut self, skewed: u64, at: usize, hashes: &impl Hashes) -> bool {
         let old = &self.segments[at];
         let (size, depth, base) = (old.size(), old.depth() + 1, old.base());
@@ -441,7 +441,7 @@ impl Table {
         true
     }
 
-    /// The position of the first directory entry, and the number of directory entries, that share the first `depth` bits of a hash.
+    /// The range of directory entries whose indices share the first `depth` bits of a hash: the first index, and the number of entries.
     fn span(&self, skewed: u64, depth: u32) -> (usize, usize) {
         let span = 1 << (self.depth - depth);
         (self.entry(skewed) & !(span - 1), span)
@@ -491,7 +491,7 @@ impl Table {
         let last = self.segments.len() - 1;
         self.segments.swap_remove(number);
         if number != last {
-            // A segment has at least one entry, unless no entry was ever added; in that case the directory is searched.
+            // A segment has an entry, unless the table never had one; then the directory is searched.
             let moved = &self.segments[number];
             let depth = moved.depth();
             match moved.records().next() {

@@ -1,4 +1,4 @@
-//! Applies deliveries of subscribers to their streams: batches, gaps and resets.
+//! Applies deliveries to their streams: batches, gaps and resets.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -14,45 +14,45 @@ use crate::sync::yielding_lock::Writer;
 use crate::wire::decode::{Heartbeat, ReadPayload, Rejected, read};
 use crate::wire::scan::{Event, Scratch};
 
-/// The outcome of a batch, and its report if it has one.
+/// The outcome of a batch, and a report if the batch needs one.
 #[derive(Debug, PartialEq)]
 #[non_exhaustive]
 pub struct ApplyResult {
     /// Outcome of the delivery.
     pub outcome: Outcome,
-    /// The report about the batch; None, as for nearly all batches, if there is nothing to report.
+    /// The report about the batch; None for nearly all batches, about which nothing must be reported.
     pub report: Option<Box<BatchReport>>,
 }
 
-/// Information in a batch besides blocks.
+/// What a batch contains besides blocks, and what it has changed besides them.
 #[derive(Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct BatchReport {
     /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
-    /// The last heartbeat: its digest covers everything up to the end of the batch.
+    /// The last heartbeat of the batch; its digest covers all events of the batch.
     pub heartbeat: Option<Heartbeat>,
-    /// Whether the stream had the heartbeat's digest when the batch was applied. None if the batch has no heartbeat or was not
-    /// applied, or if blocks that were refused at the memory limit can explain the difference.
+    /// Whether the stream had the heartbeat's digest when the batch was applied. None without a heartbeat, if the batch was not applied, or
+    /// if blocks that were refused at the memory limit can explain the difference.
     pub agrees: Option<bool>,
-    /// Whether the stream held the same blocks as the engine's cache, by the heartbeat's attestation; None for the same reasons
-    /// as `agrees`, or if the heartbeat has no attestation.
+    /// Whether the stream held the same blocks as the engine's cache, according to the heartbeat's attestation. None without an
+    /// attestation, and in the cases in which `agrees` is None.
     pub attested: Option<bool>,
-    /// The reason why answers about the stream are estimates now, if this batch has changed the reason; `Some(None)` if the answers are
-    /// exact again; None if nothing has changed.
+    /// The reason why answers about the stream are estimates, if this batch has changed the reason. `Some(None)` if the answers have become
+    /// exact; None without a change.
     pub estimate: Option<Option<Estimate>>,
 }
 
 /// The outcome of a delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The batch was applied; the value says whether it cleared the whole stream.
+    /// The batch was applied; the value is whether it cleared the whole stream.
     Applied(bool),
-    /// The batch was applied before.
+    /// The batch was already applied before.
     Duplicate,
     /// The batch belongs to an incarnation that has ended.
     Void,
-    /// The limit of streams of an index is reached.
+    /// The index already has the maximum number of streams.
     Full,
     /// A panic has left the index half changed.
     Damaged,
@@ -65,7 +65,7 @@ impl ApplyResult {
     }
 }
 
-/// Buffers that are kept from one batch to the next, to avoid allocations.
+/// Buffers that each thread keeps from one batch to the next, to avoid allocations.
 #[derive(Default)]
 pub(super) struct Buffers {
     pub(super) scratch: Scratch,
@@ -77,7 +77,7 @@ thread_local! {
 }
 
 impl PrefixIndex {
-    /// Applies a batch in any form that a peer may send. No lock is held while the payload is decoded.
+    /// Applies a batch in any form that engines send. No lock is held while the payload is decoded.
     pub fn batch(&self, source: &str, rank: i64, incarnation: i64, seq: i64, payload: &[u8]) -> ApplyResult {
         BUFFERS.with_borrow_mut(|buffers| {
             let batch = read(payload, &self.schema, &mut buffers.scratch);
@@ -86,8 +86,8 @@ impl PrefixIndex {
         })
     }
 
-    /// Applies the events of a payload, which can exceed the limits for peers. Returns None if an event cannot be read. `loses_events` says
-    /// whether the original batch had further events that were rejected.
+    /// Applies events that were decoded within the limits and encoded again, so that their encoding can exceed the limits. Returns None if
+    /// an event cannot be read. `loses_events` is whether the original batch had further events that were rejected.
     pub fn events(
         &self,
         stream: (&str, i64),
@@ -107,7 +107,7 @@ impl PrefixIndex {
         })
     }
 
-    /// Applies the events in the scratch of `buffers`. `loses_events` says whether the batch had further events that were rejected.
+    /// Applies the events in the scratch of `buffers`. `loses_events` is whether the batch had further events that were rejected.
     fn apply_read(
         &self,
         buffers: &mut Buffers,
@@ -150,7 +150,7 @@ impl PrefixIndex {
         ApplyResult::new(outcome, found)
     }
 
-    /// Records that batches up to `last` are lost.
+    /// Records that the batches up to the number `last` are lost.
     pub fn gap(&self, source: &str, rank: i64, incarnation: i64, last: i64) -> Outcome {
         let outcome = self.delivery(source, rank, incarnation, |stream, _| {
             if last <= stream.last {
@@ -168,7 +168,7 @@ impl PrefixIndex {
         outcome
     }
 
-    /// Removes all blocks of a stream; `incarnation` begins.
+    /// Begins an incarnation, which removes all blocks of the stream.
     pub fn reset(&self, source: &str, rank: i64, incarnation: i64) -> Outcome {
         let outcome = self.delivery(source, rank, incarnation, |stream, writer| {
             stream.begin_incarnation(writer, incarnation);
@@ -196,7 +196,8 @@ impl PrefixIndex {
             };
             let stream: Arc<Mutex<Stream>> = match found {
                 Some((stream, false)) => stream,
-                // Until now another stream carried this rank. This delivery shows that the rank now has its own delivered stream.
+                // Until now, the batches of this rank arrived in another stream. This delivery shows that the rank now has a delivered
+                // stream of its own.
                 Some(_) => {
                     self.remove_ranks(source, |other| other.rank == rank && other.carrier.is_some());
                     continue;
@@ -227,7 +228,7 @@ impl PrefixIndex {
         }
     }
 
-    /// Calls `apply` with a stream and the shared part, and then ends those decisions for the stream's worker that stored blocks confirm.
+    /// Calls `apply` with a stream and the shared state. Then ends the decisions for the stream's worker that the stored blocks confirm.
     pub(super) fn apply_to(
         &self,
         stream: &mut Stream,
@@ -263,7 +264,7 @@ impl PrefixIndex {
 }
 
 impl Buffers {
-    /// Applies the events for which `is_meant` returns true. `bytes` is the field of `ReadPayload`.
+    /// Applies the events that `is_meant` accepts. `bytes` are those of the `ReadPayload`.
     pub(super) fn apply(
         &mut self,
         bytes: &[u8],

@@ -1,8 +1,8 @@
-//! Delivered streams whose payloads state several ranks, such as the stream of a relay. The index has a separate stream for each rank. The
-//! delivered stream is called the carrier of these ranks. Until the carrier's payloads state a second rank, the index lists all of their
-//! blocks under the rank of the carrier; from then on it lists blocks under the rank to which they belong.
+//! Delivered streams whose payloads state several ranks, as the stream of a relay does. The index has a separate stream for each rank. The
+//! delivered stream is called the carrier of these ranks. Until the carrier's payloads state a second rank, all blocks are listed under the
+//! rank of the carrier. After that, each block is listed under its own rank.
 //!
-//! A batch that states a rank concerns this rank only; a batch that states no rank concerns all ranks.
+//! A batch that states a rank concerns only this rank; a batch without a rank concerns all ranks.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::wire::scan::{Event, Kind};
 /// The rank numbers that a stream can carry: those that a service can register.
 const RANGE: std::ops::Range<i64> = 0..1 << 32;
 
-/// Why the blocks of a batch are refused.
+/// The reasons for which the blocks of a batch are refused.
 const TOO_MANY: &str = "too-many-ranks";
 const ANOTHER_STREAM: &str = "rank-of-another-stream";
 const NO_RANK: &str = "no-rank";
@@ -39,7 +39,7 @@ impl PrefixIndex {
         ranks.filter(|&rank| rank != worker.rank).collect()
     }
 
-    /// The rank of the stream in which the batches of a worker arrive; None if the batches arrive in the worker's own stream.
+    /// The rank of the stream in which the batches of a worker arrive; None if they arrive in the worker's own stream.
     pub(crate) fn carrier(&self, worker: &Worker) -> Option<i64> {
         self.registry.read().find_rank(&worker.source, worker.rank)?.carrier
     }
@@ -58,9 +58,9 @@ impl PrefixIndex {
         (!streams.is_empty()).then(|| streams.iter().fold(0, sum))
     }
 
-    /// Compares a stream with the digest and the attestation of a heartbeat. Returns `BatchReport::agrees` and `BatchReport::attested`;
-    /// each is also None if the stream is unknown, or if the heartbeat lacks the value. A digest covers all ranks; an attestation covers
-    /// the rank that its batch has `stated`.
+    /// Compares a stream with the digest and the attestation of a heartbeat. Returns the values of `BatchReport::agrees` and
+    /// `BatchReport::attested`. Each is None if the stream is unknown or the heartbeat lacks the value to compare. A digest covers all
+    /// ranks. An attestation covers only the rank `stated`, which its batch states.
     pub fn compare(
         &self,
         source: &str,
@@ -93,13 +93,13 @@ impl PrefixIndex {
         (agrees, attestation.zip(attested).and_then(attest))
     }
 
-    /// Removes the other ranks that a stream carries, because their incarnation has ended.
+    /// Removes the other ranks that a stream carries, since their incarnation has ended.
     pub(super) fn end_carried(&self, source: &str, rank: i64) {
         self.remove_ranks(source, |other| other.carrier == Some(rank));
     }
 
-    /// Applies a scanned batch of a stream that carries several ranks, or that carries them from this batch on. Returns the outcome and the
-    /// new estimate.
+    /// Applies a scanned batch of a stream that carries several ranks, or begins to carry them with this batch. Returns the outcome, and
+    /// the new estimate if it has changed.
     #[cold]
     pub(super) fn apply_by_rank(
         &self,
@@ -132,7 +132,7 @@ impl PrefixIndex {
         };
         let outcome = match stated {
             Some(stated) => match self.stream_of_rank(source, rank, stated, (incarnation, seq)) {
-                // Even if the event clears everything, only this rank is cleared.
+                // A clear of everything clears only this rank, so the outcome is not a clear of the whole stream.
                 Ok(stream) => match apply_to(stated, &stream, |_| true) {
                     Outcome::Applied(_) => Outcome::Applied(false),
                     other => other,
@@ -150,7 +150,7 @@ impl PrefixIndex {
                     .map(|(rank, stream)| apply_to(*rank, stream, is_clear))
                     .collect();
                 if has_blocks {
-                    // The blocks can belong to any rank, so each rank is doubtful until it is cleared.
+                    // The blocks can belong to any rank, so answers about each rank are estimates until it is cleared.
                     for (_, stream) in &streams {
                         let mut stream = stream.lock();
                         stream.set_aside(NO_RANK);
@@ -168,7 +168,7 @@ impl PrefixIndex {
         (outcome, has_new_estimate.then(|| self.reported_estimate(source, rank)))
     }
 
-    /// Separates the ranks of a stream. All blocks so far belong to the one rank that the stream has stated; the carrier gets a new stream
+    /// Separates the ranks of a stream. All present blocks belong to the one rank that the stream has stated; the carrier gets a new stream
     /// without blocks.
     fn separate(&self, source: &str, rank: i64) -> Result<(), Outcome> {
         let _whole = self.replacing.read_recursive();
@@ -184,8 +184,8 @@ impl PrefixIndex {
             stream.stated_ranks = StatedRanks::Several;
             return Ok(());
         }
-        // The registry is locked after a stream, as in `remove_ranks`: `replacing` excludes the thread that would lock a stream after the
-        // registry.
+        // Unlike elsewhere, the registry is locked after a stream, as in `remove_ranks`: `replacing` excludes the thread that locks a
+        // stream after the registry.
         let mut registry = self.registry.write();
         if registry.find(source, stated).is_some() || !RANGE.contains(&stated) {
             drop(registry);
@@ -218,7 +218,7 @@ impl PrefixIndex {
         Ok(())
     }
 
-    /// Returns or creates the stream of a rank that a stream states.
+    /// Returns the stream of a rank that the carrier's payloads state, and creates it if necessary.
     fn stream_of_rank(
         &self,
         source: &str,
@@ -257,7 +257,7 @@ impl PrefixIndex {
         Ok(stream)
     }
 
-    /// The estimate of a stream that carries several ranks: the first rank that has an estimate determines it.
+    /// Returns the estimate of a stream that carries several ranks: the estimate of the first rank that has one.
     fn reported_estimate(&self, source: &str, rank: i64) -> Option<Estimate> {
         let streams = self.streams_of(source, rank);
         streams.iter().find_map(|(_, stream)| stream.lock().reported_estimate())

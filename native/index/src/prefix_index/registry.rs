@@ -1,5 +1,4 @@
-//! The registry: streams by worker, the models of workers, and fences, which are the incarnations that deliveries of removed workers must
-//! exceed.
+//! The registry: streams by worker, models by source, and fences. A fence is an incarnation of a removed worker; deliveries must exceed it.
 
 use std::collections::BTreeSet;
 use std::collections::VecDeque;
@@ -17,12 +16,12 @@ use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
 use crate::sync::yielding_lock::{Writer, YieldingRwLock};
 
-/// A stream, with those of its data that other threads can read while the stream is locked.
+/// A stream, with the data that other threads can read while the stream is locked.
 #[derive(Clone, Debug)]
 pub(crate) struct Rank {
     pub(crate) rank: i64,
     pub(crate) stream: Arc<Mutex<Stream>>,
-    /// The rank of the stream in which the batches of this rank arrive; None if the batches arrive in the rank's own stream. See `ranks`.
+    /// The rank of the stream in which the batches of this rank arrive; None if they arrive in the rank's own stream. See `ranks`.
     pub(crate) carrier: Option<i64>,
     number: u32,
     /// Incarnation of the rank.
@@ -49,7 +48,7 @@ impl Rank {
     }
 }
 
-/// A stream from a snapshot, which has a number in a shared part. Lookups see blocks of the stream only after all are in that part.
+/// A stream of a snapshot, with its number in the shared state. Lookups see its blocks only after all of them were added.
 #[derive(Clone, Debug)]
 pub struct ImportedStream {
     /// Engine and rank of the stream.
@@ -58,12 +57,12 @@ pub struct ImportedStream {
     pub number: u32,
     /// The stream.
     pub stream: Arc<Mutex<Stream>>,
-    /// The rank of the stream in which the batches arrive; None if the batches arrive in this stream.
+    /// The rank of the stream in which the batches arrive; None if they arrive in this stream.
     pub carrier: Option<i64>,
 }
 
 impl ImportedStream {
-    /// Creates a stream without blocks in the shared part.
+    /// Creates a stream without blocks, and adds it to the shared state; lookups do not see it yet.
     pub fn join(
         shared: &mut SharedState,
         number: u32,
@@ -74,7 +73,7 @@ impl ImportedStream {
     ) -> Self {
         let worker = Arc::new(worker);
         let stream = register(shared, number, worker.clone(), incarnation, model, drafts);
-        stream.lock().grant(usize::MAX); // the limits of an index bound the blocks of a snapshot that share a hash
+        stream.lock().grant(usize::MAX); // no budget is needed: the limits of the index bound the blocks of a snapshot that share a hash
         shared.show(number, false);
         Self {
             worker,
@@ -92,7 +91,7 @@ impl ImportedStream {
     }
 }
 
-/// Creates a stream without blocks, and adds it to the shared part under a free number.
+/// Creates a stream without blocks, and adds it to the shared state under a free number.
 pub(super) fn register(
     shared: &mut SharedState,
     number: u32,
@@ -120,12 +119,12 @@ pub(super) fn register(
 #[derive(Debug)]
 pub(crate) struct Registry {
     pub(crate) streams: HashMap<String, Vec<Rank>, Secret>,
-    /// Newest incarnations of removed workers, and the order in which the workers were removed.
+    /// The highest incarnation of each removed worker. `fenced` has these workers in the order of their removal.
     pub(crate) fences: HashMap<Worker, i64, Secret>,
     fenced: VecDeque<Worker>,
-    /// Models by source.
+    /// The model of each source.
     pub(crate) labels: HashMap<String, String, Secret>,
-    /// Groups of draft models by source.
+    /// Groups of the draft model of each source's engine.
     pub(crate) drafts: HashMap<String, Arc<[i64]>, Secret>,
 }
 
@@ -164,7 +163,8 @@ impl Registry {
 }
 
 impl PrefixIndex {
-    /// Returns the stream of a worker, or creates it. Fails if a fence excludes the incarnation, or if no stream number is free.
+    /// Returns the stream of a worker, or creates it. Fails if a fence excludes the incarnation, or if the index has the maximum number of
+    /// streams.
     pub(crate) fn get_or_create(&self, source: &str, rank: i64, incarnation: i64) -> Result<Arc<Mutex<Stream>>, Outcome> {
         let mut registry = self.registry.write();
         if let Some(stream) = registry.find(source, rank) {
@@ -199,13 +199,13 @@ impl PrefixIndex {
             Some(model) => registry.labels.insert(source.into(), model.into()),
             None => registry.labels.remove(source),
         };
-        // No stream is locked here: it might be busy for long, and other threads wait for the registry.
+        // No stream is locked here: the lock can be held for long, and other threads wait for the registry.
         let model_of = |other: &str| (other == source).then(|| model.map(str::to_owned));
         self.shared_lock.write().relabel(model_of);
     }
 
-    /// Sets the groups of a source's engine that belong to a draft model (EAGLE, MTP): in these groups the engine computes the last block
-    /// of a hit again. An empty list means all groups; None means an engine without a draft model. The groups apply to all ranks, including
+    /// Sets which groups of a source's engine belong to a draft model (EAGLE, MTP). In these groups the engine computes the last block of a
+    /// hit again. An empty list means all groups; None means an engine without a draft model. The groups apply to all ranks, including
     /// ranks that are added later.
     pub fn set_drafts(&self, source: &str, groups: Option<Vec<i64>>) {
         let groups: Option<Arc<[i64]>> = groups.map(Into::into);
@@ -226,7 +226,7 @@ impl PrefixIndex {
         self.change_ranks(source, |stream, shared| stream.replace_listed_lora(shared, lora));
     }
 
-    /// Changes every stream of a source.
+    /// Calls `change` with each stream of a source.
     fn change_ranks(&self, source: &str, change: impl Fn(&mut Stream, &mut Writer<'_, SharedState>)) {
         let ranks = |registry: &Registry| -> Vec<_> {
             let ranks = registry.streams.get(source).into_iter().flatten();
@@ -241,7 +241,7 @@ impl PrefixIndex {
         }
     }
 
-    /// All labels.
+    /// The model of each source, in no particular order.
     pub fn labels(&self) -> Vec<(String, String)> {
         self.registry
             .read()
@@ -251,14 +251,14 @@ impl PrefixIndex {
             .collect()
     }
 
-    /// All fences, the oldest first.
+    /// The fence of each removed worker, the oldest first.
     pub fn fences(&self) -> Vec<(Worker, i64)> {
         let registry = self.registry.read();
         let fence = |worker: &Worker| Some((worker.clone(), *registry.fences.get(worker)?));
         registry.fenced.iter().filter_map(fence).collect()
     }
 
-    /// Removes a worker with the other ranks that its stream carries, or all ranks of a source if `rank` is None. Also removes the
+    /// Removes a worker, with the other ranks that its stream carries; or all ranks of a source if `rank` is None. Also removes the
     /// decisions for the removed workers. Later deliveries of the removed incarnations are ignored. Returns the number of removed blocks.
     pub fn remove(&self, source: &str, rank: Option<i64>) -> usize {
         let blocks = self.remove_ranks(source, |other| rank.is_none_or(|rank| other.arrives_in(rank)));
@@ -266,8 +266,8 @@ impl PrefixIndex {
         blocks
     }
 
-    /// Removes the ranks of a source for which `is_meant` returns true, and the decisions for them. If such a rank has its own delivered
-    /// stream, later deliveries of its incarnation are ignored.
+    /// Removes the ranks of a source that `is_meant` accepts, and the decisions for them. If such a rank has its own delivered stream,
+    /// later deliveries of its incarnation are ignored.
     pub(super) fn remove_ranks(&self, source: &str, is_meant: impl Fn(&Rank) -> bool) -> usize {
         let _whole = self.replacing.read_recursive();
         let mut registry = self.registry.write();
@@ -285,21 +285,21 @@ impl PrefixIndex {
             self.fence(&mut registry, worker_of(rank), incarnation);
         }
         drop(registry);
-        // A stream may be busy for long, for example while a snapshot is written: this thread must hold no lock that other threads need
-        // while it waits for the stream.
+        // The lock of a stream can be held for long, for example while a snapshot is written. So this thread must hold no lock that other
+        // threads need while it waits for the stream.
         let mut writer = self.shared_lock.write();
         removed.iter().for_each(|rank| writer.show(rank.number, false));
         drop(writer);
         let mut blocks = 0;
         for rank in &removed {
-            // The stream is locked before the registry, against the order of `PrefixIndex`: `replacing` excludes the only other thread that
-            // would lock both, which is a thread that replaces the whole index.
+            // The stream is locked before the registry, unlike the order in `PrefixIndex`: `replacing` excludes the only other thread that
+            // locks both, which replaces the whole index.
             let mut stream = rank.stream.lock();
             if stream.is_removed {
                 continue;
             }
             stream.is_removed = true;
-            // The rank may have begun another incarnation since its fence was set.
+            // The rank may have begun another incarnation after its fence was set.
             if rank.carrier.is_none()
                 && let Some(fence) = self.registry.write().fences.get_mut(&worker_of(rank))
             {
@@ -326,13 +326,13 @@ impl PrefixIndex {
         }
     }
 
-    /// Lets the index accept deliveries of any incarnation of a removed worker again.
+    /// Lets the index accept deliveries of any incarnation of a removed worker again, by removing its fence.
     pub fn admit(&self, source: &str, rank: i64) {
         let source = source.into();
         self.registry.write().admit(&Worker { source, rank });
     }
 
-    /// Every stream, ordered by worker.
+    /// All streams, ordered by worker.
     pub fn streams(&self) -> Vec<(Worker, Arc<Mutex<Stream>>)> {
         let registry = self.registry.read();
         let all = registry.streams.iter().flat_map(|(source, ranks)| {
@@ -351,7 +351,7 @@ impl PrefixIndex {
         all
     }
 
-    /// One stream.
+    /// The stream of a worker; None if the worker is unknown.
     pub fn stream(&self, source: &str, rank: i64) -> Option<Arc<Mutex<Stream>>> {
         self.registry.read().find(source, rank).cloned()
     }

@@ -1,4 +1,4 @@
-//! Reports for operators: workers, counters, bytes, single blocks.
+//! Reports for operators about workers, counters, bytes and single blocks.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,10 +13,10 @@ use crate::store::members::Worker;
 use crate::store::shared_state::SharedState;
 use crate::stream::{Counters, Estimate, Stream};
 
-/// Number of blocks that are listed under one lock of the shared part, for which writers wait.
+/// Number of blocks that are listed before the lock of the shared state is released, since writers wait for this lock.
 const BLOCKS_AT_ONCE: usize = 512;
 
-/// One stream as an operator sees it.
+/// Data about one stream for operators.
 #[derive(Clone, Debug)]
 pub struct Info {
     /// Engine and rank of the worker.
@@ -27,26 +27,26 @@ pub struct Info {
     pub blocks: usize,
     /// Incarnation of the worker.
     pub incarnation: i64,
-    /// Sequence number of the worker's last batch.
+    /// Sequence number of the worker's last batch; -1 before the first batch.
     pub last: i64,
     /// Number of blocks that wait for their parent or their tokens.
     pub orphans: usize,
-    /// Maximum number of copies beyond the first copy of each block.
+    /// Upper bound of the number of copies in excess of one per block and placement.
     pub copies: usize,
-    /// Number of blocks that might be gone; a block counts once for each placement.
+    /// Number of blocks that might be gone; a block counts twice if this is true of it on two placements.
     pub uncertain: usize,
     /// Whether the worker held the same blocks as the engine at the last attestation of this incarnation; None before the first
     /// attestation.
     pub attested: Option<bool>,
-    /// Numbers of tokens per block that the worker's present incarnation has announced.
+    /// The block sizes, in tokens, that the present incarnation of the worker has announced.
     pub sizes: Vec<u32>,
     /// Why answers about the worker are estimates; None if the answers are exact.
     pub estimate: Option<Estimate>,
     /// The other ranks whose batches arrive in the worker's stream.
     pub carried_ranks: Vec<i64>,
-    /// Number of blocks by tier; a block counts on each tier that holds it.
+    /// Number of blocks by tier. A block on several tiers counts on each of them.
     pub tiers: BTreeMap<String, usize>,
-    /// Counters of errors.
+    /// Counters of the input that the stream could not use.
     pub counters: Counters,
 }
 
@@ -59,12 +59,12 @@ pub struct HeldBlock {
     pub hash: u64,
     /// The number that identifies the block's placement.
     pub placement: u16,
-    /// Bounds of the number of the block's copies.
+    /// Bounds of the number of copies of the block on the placement.
     pub copies: Copies,
 }
 
 impl PrefixIndex {
-    /// Every stream as an operator sees it.
+    /// Data about all streams.
     pub fn infos(&self) -> Vec<Info> {
         let labels = self.registry.read().labels.clone();
         let info = |(worker, stream): (Worker, Arc<Mutex<Stream>>)| {
@@ -74,7 +74,7 @@ impl PrefixIndex {
         self.streams().into_iter().filter_map(info).collect()
     }
 
-    /// Returns one worker as an operator sees it; None if the worker is unknown.
+    /// Returns the data about one worker; None if the worker is unknown.
     pub fn info(&self, source: &str, rank: i64) -> Option<Info> {
         let stream = self.stream(source, rank)?;
         let model = self.registry.read().labels.get(source).cloned();
@@ -117,14 +117,14 @@ impl PrefixIndex {
         self.ended.lock().clone()
     }
 
-    /// Heap bytes of the index, and the number of different blocks.
+    /// Returns the heap bytes of the index, and the number of distinct blocks.
     pub fn bytes(&self) -> (usize, usize) {
         let streams: usize = self.streams().iter().map(|(_, stream)| stream.lock().bytes()).sum();
         let shared = self.shared_lock.read();
         (shared.bytes() + streams, shared.records.len())
     }
 
-    /// Blocks of a stream, once for each placement of a block, and all placements by number.
+    /// Returns the blocks of a stream, each as often as it has placements, and the placements by number.
     pub fn blocks(&self, source: &str, rank: i64) -> (Vec<HeldBlock>, Vec<Placement>) {
         let Some(stream) = self.stream(source, rank) else {
             return (Vec::new(), Vec::new());
@@ -145,7 +145,7 @@ impl PrefixIndex {
                 });
             }
         };
-        // The stream is locked, so its blocks do not change while other threads write to the shared part.
+        // The stream is locked, so its blocks do not change while other threads write to the shared state.
         for numbers in own.chunks(BLOCKS_AT_ONCE) {
             let shared = self.shared_lock.read();
             step_counter::begin_hold();
@@ -164,8 +164,8 @@ impl PrefixIndex {
         (found, placements)
     }
 
-    /// The key of the block with this hash. `source` and `rank` name the delivered stream, and `stated` is the rank that the block's batch
-    /// states.
+    /// Returns the key of the block with this hash. `source` and `rank` name the delivered stream, and `stated` is the rank that the
+    /// block's batch states.
     pub fn key_of(&self, source: &str, rank: i64, stated: Option<i64>, hash: u64) -> Option<u64> {
         let stream = {
             let registry = self.registry.read();

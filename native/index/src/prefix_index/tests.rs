@@ -1,4 +1,4 @@
-//! Tests of the effects of threads on each other, and of the effect of a panic on an index.
+//! Tests of concurrent threads, and of an index after a panic.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,7 +16,7 @@ fn index() -> PrefixIndex {
     PrefixIndex::new(Schema::new(ScanLimits::default()).unwrap(), Limits::default())
 }
 
-/// A batch that stores one block of two tokens, or that removes it.
+/// A batch that stores or removes one block of two tokens.
 fn payload(kind: &str) -> Vec<u8> {
     let stored: [(&str, &[u8]); 5] = [
         ("block_hashes", &[0x91, 0x05]),
@@ -44,7 +44,7 @@ fn array(numbers: impl ExactSizeIterator<Item = u64>) -> Vec<u8> {
     out
 }
 
-/// A store of a chain of blocks of two tokens, which begins at the root.
+/// A batch that stores a chain of blocks of two tokens from the first block of a prompt.
 fn store(hashes: &[u64], tokens: &[u32]) -> Vec<u8> {
     let fields: [(&str, &[u8]); 5] = [
         ("block_hashes", &array(hashes.iter().copied())),
@@ -87,8 +87,8 @@ fn a_lookup_passes_writers() {
     });
 }
 
-/// While chains are added and removed, and reuse slots, a lookup finds the state of one moment, and never counts the blocks of one chain
-/// for another.
+/// While chains are added and removed and slots are reused, a lookup finds the state of one moment. It never counts blocks of one chain for
+/// another chain.
 #[test]
 fn what_a_lookup_finds_was_true_at_one_moment() {
     const BLOCKS: u64 = 64;

@@ -1,17 +1,17 @@
-//! Applies events that a Rust program has created, without payloads.
+//! Applies events that a Rust program creates, without an encoded payload.
 
 use super::deliveries::BUFFERS;
 use super::{Outcome, PrefixIndex};
 use crate::store::members::Worker;
 use crate::wire::scan::{Event, Kind, Run, Span};
 
-/// One event in the form in which the scanner leaves events.
+/// One event, as the scanner would create it.
 #[derive(Debug)]
 pub(crate) struct TypedEvent<'a> {
     pub(crate) fields: Event,
     hashes: &'a [u64],
     tokens: &'a [u32],
-    /// The texts to which spans of the event refer. The texts begin after one unused byte, since no span begins at 0.
+    /// The texts of the event, to which its spans refer. One unused byte is before the texts, since no span may begin at 0.
     texts: Vec<u8>,
 }
 
@@ -35,7 +35,7 @@ impl<'a> TypedEvent<'a> {
         })
     }
 
-    /// Sets a field to a text.
+    /// Sets the field that `field` selects to a text, if there is one.
     pub(crate) fn add_text(&mut self, text: Option<impl AsRef<[u8]>>, field: fn(&mut Event) -> &mut Option<Span>) {
         let start = self.texts.len();
         if let Some(text) = text {
@@ -46,7 +46,7 @@ impl<'a> TypedEvent<'a> {
 }
 
 impl PrefixIndex {
-    /// Applies an event as the next batch of the present incarnation of a worker.
+    /// Applies an event as the next batch in the present incarnation of a worker.
     pub(crate) fn event(&self, worker: &Worker, event: TypedEvent<'_>) -> Outcome {
         let (source, rank) = (worker.source.as_str(), worker.rank);
         let incarnation = self.stream(source, rank).map_or(0, |stream| stream.lock().incarnation);

@@ -1,30 +1,30 @@
-//! The hashes of a stream that several blocks share, with a bound on the work that they cause.
+//! The hashes under which a stream has several blocks, and a bound on the work that they cause.
 
 use std::collections::HashMap;
 
 use crate::step_counter;
 
-/// Number of examinations of blocks that share a hash, for each byte that a stream sends. An engine whose hashes do not cover prefixes
-/// sends about fifty bytes for each stored or removed page. That many bytes allow examinations of all blocks of a hash, up to the limit of
-/// blocks per hash.
+/// Number of blocks sharing a hash that may be examined, for each byte that the stream sends. An engine whose hashes do not cover prefixes
+/// sends about fifty bytes for each page that it stores or removes. Fifty bytes allow the examination of all blocks of one hash, up to the
+/// limit of blocks per hash.
 const EXAMINATIONS_PER_BYTE: usize = 16;
-/// Maximum number of unused examinations that are kept for later payloads.
+/// Maximum number of unused examinations that later payloads may use.
 const MAX_SAVED_EXAMINATIONS: usize = 1 << 20;
-/// Number of blocks of one hash that are examined even if the budget is used up.
+/// Number of blocks of one hash that may always be examined.
 const MIN_EXAMINED: usize = 8;
 
-/// The blocks of each hash that several blocks share.
+/// The blocks of each hash that has several blocks.
 ///
-/// A peer chooses hashes, so a payload may cause only as many examinations of such blocks as its length allows.
+/// Peers choose the hashes. So the number of examinations of such blocks that a payload may cause depends on its length.
 #[derive(Debug)]
 pub struct Collisions {
-    /// The records of each hash, the newest last. Each hash has at least two records.
+    /// The records of each hash, the newest record last. Each hash has at least two records.
     lists: HashMap<u64, Vec<u32>>,
     /// Number of records in all lists.
     blocks: usize,
-    /// Number of remaining examinations.
+    /// Number of examinations that removals and stores may use from now on.
     examinations: usize,
-    /// Number of remaining examinations for the publication of copies that a batch has changed.
+    /// Number of examinations that the publication of changed copies may use from now on.
     published: usize,
     /// Whether a removal was skipped because no examinations remained.
     has_skipped: bool,
@@ -49,7 +49,7 @@ impl Collisions {
         self.lists.is_empty()
     }
 
-    /// The blocks of a hash, the newest last; None unless the hash has several blocks.
+    /// The blocks of a hash, the newest last; None if the hash has at most one block.
     #[inline]
     pub fn get(&self, hash: u64) -> Option<&[u32]> {
         if self.lists.is_empty() {
@@ -107,12 +107,12 @@ impl Collisions {
         list.filter(|number| **number == from).for_each(|number| *number = to);
     }
 
-    /// Changes the order of the blocks of a listed hash.
+    /// Sets the order of the blocks of a listed hash.
     pub fn put(&mut self, hash: u64, ordered: Vec<u32>) {
         self.lists.insert(hash, ordered);
     }
 
-    /// Removes all blocks; the remaining examinations stay.
+    /// Removes all blocks; the budgets of examinations remain.
     pub fn clear(&mut self) {
         (self.lists, self.blocks) = (HashMap::new(), 0);
     }
@@ -125,14 +125,14 @@ impl Collisions {
         }
     }
 
-    /// Subtracts examinations for the publication of changed copies. Returns whether enough examinations remained.
+    /// Subtracts examinations for the publication of the copies that a batch has changed. Returns false if the budget does not suffice.
     pub fn may_publish(&mut self, examinations: usize) -> bool {
         let left = self.published.checked_sub(examinations);
         self.published = left.unwrap_or_default();
         left.is_some()
     }
 
-    /// Subtracts examinations.
+    /// Subtracts examinations from the budget of removals and stores.
     #[inline]
     pub fn spend(&mut self, examinations: usize) {
         self.examinations = self.examinations.saturating_sub(examinations);
@@ -154,12 +154,12 @@ impl Collisions {
         self.has_skipped = true;
     }
 
-    /// Whether a removal was skipped since the last call.
+    /// Whether a removal was skipped since the last call of this function.
     pub fn take_skipped(&mut self) -> bool {
         std::mem::take(&mut self.has_skipped)
     }
 
-    /// Number of hashes, and number of hashes for which memory is allocated.
+    /// Number of hashes, and the number for which memory is allocated.
     #[inline]
     pub fn room(&self) -> (usize, usize) {
         (self.lists.len(), self.lists.capacity())
@@ -175,7 +175,7 @@ impl Collisions {
         self.lists.capacity() * (size_of::<(u64, Vec<u32>)>() + 1) + self.blocks * 8
     }
 
-    /// Whether `blocks` is the number of records in all lists, for tests.
+    /// Whether the cached number of records is correct; for tests.
     pub fn is_counted(&self) -> bool {
         self.lists.values().map(Vec::len).sum::<usize>() == self.blocks
     }

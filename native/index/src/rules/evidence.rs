@@ -1,28 +1,27 @@
-//! What a stream has shown about the completeness of its blocks.
+//! What the events of a stream show about the completeness of its blocks.
 
 use crate::holders::placements::LEVELS;
 
-/// What a stream has shown about the completeness of its blocks since its start, or since it was last cleared.
+/// What the events of a stream show about the completeness of its blocks, from its start or its last clear.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Evidence {
-    /// Whether nothing is known to be missing: no batch was lost or unreadable, and no block was refused or dropped by the index.
+    /// Whether no block is known to be missing: no batch was lost or unreadable, and the index refused or dropped no block.
     pub is_whole: bool,
     /// Number of stores that could not be used.
     pub set_aside: u64,
-    /// Whether the hash of some first block of a store covered the block's tokens only.
+    /// Whether the hash of some store's first block covered only the tokens of that block.
     pub has_page_hashes: bool,
-    /// Whether blocks on the device had extra keys.
+    /// Whether some block on the device had extra keys.
     pub has_extra_keys: bool,
-    /// Whether blocks on the device had a LoRA adapter.
+    /// Whether some block on the device had a LoRA adapter.
     pub has_loras: bool,
-    /// Whether a first block below the device had no extra keys, and had a hash that the stream did not hold.
+    /// Whether a first block on a tier below the device had no extra keys, and a hash that the stream did not hold.
     pub has_unkeyed_root: bool,
-    /// Whether a first block below the device had neither extra keys nor a LoRA adapter, and had a hash that the stream did not hold.
+    /// Whether a first block on a tier below the device had no extra keys, no LoRA adapter, and a hash that the stream did not hold.
     pub has_bare_root: bool,
-    /// Levels below the device, as bits, on which the engine might hold blocks that were stored before a clear and that the stream does not
-    /// list.
+    /// Levels below the device, as bits, on which the engine might hold blocks from before a clear. The stream does not list these blocks.
     pub unknown_levels: u8,
-    /// Whether a clear without a tier empties host memory too.
+    /// Whether a clear that names no tier also empties host memory.
     pub has_host_clears: bool,
     /// Number of further first blocks whose hash will be compared with a hash of only the block's tokens.
     pub pages_left: u8,
@@ -46,13 +45,13 @@ impl Evidence {
         ]
     }
 
-    /// Records a first block on a tier below the device that has no extra keys and, if `is_bare`, no LoRA adapter either.
+    /// Records a first block without extra keys on a tier below the device. `is_bare` is whether it has no LoRA adapter either.
     pub fn note_unkeyed_root(&mut self, is_bare: bool) {
         self.has_unkeyed_root = true;
         self.has_bare_root |= is_bare;
     }
 
-    /// Whether first blocks on tiers below the device lack extra keys or LoRAs that blocks of this stream on the device have.
+    /// Whether first blocks on tiers below the device lack extra keys or LoRAs that this stream's blocks on the device have.
     pub fn lacks_keys(&self) -> bool {
         (self.has_extra_keys && self.has_unkeyed_root) || (self.needs_loras() && self.has_bare_root)
     }
@@ -87,14 +86,14 @@ impl Evidence {
         if self.has_host_clears { 0b11 } else { 0b1 }
     }
 
-    /// Drops the evidence about blocks, since all tiers are empty now.
+    /// Drops the evidence about blocks after a clear of all tiers.
     pub fn empty_all(&mut self) {
         (self.unknown_levels, self.has_extra_keys, self.has_loras) = (0, false, false);
         (self.has_unkeyed_root, self.has_bare_root) = (false, false);
     }
 
-    /// Starts over after a clear that names no tier. `dropped` are the levels of which some or all blocks are no longer listed. If
-    /// `keeps_lower`, blocks on lower tiers remain.
+    /// Begins new evidence after a clear that names no tier. `dropped` are the levels, as bits, on which the stream no longer lists all
+    /// blocks. `keeps_lower` is whether blocks on lower tiers remain.
     pub fn begin(&mut self, dropped: u8, keeps_lower: bool) {
         let is_complete = self.is_whole && self.set_aside == 0;
         let missing = if is_complete {

@@ -1,18 +1,18 @@
-//! Copies that a batch has announced although the engine might not have made them.
+//! Copies that a batch announces although the engine might not have made them.
 //!
-//! vLLM reports the hit of a request for each group. For a group with a sliding window vLLM also reports the blocks before the window,
-//! which the group does not hold. A request that is computed again is reported in the same way. So a copy in a group with a window might
-//! not exist if the batch that announced the copy has also repeated the store of the same block with full attention.
+//! vLLM reports the hit of a request for each group. For a group with a sliding window, the report contains blocks before the window, which
+//! the group does not hold. vLLM reports a request that it computes again in the same way. So a copy in a group with a window might not
+//! exist if the batch that announces it also repeats the store of its block with full attention.
 
 /// Number of entries whose memory is kept for the next batch.
 const ENTRIES_KEPT: usize = 64;
 
-/// The announcements of one batch that can be reports of hits. `B` identifies a block, and `P` a placement.
+/// The announcements of one batch that might be reports of hits. `B` identifies a block, and `P` a placement.
 #[derive(Debug, Default)]
 pub struct HitReports<B, P> {
-    /// Blocks without tokens that were not certainly resident before the batch.
+    /// Copies without tokens, unless the block was certainly resident before the batch.
     pub fresh: Vec<(B, P)>,
-    /// Blocks with tokens that were stored before and that the batch has stored again. Such blocks are listed for hybrid models only.
+    /// Blocks with tokens that the batch has stored again. Only streams of hybrid models list such blocks.
     pub repeated: Vec<B>,
 }
 
@@ -22,7 +22,7 @@ impl<B: Copy + Default + Ord, P: Copy + Default> HitReports<B, P> {
         self.fresh.is_empty() && self.repeated.is_empty()
     }
 
-    /// Ends the batch. Returns the copies that the batch has announced and that might not exist.
+    /// Ends the batch. Returns the announced copies that might not exist.
     pub fn take_uncertain(&mut self) -> Vec<(B, P)> {
         self.repeated.sort_unstable();
         let is_repeated = |(block, _): &&(B, P)| self.repeated.binary_search(block).is_ok();
@@ -40,7 +40,7 @@ impl<B: Copy + Default + Ord, P: Copy + Default> HitReports<B, P> {
 mod tests {
     use super::*;
 
-    /// A copy is uncertain only if one batch has both announced the copy and repeated the store of its block.
+    /// A copy is uncertain only if one batch both announces it and repeats the store of its block.
     #[test]
     fn a_batch_is_compared_with_itself() {
         let mut reports = HitReports::default();

@@ -1,10 +1,10 @@
-//! The location of copies of blocks, as events state it.
+//! Where copies of blocks are, as events state it.
 
 use std::borrow::Cow;
 
 use crate::holders::placements::{Placement, tier};
 
-/// A text of an event, as the wire has it; None if the event has no such text.
+/// A text field of an event, as bytes; None if the event lacks the field.
 pub type Text<'a> = Option<Cow<'a, [u8]>>;
 
 /// Copies a text.
@@ -12,7 +12,7 @@ pub fn owned(text: &Text<'_>) -> Text<'static> {
     text.as_ref().map(|bytes| Cow::Owned(bytes.to_vec()))
 }
 
-/// The location of copies of blocks. Several locations can be the same placement.
+/// The location of copies of blocks. Several locations can have the same placement.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 #[allow(missing_docs)]
 pub struct Location<'a> {
@@ -33,7 +33,7 @@ impl Location<'_> {
         }
     }
 
-    /// The placement of copies at this location. A location without a group is in group 0.
+    /// Returns the placement of copies at this location. A location without a group is in group 0.
     pub fn placement(&self) -> Placement {
         let text = |bytes: &Text<'_>| bytes.as_ref().map(|bytes| String::from_utf8_lossy(bytes).into_owned());
         Placement {

@@ -1,7 +1,7 @@
-//! Pending entries of a stream, the oldest first: orphans wait for their parent, and hashes without tokens wait for a store with tokens.
+//! Pending entries of a stream, the oldest first. Orphans wait for their parent; hashes without tokens wait for a store with tokens.
 //!
-//! Each entry is in three doubly linked lists: all entries in order of arrival, the entries that wait for the same hash, and the copies of
-//! one hash on one placement. So an entry is added and removed in constant time.
+//! Each entry is in three doubly linked lists: all entries in order of arrival, the entries that wait for one hash, and the copies of one
+//! hash on one placement. So adding or removing an entry takes constant time.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,7 @@ use crate::keys::Scheme;
 use crate::memory::hasher::Secret;
 use crate::step_counter;
 
-/// The data that is needed to place an orphan.
+/// The data with which an orphan is placed when its parent arrives.
 #[derive(Clone, Debug)]
 pub struct Content {
     /// Tokens that the block's hash covers.
@@ -20,11 +20,11 @@ pub struct Content {
     pub scheme: Scheme,
     /// Part of the seed that the block's LoRA contributes.
     pub lora: u64,
-    /// Part of the seed that the block's own salt contributes; None if the block has its parent's salt.
+    /// Part of the seed that the block's own salt contributes; None if the salt is that of the parent.
     pub salt: Option<u64>,
 }
 
-/// The data that an entry has in addition to its hashes.
+/// Data of an entry whose size counts towards the limit.
 pub trait Weight {
     /// Heap bytes of the value.
     fn bytes(&self) -> usize;
@@ -36,30 +36,30 @@ impl Weight for Content {
     }
 }
 
-/// One copy of a block that waits.
+/// One copy of a block that waits, an entry of the queue.
 #[derive(Clone, Debug)]
 pub struct Waiting<C = Content> {
     /// Hash of the block.
     pub hash: u64,
     /// The number that identifies the block's placement.
     pub placement: u16,
-    /// The hash for which the block waits.
+    /// The hash for whose store the copy waits.
     pub awaited: u64,
-    /// The data to place an orphan; None for a hash without tokens.
+    /// The data with which an orphan is placed; None for a hash without tokens.
     pub content: Option<C>,
 }
 
 impl<C: Weight> Waiting<C> {
-    /// Approximate bytes of an entry in a queue.
+    /// Approximate bytes of this entry in a queue.
     pub fn bytes(&self) -> usize {
         size_of::<Entry<C>>() + 2 * MAP_BYTES + self.content.as_ref().map_or(0, Weight::bytes)
     }
 }
 
-/// Approximate bytes of one entry in each of the maps below.
+/// Approximate bytes of an entry in one of the maps of a queue.
 const MAP_BYTES: usize = 64;
 
-/// Number of placements of one hash that are searched in the time of one step.
+/// Number of placements of one hash whose search takes as long as one step.
 const COPIES_PER_STEP: usize = 8;
 const NONE: u32 = u32::MAX;
 
@@ -78,14 +78,14 @@ impl Row {
     }
 }
 
-/// Neighbours in a list.
+/// The previous and the next entry in a list.
 #[derive(Clone, Copy, Debug)]
 struct Links {
     before: u32,
     next: u32,
 }
 
-/// The three lists that contain each entry.
+/// The three lists of an entry.
 #[derive(Clone, Copy, Debug)]
 enum Kind {
     Order,
@@ -96,12 +96,12 @@ enum Kind {
 #[derive(Debug)]
 struct Entry<C> {
     waiting: Waiting<C>,
-    /// A number that increases with each added entry.
+    /// Increases with each added entry, and so identifies the order of the entries.
     number: u64,
     links: [Links; 3],
 }
 
-/// Copies of one hash on one placement; copies with tokens are listed separately.
+/// The copies of one hash on one placement: orphans and, separately, hashes without tokens.
 #[derive(Clone, Copy, Debug)]
 struct Copies {
     placement: u16,
@@ -115,15 +115,15 @@ impl Copies {
     }
 }
 
-/// Entries on one placement.
+/// Number of entries on one placement.
 #[derive(Clone, Copy, Debug, Default)]
 struct PlacementCount {
     entries: usize,
-    /// Copies with tokens.
+    /// Number of orphans.
     orphans: usize,
 }
 
-/// A bounded queue.
+/// A bounded queue of pending entries.
 #[derive(Debug)]
 pub struct Queue<C = Content> {
     entries: Vec<Option<Entry<C>>>,
@@ -131,7 +131,7 @@ pub struct Queue<C = Content> {
     order: Row,
     by_awaited: HashMap<u64, Row, Secret>,
     by_hash: HashMap<u64, Vec<Copies>, Secret>,
-    /// Entries by placement.
+    /// Number of entries by placement.
     placements: HashMap<u16, PlacementCount, Secret>,
     next: u64,
     length: usize,
@@ -235,7 +235,7 @@ impl<C: Weight> Queue<C> {
         found.is_some_and(|copies| copies.iter().any(|copies| copies.placement == placement))
     }
 
-    /// Whether the last entry with the hash and the placement of `other` waits for the same hash as `other`.
+    /// Whether the latest entry with the hash and the placement of `other` waits for the same hash as `other`.
     pub fn is_last(&self, other: &Waiting<C>) -> bool {
         let copies = self.by_hash.get(&other.hash).into_iter().flatten();
         let last = copies
@@ -268,12 +268,12 @@ impl<C: Weight> Queue<C> {
             .map_or(0, |count| count.entries - count.orphans)
     }
 
-    /// Adds an entry. If there are more than `limit` entries, the oldest entries are dropped. Returns the number of dropped entries.
+    /// Adds an entry. If the queue then has more than `limit` entries, drops the oldest. Returns the number of dropped entries.
     pub fn push(&mut self, waiting: Waiting<C>, limit: usize) -> u64 {
         self.push_within(waiting, limit, usize::MAX)
     }
 
-    /// Adds an entry as `push` does, with the limit `bytes` for the total size of all entries.
+    /// Adds an entry as `push` does. `bytes` also limits the total size of all entries.
     pub fn push_within(&mut self, waiting: Waiting<C>, limit: usize, bytes: usize) -> u64 {
         let (size, mut dropped) = (waiting.bytes(), 0);
         if limit == 0 || size > bytes {
@@ -392,12 +392,12 @@ impl<C: Weight> Queue<C> {
         std::iter::from_fn(|| self.take_one_awaiting(hash)).collect()
     }
 
-    /// Removes one copy of `hash` on `placement`: an orphan if possible, else a hash without tokens. Returns whether a copy was removed.
+    /// Removes one copy of `hash` on `placement`, preferably an orphan. Returns whether a copy was removed.
     pub fn remove(&mut self, hash: u64, placement: u16) -> bool {
         self.remove_where(hash, |other| other == placement)
     }
 
-    /// Removes one copy from any placement that `is_meant` accepts.
+    /// Removes one copy of `hash` from any placement that `is_meant` accepts.
     pub fn remove_where(&mut self, hash: u64, is_meant: impl Fn(u16) -> bool) -> bool {
         let Some(copies) = self.by_hash.get(&hash) else {
             return false;
@@ -421,7 +421,7 @@ impl<C: Weight> Queue<C> {
         }
     }
 
-    /// Drops everything on placements that `is_meant` accepts.
+    /// Drops all entries on placements that `is_meant` accepts.
     pub fn clear(&mut self, is_meant: impl Fn(u16) -> bool) {
         if !self.placements.keys().any(|&placement| is_meant(placement)) {
             return;

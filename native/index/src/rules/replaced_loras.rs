@@ -1,38 +1,38 @@
 //! LoRAs whose weights were replaced under the same name.
 //!
-//! vLLM hashes the name and the path of a LoRA, and events have the name alone. When a name is loaded from another path, the blocks of the
-//! former weights stay in the cache. The index gives such blocks the keys of blocks of the new weights, but no request finds them in the
-//! engine. The engine announces nothing if the name returns to a former path. So only blocks that were stored since the last change of the
-//! path certainly match.
+//! vLLM's hashes cover the name and the path of a LoRA, but events contain only the name. When a LoRA with the same name is loaded from
+//! another path, blocks of the former weights stay in the cache. The index gives these blocks the same keys as blocks of the new weights,
+//! but in the engine no request matches them. If the name returns to a former path, the engine announces nothing. So only blocks that were
+//! stored after the last change of the path certainly match.
 
 use std::collections::{HashMap, HashSet};
 
-/// Maximum number of replaced LoRAs of one stream: an engine has some dozens of adapters.
+/// Maximum number of replaced LoRAs of one stream: an engine loads some dozens of adapters.
 pub const MAX_LORAS: usize = 4_096;
-/// Approximate bytes of the entry of a LoRA, and of a record.
+/// Approximate bytes of the entry of a LoRA (and below, of a record).
 const LORA_BYTES: usize = 96;
 const RECORD_BYTES: usize = 8;
 
-/// The replaced LoRAs of one stream, by their part of the seed.
+/// The replaced LoRAs of one stream, by the part of the seed that the LoRA contributes.
 #[derive(Clone, Debug, Default)]
 pub struct ReplacedLoras {
     current: HashMap<u64, Current>,
     records: usize,
 }
 
-/// A replaced LoRA.
+/// The blocks of a replaced LoRA that certainly match.
 #[derive(Clone, Debug, Default)]
 struct Current {
-    /// Records of the blocks that were stored since the last change.
+    /// Records of the blocks that were stored after the last change of the weights.
     records: HashSet<u32>,
-    /// Whether blocks have shown a change that the engine's list of LoRAs has not shown yet.
+    /// Whether blocks have shown a change of the weights that the engine's list of LoRAs has not shown yet.
     is_ahead: bool,
 }
 
 /// A stored block of a LoRA.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredBlock {
-    /// The LoRA's part of the seed.
+    /// Part of the seed that the LoRA contributes.
     pub lora: u64,
     /// Record of the block.
     pub record: u32,
@@ -42,7 +42,7 @@ pub struct StoredBlock {
     pub is_known: bool,
     /// Whether the block was stored on the device.
     pub is_on_device: bool,
-    /// Whether the stream holds the same block of the present weights under another hash on the same placement.
+    /// Whether the stream holds the same block of the present weights, on the same placement, under another hash.
     pub has_current_twin: bool,
 }
 
@@ -50,12 +50,12 @@ impl ReplacedLoras {
     /// Records whether a stored block belongs to the weights that are loaded now. A block on the device shows that these weights have
     /// replaced other weights if
     ///
-    /// - the stream holds, under another hash on the same placement, the same block of the weights that were loaded before, or
-    /// - the block follows an outdated block, or is an outdated first block that is announced again: either the name has returned to a
+    /// - - the stream holds, on the same placement and under another hash, the same block of the previously loaded weights, or
+    /// - the block follows an outdated block, or is an outdated first block that is announced again. Either the name has returned to a
     ///   former path, or a request that began with the former weights continues. Events do not distinguish the two cases.
     ///
-    /// Copies on other tiers prove nothing, since they can be made long after their blocks were computed. Returns false and records nothing
-    /// if too many LoRAs were replaced.
+    /// Copies on other tiers prove nothing, since the engine can make them long after it computed the block. Returns false and records
+    /// nothing if too many LoRAs were replaced.
     pub fn note(&mut self, stored: &StoredBlock) -> bool {
         let StoredBlock { lora, record, .. } = *stored;
         let is_late = match stored.parent {
@@ -75,7 +75,7 @@ impl ReplacedLoras {
         true
     }
 
-    /// Whether this LoRA is recorded as replaced, or can be within the limit `MAX_LORAS`.
+    /// Whether this LoRA is recorded as replaced, or can be recorded without exceeding `MAX_LORAS`.
     pub fn has_room(&self, lora: u64) -> bool {
         self.contains(lora) || self.len() < MAX_LORAS
     }
@@ -91,7 +91,7 @@ impl ReplacedLoras {
         self.current.len()
     }
 
-    /// The replaced LoRAs' parts of the seed, in no particular order.
+    /// The parts of the seed that the replaced LoRAs contribute, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = u64> + '_ {
         self.current.keys().copied()
     }
@@ -109,12 +109,12 @@ impl ReplacedLoras {
             .is_some_and(|current| !current.records.contains(&record))
     }
 
-    /// Records that blocks have shown that a LoRA was replaced, so that all present blocks of the LoRA are outdated.
+    /// Records a replacement that blocks have shown: all present blocks of the LoRA are outdated.
     pub fn replace(&mut self, lora: u64) {
         self.begin(lora, true);
     }
 
-    /// Records that the engine lists another path for a LoRA, unless blocks of the LoRA have already shown this change.
+    /// Records a replacement that the engine's list of LoRAs shows, unless blocks have already shown it.
     pub fn replace_listed(&mut self, lora: u64) {
         match self.current.get_mut(&lora) {
             Some(current) if current.is_ahead => current.is_ahead = false,
@@ -128,14 +128,14 @@ impl ReplacedLoras {
         self.records -= former.map_or(0, |former| former.records.len());
     }
 
-    /// Records that a block of a replaced LoRA was stored since the last change. Does nothing for other LoRAs.
+    /// Records that a block of a replaced LoRA was stored after the last change of the weights. Does nothing for other LoRAs.
     pub fn store(&mut self, lora: u64, record: u32) {
         if let Some(current) = self.current.get_mut(&lora) {
             self.records += usize::from(current.records.insert(record));
         }
     }
 
-    /// Removes the record of a block. Returns whether the block was listed as current.
+    /// Removes the record of a block. Returns whether the record was one of a block of the present weights.
     pub fn remove(&mut self, lora: u64, record: u32) -> bool {
         let is_removed = (self.current.get_mut(&lora)).is_some_and(|current| current.records.remove(&record));
         self.records -= usize::from(is_removed);

@@ -1,17 +1,17 @@
-//! Writes and reads numbers and texts as bytes in frames with checksums.
+//! Writes and reads numbers and texts, as bytes in frames with checksums.
 
 use std::io::{self, Read, Write};
 
 use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 const MAGIC: [u8; 8] = *b"KVEINDEX";
-/// The version of the format that is written, and the only version that can be read.
+/// The version of the format that is written; no other version can be read.
 pub const VERSION: u32 = 7;
 /// Maximum number of payload bytes of a frame.
 const FRAME: usize = 1 << 20;
 const HEADER: usize = 12;
 
-/// Why a snapshot was not read.
+/// Why a snapshot could not be read.
 #[derive(Debug)]
 pub enum Failure {
     /// The bytes could not be read.
@@ -48,7 +48,7 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Returns the failure for unusable bytes; `what` says why the bytes are unusable.
+/// Returns the failure for bytes that are not a usable snapshot; `what` says why.
 pub fn bad(what: impl Into<String>) -> Failure {
     Failure::Bad(what.into())
 }
@@ -67,13 +67,13 @@ fn sum_of(payload: &[u8], before: u64) -> u64 {
 /// Collects bytes, and writes them as frames.
 pub struct FrameWriter<W> {
     out: W,
-    /// Bytes that are not written yet.
+    /// Bytes that are not in a frame yet.
     pub buffer: Vec<u8>,
     sum: u64,
 }
 
 impl<W: Write> FrameWriter<W> {
-    /// Writes the head.
+    /// Writes the head of the file.
     pub fn new(mut out: W) -> io::Result<Self> {
         out.write_all(&head())?;
         Ok(Self {
@@ -83,7 +83,7 @@ impl<W: Write> FrameWriter<W> {
         })
     }
 
-    /// Writes all complete frames.
+    /// Writes all complete frames to the output.
     pub fn drain(&mut self) -> io::Result<()> {
         let whole = self.buffer.len() - self.buffer.len() % FRAME;
         self.emit(whole)
@@ -99,7 +99,7 @@ impl<W: Write> FrameWriter<W> {
         Ok(())
     }
 
-    /// Writes the remaining bytes as a frame, and then the end of the file.
+    /// Writes the remaining bytes as a frame, then the end of the file.
     pub fn finish(mut self) -> io::Result<W> {
         self.emit(self.buffer.len())?;
         self.out.write_all(&header(0, sum_of(&[], self.sum)))?;
@@ -156,7 +156,7 @@ pub struct FrameReader<R> {
 }
 
 impl<R: Read> FrameReader<R> {
-    /// Reads the head.
+    /// Reads the head of the file.
     pub fn new(mut from: R) -> Result<Self, Failure> {
         let mut found = Vec::with_capacity(HEADER);
         (&mut from).take(HEADER as u64).read_to_end(&mut found)?;
@@ -207,7 +207,7 @@ impl<R: Read> FrameReader<R> {
         Ok(length > 0)
     }
 
-    /// The byte that begins the next item; None at the end of the snapshot.
+    /// Reads the byte that begins the next item; None at the end of the snapshot.
     pub fn next(&mut self) -> Result<Option<u8>, Failure> {
         if self.at == self.frame.len() && !self.advance()? {
             return Ok(None);
@@ -249,7 +249,7 @@ impl<R: Read> FrameReader<R> {
         Err(bad("a count has too many bytes"))
     }
 
-    /// Reads a count below `bound`.
+    /// Reads a count that must be below `bound`; `what` names the count in the failure.
     pub fn below(&mut self, bound: u64, what: &str) -> Result<u64, Failure> {
         let value = self.count()?;
         if value < bound {
@@ -259,7 +259,7 @@ impl<R: Read> FrameReader<R> {
         }
     }
 
-    /// Reads `length` bytes. Memory is allocated as the bytes arrive, since a damaged file can declare any length.
+    /// Reads `length` bytes. Memory is allocated as the bytes arrive, since a damaged file can state any length.
     pub fn bytes(&mut self, length: u64) -> Result<Vec<u8>, Failure> {
         let mut found = Vec::new();
         while (found.len() as u64) < length {
@@ -287,7 +287,7 @@ impl<R: Read> FrameReader<R> {
     }
 }
 
-/// Reads a fixed number of bytes.
+/// Copies exactly `N` bytes.
 fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
     let mut found = [0; N];
     found.copy_from_slice(bytes);

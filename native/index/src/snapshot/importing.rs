@@ -1,4 +1,5 @@
-//! Adds the streams of a snapshot to an index, or replaces the index's streams by them. The module `snapshot` describes the format.
+//! Adds the streams of a snapshot to an index, or replaces the index's streams by those of a snapshot. The module `snapshot` describes the
+//! format.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Read, Write};
@@ -18,14 +19,14 @@ use crate::sync::yielding_lock::YieldingRwLock;
 pub struct Part {
     /// All streams, in the order of their workers.
     pub streams: Vec<ImportedStream>,
-    /// Models by source.
+    /// The model of each source.
     pub labels: Vec<(String, String)>,
-    /// Removed workers, the oldest first.
+    /// Incarnations of removed workers, the oldest removal first.
     pub fences: Vec<(Worker, i64)>,
 }
 
 impl Part {
-    /// Labels the streams with these models, and makes the streams visible to lookups.
+    /// Applies these labels to the streams, and makes the streams of this snapshot visible to lookups.
     fn show(&self, shared: &mut SharedState, labels: &HashMap<&str, &str>) {
         if !labels.is_empty() {
             shared.relabel(|source| labels.get(source).map(|&model| Some(model.to_owned())));
@@ -42,12 +43,12 @@ fn held(worker: &Worker) -> Failure {
 }
 
 impl PrefixIndex {
-    /// Writes a snapshot of these workers, or of all workers if none are given.
+    /// Writes a snapshot of these workers, or of all workers if `workers` is None.
     pub fn save<W: Write>(&self, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
         super::save(self, out, workers)
     }
 
-    /// Replaces everything in the index, except the overlay, with restored streams and their shared part.
+    /// Replaces everything in the index, except the overlay, by restored streams and their shared state.
     pub fn replace(&self, shared_lock: YieldingRwLock<SharedState>, part: Part) {
         let mut fresh = Registry::new(Secret::new());
         part.streams.iter().for_each(|imported| fresh.enter(imported));
@@ -61,7 +62,7 @@ impl PrefixIndex {
         for (worker, incarnation) in fences {
             self.fence(&mut fresh, worker, incarnation);
         }
-        // The old streams; they are dropped after the locks are released.
+        // The old streams, which are dropped after the locks are released.
         let mut ended = Vec::new();
         let whole = self.replacing.write();
         let mut registry = self.registry.write();
@@ -82,7 +83,7 @@ impl PrefixIndex {
         fresh.drafts = std::mem::replace(&mut registry.drafts, hashbrown::HashMap::with_hasher(Secret::new()));
         let mut shared = self.shared_lock.write();
         std::mem::swap(&mut *shared, &mut *old);
-        // Lookups hold a handle to the view of `shared`, so the contents of the two views are swapped, and their owners are not.
+        // Lookups hold a handle to the view of `shared`. So the contents of the two views are swapped, but not their owners.
         std::mem::swap(&mut shared.view, &mut old.view);
         std::mem::swap(&mut *shared.view.change(), &mut *old.view.change());
         self.shared_lock.heal();
@@ -94,14 +95,15 @@ impl PrefixIndex {
         ended.iter().for_each(|stream| self.ended.lock().add(&stream.counters));
     }
 
-    // --- absorbing
+    // --- adding a snapshot to an index with contents
 
-    /// Adds the contents of a snapshot; changes nothing if it fails. Returns the added workers that no other stream carries.
+    /// Adds the contents of a snapshot to the index. A failed call changes nothing. Returns the added workers, without ranks that another
+    /// stream carries.
     pub fn absorb(&self, from: impl Read) -> Result<Vec<Arc<Worker>>, Failure> {
-        // The shared part must not be replaced during this call: the added streams would be dropped with the old shared part.
+        // The shared state must not be replaced during this call, since the added streams would be dropped with the old one.
         let _whole = self.replacing.read_recursive();
         let mut part = Part::default();
-        // While `strangers` is above 0, lookups expect that heads can have the same keys as linked blocks.
+        // While `strangers` is above 0, lookups allow for heads that have the same keys as linked blocks.
         self.shared_lock.write().view.change().strangers += 1;
         let outcome = super::absorb(self, from, &mut part).and_then(|()| self.register_imported(&part));
         self.shared_lock.write().view.change().strangers -= 1;
@@ -113,7 +115,7 @@ impl PrefixIndex {
         Ok(own.map(|imported| imported.worker).collect())
     }
 
-    /// Adds a stream of a snapshot to the shared part. Deliveries and lookups find the stream only after `register_imported`.
+    /// Adds a stream of a snapshot to the shared state. Deliveries and lookups find the stream only after `register_imported`.
     pub fn import(&self, worker: Worker, incarnation: i64) -> Result<ImportedStream, Failure> {
         let registry = self.registry.read();
         if registry.find(&worker.source, worker.rank).is_some() {

@@ -1,8 +1,8 @@
-//! Reads a snapshot. `restore` reads the snapshot into a new shared part. When that part is complete, it replaces the shared part of the
-//! index. `absorb` reads the snapshot into the existing shared part of an index.
+//! Reads a snapshot. `restore` reads the snapshot into a new shared state. When this state is complete, it replaces the shared state of the
+//! index. `absorb` reads the snapshot into the existing shared state of an index.
 //!
-//! Other threads can read and write an index that absorbs a snapshot. The shared part is locked for a limited number of blocks at a time,
-//! and never while bytes are read: bytes can come from Python, and another thread can hold the GIL while it waits for the shared part.
+//! Other threads can read and write the index meanwhile. The shared state is locked for a limited number of blocks at a time, and never
+//! while bytes are read. The bytes can come from Python, and another thread can hold the GIL while it waits for the shared state.
 
 use std::collections::{HashMap, HashSet};
 use std::io::Read;
@@ -37,11 +37,11 @@ use super::{
     STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
-/// Number of blocks that are placed each time the shared part is locked. The lock is held for about a tenth of a millisecond; other threads
-/// can take it in between.
+/// Number of blocks that are placed before the lock of the shared state is released. The lock is held for about a tenth of a millisecond;
+/// then other threads can take it.
 pub(super) const BLOCKS_AT_ONCE: usize = 1024;
 
-/// Replaces everything in the index except the overlay; changes nothing if it fails.
+/// Replaces everything in the index except the overlay. A failed call changes nothing.
 pub fn restore(index: &PrefixIndex, from: impl Read) -> Result<(), Failure> {
     let (shared_lock, mut part) = (YieldingRwLock::new(SharedState::new(*index.limits())), Part::default());
     Restoring::new(from, &shared_lock, None, *index.limits(), &mut part)?.all()?;
@@ -49,8 +49,8 @@ pub fn restore(index: &PrefixIndex, from: impl Read) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Adds the streams of a snapshot to the shared part of an index, where lookups do not see them yet. If it fails, `part` has the streams
-/// that were added before the failure; the last of these can be incomplete.
+/// Adds the streams of a snapshot to a shared state, where lookups do not see them yet. After a failure, `part` has the streams that were
+/// added before; the last of these can be incomplete.
 pub fn absorb(index: &PrefixIndex, from: impl Read, part: &mut Part) -> Result<(), Failure> {
     Restoring::new(from, &index.shared_lock, Some(index), *index.limits(), part)?.all()
 }
@@ -61,15 +61,17 @@ fn unexpected(item: u8) -> Failure {
 
 struct Restoring<'a, R> {
     from: FrameReader<R>,
-    /// The destination of the blocks.
+    /// The shared state to which the blocks are added.
     shared_lock: &'a YieldingRwLock<SharedState>,
-    /// The index that has this shared part; None if no index has the shared part yet.
+    /// The index that has this shared state; None if the shared state is new.
     index: Option<&'a PrefixIndex>,
     limits: Limits,
     part: &'a mut Part,
-    /// Placements by their ID in the file, with their ID in the shared part; None until the present stream has a block on the placement.
+    /// Placements by their ID in the file, with their ID in the shared state. This ID is None until the present stream has a block on the
+    /// placement.
     placements: Vec<(Placement, Option<u16>)>,
-    /// Contexts by their ID in the present stream's part of the file. `release_contexts` ends the temporary use of each context.
+    /// Contexts by their ID in the part of the file that describes the present stream. Each context is retained temporarily, until
+    /// `release_contexts`.
     contexts: Vec<u32>,
     state: RunState,
 }
@@ -112,7 +114,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(())
     }
 
-    /// Discards each rank whose carrier is missing: the carrier was removed after the rank had been written.
+    /// Discards each rank whose carrier is missing: the carrier was removed while the snapshot was written.
     fn discard_orphaned_ranks(&mut self) {
         let workers: HashSet<Worker> = self.part.streams.iter().map(|imported| (*imported.worker).clone()).collect();
         let (complete, orphaned): (Vec<_>, Vec<_>) = self.part.streams.drain(..).partition(|imported| {
@@ -146,7 +148,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(())
     }
 
-    /// Reads the ID of a placement in the file. Returns the placement's ID in the shared part.
+    /// Reads the ID of a placement in the file. Returns the ID of the placement in the shared state.
     fn placement_named(&mut self, stream: &mut Stream) -> Result<u16, Failure> {
         let at = self.from.below(self.placements.len() as u64, "placement")?;
         let (placement, number) = &mut self.placements[at as usize];
@@ -180,7 +182,7 @@ impl<'a, R: Read> Restoring<'a, R> {
             None => self.join(worker, incarnation)?,
         };
         imported.carrier = carrier;
-        // If anything fails after this line, the owner of `part` removes the stream.
+        // After this line, the owner of `part` removes the stream if the call fails.
         self.part.streams.push(imported.clone());
         let mut stream = imported.stream.lock();
         stream.stated_ranks = match self.from.byte()? {
@@ -237,7 +239,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         ))
     }
 
-    /// Reads the groups of a stream's engine, and how the engine hashes prompts. Returns its salts.
+    /// Reads the groups of a stream's engine, and the scheme by which the engine hashes prompts. Returns the salts of the stream.
     fn groups(&mut self, stream: &mut Stream) -> Result<Vec<(u64, String)>, Failure> {
         stream.misses_salts = self.from.byte()? != 0;
         for _ in 0..self.from.below(self.limits.groups as u64 + 1, "number of groups")? {
@@ -271,7 +273,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(salts)
     }
 
-    /// Restores the items of a stream.
+    /// Reads the items of a stream.
     fn blocks(&mut self, stream: &mut Stream) -> Result<(), Failure> {
         let mut several = Several::default();
         loop {
@@ -328,7 +330,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         }
     }
 
-    /// Reads the ID of a context in the file. Returns the context's ID in the shared part.
+    /// Reads the ID of a context in the file. Returns the ID of the context in the shared state.
     fn context_named(&mut self) -> Result<u32, Failure> {
         let at = self.from.below(self.contexts.len() as u64, "context")?;
         Ok(self.contexts[at as usize])
@@ -390,7 +392,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         Ok(())
     }
 
-    /// Places the blocks that were read. Blocks beyond the memory limit are refused and counted.
+    /// Adds the blocks that were read to the stream. Blocks beyond the memory limit are refused and counted.
     fn place(&mut self, stream: &mut Stream, context: u32) -> Result<(), Failure> {
         let state = &mut self.state;
         let mut writer = self.shared_lock.write();
@@ -480,7 +482,7 @@ impl<'a, R: Read> Restoring<'a, R> {
         })
     }
 
-    /// Restores a fence. Discards a stream of the snapshot that the fence excludes: the stream was removed after it had been written.
+    /// Reads a fence. Discards a stream that the fence excludes: it was removed after it had been written.
     fn fence(&mut self) -> Result<(), Failure> {
         let (worker, incarnation) = (self.worker()?, self.from.signed()?);
         let streams = &mut self.part.streams;
@@ -494,11 +496,11 @@ impl<'a, R: Read> Restoring<'a, R> {
     }
 }
 
-/// Merges heads with linked blocks of the same key. A pair of such blocks exists if a stream of the snapshot lacks a part of a chain. If a
-/// stream of the snapshot holds the head, the linked block replaces the head in that stream. If other streams hold the head too, the head
-/// stays, and the linked block becomes a head as well. Concurrent deliveries create no such pairs, because they search for heads first.
+/// Merges each head with the linked block that has the same key, if both exist. Such pairs exist if a stream of the snapshot lacks blocks
+/// of a chain. If a stream of the snapshot holds the head, it then holds the linked block instead. If other streams hold the head too, the
+/// head stays, and the linked block also becomes a head. Concurrent deliveries create no such pairs, because they search for heads first.
 fn publish_imported(shared_lock: &YieldingRwLock<SharedState>, part: &Part) {
-    // No other thread can hold the locks of these streams yet.
+    // No other thread knows these streams yet.
     let mut streams: HashMap<u32, MutexGuard<'_, Stream>> = part
         .streams
         .iter()
@@ -539,20 +541,20 @@ struct RunState {
     /// The hash and the word of each block, and whether the block is linked to its predecessor.
     read: Vec<(u64, u64, bool)>,
     blocks: Vec<(Block, bool)>,
-    /// The key of the preceding block, if there is one.
+    /// Key of the preceding block; None if no block precedes.
     before: Option<u64>,
     /// ID of the record of the preceding block.
     parent: Option<u32>,
     /// Whether the blocks might have been computed with former weights of a LoRA.
     is_outdated: bool,
-    /// Whether the memory limit has no room for more blocks of the stream.
+    /// Whether the memory limit refuses further blocks of the stream.
     is_refused: bool,
-    /// Number of blocks of the stream that were refused, and the sum of their contributions to the stream's digest.
+    /// Number of refused blocks of the stream (and below, the sum of their contributions to the stream's digest).
     count: u64,
     digest: u128,
 }
 
-/// The blocks that have the same hash, the oldest first.
+/// The blocks of one hash, the oldest first.
 #[derive(Default)]
 struct Several {
     hash: u64,

@@ -1,4 +1,4 @@
-//! Tests of the merge of a snapshot into an index that other threads use.
+//! Tests of adding a snapshot to an index that other threads use.
 
 use std::collections::HashSet;
 use std::io::{self, Read};
@@ -69,7 +69,7 @@ fn saved(index: &PrefixIndex, sources: &[&str]) -> Vec<u8> {
     index.save(Vec::new(), Some(&workers)).unwrap()
 }
 
-/// Number of blocks that each worker holds of the chain that begins with `first`.
+/// The number of blocks that each worker holds of the chain that begins with `first`.
 fn held(index: &PrefixIndex, first: u64, count: u64) -> Vec<(String, u64)> {
     let keys: Vec<u64> = (first..first + count).collect();
     let hits = index.match_rolling_keys(&keys, Some(2), &None).unwrap();
@@ -77,14 +77,14 @@ fn held(index: &PrefixIndex, first: u64, count: u64) -> Vec<(String, u64)> {
     hits.hits.iter().map(held).collect()
 }
 
-/// The numbers of records, heads, contexts and streams of the shared part.
+/// The numbers of records, heads, contexts and streams of the shared state.
 fn counts(index: &PrefixIndex) -> (usize, usize, usize, usize) {
     let shared = index.shared_lock.read();
     let members = shared.view.members.iter().flatten().count();
     (shared.records.len(), shared.view.heads.len(), shared.contexts.len(), members)
 }
 
-/// A reader that returns at most `size` bytes per call, and calls `before` first.
+/// A reader that returns at most `size` bytes per call; each call first calls `before`.
 struct Watched<'a, F> {
     bytes: &'a [u8],
     size: usize,

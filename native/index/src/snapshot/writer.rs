@@ -1,8 +1,8 @@
 //! Writes a snapshot while other threads read and write the index.
 //!
-//! A stream is locked while its part is written, so that the blocks in the file match the sequence number of the stream's last batch;
-//! deliveries to other streams continue. The shared part is locked for a few thousand blocks at a time, and never while bytes are written
-//! to the output.
+//! A stream is locked while it is written, so that the blocks in the file match the sequence number of the stream's last batch. Other
+//! streams continue to receive batches. The shared state is locked for a few thousand blocks at a time, and is never locked while bytes are
+//! written to the output.
 
 use std::collections::{HashMap, HashSet};
 use std::io::{self, Write};
@@ -26,16 +26,16 @@ use super::{
     STATE_GROUP, STREAM, UNKNOWN_GROUP, WAITING, WINDOW_GROUP,
 };
 
-/// Number of bytes (about 4,000 blocks) that are added to the buffer while the shared part is locked once.
+/// Number of bytes (about 4,000 blocks) that are added to the buffer before the lock of the shared state is released.
 const HOLD_BYTES: usize = 1 << 16;
-/// Number of foreign hashes of a stream above which the records are divided into windows, and minimum number of records in a window. Only
-/// the foreign hashes of one window are sorted at a time.
+/// Minimum number of records in a window. If a stream has more foreign hashes (hashes that differ from those in the records) than this, its
+/// records are written in windows. The foreign hashes of one window are sorted together, so that the list stays short.
 const MIN_WINDOW: usize = 1 << 16;
-/// Number of list elements that are written between two checks for a complete frame.
+/// Number of elements of a list that are written before complete frames are sent to the output.
 const ELEMENTS_PER_CHECK: usize = 1 << 14;
 
-/// Writes everything except the overlay and the counters. If `workers` are given, writes only the streams of those workers that the index
-/// knows, including other ranks that these streams carry.
+/// Writes the whole index except the overlay and the counters. If `workers` is not None, writes only the streams of these workers, with the
+/// other ranks that these streams carry.
 pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Worker>>) -> io::Result<W> {
     let is_carried_by_one = |worker: &Worker, workers: &HashSet<Worker>| {
         let carrier = |rank| Worker { rank, ..worker.clone() };
@@ -71,7 +71,7 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
         }
         saving.stream(&worker, carrier, &locked)?;
     }
-    // The fences are written after the streams, so a worker that was removed after its stream was written has a fence in the file.
+    // The fences are written after the streams. So if a worker is removed after its stream was written, the file has its fence.
     for (worker, incarnation) in index.fences().into_iter().filter(|(worker, _)| is_meant(worker)) {
         saving.out.byte(FENCE);
         saving.worker(&worker);
@@ -93,32 +93,32 @@ pub fn save<W: Write>(index: &PrefixIndex, out: W, workers: Option<&HashSet<Work
 struct Saving<'a, W> {
     index: &'a PrefixIndex,
     out: FrameWriter<W>,
-    /// The placements that are in the file already, in the order of their IDs.
+    /// The placements that were written, in the order of their IDs in the file.
     written: Vec<Placement>,
     /// The ID in the file of each placement of the present stream, by the placement's ID in the index.
     placements: HashMap<u16, u64>,
     /// The ID in the file of each context of the present stream, by the context's ID in the index.
     contexts: HashMap<u32, u64>,
     run: Run,
-    /// The block of the stream that was written last.
+    /// The last block that was written of the stream.
     last: Option<u32>,
-    /// One bit for each record of a stream.
+    /// A bitmap of the records of the stream.
     records: Vec<u64>,
 }
 
-/// Consecutive blocks that differ only in hash and word.
+/// Consecutive blocks that differ only in their hash and word.
 #[derive(Default)]
 struct Run {
-    /// Position in the buffer at which the number of blocks and the kind of the run are filled in later.
+    /// Position in the buffer of the number of blocks and the kind, which are filled in at the end of the run.
     at: usize,
     blocks: u16,
-    /// None while the run has one block that does not determine the kind.
+    /// None until the blocks determine the kind.
     kind: Option<u8>,
     context: u32,
     set: u32,
     /// Whether the blocks might have been computed with former weights of a LoRA.
     is_outdated: bool,
-    /// Placements of each block, and the number of copies on each placement.
+    /// The placements of each block, with the number of copies on each.
     placements: Vec<(u16, Copies)>,
     other: Vec<(u16, Copies)>,
 }
@@ -172,7 +172,7 @@ impl<W: Write> Saving<'_, W> {
         self.out.drain()
     }
 
-    /// Writes the groups of a stream's engine, and how the engine hashes prompts.
+    /// Writes the groups of a stream's engine, and the scheme by which the engine hashes prompts.
     fn groups(&mut self, stream: &Stream) {
         let (groups, cache) = (&stream.groups, stream.group_cache.as_ref().map(|cache| cache.read()));
         self.out.byte(stream.misses_salts.into());
@@ -282,7 +282,7 @@ impl<W: Write> Saving<'_, W> {
                 let own = foreign.next_if(|(other, _)| *other == number).map(|(_, hash)| hash);
                 self.block(&shared, stream, number, own);
             }
-            // The IDs of sets can change before the lock is taken again, so the run must end here.
+            // The IDs of sets can change while the lock is released, so the run ends here.
             self.end_run();
             step_counter::end_hold();
             drop(shared);

@@ -17,7 +17,7 @@ pub struct Worker {
     pub rank: i64,
 }
 
-/// Workers, indexed by the ID of their streams.
+/// Workers, indexed by the IDs of their streams; None for an unused ID.
 pub type Names = Vec<Option<Arc<Worker>>>;
 
 /// A stream as lookups see it.
@@ -25,25 +25,25 @@ pub type Names = Vec<Option<Arc<Worker>>>;
 pub struct Member {
     /// Engine and rank of the stream.
     pub worker: Arc<Worker>,
-    /// The model with which the stream was labelled.
+    /// The model of the stream's worker; None if the worker has no label.
     pub model: Option<String>,
-    /// How prompts are looked up in the stream's groups; None if bitmaps suffice.
+    /// The data for searches of the stream's groups; None if bitmaps suffice.
     pub lookup: Option<Arc<GroupLookup>>,
     /// The schemes by which the stream's present incarnation divides prompts into blocks.
     pub schemes: Vec<Scheme>,
-    /// How many blocks the stream had after its last batch.
+    /// Number of blocks of the stream after its last batch.
     pub blocks: AtomicUsize,
-    /// Pairs of record and placement: blocks that the stream holds on the placement and that might be gone (`crate::holders::copies`).
+    /// The blocks that might be gone, as pairs of record and placement (`crate::holders::copies`).
     pub uncertain: BTreeSet<(u32, u16)>,
-    /// Replaced LoRAs: some blocks of each might have been computed with weights that are not loaded any more.
+    /// LoRAs that were replaced: the weights of some of their blocks might not be loaded any more.
     pub loras: ReplacedLoras,
 }
 
-/// The streams of a model.
+/// The streams whose workers have one model.
 #[derive(Debug, Default)]
 pub struct Model {
-    /// A bitmap with one bit for each stream, at the position of the stream's ID.
+    /// A bitmap of the streams, by ID.
     pub streams: Vec<u64>,
-    /// The schemes by which these streams divide prompts into blocks, each with the number of streams that use it.
+    /// The schemes by which the streams divide prompts into blocks, each with the number of its streams.
     pub schemes: Vec<(Scheme, u32)>,
 }

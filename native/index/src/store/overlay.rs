@@ -1,8 +1,8 @@
-//! Routing decisions that no event has confirmed yet. Decisions are short-lived, and are stored separately from the blocks of streams.
+//! Routing decisions that no event has confirmed yet. Decisions are short-lived, so they are stored separately from the blocks of streams.
 //!
-//! A decision ends when its worker announces the last block of the prompt, when its time is over, or when it is the oldest decision and the
-//! limit is exceeded. The cost of a decision does not depend on the number of other decisions. For each block the decisions that expect it
-//! are counted, so that the end of one decision does not affect other decisions with the same prefix.
+//! A decision ends when its worker announces the last block of the prompt, or when its time is over. If there are too many decisions, the
+//! oldest one ends. The cost of a decision does not depend on the number of other decisions. For each block, the decisions that expect the
+//! block are counted. So the end of a decision does not affect other decisions with the same prefix.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ops::Range;
@@ -14,7 +14,7 @@ use crate::store::members::Worker;
 #[derive(Debug)]
 struct Decision {
     worker: Worker,
-    /// Keys of the prompt, in each scheme by which engines divide prompts.
+    /// Keys of the prompt's blocks, for each scheme by which engines divide prompts.
     prompts: Vec<Vec<u64>>,
     end: i64,
 }
@@ -29,39 +29,39 @@ impl Decision {
     }
 }
 
-/// Blocks that workers will probably hold soon.
+/// Blocks that workers will probably hold soon, because of routing decisions.
 #[derive(Debug)]
 pub struct Overlay {
     /// Decisions by ID, in the order in which they were added.
     decisions: BTreeMap<u64, Decision>,
-    /// The end time and the ID of each decision.
+    /// The end time and the ID of each decision, the earliest first.
     ends: BTreeSet<(i64, u64)>,
-    /// IDs of decisions, by the key of the last block of the decision's prompt.
+    /// IDs of decisions, by the key of the last block of the prompt.
     by_end: HashMap<u64, BTreeSet<u64>>,
     /// Number of decisions that expect a block, by worker and key.
     expected: HashMap<Worker, HashMap<u64, u32>>,
     next: u64,
     size: usize,
     limit: usize,
-    /// Number of decisions whose prompt was stored, or was held when the decision ended.
+    /// Number of ended decisions whose prompt the worker has stored, or held when the decision ended.
     pub confirmed: u64,
-    /// Number of decisions that expired without a confirmation.
+    /// Number of decisions whose time was over before they were confirmed.
     pub expired: u64,
-    /// Number of decisions that ended early, without a confirmation, because the limit was exceeded.
+    /// Number of unconfirmed decisions that ended early, since there were too many decisions.
     pub displaced: u64,
 }
 
-/// Maximum number of blocks of decisions that one call ends, in about 2 ms, before other threads can lock the overlay.
+/// Maximum number of blocks of decisions that end before other threads can lock the overlay; this takes about 2 ms.
 const ENDED_PER_HOLD: usize = 1 << 12;
 
-/// Converts a time to an integer of the same order, since `f64` has no total order.
+/// Converts a time to an integer that has the same order, since `f64` has no total order.
 fn order(moment: f64) -> i64 {
     let bits = moment.to_bits().cast_signed();
     bits ^ ((bits >> 63).cast_unsigned() >> 1).cast_signed()
 }
 
 impl Overlay {
-    /// Creates an overlay whose decisions have at most `limit` blocks. If decisions expect more blocks, the oldest decisions end.
+    /// Creates an overlay whose decisions can expect at most `limit` blocks. At the limit, the oldest decisions end.
     pub fn new(limit: usize) -> Self {
         Self {
             decisions: BTreeMap::new(),
@@ -93,7 +93,7 @@ impl Overlay {
     }
 
     /// Adds a decision: a prompt goes to a worker, which is expected to hold the prompt's blocks until the time `until`. `prompts` has the
-    /// keys of the prompt in each of several schemes. A decision without keys is not added.
+    /// keys of the prompt's blocks for each of several schemes. A decision without keys is not added.
     pub fn add(&mut self, worker: Worker, mut prompts: Vec<Vec<u64>>, until: f64) {
         let end = order(until);
         prompts.retain(|keys| !keys.is_empty());
@@ -123,8 +123,8 @@ impl Overlay {
             .any(|worker| worker.rank == rank && worker.source == source)
     }
 
-    /// For one worker, ends some of the decisions whose prompt ends with a block that has one of these keys: the worker's events now show
-    /// which blocks it holds. Returns how many of the keys were processed. The caller repeats the call until no key remains.
+    /// Ends some of the decisions for a worker whose prompt ends with a block that has one of these keys: events now show which blocks the
+    /// worker holds. Returns how many of the keys were processed. The caller repeats the call with the other keys until all are processed.
     pub fn confirm(&mut self, source: &str, rank: i64, stored: &[u64]) -> usize {
         let mut work = 0;
         for (done, key) in stored.iter().enumerate() {
@@ -144,19 +144,20 @@ impl Overlay {
         stored.len()
     }
 
-    /// Whether `expire` has anything to do.
+    /// Whether `expire` would end a decision.
     pub fn is_due(&self, now: f64) -> bool {
         self.size > self.limit || self.next_expired(now).is_some()
     }
 
-    /// The next decision whose time is over.
+    /// Returns the next decision whose time is over.
     fn next_expired(&self, now: f64) -> Option<u64> {
         let &(end, number) = self.ends.first()?;
         (end <= order(now)).then_some(number)
     }
 
-    /// While `is_due` returns true, ends decisions: first those whose time is over, then, if there are too many blocks, the oldest ones.
-    /// `held` returns whether a worker holds the last block of a prompt. Returns the number of blocks of the ended decisions.
+    /// Ends decisions whose time is over; if none remains and there are too many blocks, ends the oldest decisions. One call ends a limited
+    /// number of blocks. `held` returns whether a worker holds the block with the last key of a prompt. Returns the number of blocks of the
+    /// ended decisions.
     pub fn expire(&mut self, now: f64, held: impl Fn(&Worker, &[u64]) -> bool) -> usize {
         let mut ended = 0;
         while ended < ENDED_PER_HOLD && self.is_due(now) {
@@ -181,8 +182,9 @@ impl Overlay {
         0..self.next
     }
 
-    /// Removes some of the decisions in this range of IDs that are for a worker, or for any rank of a source; they count as neither
-    /// confirmed nor expired. Removes the examined IDs from the range. The caller repeats the call until the range is empty.
+    /// Removes decisions for a worker, or for all ranks of a source if `rank` is None, whose IDs are in the range `numbers`. They count as
+    /// neither confirmed nor expired. One call examines a limited number of IDs, and removes them from the range. The caller repeats the
+    /// call until the range is empty.
     pub fn forget(&mut self, source: &str, rank: Option<i64>, numbers: &mut Range<u64>) {
         let mut work = 0;
         while work < ENDED_PER_HOLD {
@@ -226,11 +228,11 @@ impl Overlay {
         Some(decision)
     }
 
-    /// Number of leading keys that a worker was expected to hold when `expire` was last called.
+    /// Number of leading keys whose blocks a worker was expected to hold when `expire` was last called.
     pub fn depth(&self, worker: &Worker, keys: &[u64]) -> usize {
         let Some(expected) = self.expected.get(worker) else { return 0 };
-        // A decision expects all blocks of a prompt from the first block on. So if a block is expected, the blocks before it are expected
-        // too.
+        // A decision expects all blocks of a prompt from the first block on. So if a block is expected, all blocks before it are also
+        // expected.
         keys.partition_point(|key| {
             step_counter::count(1);
             expected.contains_key(key)
@@ -246,8 +248,7 @@ mod tests {
 
     #[derive(Clone, Debug)]
     enum Step {
-        /// A decision: the worker, the chain, the number of leading keys of the chain that the prompt has, and the time until which the
-        /// decision counts.
+        /// A decision: the worker, the chain, the length of the prompt in blocks of the chain, and the time at which the decision expires.
         Add(i64, u64, usize, u8),
         Pass(u8),
         Forget(Option<i64>),
@@ -264,7 +265,7 @@ mod tests {
         ]
     }
 
-    /// Chains that share their first two keys.
+    /// Keys of a chain; all chains share their first two keys.
     fn keys(chain: u64, length: usize) -> Vec<u64> {
         (0..length as u64)
             .map(|at| if at < 2 { at } else { 10 * chain + at })
@@ -278,7 +279,7 @@ mod tests {
         }
     }
 
-    /// A list of decisions, the oldest first.
+    /// The decisions in a list, the oldest first.
     #[derive(Default)]
     struct Model {
         decisions: Vec<(i64, Vec<u64>, f64)>,
@@ -318,7 +319,7 @@ mod tests {
     }
 
     proptest! {
-        /// However a decision ends, by time, by the limit or by its worker's removal, the blocks that other decisions expect are still
+        /// However a decision ends (by time, by the limit, or by the removal of its worker), blocks that other decisions expect are still
         /// expected.
         #[test]
         fn is_a_list_of_decisions(steps in prop::collection::vec(step(), 0..60), limit in 0_usize..30) {
@@ -369,7 +370,7 @@ mod tests {
             }
         }
 
-        /// `order` keeps the order of negative and positive times.
+        /// `order` keeps the order of times, negative ones included.
         #[test]
         fn moments_keep_their_order(one in any::<f64>(), other in any::<f64>()) {
             prop_assert_eq!(order(one).cmp(&order(other)), one.total_cmp(&other));

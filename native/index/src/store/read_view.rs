@@ -1,8 +1,9 @@
 //! The state that lookups read while a writer runs.
 //!
-//! Lookups do not take the lock of writers (`yielding_lock`). Lookups hold another lock, which a writer takes only while it changes a table
-//! or a list that lookups search. Such changes are rare and short: most stores and removals change only slots, and lookups can read slots
-//! while a writer runs (`crate::store::records`). While a writer has unpublished changes to a chunk, lookups see this, and retry.
+//! Lookups do not take the lock of writers (`yielding_lock`). Instead they take another lock, which a writer takes only while it changes a
+//! table or a list that lookups search. Such changes are rare and short: usually stores and removals change only slots, which lookups can
+//! read while a writer runs (`crate::store::records`). If a lookup reads a chunk with changes that a writer has not published yet, it
+//! detects this and retries.
 
 use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
@@ -24,31 +25,31 @@ use crate::sync::atomics::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 pub struct View {
     /// Heads of runs, by their keys.
     pub heads: Table,
-    /// Records of blocks that were announced by keys instead of tokens, by key. These blocks are in no run.
+    /// Records of blocks that were announced by keys instead of tokens, by their keys. These blocks are in no run.
     pub keyed: Table,
-    /// Number of snapshots that are being absorbed; while it is above 0, heads can have the keys of linked blocks.
+    /// Number of snapshots that are being added. While it is above 0, heads can have the same keys as linked blocks.
     pub strangers: usize,
-    /// The placements where copies can be.
+    /// The placements on which copies can be.
     pub placements: Placements,
     /// Streams, indexed by ID.
     pub members: Vec<Option<Member>>,
-    /// The workers of the streams.
+    /// The worker of each stream.
     pub names: Arc<Names>,
     /// A bitmap of the streams whose blocks count in lookups: all streams except those that are being cleared.
     pub visible: Vec<u64>,
     /// The streams of each model.
     pub models: HashMap<Option<String>, Model, Secret>,
-    /// A bitmap of the streams that are matched by rules of groups.
+    /// A bitmap of the streams that bitmaps do not suffice to match, since the rules of their groups need a search.
     pub hybrid: Vec<u64>,
-    /// A bitmap of the streams that have uncertain copies, which might be gone.
+    /// A bitmap of the streams that have blocks which might be gone.
     pub uncertain: Vec<u64>,
-    /// Whether any stream has uncertain copies.
+    /// Whether some stream has blocks which might be gone.
     pub has_uncertain_copies: bool,
-    /// Chunks of records that are in use, as of the last time that a writer published them.
+    /// The memory of chunks in use, as of the last publication by a writer.
     pub chunks: Vec<Option<Arc<Memory>>>,
-    /// Sets of holders, indexed by the ID of the set, as of the last time that a writer published them.
+    /// Sets of holders, indexed by the ID of the set, as of the last publication by a writer.
     pub sets: Vec<Holders>,
-    /// Contexts of blocks, as of the last time that a writer published them.
+    /// Contexts of blocks, as of the last publication by a writer.
     pub contexts: Known,
     /// Secret of the tables' hash function.
     pub secret: Secret,
@@ -76,13 +77,13 @@ impl View {
         }
     }
 
-    /// Returns a key mixed with the secret of this index. The tables place the key by this value.
+    /// Returns a key mixed with the secret of this index. Tables find the key by the mixed value.
     #[inline]
     pub fn mixed(&self, key: u64) -> TableHash {
         TableHash::from(self.secret.place(key))
     }
 
-    /// The chunk of a record.
+    /// The memory of the chunk that contains a record; None if the chunk is not in use.
     #[inline]
     pub fn chunk(&self, number: u32) -> Option<&Memory> {
         self.chunks.get(chunk_of(number))?.as_deref()
@@ -95,7 +96,8 @@ impl View {
     }
 }
 
-/// Prevents false sharing between data that many threads write and data that others read.
+/// Separates its contents from other data by a cache line, so that writes of one thread do not slow down reads of other data (false
+/// sharing).
 #[repr(align(128))]
 struct Apart<T>(T);
 
@@ -108,14 +110,15 @@ struct Inner<T> {
 // can drop the value.
 unsafe impl<T: Send + Sync> Sync for Inner<T> {}
 
-/// A value with one owner. The owner reads the value without a lock, and changes the value under a lock; readers use the same lock.
+/// A value that one owner changes and many readers read. The owner reads the value without a lock, and locks it to change it; readers lock
+/// it to read it.
 pub struct Owner<T>(Arc<Inner<T>>);
 
-/// A handle that reads the value of an owner.
+/// A handle by which other threads read the value of an owner.
 pub struct Reader<T>(Arc<Inner<T>>);
 
 impl<T> Owner<T> {
-    /// The owner of a value.
+    /// Creates the owner of a value.
     pub fn new(value: T) -> Self {
         Self(Arc::new(Inner {
             lock: Apart(RwLock::new(())),
@@ -143,7 +146,7 @@ impl<T> Deref for Owner<T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: only `Change` has a `&mut` to the value; a `Change` borrows the owner exclusively while the `Change` exists.
+        // SAFETY: only a `Change` has a `&mut` to the value, and it borrows the owner exclusively.
         unsafe { &*self.0.value.get() }
     }
 }
@@ -171,7 +174,7 @@ impl<T> std::fmt::Debug for Reader<T> {
     }
 }
 
-/// A guard for reading the value.
+/// A guard that keeps the value unchanged while it is read.
 pub struct Reading<'a, T> {
     _locked: RwLockReadGuard<'a, ()>,
     value: &'a UnsafeCell<T>,
@@ -187,7 +190,7 @@ impl<T> Deref for Reading<'_, T> {
     }
 }
 
-/// A guard for changing the value.
+/// A guard that keeps readers away while the value is changed.
 pub struct Change<'a, T> {
     _locked: RwLockWriteGuard<'a, ()>,
     value: &'a UnsafeCell<T>,
@@ -198,7 +201,7 @@ impl<T> Deref for Change<'_, T> {
 
     #[inline]
     fn deref(&self) -> &T {
-        // SAFETY: the reasons given in `deref_mut` apply, and `self` is borrowed.
+        // SAFETY: as in `deref_mut`, and `self` is borrowed.
         unsafe { &*self.value.get() }
     }
 }

@@ -1,18 +1,18 @@
-//! Records of single blocks, by the ID of their slot.
+//! Records of single blocks, each in a slot that has an ID.
 //!
-//! Blocks of a chain are adjacent: a *run* is a row of slots of one chunk, each *linked* to the slot before it. A lookup of a prompt
-//! compares the hashes of the prompt's blocks with the hashes of a run, in the order of memory. Only the first block of a run, the *head*,
-//! is found by its rolling key, in the table of heads (`crate::store::shared_state`).
+//! Blocks of a chain are adjacent: a *run* is a row of slots in one chunk, in which each slot after the first is *linked* to the slot
+//! before it. To look up a prompt, the hashes of its blocks are compared with the hashes of a run, in the order of memory. Only the first
+//! block of a run, its *head*, is found by its rolling key, in the table of heads (`crate::store::shared_state`).
 //!
-//! A slot stores the local hash of a linked block, or the rolling key of a head. The key of a linked block is computed from the key of the
-//! head, or from the nearest earlier stored key; the key of every eighth slot is stored.
+//! A slot stores the local hash of a linked block, or the rolling key of a head. The key of a linked block is computed from the nearest
+//! earlier key that is stored: the key of the head, or the key of an eighth slot.
 //!
-//! Invariant: if slot n + 1 is linked, no other record has its key and context; slot n holds the parent, and no other record has the
-//! parent's key in this context.
+//! Invariant: if slot n + 1 is linked, it is the only record with its key and context. Then slot n holds its parent, and is the only record
+//! with the parent's key in this context.
 //!
-//! Lookups read slots while a writer runs. Everything in a slot is an atomic number. Each chunk has a version, which is odd from the first
-//! change of the chunk until `Records::publish`. If a reader finds an even version before reading a chunk, and the same version afterwards,
-//! the reader has read the state of one moment. The writer never waits for readers.
+//! Lookups read slots while a writer changes them. So each value in a slot is an atomic number. Each chunk has a version, which is odd from
+//! the writer's first change until `Records::publish`. If a reader finds the same even version before and after it has read a chunk, all
+//! that it has read belongs to one moment. The writer never waits for readers.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -24,47 +24,47 @@ use crate::memory::page_pool::Piece;
 use crate::memory::prefetch;
 use crate::sync::atomics::{AtomicU32, AtomicU64, fence};
 
-/// Flag: the block is found through the slot before it, and not by its key.
+/// Flag: the block is found through the slot before it, not by its key.
 const LINKED: u32 = 1 << 31;
 /// Flag: other records with the block's key and context exist.
 const TWIN: u32 = 1 << 30;
 const _: () = assert!(MAX_CONTEXTS <= TWIN, "a flag would be part of the number of a context");
 
-/// The value that a free slot stores in place of the ID of a set.
+/// The value in place of the ID of a set, in a free slot.
 const FREE: u32 = u32::MAX;
-/// Number of bits of a slot's position in its chunk. This number is as small as possible for the model checker, which keeps a history of
-/// each atomic number.
+/// Number of bits that a slot's position in its chunk takes. For the model checker, this number is as small as possible, since the checker
+/// keeps a history of each atomic number.
 const BITS: u32 = if cfg!(all(loom, test)) { 6 } else { 10 };
 /// Number of slots of a chunk.
 pub const CHUNK: usize = 1 << BITS;
 const MASK: u32 = (CHUNK - 1) as u32;
-/// Number of slots in a group. The key of the first slot of each group is stored.
+/// Number of slots of a group. The key of a group's first slot is stored.
 const GROUP: usize = 8;
 
 /// The slots of a chunk, as one array for each property.
 #[repr(C, align(64))]
 struct Slots {
-    /// The local hash if the block is linked, the rolling key if it is a head.
+    /// The local hash of a linked block, or the rolling key of a head.
     words: [AtomicU64; CHUNK],
-    /// The engine's hash. A stream with another hash for the same block stores that hash itself.
+    /// The engine's hash. If another stream has another hash for the block, that stream stores its own hash.
     hashes: [AtomicU64; CHUNK],
     /// The lower half is the ID of the block's set of holders in `Sets`; the upper half is the ID of the block's context, and flags.
     states: [AtomicU64; CHUNK],
 }
 
-/// A set and flags as they are stored.
+/// Combines a set and flags into the state of a slot.
 #[inline]
 const fn state(set: u32, flags: u32) -> u64 {
     (flags as u64) << 32 | set as u64
 }
 
-/// The set of a state.
+/// The set in a state.
 #[inline]
 const fn set_in(state: u64) -> u32 {
     state as u32
 }
 
-/// The flags of a state.
+/// The flags in a state.
 #[inline]
 const fn flags_in(state: u64) -> u32 {
     (state >> 32) as u32
@@ -80,12 +80,12 @@ impl Slots {
     }
 }
 
-/// Memory of a chunk in which some slot is in use, as lookups read it.
+/// Memory of a chunk that has a used slot, as lookups read it.
 pub struct Memory {
-    /// This number is odd while a writer changes the chunk.
+    /// The version, which is odd while a writer changes the chunk.
     version: AtomicU32,
     slots: Piece<Slots, 1>,
-    /// Rolling keys of linked blocks in slots that are multiples of `GROUP`.
+    /// Rolling keys of the linked blocks in slots whose positions are multiples of `GROUP`.
     keys: Box<[AtomicU64; CHUNK / GROUP]>,
 }
 
@@ -96,7 +96,7 @@ impl std::fmt::Debug for Memory {
 }
 
 impl Memory {
-    /// Creates the memory of a chunk, with a version that says that the chunk is being changed.
+    /// Creates the memory of a chunk, which counts as being changed.
     fn new() -> Self {
         Self {
             version: AtomicU32::new(1),
@@ -105,13 +105,13 @@ impl Memory {
         }
     }
 
-    /// Version of the chunk, for a reader that has not read anything yet; None while the chunk is being changed.
+    /// Version of the chunk, for a reader before its first read; None while the chunk is being changed.
     #[inline]
     pub fn version(&self) -> Option<u32> {
         Some(self.version.load(Ordering::Acquire)).filter(|version| version & 1 == 0)
     }
 
-    /// Whether the chunk still has this version: if so, all reads after the call of `version` belong to one moment.
+    /// Whether the chunk still has this version. If it has, all reads after the call of `version` belong to one moment.
     #[inline]
     pub fn is_still(&self, version: u32) -> bool {
         fence(Ordering::Acquire);
@@ -134,7 +134,7 @@ impl Memory {
         flags_in(self.slots[0].states[(number & MASK) as usize].load(Ordering::Relaxed))
     }
 
-    /// The rolling key if the block is a head, the local hash if it is linked.
+    /// The rolling key of a head, or the local hash of a linked block.
     #[inline]
     pub fn word(&self, number: u32) -> u64 {
         self.slots[0].words[(number & MASK) as usize].load(Ordering::Relaxed)
@@ -152,13 +152,13 @@ impl Memory {
         self.flags(number) & !(TWIN | LINKED)
     }
 
-    /// Whether the block is found through the slot before it, and not by its key.
+    /// Whether the block is found through the slot before it, not by its key.
     #[inline]
     pub fn is_linked(&self, number: u32) -> bool {
         self.flags(number) & LINKED != 0
     }
 
-    /// The slots after a slot, up to the end of its chunk.
+    /// The slots after a slot, up to the end of the chunk.
     #[inline]
     pub fn run_after(&self, number: u32) -> Run<'_> {
         let (slots, at) = (&self.slots[0], (number & MASK) as usize + 1);
@@ -176,7 +176,7 @@ impl Memory {
         last
     }
 
-    /// Visits the keys of a block, and of the earlier blocks in the same run and in the same group of eight slots, the earliest first.
+    /// Visits the keys of a block and of the blocks before it that are in the same run and the same group of slots, the earliest first.
     #[inline]
     fn keys_up_to(&self, number: u32, mut visit: impl FnMut(usize, u64)) {
         let (slots, end) = (&self.slots[0], (number & MASK) as usize);
@@ -201,12 +201,12 @@ impl Memory {
 
 struct Chunk {
     memory: Option<Arc<Memory>>,
-    /// A bit for each free slot.
+    /// A bit mask of free slots.
     free: [u64; CHUNK / 64],
     used: u32,
-    /// Index of a word of `free`: all words before it are zero.
+    /// Index of a word of `free`; all earlier words are zero.
     hint: u32,
-    /// Whether a search for a long stretch has failed after slots were last released.
+    /// Whether a search for a long stretch of free slots has failed since slots were last released.
     is_scattered: bool,
     /// Whether the chunk is in `Records::partial`.
     is_listed: bool,
@@ -229,7 +229,7 @@ impl Chunk {
         self.free[at / 64] >> (at % 64) & 1 == 1
     }
 
-    /// Number of consecutive free slots that begin with the given slot, at most `max_length`.
+    /// Number of consecutive free slots from a slot on, at most `max_length`.
     fn stretch(&self, at: usize, max_length: usize) -> usize {
         let (end, mut length) = (CHUNK.min(at + max_length), 0);
         while at + length < end {
@@ -243,7 +243,7 @@ impl Chunk {
         length.min(end - at)
     }
 
-    /// The position of the first stretch of `count` free slots, or else of the first free slot.
+    /// The position of the first `count` consecutive free slots; without such slots, of the first free slot.
     fn find(&mut self, count: usize) -> usize {
         while self.free[self.hint as usize] == 0 {
             self.hint += 1;
@@ -270,14 +270,14 @@ impl Chunk {
         first
     }
 
-    /// The position of the first group whose slots are all free, or else of the first free slot.
+    /// The position of the first group whose slots are all free; without such a group, of the first free slot.
     fn find_group(&mut self) -> usize {
         while self.free[self.hint as usize] == 0 {
             self.hint += 1;
         }
         for word in self.hint as usize..self.free.len() {
             let mut whole = self.free[word];
-            // These conjunctions with shifted words leave the lowest bit of a byte set if and only if all bits of the byte were set.
+            // These conjunctions set the lowest bit of a byte if and only if all bits of the byte were set.
             whole &= whole >> 4;
             whole &= whole >> 2;
             whole &= whole >> 1;
@@ -289,7 +289,7 @@ impl Chunk {
         self.find(1)
     }
 
-    /// Records whether slots are free.
+    /// Marks slots as free or used.
     #[inline]
     fn mark(&mut self, mut at: usize, mut length: usize, free: bool) {
         while length > 0 {
@@ -337,7 +337,7 @@ impl Row {
     }
 }
 
-/// All blocks.
+/// The records of all blocks.
 #[derive(Default)]
 pub struct Records {
     chunks: Vec<Chunk>,
@@ -346,9 +346,9 @@ pub struct Records {
     used: usize,
     /// Chunks with memory.
     held: usize,
-    /// Chunks that were changed since `publish`.
+    /// Chunks that were changed after the last call of `publish`.
     changed: Vec<u32>,
-    /// Chunks whose memory was allocated or released.
+    /// Chunks whose memory was allocated or released since `move_to` was last called.
     moved: Vec<u32>,
 }
 
@@ -358,7 +358,7 @@ impl std::fmt::Debug for Records {
     }
 }
 
-/// The properties of slots that are compared with a prompt.
+/// The slots of a run from one position on, with the properties that are compared with a prompt.
 #[derive(Clone, Copy, Debug)]
 pub struct Run<'a> {
     words: &'a [AtomicU64],
@@ -366,8 +366,8 @@ pub struct Run<'a> {
 }
 
 impl Run<'_> {
-    /// Counts the leading slots that are linked blocks of a context, have these local hashes, and have the same set. Removes these slots
-    /// from the run. Returns the number of these slots, and their set.
+    /// Counts the leading slots that are linked blocks of this context, have these local hashes, and share one set. Removes these slots
+    /// from the run, and returns their number and set.
     #[inline]
     pub fn take(&mut self, locals: &[u64], context: u32) -> (usize, u32) {
         let length = locals.len().min(self.words.len()).min(self.states.len());
@@ -378,8 +378,8 @@ impl Run<'_> {
         if flags_in(first) != context | LINKED {
             return (0, EMPTY);
         }
-        // Compilers do not vectorise atomic loads. A loop with two untaken branches per block is faster than a loop that sums the
-        // comparisons of eight blocks.
+        // Compilers do not vectorise loads of atomic numbers. So a loop with two rarely taken branches per block is faster than a loop that
+        // adds up eight comparisons.
         let same =
             |at: &usize| words[*at].load(Ordering::Relaxed) == locals[*at] && states[*at].load(Ordering::Relaxed) == first;
         let count = (0..length).take_while(same).count();
@@ -389,7 +389,7 @@ impl Run<'_> {
 }
 
 impl Records {
-    /// Records in use.
+    /// Number of records in use.
     pub fn len(&self) -> usize {
         self.used
     }
@@ -406,14 +406,14 @@ impl Records {
             + self.partial.capacity() * 4
     }
 
-    /// Maximum number of bytes that this many additional records take.
+    /// Maximum number of bytes that `records` additional records take.
     pub fn growth(&self, records: usize) -> usize {
         let free = self.held * CHUNK - self.used;
         let chunks = records.saturating_sub(free).div_ceil(CHUNK);
         chunks * (size_of::<Slots>() + CHUNK / GROUP * 8 + 2 * size_of::<Chunk>())
     }
 
-    /// An upper bound of the numbers: every number that was ever assigned to a record is below it.
+    /// An upper bound of the IDs: all IDs that were ever assigned to records are below it.
     pub fn bound(&self) -> u32 {
         (self.chunks.len() << BITS) as u32
     }
@@ -428,7 +428,7 @@ impl Records {
         self.memory(number).map(|memory| &memory.slots[0])
     }
 
-    /// Returns, so that the caller can change a slot that is in use, the memory of the slot's chunk.
+    /// Returns the memory of the chunk that contains a slot in use, so that the caller can change the slot.
     #[inline]
     fn memory_to_change(&mut self, number: u32) -> &Memory {
         let at = number >> BITS;
@@ -455,7 +455,7 @@ impl Records {
         self.slots(number).map_or(0, load)
     }
 
-    /// The rolling key if the block is a head, the local hash if it is linked.
+    /// The rolling key of a head, or the local hash of a linked block.
     #[inline]
     pub fn word(&self, number: u32) -> u64 {
         let load = |slots: &Slots| slots.words[(number & MASK) as usize].load(Ordering::Relaxed);
@@ -503,24 +503,24 @@ impl Records {
         self.flags(number) & TWIN != 0
     }
 
-    /// Sets the flag which says that other records have the block's key and context.
+    /// Sets the flag that says that other records have the block's key and context.
     pub fn mark_twin(&mut self, number: u32) {
         self.put_state(number, self.state(number) | state(0, TWIN));
     }
 
-    /// Whether the block is found through the slot before it, and not by its key.
+    /// Whether the block is found through the slot before it, not by its key.
     #[inline]
     pub fn is_linked(&self, number: u32) -> bool {
         self.flags(number) & LINKED != 0
     }
 
-    /// The slot after a slot, in the same chunk.
+    /// The slot after a slot; None at the end of the chunk.
     #[inline]
     pub fn next(number: u32) -> Option<u32> {
         (number & MASK != MASK).then(|| number + 1)
     }
 
-    /// The linked block after a slot.
+    /// The block that is linked to this block.
     #[inline]
     pub fn linked_next(&self, number: u32) -> Option<u32> {
         Self::next(number).filter(|&next| self.is_linked(next))
@@ -532,7 +532,7 @@ impl Records {
         self.memory(number).map_or(0, |memory| memory.key(number))
     }
 
-    /// Visits the keys of a block, and of the earlier blocks in the same run and in the same group of eight slots, the earliest first.
+    /// Visits the keys of a block and of the blocks before it that are in the same run and the same group of slots, the earliest first.
     #[inline]
     pub fn keys_up_to(&self, number: u32, visit: impl FnMut(usize, u64)) {
         if let Some(memory) = self.memory(number) {
@@ -553,7 +553,7 @@ impl Records {
         (0..self.bound()).filter(|&number| self.is_used(number))
     }
 
-    /// Prefetches what a removal reads first.
+    /// Prefetches what a removal of the record reads first.
     #[inline]
     pub fn prefetch(&self, number: u32) {
         if let Some(slots) = self.slots(number) {
@@ -563,7 +563,7 @@ impl Records {
         }
     }
 
-    /// Prefetches what a removal reads first, and the word from which it computes the key.
+    /// Prefetches what a removal of the record reads first, and the word from which the removal computes the key.
     #[inline]
     pub fn prefetch_all(&self, number: u32) {
         if let Some(slots) = self.slots(number) {
@@ -574,7 +574,7 @@ impl Records {
 
     // --- allocation and release
 
-    /// Allocates a row of at most `count` slots, directly after `after` if possible; None if all slot numbers are used.
+    /// Allocates at most `count` adjacent slots, directly after the slot `after` if possible. Returns None if all IDs are used.
     pub fn take(&mut self, after: Option<u32>, count: usize) -> Option<Row> {
         let behind = after.and_then(Self::next).filter(|&next| {
             let chunk = &self.chunks[(next >> BITS) as usize];
@@ -586,7 +586,7 @@ impl Records {
                 let chunk = self.room()?;
                 let found = &mut self.chunks[chunk];
                 let at = match (count, after) {
-                    // The run might grow by a few blocks at a time, in turn with other runs, so it gets a free group if possible.
+                    // Several runs might grow in turn by a few blocks, so this run gets a free group if there is one.
                     (..GROUP, Some(_)) => found.find_group(),
                     (count, _) => found.find(count.min(GROUP)),
                 };
@@ -636,7 +636,7 @@ impl Records {
         }
     }
 
-    /// A chunk with a free slot.
+    /// Returns a chunk that has a free slot.
     #[inline]
     fn room(&mut self) -> Option<usize> {
         let has_room = |chunk: &Chunk| (chunk.used as usize) < CHUNK;
@@ -646,7 +646,7 @@ impl Records {
         self.switch_chunk()
     }
 
-    /// Makes another chunk that has room the current chunk.
+    /// Selects another chunk with free slots as the current chunk.
     #[cold]
     fn switch_chunk(&mut self) -> Option<usize> {
         while let Some(at) = self.partial.pop() {
@@ -665,7 +665,7 @@ impl Records {
         Some(self.current)
     }
 
-    /// Releases slots. A block that was linked to the last of these slots must have been unlinked before.
+    /// Releases slots. The caller must already have unlinked a block that was linked to the last of these slots.
     pub fn remove(&mut self, Row { first, length }: Row) {
         let at = (first & MASK) as usize;
         for slot in &self.memory_to_change(first).slots[0].states[at..at + length as usize] {
@@ -674,7 +674,7 @@ impl Records {
         self.give(first, length);
     }
 
-    /// Releases slots that were allocated and not written.
+    /// Releases slots that were allocated but not written.
     pub fn give(&mut self, first: u32, length: u32) {
         if length == 0 {
             return;
@@ -705,7 +705,7 @@ impl Records {
 
     // --- for lookups
 
-    /// Whether chunks have got or released memory since `move_to` was last called.
+    /// Whether the memory of chunks was allocated or released after the last call of `move_to`.
     #[inline]
     pub fn has_moved_chunks(&self) -> bool {
         !self.moved.is_empty()
@@ -728,7 +728,7 @@ impl Records {
         }
     }
 
-    /// Ends all changes: lookups may read every chunk.
+    /// Ends all changes: lookups can read each chunk.
     #[inline]
     pub fn publish(&mut self) {
         while let Some(at) = self.changed.pop() {
@@ -741,7 +741,7 @@ impl Records {
     }
 }
 
-/// The ID of the chunk of a record.
+/// The ID of the chunk that contains a record.
 #[inline]
 pub fn chunk_of(number: u32) -> usize {
     (number >> BITS) as usize

@@ -1,4 +1,4 @@
-//! The state that all streams share: records of blocks, found by key, and the holders of each.
+//! The state that all streams share: the records of blocks, found by their keys, and the holders of each record.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::store::read_view::{Owner, View};
 use crate::store::records::{Records, Row};
 use crate::sync::yielding_lock::Publish;
 
-/// Computes where the tables of heads and of keys place records.
+/// Computes the hashes by which the tables of heads and of keys place records.
 pub struct ByKey<'a>(pub &'a Records, pub Secret);
 
 impl Hashes for ByKey<'_> {
@@ -32,7 +32,7 @@ impl Hashes for ByKey<'_> {
     }
 }
 
-/// Computes where the table of a stream places records.
+/// Computes the hashes by which a stream's table places records.
 pub struct ByHash<'a>(pub &'a Records, pub Secret);
 
 impl Hashes for ByHash<'_> {
@@ -47,29 +47,29 @@ impl Hashes for ByHash<'_> {
     }
 }
 
-/// The identity of a block, and where it is looked up.
+/// The identity of a block, and the values by which tables find it.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Block {
     /// The engine's hash.
     pub hash: u64,
     /// Rolling key of the block.
     pub key: u64,
-    /// Local hash of the block; not used if it is `keyed`.
+    /// Local hash of the block; unused if the block is `keyed`.
     pub local: u64,
     /// ID of the block's context.
     pub context: u32,
     /// Whether the block was announced by its key instead of tokens.
     pub keyed: bool,
-    /// Key of the block, mixed for the tables of records.
+    /// Key of the block, mixed with the secret of the tables.
     pub mixed_key: TableHash,
-    /// Hash of the block, mixed for the table of a stream.
+    /// Hash of the block, mixed with the secret of the tables.
     pub mixed_hash: TableHash,
 }
 
-/// The record by which a stream holds a block.
+/// The result of adding a stream to the holders of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct Holding {
-    /// ID of the record.
+    /// ID of the block's record.
     pub number: u32,
     /// Whether no stream held the block before.
     pub is_new: bool,
@@ -77,23 +77,24 @@ pub struct Holding {
     pub has_twin: bool,
 }
 
-/// The shared part of an index, for one writer at a time. Lookups read the `view` and the slots of records while the writer runs.
+/// The state that all streams of an index share, for one writer at a time. Lookups read the `view` and the slots of records while the
+/// writer runs.
 #[derive(Debug)]
 pub struct SharedState {
-    /// The part that lookups search.
+    /// The state that lookups search.
     pub view: Owner<View>,
-    /// All blocks.
+    /// The records of all blocks.
     pub records: Records,
     /// The sets of holders of blocks.
     pub sets: Sets,
     /// Block sizes and namespaces of blocks.
     pub contexts: Contexts,
-    /// Records that lookups do not find, since too many records share their key and context. Each record is listed by key and context, once
-    /// for each holder.
+    /// Records that lookups do not find, since too many records have their key and context. For each key and context, the set has each
+    /// record once for each of its holders, as a pair of holder and record.
     unlisted: HashMap<(u64, u32), BTreeSet<(u32, u32)>>,
     /// Number of entries in `unlisted`.
     unlisted_holders: usize,
-    /// Number of heap bytes of all streams; this number is updated only if there is a memory limit.
+    /// Number of heap bytes of all streams; updated only if a memory limit is set.
     pub streams_bytes: usize,
     /// Secret of the tables' hash function.
     pub secret: Secret,
@@ -102,12 +103,12 @@ pub struct SharedState {
 }
 
 impl SharedState {
-    /// Creates the empty state of an index.
+    /// Creates the empty state of a new index.
     pub fn new(limits: Limits) -> Self {
         Self::with_secret(limits, Secret::new())
     }
 
-    /// Creates an empty state, with tables that are keyed by this secret.
+    /// Creates an empty state whose tables use this secret.
     pub(crate) fn with_secret(limits: Limits, secret: Secret) -> Self {
         Self {
             view: Owner::new(View::new(secret)),
@@ -133,8 +134,8 @@ impl SharedState {
             + self.view.members.len() * MEMBER_BYTES
     }
 
-    /// A key or hash, mixed with the secret of this index. Tables place entries by the mixed value, so a peer that chooses keys and hashes
-    /// cannot choose the places.
+    /// A key or hash, mixed with the secret of this index. Tables place entries by the mixed value. So a peer that chooses keys and hashes
+    /// cannot choose where they are placed.
     #[inline]
     pub fn mixed(&self, value: u64) -> TableHash {
         TableHash::from(self.secret.place(value))
@@ -145,7 +146,7 @@ impl SharedState {
         if keyed { &self.view.keyed } else { &self.view.heads }
     }
 
-    /// Lists a record by its key.
+    /// Adds a record to the table of heads, or to the table of blocks that were stored by their keys.
     #[inline]
     fn insert(&mut self, keyed: bool, mixed: TableHash, number: u32) {
         let hashes = ByKey(&self.records, self.secret);
@@ -154,8 +155,7 @@ impl SharedState {
         table.insert(mixed, number, &hashes);
     }
 
-    /// Whether a table lists a record with the key and the context of a block: the table of heads, or, for a block stored by its key, the
-    /// table of such blocks.
+    /// Whether lookups can find a record with the key and the context of a block by its key.
     #[inline]
     pub fn is_listed(&self, block: &Block) -> bool {
         let records = &self.records;
@@ -172,8 +172,8 @@ impl SharedState {
             && records.context(number) == context
     }
 
-    /// Adds a stream to the holders of a block that it does not hold yet. `parent` is the record of the block's parent, if it is known.
-    /// Returns None if all numbers of records are used.
+    /// Adds a stream to the holders of a block that the stream does not hold yet. `parent` is the record of the block's parent; None if it
+    /// is not known. Returns None if all IDs of records are used.
     #[inline]
     pub fn add_holder(
         &mut self,
@@ -232,9 +232,9 @@ impl SharedState {
         })
     }
 
-    /// Hides from lookups one of the records that have the key and the context of a block. The hidden record must be one that no holder has
-    /// stored with the present weights of its LoRA. Each holder of this record must also hold two other records with the same key and
-    /// context that lookups find. So lookups find only a few such records of each stream, however many the stream holds.
+    /// Hides from lookups one of the records that have the key and the context of a block. A record that some holder has stored with the
+    /// present weights of its LoRA is not hidden. Each holder of the hidden record must also hold at least two visible records with the
+    /// same key and context. So lookups find only a few such records of each stream.
     #[cold]
     fn unlist_twin(&mut self, block: &Block) {
         let listed = self.twins_of(block.keyed, block.key, block.context);
@@ -258,7 +258,7 @@ impl SharedState {
         unlisted.extend(holders.into_iter().map(|stream| (stream, number)));
     }
 
-    /// The records with a key and a context that lookups find.
+    /// The records that have a key and a context and are visible to lookups.
     fn twins_of(&self, keyed: bool, key: u64, context: u32) -> Vec<u32> {
         let mut found = Vec::new();
         self.for_each_twin(keyed, key, |number| found.push(number));
@@ -273,7 +273,7 @@ impl SharedState {
         records.iter().filter(is_held).count()
     }
 
-    /// Notes that a stream no longer holds a block: lookups then find hidden records with its key.
+    /// Records that a stream no longer holds a block. Makes hidden records with the block's key visible to lookups if necessary.
     #[inline]
     pub fn leave_twin(&mut self, stream: u32, number: u32) {
         if self.has_unlisted_twins(number) {
@@ -281,7 +281,7 @@ impl SharedState {
         }
     }
 
-    /// Whether lookups might not find some records with the key of a block.
+    /// Whether records with the key of a block can be hidden from lookups.
     #[inline]
     pub fn has_unlisted_twins(&self, number: u32) -> bool {
         !self.unlisted.is_empty() && self.records.has_twins(number)
@@ -312,7 +312,7 @@ impl SharedState {
         }
     }
 
-    /// Adds a record that one stream holds.
+    /// Adds a new record that one stream holds.
     fn add(
         &mut self,
         block: &Block,
@@ -347,13 +347,13 @@ impl SharedState {
         Some(number)
     }
 
-    /// Whether a block in the slot after its parent may be linked to the parent, provided that no other record has the block's key.
+    /// Whether a block in the slot after its parent may be linked to the parent, if no other record has the block's key.
     #[inline]
     pub fn may_link(&self, parent: u32, context: u32) -> bool {
         self.records.context(parent) == context && !self.records.has_twins(parent)
     }
 
-    /// Writes a new head into a slot that was allocated.
+    /// Writes a new head into an allocated slot.
     #[inline]
     pub fn put_head(&mut self, number: u32, block: &Block, set: u32) {
         self.records.put_head(number, block.key, block.hash, block.context, set);
@@ -367,7 +367,7 @@ impl SharedState {
         self.insert(false, self.mixed(key), number);
     }
 
-    /// If another block is linked to this block, makes the other block a head.
+    /// If another block is linked to this block, makes that block a head.
     #[inline]
     pub fn list_next(&mut self, number: u32) {
         if let Some(next) = self.records.linked_next(number) {
@@ -375,7 +375,7 @@ impl SharedState {
         }
     }
 
-    /// Marks all records with a key and a context as twins.
+    /// Marks all records with a key and a context as twins: records that share both.
     #[cold]
     pub fn mark_twins(&mut self, keyed: bool, key: u64, context: u32) {
         let mut found = Vec::new();
@@ -388,7 +388,7 @@ impl SharedState {
         }
     }
 
-    /// Visits all records that are listed by a key.
+    /// Visits all records that a table lists under a key.
     pub fn for_each_twin(&self, keyed: bool, key: u64, mut visit: impl FnMut(u32)) {
         self.table(keyed).for_each_match(self.mixed(key), |number| {
             if self.records.word(number) == key {
@@ -398,7 +398,7 @@ impl SharedState {
         });
     }
 
-    /// Adds a holder to a block, or removes the holder if the block already has it.
+    /// Adds a holder to a block; if the block already has the holder, removes it.
     #[inline]
     pub fn toggle(&mut self, number: u32, placement: u16, stream: u32, last: &mut Move) {
         let set = self.sets.move_block(self.records.set(number), placement, stream, last);
@@ -418,7 +418,7 @@ impl SharedState {
         self.forget_row(Row::single(number));
     }
 
-    /// Removes blocks that no stream holds any more.
+    /// Removes consecutive blocks that no stream holds any more.
     pub fn forget_row(&mut self, row: Row) {
         let Row { first, length } = row;
         if length == 0 {
@@ -441,7 +441,7 @@ impl SharedState {
         self.contexts.release_uses(same.0, same.1);
     }
 
-    /// Removes a head from the table of heads, or a block that was announced by its key from the table of such blocks.
+    /// Removes a head from the table of heads, or a block that was stored by its key from the table of these blocks.
     fn unlist(&mut self, number: u32, context: u32) {
         let mixed = self.mixed(self.records.word(number));
         let hashes = ByKey(&self.records, self.secret);
@@ -454,12 +454,13 @@ impl SharedState {
         table.remove(mixed, number, &hashes);
     }
 
-    /// Returns all records that have the last of these keys. The keys are those of a chain that begins with the first block of a prompt.
+    /// Returns all records of the block that has the last of these keys. The keys are those of a chain from the first block of a prompt on.
     pub fn ends_of(&self, keys: &[u64]) -> Vec<u32> {
         let mut found = Vec::new();
         let Some(&end) = keys.last() else { return found };
         self.for_each_twin(true, end, |number| found.push(number));
-        // The heads with the last key that any head has. The records of later keys are linked blocks after one of these heads.
+        // The last key that some head has, and the heads with this key. The blocks with the later keys are linked, and follow one of these
+        // heads.
         let mut heads = Vec::new();
         for (at, &key) in keys.iter().enumerate().rev() {
             self.for_each_twin(false, key, |number| heads.push((at, number)));
@@ -479,7 +480,7 @@ impl SharedState {
 
     // --- streams
 
-    /// The ID of the next stream that is added; None if there are too many streams.
+    /// The ID for the next stream; None if there are too many streams.
     pub fn vacancy(&self) -> Option<u32> {
         let free = self
             .view
@@ -490,7 +491,7 @@ impl SharedState {
         (free < MAX_STREAMS).then_some(free as u32)
     }
 
-    /// Adds a stream under the ID that `vacancy` returned.
+    /// Adds a stream with the ID that `vacancy` returned.
     pub fn join(&mut self, number: u32, member: Member) {
         self.view.change().join(number, member);
     }
@@ -500,12 +501,13 @@ impl SharedState {
         self.view.change().rename(number, worker);
     }
 
-    /// Assigns streams to the models that `model_of` returns for their sources. If it returns None, the source's streams keep their models.
+    /// Changes the models of streams to those that `model_of` returns for their sources. If `model_of` returns None, the source's streams
+    /// keep their models.
     pub fn relabel(&mut self, model_of: impl Fn(&str) -> Option<Option<String>>) {
         self.view.change().relabel(model_of);
     }
 
-    /// Records that a stream uses this block size.
+    /// Records that a stream uses this scheme.
     pub fn use_scheme(&mut self, number: u32, scheme: Scheme) {
         self.view.change().use_scheme(number, scheme);
     }
@@ -515,29 +517,29 @@ impl SharedState {
         self.view.change().drop_schemes(number);
     }
 
-    /// Sets whether the blocks of a stream count in lookups.
+    /// Sets whether lookups count the blocks of a stream.
     pub fn show(&mut self, stream: u32, is_visible: bool) {
         set_bit(&mut self.view.change().visible, stream, is_visible);
     }
 
-    /// Sets how lookups search the groups of a stream.
+    /// Sets the data for searches of a stream's groups.
     pub fn use_lookup(&mut self, stream: u32, lookup: Option<Arc<GroupLookup>>) {
         let former = self.view.change().use_lookup(stream, lookup);
-        drop(former); // readers do not wait for that
+        drop(former); // after the change, so that readers do not wait
     }
 
-    /// Marks a block of a stream on a placement as uncertain, if it might be gone, or as certain.
+    /// Marks a block of a stream on a placement as uncertain (it might be gone) or certain.
     #[cold]
     pub fn set_uncertain(&mut self, stream: u32, number: u32, placement: u16, is_uncertain: bool) {
         self.view.change().set_uncertain(stream, (number, placement), is_uncertain);
     }
 
-    /// Marks all of a stream's blocks as certain, and none of its LoRAs as replaced.
+    /// Marks all blocks of a stream as certain, and no LoRA of the stream as replaced.
     pub fn mark_all_certain(&mut self, stream: u32) {
         let is_certain = |member: &Member| member.uncertain.is_empty() && member.loras.is_empty();
         if !self.view.members[stream as usize].as_ref().is_none_or(is_certain) {
             let uncertain = self.view.change().mark_all_certain(stream);
-            drop(uncertain); // after the change, so that readers do not wait for it
+            drop(uncertain); // after the change, so that readers do not wait
         }
     }
 
@@ -546,7 +548,7 @@ impl SharedState {
         self.view.members[stream as usize].as_ref().map(|member| &member.loras)
     }
 
-    /// Changes the replaced LoRAs of a stream. Returns their bytes.
+    /// Changes the replaced LoRAs of a stream. Returns the number of bytes that the replaced LoRAs take.
     #[cold]
     pub fn change_loras(&mut self, stream: u32, change: impl FnOnce(&mut ReplacedLoras)) -> usize {
         let view = &mut *self.view.change();
@@ -559,13 +561,14 @@ impl SharedState {
         bytes
     }
 
-    /// Releases the ID of a stream, which must not hold blocks any more.
+    /// Releases the ID of a stream. The stream must not hold blocks any more.
     pub fn leave(&mut self, stream: u32) {
         self.view.change().leave(stream);
     }
 }
 
-/// Number of changed sets and contexts at which a writer publishes the changes. Lookups wait some tens of microseconds for the publication.
+/// Number of changed sets and contexts from which a writer publishes the changes before the end of its work. A publication makes lookups
+/// wait for some tens of microseconds.
 const CHANGES_AT_ONCE: usize = 1_024;
 
 impl Publish for SharedState {
@@ -744,10 +747,10 @@ impl Model {
     }
 }
 
-/// Minimum number of records with one key and context that lookups find for each holder: two suffice to show that several blocks differ
-/// only in their hashes.
+/// Minimum number of records with one key and context that lookups find for each holder. Two records show that the holder has several
+/// blocks for the same tokens.
 const MIN_LISTED: usize = 2;
-/// Approximate number of bytes of an entry in `unlisted`, including the key.
+/// Approximate number of bytes of an entry in `unlisted`, with its key.
 const UNLISTED_BYTES: usize = 96;
 
 /// Approximate number of bytes of a `Member`.

@@ -1,15 +1,15 @@
-//! Counters of a stream's input that was refused or had no effect.
+//! Counters of the input that a stream rejected or that had no effect.
 
 use std::collections::HashMap;
 
 /// Counters of the input that a stream could not use.
 #[derive(Clone, Debug, Default)]
 pub struct Counters {
-    /// Number of rejected stores, by kind of group and reason.
+    /// Number of rejected stores, by the kind of the group and the reason.
     pub rejected: HashMap<(String, &'static str), u64>,
-    /// Number of removed hashes that the stream did not hold.
+    /// Number of hashes in removals that the stream did not hold.
     pub unknown: u64,
-    /// Number of blocks that were dropped from the waiting queue.
+    /// Number of blocks that were dropped from the full queue of waiting blocks.
     pub dropped: u64,
     /// Number of blocks that were refused at the memory limit.
     pub evicted: u64,
@@ -17,11 +17,11 @@ pub struct Counters {
     pub duplicates: u64,
     /// Number of deliveries that were ignored because their incarnation had ended.
     pub void: u64,
-    /// Number of gaps.
+    /// Number of gaps in the stream.
     pub gaps: u64,
 }
 
-/// Maximum number of kinds of groups that are counted under their own name, since a peer chooses names.
+/// Maximum number of pairs of kind and reason that are counted separately, since peers choose the names of kinds.
 const MAX_KINDS: usize = 64;
 
 impl Counters {

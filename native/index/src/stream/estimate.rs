@@ -1,28 +1,27 @@
-//! Why answers about a stream can differ from what its engine finds, although no batch is known to be missing.
+//! Reasons why answers about a stream can differ from the state of its engine, although no batch is known to be missing.
 
 use super::Stream;
 use crate::rules::evidence::Evidence;
 
-/// A reason why answers are estimates. `kvevents.index` has a sentence for each code.
+/// A reason why answers about a stream are estimates. `kvevents.index` has a sentence for each code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Estimate {
     /// Some stores could not be used; the value is their number.
     SetAside(u64),
-    /// Some blocks on the device have parents or tokens that were never announced; the value is their number.
+    /// For some blocks on the device, the parent or the tokens were never announced; the value is the number of these blocks.
     UnknownParents(u64),
-    /// The hash of a page does not cover the pages before it. Releases of SGLang that hash in this way announce blocks inside a prompt as
+    /// The hash of a page does not cover the pages before it (some releases of SGLang). These releases announce blocks inside a prompt as
     /// first blocks.
     PageHashes,
-    /// The blocks on tiers below the device are not known exactly. Either they were announced without the extra keys (salts, LoRAs, media)
-    /// that blocks on the device have; or the cache was cleared when not all of these blocks were known, and the clear might not have
-    /// emptied these tiers.
+    /// The blocks on tiers below the device are not known exactly. Either these blocks were announced without the extra keys (salts, LoRAs,
+    /// media) that blocks on the device have; or a clear might not have emptied these tiers, and not all of their blocks were known.
     InexactTiers,
-    /// The index cannot search the groups of the engine as the engine does; the value says why.
+    /// The index cannot search the engine's groups as the engine does; the value is the code of the reason.
     Groups(&'static str),
 }
 
 impl Estimate {
-    /// The code of the reason, which programs read.
+    /// The code by which programs recognise the reason.
     pub fn code(self) -> &'static str {
         match self {
             Self::SetAside(_) => "set-aside",
@@ -33,7 +32,7 @@ impl Estimate {
         }
     }
 
-    /// Number of affected stores or blocks; 0 if they are not counted.
+    /// Number of affected stores or blocks; 0 for reasons that do not count them.
     pub fn count(self) -> u64 {
         match self {
             Self::SetAside(count) | Self::UnknownParents(count) => count,
@@ -53,7 +52,7 @@ impl Estimate {
 }
 
 impl Stream {
-    /// Counts a store, or a part of a store, that cannot be used.
+    /// Counts a store, or a part of a store, that the index cannot use.
     pub fn set_aside(&mut self, reason: &'static str) {
         self.counters.reject("none", reason);
         self.evidence.set_aside += 1;
@@ -81,7 +80,7 @@ impl Stream {
         }
     }
 
-    /// Levels that the stream has named, as bits.
+    /// The levels of the placements that the stream has named, as bits.
     fn named_levels(&self) -> u8 {
         self.named.iter().fold(0, |bits, named| bits | 1 << named.level)
     }
@@ -96,8 +95,8 @@ impl Stream {
         orphans + self.untied(true)
     }
 
-    /// Number of blocks, on the device or below it, that were announced only by a hash whose tokens were never announced. Lookups of
-    /// prompts do not find them.
+    /// Number of blocks, on the device or on tiers below it, that events name only by hashes whose tokens were never announced. Lookups do
+    /// not find these blocks.
     fn untied(&self, is_on_device: bool) -> usize {
         if !self.are_pending_certain() {
             return 0;
@@ -106,19 +105,19 @@ impl Stream {
         there.map(|named| self.waiting.untied_on(named.placement)).sum()
     }
 
-    /// Whether pending blocks show that something was never announced. False if batches or blocks are known to be missing. Also false for
-    /// several groups: if their block sizes differ, vLLM also hashes parts of blocks. vLLM never announces these parts, but names them as
-    /// parents.
+    /// Whether each pending block shows that its parent or its tokens were never announced. False if batches or blocks are known to be
+    /// missing. Also false for an engine with several groups: if block sizes differ, vLLM hashes parts of blocks, names them as parents,
+    /// and never announces them.
     fn are_pending_certain(&self) -> bool {
         !self.waiting.is_empty() && self.evidence.is_whole && self.groups.all().len() <= 1
     }
 
-    /// The estimate that `take_new_estimate` has returned last.
+    /// The estimate that `take_new_estimate` last returned.
     pub fn reported_estimate(&self) -> Option<Estimate> {
         self.reported
     }
 
-    /// Returns the estimate if it has changed since the last call.
+    /// Returns the estimate if it has changed after the last call.
     pub fn take_new_estimate(&mut self) -> Option<Option<Estimate>> {
         let now = self.estimate().map(Estimate::rounded);
         (now != self.reported).then(|| {

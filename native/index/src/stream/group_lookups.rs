@@ -1,4 +1,4 @@
-//! The data that lookups need from a stream whose model has several groups of layers.
+//! The data by which lookups search a stream whose model has several KV cache groups.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::store::shared_state::SharedState;
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
 impl Stream {
-    /// Makes lookups use the present state of `groups`.
+    /// Publishes the present state of `groups` to lookups.
     pub fn use_groups(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.has_new_groups = false;
         if self.groups.needs_hashing()
@@ -40,7 +40,7 @@ impl Stream {
         writer.use_lookup(self.number, lookup);
     }
 
-    /// Collects all copies by their hashes, when lookups begin to need them.
+    /// Creates the cache of blocks by hash when lookups begin to need it.
     fn fill_group_cache(&mut self, writer: &mut Writer<'_, SharedState>) {
         let mut cache = GroupCache::default();
         if self.misses_salts {
@@ -57,7 +57,7 @@ impl Stream {
         self.publish_changed_copies(writer);
     }
 
-    /// The records of all blocks, each with the block's hash in this stream if that hash differs from the record's.
+    /// The records of all blocks. A hash is given if the block's hash in this stream differs from the record's hash.
     pub(super) fn all_blocks(&self, writer: &mut Writer<'_, SharedState>) -> Vec<(u32, Option<u64>)> {
         writer.unlocked(|| {
             let own = self.own_numbers().map(|number| (number, None));
@@ -66,7 +66,7 @@ impl Stream {
         })
     }
 
-    /// Notes that a copy has changed, for lookups by hashes.
+    /// Records that a copy has changed, if lookups by hashes are used.
     pub(super) fn note_changed_copy(&mut self, shared: &SharedState, hash: u64, placement: u16) {
         if self.group_cache.is_some() {
             let placement = shared.view.placements.get(placement);
@@ -74,7 +74,7 @@ impl Stream {
         }
     }
 
-    /// Notes that all copies of a block have changed.
+    /// Records that all copies of a block have changed.
     pub(super) fn note_copies_of(&mut self, shared: &SharedState, hash: u64, number: u32) {
         if self.group_cache.is_some() {
             for placement in shared.sets.placements(shared.records.set(number), self.number) {
@@ -83,7 +83,7 @@ impl Stream {
         }
     }
 
-    /// Notes that copies of pending blocks have changed, for placements that `is_meant` accepts.
+    /// Records that copies of pending blocks have changed, on the placements that `is_meant` accepts.
     pub(super) fn note_waiting(&mut self, shared: &SharedState, is_meant: impl Fn(u16) -> bool) {
         if self.group_cache.is_some() {
             step_counter::count(self.waiting.len());
@@ -94,7 +94,7 @@ impl Stream {
         }
     }
 
-    /// Publishes the copies that have changed to lookups by hashes.
+    /// Publishes the changed copies to lookups by hashes.
     pub(super) fn publish_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.sort_changed_copies(writer);
         let (changed, mut held) = (std::mem::take(&mut self.changed_copies), Vec::new());
@@ -122,7 +122,7 @@ impl Stream {
         }
     }
 
-    /// Sorts the changed copies and removes duplicates, so that each block of a hash is examined once for all of its changed copies.
+    /// Sorts the changed copies and removes duplicates. So each block of a hash is examined only once for all changed copies of the hash.
     fn sort_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
         let (many, changed) = (self.changed_copies.len() > WORK_PER_HOLD, &mut self.changed_copies);
         let mut sort = || {
@@ -132,8 +132,8 @@ impl Stream {
         if many { writer.unlocked(sort) } else { sort() }
     }
 
-    /// Counts the blocks of each hash whose copies a batch has changed. Removes every block of the stream if there are more of them than a
-    /// batch of this length may examine.
+    /// Counts the blocks that share a hash with a copy that the batch has changed. If a batch of this length must not examine so many
+    /// blocks, removes every block of the stream.
     fn limit_changed_copies(&mut self, writer: &mut Writer<'_, SharedState>) {
         if self.collisions.is_empty() || self.group_cache.is_none() {
             return;
@@ -149,7 +149,7 @@ impl Stream {
         }
     }
 
-    /// Ends a batch: publishes its changes to lookups.
+    /// Publishes the changes of a batch to lookups, after its last event.
     pub fn publish_groups(&mut self, writer: &mut Writer<'_, SharedState>) {
         self.limit_changed_copies(writer);
         self.publish_changed_copies(writer);
@@ -159,7 +159,7 @@ impl Stream {
         self.learn_salts();
     }
 
-    /// Stores the salts of the batch, if lookups need them.
+    /// Stores the salts that the batch has announced, if lookups need them.
     fn learn_salts(&mut self) {
         if self.salted.is_empty() && !self.misses_salts {
             return;
@@ -182,8 +182,8 @@ impl Stream {
         }
     }
 
-    /// Fills `held` with two flags for each entry of `changed`; all entries have the same hash. The first flag is whether the group holds a
-    /// copy of the hash on the level, including a pending copy; the second is whether such a copy certainly exists.
+    /// Fills `held` with two flags for each entry of `changed`. All entries have the same hash. The first flag is whether the group holds a
+    /// copy on the level; pending copies count. The second flag is whether such a copy certainly exists.
     fn find_held(&self, shared: &SharedState, changed: &[(u64, i64, u8)], held: &mut Vec<(bool, bool)>) {
         let (hash, placements) = (changed[0].0, &shared.view.placements);
         held.clear();

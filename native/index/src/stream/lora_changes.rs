@@ -1,4 +1,4 @@
-//! Detects that the weights which the name of a LoRA refers to have changed.
+//! Detects that the name of a LoRA refers to other weights than before.
 
 use super::Stream;
 use super::placing::Placed;
@@ -8,7 +8,7 @@ use crate::step_counter;
 use crate::store::shared_state::SharedState;
 
 impl Stream {
-    /// Notes whether a stored block of a LoRA belongs to the weights that are loaded now: see `ReplacedLoras::note`. Returns false if too
+    /// Records whether a stored block of a LoRA belongs to the weights that are loaded now: see `ReplacedLoras::note`. Returns false if too
     /// many LoRAs were replaced.
     #[cold]
     pub fn note_lora(&mut self, shared: &mut SharedState, placed: &Placed, placement: u16, parent: Option<u32>) -> bool {
@@ -35,7 +35,7 @@ impl Stream {
         is_noted
     }
 
-    /// Whether the stream holds, on this placement, another block with the same key that is not outdated.
+    /// Whether the stream holds another block with the same key on this placement, if that block is not outdated.
     fn has_current_twin(&self, shared: &SharedState, loras: &ReplacedLoras, lora: u64, number: u32, placement: u16) -> bool {
         let (mut is_held, context) = (false, shared.records.context(number));
         shared.for_each_twin(false, shared.records.key(number), |other| {
@@ -48,13 +48,14 @@ impl Stream {
         is_held
     }
 
-    /// Whether blocks might have been computed with former weights of a LoRA.
+    /// Whether some LoRA was replaced, so that blocks might have been computed with its former weights.
     #[inline]
     pub fn has_replaced_loras(&self) -> bool {
         self.lora_bytes > 0
     }
 
-    /// Forgets a block that the stream does not hold any more. When the stream holds no block, no LoRA counts as replaced.
+    /// Removes what is recorded about a block that the stream does not hold any more. If the stream then holds no block, no LoRA counts as
+    /// replaced.
     pub(super) fn forget_lora(&mut self, shared: &mut SharedState, number: u32) {
         if !self.has_replaced_loras() {
             return;
@@ -69,7 +70,7 @@ impl Stream {
         });
     }
 
-    /// Moves the note about a LoRA's block from one record to another record of the same block.
+    /// Moves what is recorded about a LoRA's block from one record of the block to another.
     pub(super) fn exchange_lora(&mut self, shared: &mut SharedState, from: u32, to: u32) {
         if self.has_replaced_loras()
             && let Some(lora) = lora_of(shared, from)
@@ -87,20 +88,20 @@ impl Stream {
         shared.loras(self.number).into_iter().flat_map(ReplacedLoras::iter).collect()
     }
 
-    /// Notes that the path which the engine lists for a LoRA has changed. Does nothing if blocks have shown this change since the last
-    /// call, or if too many LoRAs were replaced.
+    /// Records that the engine lists another path for a LoRA than before. Does nothing if blocks have already shown this change, or if too
+    /// many LoRAs were replaced.
     pub fn replace_listed_lora(&mut self, shared: &mut SharedState, lora: u64) {
         if self.blocks > 0 && shared.loras(self.number).is_some_and(|loras| loras.has_room(lora)) {
             self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace_listed(lora));
         }
     }
 
-    /// Restores, from a snapshot, the mark that a LoRA was replaced.
+    /// Records that a LoRA was replaced, as a snapshot states.
     pub fn put_replaced_lora(&mut self, shared: &mut SharedState, lora: u64) {
         self.lora_bytes = shared.change_loras(self.number, |loras| loras.replace(lora));
     }
 
-    /// Restores, from a snapshot, the mark that a block was stored after its LoRA was replaced. Does nothing without a replaced LoRA.
+    /// Records that a block was stored after its LoRA was replaced, as a snapshot states. Does nothing if the LoRA was not replaced.
     pub fn put_current(&mut self, shared: &mut SharedState, number: u32) {
         if let Some(lora) = lora_of(shared, number) {
             self.lora_bytes = shared.change_loras(self.number, |loras| loras.store(lora, number));
@@ -115,7 +116,7 @@ impl Stream {
     }
 }
 
-/// The LoRA's part of the seed of a block; None if the block has no LoRA.
+/// The part of a block's seed that its LoRA contributes; None if the block has no LoRA.
 fn lora_of(shared: &SharedState, number: u32) -> Option<u64> {
     let context: &Context = shared.contexts.get(shared.records.context(number));
     (context.lora != 0 && !context.is_keyed()).then_some(context.lora)

@@ -1,4 +1,4 @@
-//! Applies stores to a stream: adds new blocks, and further copies of blocks that it holds.
+//! Applies stores to a stream: adds new blocks, and copies of blocks that the stream holds.
 
 use super::{Foreign, Stream, is_block};
 use crate::holders::copies::Copies;
@@ -7,7 +7,7 @@ use crate::step_counter;
 use crate::store::shared_state::{Block, ByHash, Holding, SharedState};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
-/// Number of block examinations that take as long as computing the key of a block whose parent is unknown.
+/// Number of block examinations that take as long as computing a linked block's key, which is necessary if the parent is unknown.
 const EXAMINATIONS_PER_KEY: usize = 8;
 
 /// The outcome of placing a block.
@@ -26,8 +26,8 @@ pub struct Placed {
 }
 
 impl Stream {
-    /// Adds one copy of a block. `parent` is the record of the block's parent, if it is known. Returns None if too many blocks have the
-    /// same hash, or if all numbers of records are used.
+    /// Adds one copy of a block. `parent` is the record of the block's parent; None if it is not known. Returns None if too many blocks
+    /// have the same hash, or if all IDs of records are used.
     #[inline]
     pub fn place(&mut self, shared: &mut SharedState, block: &Block, placement: u16, parent: Option<u32>) -> Option<Placed> {
         let hash = block.hash;
@@ -94,14 +94,14 @@ impl Stream {
         })
     }
 
-    /// Whether a second store of a block on a placement is another copy.
+    /// Whether a second store of a block on a placement adds a copy.
     #[inline]
     pub fn counts_copies(&self, placement: u16) -> bool {
         self.groups.copied_levels >> self.named(placement).level & 1 != 0
     }
 
-    /// Applies a store of a block that the stream holds. If the placement already has the block and copies on the placement are counted,
-    /// the store might mean a further copy.
+    /// Applies a store of a block that the stream holds. If the placement already has the block and its copies are counted, the store might
+    /// mean another copy.
     #[inline]
     pub fn copy(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         if shared.sets.holds(shared.records.set(number), placement, self.number) {
@@ -126,7 +126,8 @@ impl Stream {
         }
     }
 
-    /// Adds a copy for a store without tokens; groups with sliding windows send such stores. See `mark_fresh_uncertain`.
+    /// Adds a copy for a store without tokens, as groups with sliding windows send it. `mark_fresh_uncertain` decides whether the copy is
+    /// certain.
     pub fn copy_without_tokens(&mut self, shared: &mut SharedState, hash: u64, number: u32, placement: u16) {
         let is_held = shared.sets.holds(shared.records.set(number), placement, self.number);
         if !self.has_attested && (!is_held || self.copies.get(number, placement).is_uncertain()) {
@@ -135,7 +136,7 @@ impl Stream {
         self.copy(shared, hash, number, placement);
     }
 
-    /// Ends a batch. See `HitReports`.
+    /// Marks the copies of a batch that might not exist as uncertain, after the last event. See `HitReports`.
     pub fn mark_fresh_uncertain(&mut self, writer: &mut Writer<'_, SharedState>) {
         if self.hit_reports.is_empty() {
             return;
@@ -146,7 +147,7 @@ impl Stream {
             self.hit_reports.take_uncertain()
         };
         for (number, placement) in uncertain {
-            // The slot of the block might be free now, or hold another block.
+            // The slot of the block might be free by now, or hold another block.
             if writer.records.is_used(number) && writer.sets.holds(writer.records.set(number), placement, self.number) {
                 let Copies { most, .. } = self.copies.get(number, placement);
                 let change = self.copies.set(number, placement, Copies { least: 0, most });
@@ -168,7 +169,7 @@ impl Stream {
         self.tally += copy;
     }
 
-    /// Counts blocks that are new on a placement, after they were entered.
+    /// Counts blocks that are new on a placement, after they were added to the table.
     #[inline]
     pub fn count_new(&mut self, hashes: &[u64], keys: &[u64], placement: u16) {
         if let Some(stored) = &mut self.stored {
@@ -183,7 +184,7 @@ impl Stream {
         self.clear_budget.add_stored(count);
     }
 
-    /// Enters a record under the hash that the block has in this stream.
+    /// Adds a record to the table that finds it by the hash that the block has in this stream.
     #[inline]
     fn enter(&mut self, shared: &SharedState, block: &Block, position: TablePosition, number: u32, is_new: bool) {
         let hash = block.hash;
@@ -198,7 +199,7 @@ impl Stream {
         }
     }
 
-    /// Enters a record under the hash that the record has.
+    /// Adds a record whose hash is that of the block in this stream.
     #[inline]
     pub fn enter_own(&mut self, shared: &SharedState, mixed: TableHash, position: TablePosition, number: u32) {
         let hashes = ByHash(&shared.records, shared.secret);

@@ -1,4 +1,4 @@
-//! Removals from a stream: of copies by their hashes, of the scope of a clear, and of everything.
+//! Removals from a stream: of copies by their hashes, of copies in the scope of a clear, and of all copies.
 
 use hashbrown::HashTable;
 
@@ -15,8 +15,8 @@ use crate::store::shared_state::{ByHash, SharedState};
 use crate::sync::yielding_lock::Writer;
 
 impl Stream {
-    /// Removes one copy on `placement` for each of a few hashes: from the oldest block of the hash, or else from a pending block. Counts
-    /// the hashes without a copy.
+    /// Removes one copy on `placement` for each of a few hashes: a copy of the hash's oldest block, or else of a pending block. Counts the
+    /// hashes that have no copy.
     pub fn remove(&mut self, shared: &mut SharedState, hashes: &[u64], placement: u16, targets: &mut Vec<RemovalTarget>) {
         targets.clear();
         targets.extend(hashes.iter().map(|&hash| {
@@ -50,8 +50,9 @@ impl Stream {
         self.apply_removals(shared, placement, &mut pending);
     }
 
-    /// Removes a copy in the usual case: the hash has one block, which has one copy on the placement. Changes that consecutive blocks
-    /// share, and records to remove, are collected in `pending`. In all other cases, returns false and does not change the block.
+    /// Removes a copy in the usual case: the hash has one block, and the block has one copy on the placement. Changes that consecutive
+    /// removals share, and records without holders, are collected in `pending`. In any other case, returns false and does not change the
+    /// block.
     #[inline]
     fn remove_single(
         &mut self,
@@ -71,7 +72,7 @@ impl Stream {
             return false;
         }
         let position = self.table.position_again(position, mixed);
-        // In rare cases the entry belongs to another block with the same tag, or to a block that this event has already removed.
+        // Rarely, the entry belongs to another block with the same tag, or to a block that this event has already removed.
         let is_meant = |number: u32| shared.records.hash(number) == hash && shared.records.is_used(number);
         let Some(number) = number.filter(|&number| is_meant(number)) else {
             return false;
@@ -107,7 +108,7 @@ impl Stream {
         true
     }
 
-    /// Applies the collected changes.
+    /// Applies the changes in `pending`.
     fn apply_removals(&mut self, shared: &mut SharedState, placement: u16, pending: &mut PendingRemovals) {
         let PendingRemovals {
             from,
@@ -124,7 +125,7 @@ impl Stream {
         shared.forget_row(row);
     }
 
-    /// Removes one copy of a hash in the unusual cases: the hash has several blocks or copies, or the record has another hash.
+    /// Removes one copy of a hash in the other cases: the hash has several blocks or copies, or differs from the record's hash.
     #[inline(never)]
     fn remove_oldest(&mut self, shared: &mut SharedState, hash: u64, placement: u16) -> bool {
         if !self.collisions.may_examine(hash) {
@@ -157,7 +158,7 @@ impl Stream {
         true
     }
 
-    /// Removes one of several copies of a block; returns false and changes nothing if the block has only one copy.
+    /// Removes one of several copies of a block. If the block has only one copy, returns false and changes nothing.
     #[inline]
     fn remove_copy(&mut self, shared: &mut SharedState, number: u32, placement: u16) -> bool {
         let Some(change) = self.copies.take(number, placement) else {
@@ -220,8 +221,8 @@ impl Stream {
         }
     }
 
-    /// Drops every copy on the placements that `is_meant` accepts. Returns false if clears were so frequent that all blocks had to be
-    /// dropped.
+    /// Drops every copy on the placements that `is_meant` accepts. Returns false, and removes all blocks, if clears are so frequent that
+    /// the blocks must not be examined again.
     pub fn clear(&mut self, writer: &mut Writer<'_, SharedState>, is_meant: impl Fn(u16) -> bool) -> bool {
         let looks = self.blocks + self.waiting.len();
         let has_any = |named: &NamedPlacement| named.held > 0 || self.waiting.is_on(named.placement);
@@ -252,8 +253,8 @@ impl Stream {
         true
     }
 
-    /// Applies a clear that names no tier: the device is empty now. Blocks on lower tiers might be gone, since engines do not say whether
-    /// they emptied these tiers too.
+    /// Applies a clear that names no tier. The device is empty then. Blocks on lower tiers might be gone: engines do not say whether they
+    /// emptied these tiers too.
     pub fn clear_all(&mut self, writer: &mut Writer<'_, SharedState>) {
         let emptied = self.evidence.emptied_levels();
         let is_lower = |named: &&NamedPlacement| emptied >> named.level & 1 == 0;
@@ -279,7 +280,8 @@ impl Stream {
         }
     }
 
-    /// Marks every block as uncertain: it might be gone. Returns false if clears are so frequent that blocks must not be examined again.
+    /// Marks every block as uncertain: it might be gone. Returns false, and does nothing, if clears are so frequent that the blocks must not
+    /// be examined again.
     fn mark_all_uncertain(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
         if !self.clear_budget.try_spend(self.blocks) {
             return false;
@@ -299,7 +301,7 @@ impl Stream {
         true
     }
 
-    /// Removes every block; lookups find no block after the removal has begun. The rules of groups stay.
+    /// Removes every block. Lookups find none of the blocks from the beginning of the removal on. The known groups stay.
     pub fn remove_all(&mut self, writer: &mut Writer<'_, SharedState>) {
         let number = self.number;
         self.unkept.clear();
@@ -335,7 +337,8 @@ impl Stream {
         writer.show(number, true);
     }
 
-    /// Removes every block if a removal was skipped, since the block that is gone must not match. Returns whether blocks were removed.
+    /// Removes every block if a removal was skipped, since lookups must not find the block whose removal was skipped. Returns whether
+    /// blocks were removed.
     pub fn remove_all_after_skipped_removal(&mut self, writer: &mut Writer<'_, SharedState>) -> bool {
         let is_spent = self.collisions.take_skipped();
         if is_spent {
@@ -345,7 +348,7 @@ impl Stream {
     }
 }
 
-/// Sorts records in the order in which they are removed: from the ends of runs, so that no block is linked to a removed one.
+/// Sorts records in the order in which they are removed: from the ends of runs, so that no block stays linked to a removed one.
 fn in_removal_order(numbers: impl Iterator<Item = u32>, count: usize, bound: u32) -> Vec<u32> {
     if count < bound as usize / SORT_RATIO {
         let mut found: Vec<u32> = numbers.collect();
@@ -368,30 +371,30 @@ fn in_removal_order(numbers: impl Iterator<Item = u32>, count: usize, bound: u32
     found
 }
 
-/// Ratio of the index's records to a stream's records above which the latter are sorted in a list instead of marked in a bitmap.
+/// The records of a stream are sorted in a list if the index has more than this many times as many records, else marked in a bitmap.
 const SORT_RATIO: usize = 64;
 
 /// A hash to remove.
 #[derive(Clone, Copy, Debug)]
 pub struct RemovalTarget {
     hash: u64,
-    /// The hash, mixed for the table.
+    /// The hash, mixed with the secret of the tables.
     mixed: TableHash,
     position: TablePosition,
-    /// The number in the table's entry; None if the hash has no entry.
+    /// The record in the table's entry; None if the hash has no entry.
     number: Option<u32>,
 }
 
-/// Consecutive removals of one event that are not counted yet. All of them move a block from one set to the same other set.
+/// Consecutive removals of one event whose changes were not applied yet. Each of them moves a block from the set `from` to the set `to`.
 struct PendingRemovals {
-    /// The set of each removed block, before and after the removal.
+    /// The set of each removed block before and after the removal.
     from: u32,
     to: u32,
-    /// Whether the stream is in no holder of the set after the removal.
+    /// Whether the stream holds the blocks of the set `to` on no placement.
     leaves: bool,
-    /// Number of further blocks that have moved from the first set to the second.
+    /// Number of further blocks that have moved from the set `from` to the set `to`.
     moved: u32,
-    /// How copies on this placement contribute to the stream's sums. `tally` is the sum of the contributions of the removed copies.
+    /// The contribution of a copy on this placement to the stream's sums. `tally` is the sum of the contributions of the removed copies.
     marks: CopyMarks,
     tally: Tally,
     held: usize,
@@ -420,10 +423,10 @@ impl PendingRemovals {
 /// Number of adjacent slots for which a `KeyCache` has keys.
 const CACHED_SLOTS: usize = 8;
 
-/// Keys that were computed for one block and the blocks before it; they are valid until a slot changes.
+/// Computed keys of one block and of the blocks before it in its group of slots; they are valid until a slot changes.
 #[derive(Clone, Copy, Debug, Default)]
 struct KeyCache {
-    /// Index of the group of slots, plus one; 0 while the cache is empty.
+    /// Index of the group of slots plus one; 0 while the cache is empty.
     group: u32,
     known: u8,
     keys: [u64; CACHED_SLOTS],

@@ -1,4 +1,4 @@
-//! Adds blocks of a snapshot, and replaces a record by another record of the same block.
+//! Adds the blocks of a snapshot to a stream, and replaces a record by another record of the same block.
 
 use std::collections::HashMap;
 
@@ -9,8 +9,8 @@ use crate::store::shared_state::{Block, ByHash, SharedState};
 use crate::sync::yielding_lock::{WORK_PER_HOLD, YieldingRwLock};
 
 impl Stream {
-    /// Adds a block that the stream does not have, on placements with the given numbers of copies. Returns the block's record; None if the
-    /// stream has the block, or if a limit prevents the addition.
+    /// Adds a block that the stream does not have, with the given numbers of copies on placements. Returns the record of the block; None if
+    /// the stream already has the block, or if a limit prevents the addition.
     #[inline]
     pub fn put(
         &mut self,
@@ -46,7 +46,7 @@ impl Stream {
         Some(number)
     }
 
-    /// The contribution of a block on some placements to a digest.
+    /// The contribution of a block on these placements to a digest.
     pub fn digest_of(&self, hash: u64, key: u64, placements: &[(u16, Copies)]) -> u128 {
         placements.iter().fold(0, |sum: u128, &(placement, copies)| {
             let copy = self.named(placement).marks.copy(hash, key);
@@ -54,8 +54,8 @@ impl Stream {
         })
     }
 
-    /// Puts the blocks of one hash in the given order; each block is given by key and context. If `has_refused`, blocks that the stream
-    /// does not have are skipped. Returns whether the given blocks are all blocks of the hash.
+    /// Puts the blocks of one hash into the given order; each block is given by its key and context. If `has_refused`, blocks that the
+    /// stream does not have are skipped. Returns whether the given blocks are all blocks of the hash.
     pub fn reorder(
         &mut self,
         shared_lock: &YieldingRwLock<SharedState>,
@@ -89,8 +89,8 @@ impl Stream {
         true
     }
 
-    /// Replaces the record `from` by the record `to` of the same block. Returns false and changes nothing if the stream holds both records,
-    /// or if it holds `from` under another hash than the record's.
+    /// Replaces the record `from` by the record `to` of the same block. Returns false, and changes nothing, if the stream holds both
+    /// records, or if the block's hash in this stream differs from that of `from`.
     pub fn exchange(&mut self, shared: &mut SharedState, from: u32, to: u32) -> bool {
         let hash = shared.records.hash(from);
         let mixed = shared.mixed(hash);

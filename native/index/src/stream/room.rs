@@ -1,4 +1,4 @@
-//! Memory of a stream: when its tables are resized, and whether the memory limit allows more blocks.
+//! The memory of a stream: when its tables are resized, and whether the memory limit lets it hold more blocks.
 
 use std::sync::atomic::Ordering;
 
@@ -7,15 +7,16 @@ use crate::memory::hasher::Secret;
 use crate::store::shared_state::SharedState;
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 
-/// Minimum number of entries of a table that is not resized while other threads wait.
+/// Number of entries from which a table is resized only while no lock is held, since other threads would wait.
 pub(super) const LARGE_TABLE: usize = 1 << 14;
-/// Maximum number of bytes by which the index's tables grow while a thread places blocks under one lock.
+/// Maximum number of bytes by which the index's tables can grow before the memory limit is checked again.
 const TABLE_GROWTH: usize = 16 << 10;
-/// One part in this many of the memory limit is reserved for streams that hold fewer blocks than the average.
+/// Fraction of the memory limit (one part in this many) that is reserved for streams that hold fewer blocks than the average.
 const RESERVE: usize = 16;
 
 impl Stream {
-    /// Whether a large table might have to grow for this many additional blocks, or must shrink. Resizing takes long: all entries move.
+    /// Whether a large table must shrink, or might have to grow for `blocks` additional blocks. Resizing takes long, since all entries
+    /// move.
     #[inline]
     pub fn must_resize(&self, blocks: usize) -> bool {
         let is_tight = |length: usize, capacity: usize| length >= LARGE_TABLE && capacity - length < blocks;
@@ -25,7 +26,7 @@ impl Stream {
             || self.foreign.capacity() > LARGE_TABLE && self.must_shrink()
     }
 
-    /// Resizes the tables for this many additional blocks. The caller must not hold the lock of the shared part.
+    /// Resizes the tables for `blocks` additional blocks. The caller must not hold the shared lock.
     pub fn make_room(&mut self, blocks: usize, secret: Secret) {
         if self.foreign.capacity() > LARGE_TABLE && self.must_shrink() {
             self.foreign
@@ -38,7 +39,7 @@ impl Stream {
         }
     }
 
-    /// Counts work as `Writer::spend` does, and resizes tables for the work that follows.
+    /// Counts work as `Writer::spend` does. If the lock must be released then, also resizes tables for further work.
     #[inline]
     pub fn spend(&mut self, writer: &mut Writer<'_, SharedState>, work: usize) {
         if writer.spend(work) && self.must_resize(2 * WORK_PER_HOLD) {
@@ -51,14 +52,14 @@ impl Stream {
         self.foreign.len() * 4 < self.foreign.capacity()
     }
 
-    /// Updates the stream's bytes in the total of the shared part.
+    /// Updates the contribution of this stream to the bytes of all streams.
     pub fn recount(&mut self, shared: &mut SharedState) {
         let bytes = self.bytes();
         shared.streams_bytes = shared.streams_bytes.wrapping_add(bytes.wrapping_sub(self.counted));
         self.counted = bytes;
     }
 
-    /// Whether the memory limit allows this stream to hold more blocks. The last part of the memory is reserved for streams that hold fewer
+    /// Whether the memory limit allows this stream to hold more blocks. Memory close to the limit is reserved for streams that hold fewer
     /// blocks than the average.
     #[inline]
     pub fn may_grow(&mut self, shared: &mut SharedState) -> bool {

@@ -1,5 +1,5 @@
-//! Sums over the copies that a stream holds. The sums do not depend on the order of events, so two parties that hold the same copies have
-//! the same sums.
+//! Sums of the contributions of all copies that a stream holds. The sums do not depend on the order of events. So two parties that hold the
+//! same copies have the same sums.
 
 use std::ops::{AddAssign, SubAssign};
 
@@ -8,14 +8,14 @@ use crate::holders::placements::{AttestedGroup, Placement};
 /// The two sums of a stream.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Sum over the copies on all placements, which a sender announces in heartbeats.
+    /// The digest: the sum over the copies on all placements. Publishers announce their own digest in heartbeats.
     pub digest: u128,
-    /// Sum over the copies on the device, which a heartbeat attests for the engine's cache.
+    /// The attestation: the sum over the copies on the device. Publishers attest the engine's cache by their own sum in heartbeats.
     pub attestation: u64,
 }
 
 impl Tally {
-    /// The contribution of several equal copies.
+    /// The contribution of `copies` equal copies.
     pub fn times(self, copies: u32) -> Self {
         Self {
             digest: self.digest.wrapping_mul(copies.into()),
@@ -40,7 +40,7 @@ impl SubAssign for Tally {
     }
 }
 
-/// How the copies on one placement contribute to the sums.
+/// The values with which the copies on one placement contribute to the sums.
 #[derive(Clone, Copy, Debug)]
 pub struct CopyMarks {
     digest: u64,

@@ -1,4 +1,4 @@
-//! The segments of a table: buckets that share the first bits of their hashes.
+//! The segments of a table: rows of buckets whose entries share the first bits of their hashes.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::{self, NonNull};
@@ -9,19 +9,19 @@ use super::{Hashes, skewed};
 
 /// Number of entries of a bucket.
 const WAYS: usize = 10;
-/// Number of buckets of a full-size segment; only a table with one segment has a smaller segment.
+/// Number of buckets of a segment; only the single segment of a small table has fewer.
 pub const SEGMENT: usize = 32;
-/// Number of buckets of a segment of a dense table before it is split.
+/// Number of buckets to which a segment of a dense table grows before it is split.
 pub const WIDE: usize = 48;
 /// Average number of entries per bucket at which a segment is split or grows.
 const MAX_LOAD: usize = 9;
 /// Average number of entries per bucket below which two segments are merged, or one segment shrinks.
 const MIN_LOAD: usize = 6;
-/// Number of splits after which tags are computed again: each split uses up one bit of the tags.
+/// Number of splits after which tags must be computed again, since each split uses one bit of the tags.
 const SPLITS_BY_TAG: u8 = 4;
-/// Number of bits of a hash that identify a bucket in its segment: the bits of a tag that splits have not used.
+/// Number of bits of a hash that select the home bucket in a segment: the bits of a tag that no split has used.
 const HOME_BITS: u32 = 16 - SPLITS_BY_TAG as u32 - 1;
-/// Mask of these `HOME_BITS` bits in a tag, after the bits that splits have used were shifted out.
+/// Mask of the `HOME_BITS` bits in a tag, after the bits that splits have used were shifted out.
 const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
 
 /// A bucket of one cache line.
@@ -30,7 +30,8 @@ const HOME_MASK: u16 = u16::MAX << (16 - HOME_BITS);
 pub struct Bucket {
     tags: [u16; WAYS],
     used: u16,
-    /// Number of entries whose search passes over this full bucket to a later one. At its maximum the number stays constant.
+    /// Number of entries that are in later buckets because this bucket was full when they were added. At its maximum, the number is not
+    /// changed any more.
     sent_on: u16,
     records: [u32; WAYS],
 }
@@ -43,7 +44,7 @@ const EMPTY: Bucket = Bucket {
 };
 
 impl Bucket {
-    /// A bit for each entry with this tag.
+    /// A bit mask of the entries with this tag.
     #[inline]
     fn matches(&self, tag: u16) -> u32 {
         #[cfg(target_arch = "x86_64")]
@@ -97,8 +98,8 @@ impl Bucket {
     }
 }
 
-/// The buckets of a segment: a piece of the page pool, or separate memory for other sizes. This is a pointer, since an enum would
-/// need a branch at each access.
+/// The buckets of a segment: a piece of the page pool, or a separate allocation if no piece has that size. A pointer is used, since an enum
+/// would need a branch at each access.
 struct Buckets {
     at: NonNull<Bucket>,
     count: u32,
@@ -119,7 +120,7 @@ impl Buckets {
         Self { at, count: count as u32 }
     }
 
-    /// Puts an entry into a bucket after its home, which is full.
+    /// Puts an entry into a later bucket, since its home bucket is full.
     #[cold]
     fn send_on(&mut self, home: usize, tag: u16, record: u32) {
         let mut at = home;
@@ -161,11 +162,11 @@ impl DerefMut for Buckets {
     }
 }
 
-/// See the module.
+/// A segment of a table.
 pub struct Segment {
     buckets: Buckets,
     used: u32,
-    /// Number of leading bits of skewed hashes that all entries of the segment share.
+    /// Number of leading bits that the skewed hashes of all entries of the segment share.
     depth: u8,
     /// Number of leading bits of a skewed hash before its tag.
     base: u8,
@@ -181,7 +182,7 @@ impl Segment {
         }
     }
 
-    /// Buckets.
+    /// Number of buckets.
     pub fn size(&self) -> usize {
         self.buckets.len()
     }
@@ -198,7 +199,7 @@ impl Segment {
         u32::from(self.base)
     }
 
-    /// Whether `buckets` buckets with `used` entries have room for one more.
+    /// Whether `buckets` buckets with `used` entries have room for another entry.
     #[inline]
     pub fn fits(used: usize, buckets: usize) -> bool {
         used < buckets * MAX_LOAD
@@ -220,7 +221,7 @@ impl Segment {
         (skewed << self.base >> 48) as u16
     }
 
-    /// The home bucket of a hash. The home bucket depends only on bits that are in the tag both before and after tags are computed again.
+    /// The home bucket of a hash. The home bucket depends only on bits that are in the tag both before and after a computation of new tags.
     #[inline]
     pub fn home(&self, skewed: u64) -> usize {
         (((skewed << self.depth) >> (64 - HOME_BITS)) as usize * self.buckets.len()) >> HOME_BITS
@@ -252,7 +253,7 @@ impl Segment {
         }
     }
 
-    /// Adds an entry; there must be room.
+    /// Adds an entry; the segment must have room.
     #[inline]
     pub fn put(&mut self, home: usize, tag: u16, record: u32) {
         self.used += 1;
@@ -270,7 +271,7 @@ impl Segment {
         found
     }
 
-    /// Removes an entry that is in a bucket after its home.
+    /// Removes an entry that is in a later bucket than its home.
     #[cold]
     fn take_behind(&mut self, home: usize, tag: u16, record: u32) -> bool {
         let size = self.buckets.len();
@@ -297,9 +298,9 @@ impl Segment {
             .flat_map(|bucket| bucket.records[..bucket.used as usize].iter().copied())
     }
 
-    // --- moving entries to the places that their tags determine
+    // --- moving entries to the buckets that their tags determine
 
-    /// Number of entries whose first bit after the shared ones is 1.
+    /// Number of entries whose first bit after the shared bits is 1.
     pub fn in_second_half(&self) -> usize {
         let bit = 15 - (self.depth - self.base);
         let ones = |bucket: &Bucket| {
@@ -310,8 +311,8 @@ impl Segment {
         self.buckets.iter().map(ones).sum()
     }
 
-    /// Copies all entries into one new segment, or into two by the first bit after the shared ones. `used` has the number of entries that
-    /// each new segment gets. Tags do not change.
+    /// Copies all entries into one new segment, or into two: then the first bit after the shared bits selects the segment. `used` is the
+    /// number of entries that each new segment gets. Tags do not change.
     pub fn pour<const N: usize>(&self, into: &mut [Self; N], used: [usize; N]) {
         let bit = 15 - (self.depth - self.base);
         let passed = into[0].depth - self.base;
@@ -336,13 +337,13 @@ impl Segment {
         }
     }
 
-    /// Whether tags lack the bit for one more split.
+    /// Whether the tags have no bit for another split.
     pub fn tags_are_used_up(&self) -> bool {
         self.depth - self.base > SPLITS_BY_TAG
     }
 
-    /// Computes all tags again, from the bits after `base`. The hashes are read from the records, which are scattered in memory, so all
-    /// records are prefetched first.
+    /// Computes all tags again, from the bits after the first `base` bits. The hashes are read from the records, which are scattered in
+    /// memory, so all records are prefetched first.
     pub fn take_tags(&mut self, base: u32, hashes: &impl Hashes) {
         self.records().for_each(|record| hashes.prefetch(record));
         self.base = base as u8;
