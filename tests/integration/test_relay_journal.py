@@ -141,7 +141,7 @@ class Run:
     def restart(self) -> None:
         self.journal = open_journal(self.folder, disk=self.disk)
         found = self.journal.recover()
-        assert not found.incomplete
+        assert not found.incomplete_reason
         assert self.model.matches(found)
         assert found.incarnation == INCARNATION
         self.journal.resume(found)
@@ -271,7 +271,7 @@ def test_a_kill_anywhere_loses_nothing_that_was_acknowledged(
         crash(run.journal)
         run.journal = open_journal(run.folder, disk=run.disk)
         found = run.journal.recover()
-        assert not found.incomplete
+        assert not found.incomplete_reason
         before.states = run.model.states
         run.model = before if before.matches(found) else run.model
         assert run.model.matches(found)
@@ -371,7 +371,7 @@ def test_a_truncated_file_makes_the_journal_incomplete(tmp_path: Path, path: Pat
     assert model.matches(recover_changed(tmp_path, content))
     for name, data in content.items():
         for size in {*range(0, len(data), 13), len(data) - 1}:
-            assert recover_changed(tmp_path, {**content, name: data[:size]}).incomplete
+            assert recover_changed(tmp_path, {**content, name: data[:size]}).incomplete_reason
 
 
 def test_bytes_that_were_not_acknowledged_are_ignored(tmp_path: Path, path: Path) -> None:
@@ -380,22 +380,22 @@ def test_bytes_that_were_not_acknowledged_are_ignored(tmp_path: Path, path: Path
     newest = max(name for name in content if name.endswith("log"))
     for rest in (b"\0", b"garbage" * 100, content[newest][journal_format.FRAMES_AT :]):
         found = recover_changed(tmp_path, {**content, newest: content[newest] + rest})
-        assert not found.incomplete
+        assert not found.incomplete_reason
         assert model.matches(found)
 
 
 def test_a_missing_file_makes_the_journal_incomplete(tmp_path: Path, path: Path) -> None:
     _, content = write_history(path)
     for name in content:
-        assert recover_changed(tmp_path, {each: data for each, data in content.items() if each != name}).incomplete
+        assert recover_changed(tmp_path, {each: data for each, data in content.items() if each != name}).incomplete_reason
 
 
 def test_a_renamed_file_makes_the_journal_incomplete(tmp_path: Path, path: Path) -> None:
     """Files are swapped or copied to another name."""
     _, content = write_history(path)
     one, two = sorted(name for name in content if name.endswith("log"))
-    assert recover_changed(tmp_path, {**content, one: content[two], two: content[one]}).incomplete
-    assert recover_changed(tmp_path, {**content, "0000000000000099.log": content[two]}).incomplete
+    assert recover_changed(tmp_path, {**content, one: content[two], two: content[one]}).incomplete_reason
+    assert recover_changed(tmp_path, {**content, "0000000000000099.log": content[two]}).incomplete_reason
 
 
 def test_a_flipped_bit_never_gives_wrong_data(tmp_path: Path, path: Path) -> None:
@@ -404,7 +404,7 @@ def test_a_flipped_bit_never_gives_wrong_data(tmp_path: Path, path: Path) -> Non
         for at in range(0, len(data), 7):
             damaged = bytearray(data)
             damaged[at] ^= 1 << at % 8
-            assert recover_changed(tmp_path, {**content, name: bytes(damaged)}).incomplete
+            assert recover_changed(tmp_path, {**content, name: bytes(damaged)}).incomplete_reason
 
 
 @given(data=st.data())
@@ -418,7 +418,7 @@ def test_many_changed_bytes_never_give_wrong_data(data: st.DataObject) -> None:
             damaged[at : at + data.draw(st.integers(0, 300))] = data.draw(st.binary(max_size=300))
             content[name] = bytes(damaged)
         found = recover_changed(Path(folder), content)
-        assert found.incomplete or model.matches(found)
+        assert found.incomplete_reason or model.matches(found)
 
 
 # --- restarts of the machine
@@ -440,8 +440,8 @@ def test_after_a_restart_of_the_machine_a_journal_that_was_not_closed_is_incompl
     other_boot_id = tmp_path / "boot_id"
     other_boot_id.write_text("00112233-4455-6677-8899-aabbccddeeff\n")
     found = open_journal(path, disk=WatchedDisk(boot_id_file=other_boot_id)).recover()
-    assert bool(found.incomplete) == (not closes or continues)
-    assert not found.incomplete or "the machine was restarted" in found.incomplete
+    assert bool(found.incomplete_reason) == (not closes or continues)
+    assert not found.incomplete_reason or "the machine was restarted" in found.incomplete_reason
 
 
 def test_without_a_boot_id_a_journal_that_was_not_closed_is_incomplete(path: Path, tmp_path: Path) -> None:
@@ -449,7 +449,7 @@ def test_without_a_boot_id_a_journal_that_was_not_closed_is_incomplete(path: Pat
     journal, model = begin_journal(path, disk)
     store(journal, model, [5])
     crash(journal)
-    assert open_journal(path, disk=disk).recover().incomplete
+    assert open_journal(path, disk=disk).recover().incomplete_reason
     (tmp_path / "none").write_text("00112233-4455-6677-8899-aabbccddeeff\n")
     assert disk.boot_id() == bytes.fromhex("00112233445566778899aabbccddeeff")
 
@@ -477,7 +477,10 @@ def test_a_failed_disk_is_retried_with_growing_delays(path: Path, error: int) ->
     stats = journal.stats()
     assert (stats.state, stats.reason, stats.appended, stats.dropped) == ("memory", os.strerror(error), 2, 2)
     shutil.copytree(path, path.with_name("killed"))
-    assert open_journal(path.with_name("killed")).recover().incomplete == "the disk failed to record what was sent last"
+    assert (
+        open_journal(path.with_name("killed")).recover().incomplete_reason
+        == "the disk failed to record the newest batches that were sent"
+    )
     failures = []
     for second in range(100):
         journal.tick(float(second))
@@ -594,7 +597,7 @@ def test_a_deleted_or_moved_folder_is_noticed(path: Path, how: str) -> None:
     crash(journal)
     assert model.matches(open_journal(path).recover())
     if how == "moved":
-        assert open_journal(path.with_name("moved")).recover().incomplete
+        assert open_journal(path.with_name("moved")).recover().incomplete_reason
 
 
 def test_a_journal_can_start_while_the_disk_fails(path: Path) -> None:
@@ -614,7 +617,7 @@ def test_a_journal_can_start_while_the_disk_fails(path: Path) -> None:
     journal.resume(found)
     assert journal.stats().state == "memory"
     crash(journal)
-    assert open_journal(path).recover().incomplete, "higher numbers may have been sent"
+    assert open_journal(path).recover().incomplete_reason, "higher numbers may have been sent"
 
 
 def test_a_folder_that_cannot_be_opened_is_retried(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -627,7 +630,7 @@ def test_a_folder_that_cannot_be_opened_is_retried(path: Path, monkeypatch: pyte
         patch.setattr(Path, "mkdir", refused)
         journal = open_journal(path)
         found = journal.recover()
-        assert found.incomplete.endswith("cannot be used now: [Errno 30] Read-only file system")
+        assert found.incomplete_reason.endswith("cannot be used now: [Errno 30] Read-only file system")
         journal.begin(9)
         assert (journal.stats().state, journal.stats().reason) == ("memory", "Read-only file system")
         journal.tick(100.0)
@@ -666,7 +669,10 @@ def test_a_journal_recovers_from_a_full_file_system(tiny_disk: Path) -> None:
     assert journal.stats().reason == "No space left on device"
     assert journal.stats().appended == model.next_number - 2 > 150
     shutil.copytree(path, tiny_disk.with_name("killed"))
-    assert open_journal(tiny_disk.with_name("killed")).recover().incomplete == "the disk failed to record what was sent last"
+    assert (
+        open_journal(tiny_disk.with_name("killed")).recover().incomplete_reason
+        == "the disk failed to record the newest batches that were sent"
+    )
     journal.tick(1.0)
     assert not wants_snapshot(journal)
     subprocess.run(["mount", "-o", "remount,size=4m", str(tiny_disk)], check=True)  # noqa: S607 - as above
@@ -687,7 +693,7 @@ def test_a_journal_stays_in_memory_when_its_file_system_becomes_read_only(tiny_d
         journal.close()
         subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], check=True)  # noqa: S607 - as above
         journal = Journal(tiny_disk / "journal")
-        assert journal.recover().incomplete
+        assert journal.recover().incomplete_reason
         journal.begin(INCARNATION + 1)
     store(journal, model, [5])
     assert journal.stats().state == "memory"
@@ -732,7 +738,7 @@ def test_files_of_a_later_release_are_not_touched(path: Path) -> None:
         journal.recover()
     crash(journal)
     file.write_bytes(header + b"none")
-    assert open_journal(path).recover().incomplete
+    assert open_journal(path).recover().incomplete_reason
 
 
 def test_files_that_are_deleted_before_they_are_read_again_raise(path: Path) -> None:
@@ -770,7 +776,7 @@ def test_an_unfinished_log_of_a_killed_process_is_ignored(path: Path) -> None:
     for _ in range(2):
         journal = open_journal(path)
         found = journal.recover()
-        assert not found.incomplete
+        assert not found.incomplete_reason
         assert model.matches(found)
         journal.resume(found)
         store(journal, model, [1])
@@ -789,7 +795,7 @@ def test_only_the_owner_can_read_payloads(path: Path) -> None:
 
 def test_an_empty_folder_is_neither_resumable_nor_incomplete(path: Path) -> None:
     found = open_journal(path).recover()
-    assert (found.incarnation, found.incomplete, is_resumable(found)) == (None, "", False)
+    assert (found.incarnation, found.incomplete_reason, is_resumable(found)) == (None, "", False)
 
 
 def test_a_new_incarnation_removes_earlier_files(path: Path) -> None:
@@ -799,4 +805,4 @@ def test_a_new_incarnation_removes_earlier_files(path: Path) -> None:
     crash(journal)
     assert len(list(path.glob("*.*"))) == 1
     found = open_journal(path).recover()
-    assert (found.incarnation, found.next_number, found.checkpoint, found.incomplete) == (INCARNATION + 1, 0, None, "")
+    assert (found.incarnation, found.next_number, found.checkpoint, found.incomplete_reason) == (INCARNATION + 1, 0, None, "")

@@ -17,7 +17,7 @@ from kvevents.errors import ConfigError
 from kvevents.events import BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.sim import live as follower_module
-from kvevents.sim.audit import AuditCounts, Expected, Mark
+from kvevents.sim.audit import AuditCounts, EngineLookup, StreamPosition
 from kvevents.sim.live import AuditingFollower
 from kvevents.sim.network import Sockets
 from kvevents.sim.settings import FleetSettings
@@ -45,10 +45,10 @@ def make_batch(engine_incarnation: int, number: int, events: Sequence[KVEvent], 
     )
 
 
-def make_lookup(engine_incarnation: int, number: int, cached: int) -> Expected:
+def make_lookup(engine_incarnation: int, number: int, cached: int) -> EngineLookup:
     """Return a lookup of the prompt before batch `number`, which found `cached` tokens."""
     sequence: Any = SimpleNamespace(tokens=array("I", range(40)), lora=None, salt=None)
-    return Expected(Mark(engine_incarnation, number, 0), sequence, 40, cached)
+    return EngineLookup(StreamPosition(engine_incarnation, number, 0), sequence, 40, cached)
 
 
 class ScriptedSubscriber:
@@ -91,7 +91,7 @@ def engine_incarnation(_: object, ts: float) -> int:
 
 def audit_script(
     script: Sequence[RawDelivery],
-    lookups: Sequence[Expected],
+    lookups: Sequence[EngineLookup],
     monkeypatch: pytest.MonkeyPatch,
     degraded: frozenset[DegradedReason] = frozenset(),
 ) -> AuditCounts:

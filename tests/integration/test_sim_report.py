@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvevents.cli.console import table, width
 from kvevents.errors import MissingDependencyError
 from kvevents.sim.picture import check_picture, write_picture
-from kvevents.sim.report_text import COLUMNS, Interval, cells, report_settings, rows, span, summary, traffic_text
+from kvevents.sim.report_text import COLUMNS, Interval, cells, format_seconds, report_settings, rows, summary, traffic_text
 from kvevents.sim.results import Comparison, PolicyResult
 from kvevents.sim.settings import FleetSettings, SimulationSettings
 from sim_report_cases import result
@@ -139,7 +139,7 @@ def test_an_interval_is_students() -> None:
 
 
 def test_durations_have_a_suitable_unit() -> None:
-    assert [span(seconds) for seconds in (0.0, 0.0042, 0.0999, 0.8, 9.304, 1_234.56)] == [
+    assert [format_seconds(seconds) for seconds in (0.0, 0.0042, 0.0999, 0.8, 9.304, 1_234.56)] == [
         "0 ms",
         "4.2 ms",
         "99.9 ms",

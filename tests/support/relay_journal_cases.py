@@ -55,16 +55,16 @@ class WatchedDisk(Disk):
         self._note("write", b"".join(parts), file)
         super().write(file, parts)
 
-    def overwrite(self, file: int, at: int, data: bytes) -> None:
+    def overwrite(self, file: int, offset: int, data: bytes) -> None:
         self._note("overwrite", data)
-        super().overwrite(file, at, data)
+        super().overwrite(file, offset, data)
 
     def sync(self, file: int) -> None:  # noqa: ARG002 - the real disk is not needed
         self._note("sync")
 
-    def rename(self, name: str, to: str, folder: int) -> None:
+    def rename(self, name: str, new_name: str, folder: int) -> None:
         self._note("rename")
-        super().rename(name, to, folder)
+        super().rename(name, new_name, folder)
 
     def remove(self, name: str, folder: int) -> None:
         self._note("remove")
@@ -101,7 +101,7 @@ def open_journal(folder: Path, limits: JournalLimits = TINY, disk: Disk | None =
 
 def is_resumable(found: Recovered) -> bool:
     """Return whether a relay can continue with `next_number` in the same incarnation."""
-    return found.incarnation is not None and not found.incomplete
+    return found.incarnation is not None and not found.incomplete_reason
 
 
 _opened: Final[list[Callable[[], None]]] = []

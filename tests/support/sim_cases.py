@@ -121,7 +121,7 @@ class Run:
             assert len(self.steps) < most, "the engine does not finish"
             self.step()
         assert self.engine.jobs() == []
-        assert self.engine.cache.pool.free == self.size.blocks
+        assert self.engine.cache.pool.free_blocks == self.size.blocks
 
 
 def fleet_of(given: FleetSettings, name: str = "prefix-aware") -> SimulatedFleet:

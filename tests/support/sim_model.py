@@ -132,10 +132,12 @@ def contents(cache: PrefixCache) -> Counter[tuple[str, int, int]]:
     """Return the contents of a cache, read from its blocks."""
     pool, host = cache.pool, cache._host
     found = Counter(
-        (MEDIUM_GPU, table.place, name) for table, name in zip(pool._tables, pool._names, strict=True) if table is not None
+        (MEDIUM_GPU, table.group_index, name)
+        for table, name in zip(pool._tables, pool._hashes, strict=True)
+        if table is not None
     )
     if host is not None:
-        found.update((host._medium, 0, name) for name in host._held)
+        found.update((host._medium, 0, name) for name in host._blocks)
     return found
 
 

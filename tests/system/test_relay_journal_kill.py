@@ -20,7 +20,7 @@ from kvevents.relay.journal_format import Batches
 from relay_journal_cases import TINY, is_resumable, payload_of
 journal = Journal(sys.argv[1], replace(TINY, max_log_bytes=1 << 30))  # slow disks delay snapshots
 found = journal.recover()
-assert not found.incomplete, found.incomplete
+assert not found.incomplete_reason, found.incomplete_reason
 journal.resume(found) if is_resumable(found) else journal.begin(5)
 first = found.next_number
 while True:
@@ -53,7 +53,7 @@ def test_batches_that_a_journal_acknowledged_survive_sigkill(tmp_path: Path) -> 
         acknowledged = max([acknowledged, *(int(line) for line in rest if line.endswith(b"\n"))])
         journal = open_journal(path, TINY)
         found = journal.recover()
-        assert is_resumable(found), found.incomplete
+        assert is_resumable(found), found.incomplete_reason
         assert acknowledged < found.next_number <= acknowledged + 1 + 4
         number = found.snapshot_number
         assert list(found.parts()) == ([] if number < 0 else [payload_of(number, 400)] * 3)

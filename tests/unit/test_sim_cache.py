@@ -59,7 +59,7 @@ class History:
         while self.live:
             self.release(0, 0)
             self.check()
-        assert self.cache.pool.free == self.cache.size.blocks
+        assert self.cache.pool.free_blocks == self.cache.size.blocks
         assert self.cache.reset()
         self.check()
         assert not contents(self.cache)
@@ -115,7 +115,7 @@ class History:
         self.on_events(events)
         assert +self.mirror.held == contents(cache)
         used = {block for one in self.live for table in one.tables for block in table if block}
-        assert cache.pool.free == cache.size.blocks - len(used)
+        assert cache.pool.free_blocks == cache.size.blocks - len(used)
         assert len(cache._host or ()) <= cache.size.host_blocks
         for one in self.live:
             assert all(len(table) == -(-one.computed // cache.size.block_size) for table in one.tables)
@@ -362,7 +362,7 @@ def test_host_memory_holds_the_beginning_of_a_prompt_that_is_too_long_for_it() -
     cache = PrefixCache(CacheSize(20, 2, host_blocks=2))
     one = sequence([0] * 10, 2)
     compute_and_release(cache, one)
-    assert list(cache._host._held if cache._host else ()) == one.hashes[1::-1]
+    assert list(cache._host._blocks if cache._host else ()) == one.hashes[1::-1]
 
 
 # --- limits

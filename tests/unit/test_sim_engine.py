@@ -64,8 +64,8 @@ def test_every_request_is_answered_or_refused_with_any_pool(
     lookups = [lookup for step in run.steps for lookup in step.lookups]
     assert len(lookups) == len(finished) + run.engine.preemptions
     # First come, first served: no request overtakes another.
-    assert [lookup.job for lookup in lookups if lookup.first] == [job for job in run.submitted if job in finished]
-    assert all(lookup.job.cached == lookup.cached for lookup in lookups if lookup.first)
+    assert [lookup.job for lookup in lookups if lookup.is_first] == [job for job in run.submitted if job in finished]
+    assert all(lookup.job.cached == lookup.cached for lookup in lookups if lookup.is_first)
     # What is not cached is computed; after a preemption, at most as much.
     uncached = sum(lookup.tokens - lookup.cached for lookup in lookups)
     assert run.prefilled == uncached if not run.engine.preemptions else run.prefilled <= uncached
@@ -173,9 +173,9 @@ def test_the_newest_request_is_preempted_waits_first_and_finds_its_own_blocks() 
     first, last, waiting = run.submit([request([1, 1, 1, 1], 8), request([2, 2, 2, 2], 4), request([3] * 8, 1)])
     run.finish()
     assert run.engine.preemptions == 1
-    order = [(lookup.job, lookup.first) for step in run.steps for lookup in step.lookups]
+    order = [(lookup.job, lookup.is_first) for step in run.steps for lookup in step.lookups]
     assert order == [(first, True), (last, True), (last, False), (waiting, True)]
-    again = next(lookup for step in run.steps for lookup in step.lookups if not lookup.first)
+    again = next(lookup for step in run.steps for lookup in step.lookups if not lookup.is_first)
     assert again.tokens > 4, "tokens of the answer before the preemption are part of the lookup"
 
 

@@ -37,14 +37,14 @@ class PoolMachine(RuleBasedStateMachine):
         empty = [block for block in self.used_blocks() if block not in self.plain.contents]
         blocks = data.draw(st.permutations(empty))[: data.draw(st.integers(1, len(empty)))]
         names = data.draw(st.lists(st.sampled_from(NAMES), min_size=len(blocks), max_size=len(blocks)))
-        self.real.name(self.tables[group], [NULL, *blocks], [99, *names])
+        self.real.set_contents(self.tables[group], [NULL, *blocks], [99, *names])
         self.plain.contents.update({block: (group, name) for block, name in zip(blocks, names, strict=True)})
 
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
         known = sorted({*self.used_blocks(), *self.plain.contents})
         blocks = data.draw(st.lists(st.sampled_from(known), unique=True)) if known else []
-        assert self.real.unused([NULL, *blocks]) == sum(block in self.plain.queue for block in blocks)
+        assert self.real.count_unused([NULL, *blocks]) == sum(block in self.plain.queue for block in blocks)
         self.real.touch([NULL, *blocks])
         self.plain.touch(blocks)
 
@@ -59,22 +59,22 @@ class PoolMachine(RuleBasedStateMachine):
     def release_all_and_reset(self) -> None:
         """A reset is refused while a block is in use, and does not change the order of the queue."""
         while self.used_blocks():
-            assert not self.real.forget()
+            assert not self.real.reset()
             blocks = self.used_blocks()
             self.real.give_back(blocks)
             self.plain.give_back(blocks)
-        assert self.real.forget()
+        assert self.real.reset()
         self.plain.contents.clear()
 
     @invariant()
     def pool_and_model_are_equal(self) -> None:
         real, plain = self.real, self.plain
         assert list_free_blocks(real) == plain.queue
-        assert real.free == len(plain.queue)
+        assert real.free_blocks == len(plain.queue)
         assert real.uses == [0, *(plain.uses[block] for block in range(1, plain.size + 1))]
         for group, table in enumerate(self.tables):
             found = {name: plain.find((group, name)) for name in NAMES}
-            assert table.whole == {name: block for name, block in found.items() if block is not None}
+            assert table.block_by_hash == {name: block for name, block in found.items() if block is not None}
             copies = {name: [b for b, held in plain.contents.items() if held == (group, name)] for name in NAMES}
             assert table.duplicates == {name: blocks[1:] for name, blocks in copies.items() if blocks[1:]}
 
@@ -97,7 +97,7 @@ def test_the_queue_has_each_free_block_once_however_often_it_is_used_again() -> 
 def used_blocks(pool: Pool, table: BlockTable, names: list[int]) -> list[int]:
     """Return new blocks of a sequence, which hold the given contents."""
     blocks, _ = pool.take(len(names))
-    pool.name(table, blocks, names)
+    pool.set_contents(table, blocks, names)
     return blocks
 
 
@@ -133,15 +133,15 @@ def test_the_older_of_two_blocks_with_one_hash_is_found_and_each_is_evicted_sepa
     """If one is evicted, the other is found; a copy that is stored again is the younger one."""
     pool, table = Pool(2), BlockTable(0)
     older, younger = used_blocks(pool, table, [7]), used_blocks(pool, table, [7])
-    assert [table.whole[7]] == older
+    assert [table.block_by_hash[7]] == older
     pool.give_back(older)
     assert pool.take(1) == (older, [(0, 7)])
-    assert [table.whole[7]] == younger
-    pool.name(table, older, [7])
-    assert [table.whole[7]] == younger
+    assert [table.block_by_hash[7]] == younger
+    pool.set_contents(table, older, [7])
+    assert [table.block_by_hash[7]] == younger
     pool.give_back(younger)
     assert pool.take(1) == (younger, [(0, 7)])
-    assert [table.whole[7]] == older
+    assert [table.block_by_hash[7]] == older
     assert not table.duplicates
 
 
@@ -153,4 +153,4 @@ def test_a_block_is_free_when_its_last_user_gives_it_back(uses: int) -> None:
         pool.touch(blocks)
     for left in range(uses - 1, -1, -1):
         pool.give_back(blocks)
-        assert pool.free == (left == 0)
+        assert pool.free_blocks == (left == 0)

@@ -45,7 +45,7 @@ def test_blocks_are_given_or_follow_from_the_memory_of_the_preset() -> None:
         ({"overlay": float("nan")}, "overlay is nan"),
         ({"block_size": 0}, "block_size is 0"),
         ({"block_size": 0, "blocks": 4}, "block_size is 0"),
-        ({"block_size": 1 << 30}, f"block_size is {1 << 30}"),
+        ({"block_size": 1 << 30}, f"block_size {1 << 30}"),
         ({"blocks": 0}, "^blocks .* 0"),
         ({"blocks": -1}, "^blocks .* -1"),
         ({"host_blocks": -1}, "host_blocks is -1"),

@@ -76,7 +76,7 @@ def test_at_most_the_limit_of_lines_is_read(tmp_path: Path) -> None:
         ('{"time": 1}', "neither of the keys hash_ids and at"),
         (PLAIN.replace("[1, 2]", "[-1]"), "tokens"),
         (MOONCAKE.replace("600", "6000"), "needs 12 hash_ids"),
-        (MOONCAKE.replace("2000", "1000"), "1.0 s, is before that of the previous line, 1.5 s: sort"),
+        (MOONCAKE.replace("2000", "1000"), "1.0 s, but the previous line's time is 1.5 s: sort"),
     ],
 )
 def test_an_invalid_line_raises_with_its_number(tmp_path: Path, line: str, message: str) -> None:

@@ -19,9 +19,9 @@ from kvevents.sim.workload_generators import (
     Turn,
     Writer,
     answer_seconds,
+    draw_turns,
     schedule,
-    turns_of,
-    zipf,
+    zipf_weights,
 )
 from kvevents.sim.workloads import Chat, Lengths
 
@@ -86,14 +86,14 @@ def test_invalid_lengths_are_refused(invalid: tuple[float, float, int, int]) -> 
 @pytest.mark.parametrize("mean", [1.0, 1.5, 6.0])
 def test_the_number_of_turns_has_the_configured_mean(mean: float) -> None:
     random = Random(1)
-    found = [turns_of(mean, random) for _ in range(20_000)]
+    found = [draw_turns(mean, random) for _ in range(20_000)]
     assert min(found) == 1
     assert fmean(found) == pytest.approx(mean, rel=0.03)
 
 
 def test_zipf_weights_are_cumulative() -> None:
-    assert zipf(3, 1) == pytest.approx([1, 1.5, 1.5 + 1 / 3])
-    assert zipf(3, 0) == [1, 2, 3]
+    assert zipf_weights(3, 1) == pytest.approx([1, 1.5, 1.5 + 1 / 3])
+    assert zipf_weights(3, 0) == [1, 2, 3]
 
 
 def test_a_writer_never_writes_the_same_text_twice() -> None:

@@ -39,7 +39,7 @@ from kvevents.subscriber import StreamStatus
 from kvevents.wire import decode_batch
 
 BlocksKey: TypeAlias = tuple[int, int]
-"""The ordinal of an upstream, and a rank that its batches state."""
+"""The ordinal of an upstream, and a rank in the upstream's batches."""
 _OWNERSHIP_PREFIX: Final = b"\xc1aside"
 """First bytes of a snapshot part that holds an `Ownership`. No payload of a batch starts with these bytes."""
 
@@ -53,10 +53,10 @@ class RelayCheckpoint(msgspec.Struct, frozen=True):
     checkpoints: list[Checkpoint]
     """The checkpoint of each upstream, by ordinal."""
     form: str = ""
-    """`DialectEncoder.form`."""
+    """The form of the stream, as in `DialectEncoder.form`; empty if it was not detected."""
     has_salted_prompts: bool = False
-    """Whether keys of a prompt with a salt were forwarded. The journal has no salt, so later blocks of the prompt cannot get
-    keys."""
+    """Whether block keys of a prompt with a salt were forwarded. The journal has no salts, so a later process cannot compute
+    the keys of the prompt's next blocks."""
 
 
 @build_decoder_now
@@ -66,7 +66,8 @@ class Ownership(msgspec.Struct, frozen=True):
     number: int = -1
     """The number of the last batch that the ownership covers."""
     blocks: list[tuple[BlocksKey, Any]] = []
-    """Pieces of `UpstreamBlocks.dump`, each with its upstream and rank; other `Ownership`s can hold more pieces."""
+    """Pieces of `UpstreamBlocks.dump`, each with its upstream and rank. A snapshot can spread the pieces over several
+    `Ownership` records."""
 
 
 # --- writing
@@ -94,12 +95,12 @@ class CheckpointWriter:
         self._buffer: Final = buffer
         self._limits: Final = limits
         self.checkpoints = list(checkpoints)
-        """The last written checkpoints, by ordinal of the upstream."""
+        """The checkpoints that were written most recently, by ordinal of the upstream."""
         self._written_number = -1
-        """Value of `next_number` when the upstreams' checkpoints were last taken."""
+        """Value of `next_number` at the newest call of `take`."""
         self._written_at = self._snapshot_tried_at = -math.inf
         self._degraded_reasons: list[frozenset[DegradedReason]] = []
-        """Degraded reasons of the upstreams at the last checkpoint."""
+        """Degraded reasons of the upstreams at the newest checkpoint."""
 
     def request(self) -> None:
         """Make the next `run_due` write a checkpoint, even if none is due."""
@@ -139,7 +140,7 @@ class CheckpointWriter:
         self.write()
 
     def write(self) -> None:
-        """Write the last checkpoints again, with the current form of the stream."""
+        """Write `checkpoints` again, with the form of the stream that is detected now."""
         if self._journal is not None:
             has_salted_prompts = any(transform.has_salted_prompts for transform in self._transforms)
             form = self._sequencer.encoder.form
@@ -149,7 +150,7 @@ class CheckpointWriter:
     def _write_snapshot(self, journal: Journal, statuses: Sequence[StreamStatus]) -> None:
         """Replace the files of the journal by a snapshot.
 
-        The snapshot has the buffer's compacted history, the owners of blocks after the newest batch, and the buffered batches.
+        The snapshot has the buffer's compacted history, the buffered batches, and the owner of each block that is live now.
         """
         last = self._sequencer.next_number - 1
         history_and_tail = self._buffer.history_up_to(last)
@@ -166,14 +167,14 @@ class CheckpointWriter:
         ownership = [Ownership(last), *(Ownership(last, [(key, piece)]) for key, own in blocks.items() for piece in own.dump())]
         parts = [] if history is None else list(history.payloads)
         parts += [_OWNERSHIP_PREFIX + msgspec.msgpack.encode(owned) for owned in ownership]
-        self.take(statuses)  # `tail` does not name upstreams, so the checkpoints must cover all its batches
+        self.take(statuses)  # the batches in `tail` do not name their upstreams, so the checkpoints must cover them
         journal.snapshot(number, parts, tail, OWN_UPSTREAM, is_partial=history is not None and history.partial)
 
 
 # --- restoring
 
 
-class Restored(NamedTuple):
+class RestoredState(NamedTuple):
     """The state with which a relay starts."""
 
     incarnation: int
@@ -181,7 +182,7 @@ class Restored(NamedTuple):
     checkpoints: tuple[Checkpoint, ...] = ()
     """Checkpoints of the upstreams by ordinal; empty for a new incarnation."""
     forwarded: Mapping[int, Position] = {}
-    """By ordinal of the upstream, the position of its newest batch that an earlier process has sent."""
+    """By ordinal of an upstream, the position of the upstream's newest batch that an earlier process has sent."""
     blocks: Mapping[BlocksKey, UpstreamBlocks] = {}
     was_resumed: bool = False
     """Whether the relay continues the incarnation of an earlier process."""
@@ -198,21 +199,21 @@ def restore(
     state: IndexedStream,
     received: Mapping[int, IndexedStream],
     encoder: DialectEncoder,
-) -> Restored:
+) -> RestoredState:
     """Restore the relay from the journal, or start a new incarnation. Afterwards, records can be appended to the journal.
 
     Fills `buffer`, `state` (what consumers hold) and `received` (the upstreams' streams as received, by ordinal). Raises
     `JournalError` if a file of the journal cannot be read a second time.
     """
     if journal is None:
-        return Restored(_incarnation_after(None))
+        return RestoredState(_incarnation_after(None))
     start = time.monotonic()
     recovered = journal.recover()
     usable = _decode_journal(settings, recovered)
     if isinstance(usable, str):
         incarnation = _incarnation_after(recovered.incarnation)
         journal.begin(incarnation)
-        return Restored(incarnation, reason=f"new incarnation: {usable}", seconds=time.monotonic() - start)
+        return RestoredState(incarnation, reason=f"new incarnation: {usable}", seconds=time.monotonic() - start)
     encoder.restore(usable.checkpoint.form)
     newest: dict[int, ForwardedBatch] = {}
     blocks = _apply_journal(settings, usable, buffer, state, received, newest)
@@ -220,14 +221,14 @@ def restore(
     forwarded = {at: position for at, position in recovered.positions.items() if at < len(settings.upstreams)}
     checkpoints: list[Checkpoint] = []
     for at, checkpoint in enumerate(usable.checkpoint.checkpoints):
-        # A restarted relay skips batches that were forwarded, so the upstream must confirm that it sent the newest of these.
+        # A restarted relay skips forwarded batches, so it first verifies that the upstream has sent the newest of them.
         required, batch, origin = checkpoint, newest.get(at), recovered.origins.get(at)
         if not settings.changes_payloads and batch is not None:
             required = checkpoint.with_fingerprint(Fingerprint.of_batch(batch.seq, batch.payload, live=False))
         elif settings.changes_payloads and origin is not None and origin.incarnation == checkpoint.incarnation:
             required = checkpoint.with_fingerprint(Fingerprint(origin.seq, origin.digest, live=False))
         checkpoints.append(resume_point(required, forwarded.get(at)))
-    return Restored(
+    return RestoredState(
         recovered.incarnation or 0,
         recovered.next_number,
         tuple(checkpoints),
@@ -239,9 +240,9 @@ def restore(
     )
 
 
-def _incarnation_after(before: int | None) -> int:
-    """Return an incarnation above `before`: milliseconds since the epoch, or `before + 1` if the clock was set back."""
-    return max(int(time.time() * 1000), 0 if before is None else before + 1)
+def _incarnation_after(previous: int | None) -> int:
+    """Return an incarnation above `previous`: milliseconds since the epoch, or `previous + 1` if the clock was set back."""
+    return max(int(time.time() * 1000), 0 if previous is None else previous + 1)
 
 
 class _DecodedJournal(NamedTuple):
@@ -250,13 +251,13 @@ class _DecodedJournal(NamedTuple):
     recovered: Recovered
     checkpoint: RelayCheckpoint
     parts: list[bytes]
-    """Parts of the state in the snapshot."""
+    """Payloads of the snapshot that recreate the live blocks."""
     ownership: list[Ownership]
 
 
 def _decode_journal(settings: RelaySettings, recovered: Recovered) -> _DecodedJournal | str:
-    if recovered.incomplete or recovered.incarnation is None:
-        return recovered.incomplete or "the journal is new"
+    if recovered.incomplete_reason or recovered.incarnation is None:
+        return recovered.incomplete_reason or "the journal is new"
     try:
         checkpoint = msgspec.msgpack.decode(recovered.checkpoint or b"", type=RelayCheckpoint)
     except msgspec.MsgspecError:
@@ -277,11 +278,13 @@ def _decode_journal(settings: RelaySettings, recovered: Recovered) -> _DecodedJo
     return usable
 
 
-def _observe(newest: dict[int, ForwardedBatch], batches: Iterable[ForwardedBatch], checkpoints: Sequence[Checkpoint]) -> None:
-    """Store in `newest` the newest batch of each upstream that was forwarded after its checkpoint.
+def _store_newest(
+    newest: dict[int, ForwardedBatch], batches: Iterable[ForwardedBatch], checkpoints: Sequence[Checkpoint]
+) -> None:
+    """Store in `newest` the newest batch of each upstream that was forwarded after the upstream's checkpoint.
 
-    The journal omits heartbeats, so a batch that had no other event cannot be compared, and is not stored. An upstream cannot
-    repeat a part of a snapshot; after such a batch it is followed from its start.
+    The journal omits heartbeats, so a batch with no other event cannot be compared with the upstream's replay, and is not
+    stored. An upstream cannot replay a batch that is part of a snapshot; after that batch it is followed from its start.
     """
     for batch in batches:
         if batch.upstream < len(checkpoints):
@@ -305,13 +308,13 @@ def _apply_journal(
     streams = [state, *received.values()]
     with ThreadPoolExecutor(max(1, len(streams))) as pool:
         applying = pool.map(IndexedStream.apply, streams, repeat(parts))
-        buffer.restore(recovered.snapshot_number, parts, recovered.partial)
+        buffer.restore(recovered.snapshot_number, parts, recovered.is_partial)
         batches = recovered.batches()
         while chunk := list(islice(batches, 1_000)):
-            list(applying)  # wait, in order
+            list(applying)  # wait until every stream has applied the previous chunk
             applying = pool.map(IndexedStream.apply, streams, repeat([batch.payload for batch in chunk]))
             buffer.extend([(batch.number, batch.payload) for batch in chunk])
-            _observe(newest, chunk, usable.checkpoint.checkpoints)
+            _store_newest(newest, chunk, usable.checkpoint.checkpoints)
         list(applying)
     if len(settings.upstreams) == 1:
         return {}
@@ -325,7 +328,7 @@ def _apply_journal(
 
 
 def _restore_ownership(settings: RelaySettings, usable: _DecodedJournal) -> dict[BlocksKey, UpstreamBlocks]:
-    """Restore which upstream owns which blocks. For a retraction too, the journal names the upstream."""
+    """Restore which upstream owns which blocks. The journal also names the upstream whose blocks a retraction removes."""
     fields = expressible_placement(settings.resolved_dialect)
     blocks: defaultdict[BlocksKey, UpstreamBlocks] = defaultdict(lambda: UpstreamBlocks(fields))
     number = -1

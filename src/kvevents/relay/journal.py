@@ -1,4 +1,4 @@
-"""The journal of a relay: a snapshot file and a later log, from which a killed relay continues with the same bytes.
+"""The journal of a relay: a snapshot file and a later log, from which a relay that was killed continues its stream.
 
 ::
 
@@ -64,7 +64,7 @@ class JournalLimits:
     """Limits and timers of a journal. Times are in seconds."""
 
     compact_bytes: int = 64 * MIB
-    """Size of the logs above which a snapshot is due; the limit is twice the size of the last snapshot if that is larger."""
+    """Minimum size of the logs for a snapshot. The logs must also exceed twice the size of the previous snapshot."""
     max_log_bytes: int = 8192 * MIB
     """Maximum size of the logs while no snapshot can be made. Above this size the journal behaves as if the disk were full."""
     first_retry_delay: float = 1.0
@@ -158,7 +158,7 @@ class Journal:
     def recover(self) -> Recovered:
         """Read the files, without writing. Raises `JournalError` only for files of a later release."""
         if self._folder is None:
-            return Recovered(incomplete=f"{self.path} cannot be used now: {self._open_error}")
+            return Recovered(incomplete_reason=f"{self.path} cannot be used now: {self._open_error}")
         return recover(self._folder, self._disk.boot_id())
 
     def begin(self, incarnation: int) -> None:
@@ -168,7 +168,7 @@ class Journal:
 
     def resume(self, recovered: Recovered) -> None:
         """Continue after the recovered records, which must be complete."""
-        assert recovered.incarnation is not None  # noqa: S101 - or it is not
+        assert recovered.incarnation is not None  # noqa: S101 - complete records have an incarnation
         self._incarnation = recovered.incarnation
         self._end_state = EndState(
             recovered.next_number, recovered.checkpoint, dict(recovered.positions), dict(recovered.origins)
@@ -177,7 +177,7 @@ class Journal:
         self._closed_logs = sum(header.committed for header in recovered.headers if header.kind == journal_format.LOG)
         self._start([header.name for header in recovered.headers])
 
-    def _start(self, continued: Sequence[str]) -> None:
+    def _start(self, continued_names: Sequence[str]) -> None:
         try:
             if self._folder is None:
                 raise self._open_error or _DELETED_ERROR
@@ -187,11 +187,11 @@ class Journal:
             # The new log is synced first: after a power failure, the previous log must be known to have a successor.
             self._disk.sync(log.fd)
             self._disk.sync(self._folder.fd)
-            if continued:
-                self._set_state(continued[-1], journal_format.CONTINUED)
+            if continued_names:
+                self._set_state(continued_names[-1], journal_format.CONTINUED)
             for name in names:
-                if name not in continued and (generation_of(name) is not None or name == _PROBE):
-                    with suppress(OSError):  # recovery ignores it
+                if name not in continued_names and (generation_of(name) is not None or name == _PROBE):
+                    with suppress(OSError):  # recovery ignores a file of an earlier incarnation
                         self._disk.remove(name, self._folder.fd)
         except OSError as error:
             self._stop_recording(error)
@@ -221,7 +221,7 @@ class Journal:
         self._end_state.checkpoint = checkpoint
 
     def set_origin(self, upstream: int, origin: Origin) -> None:
-        """Record the upstream batch from which the next batches are made; it replaces the upstream's previous origin."""
+        """Record the upstream batch from which the next batches are made. This origin replaces the upstream's previous one."""
         self._append(journal_format.OriginSet(upstream, origin))
         self._end_state.origins[upstream] = origin
 
@@ -266,15 +266,15 @@ class Journal:
         if not self.wants_snapshot or self._folder is None:
             return False
         self._is_disk_back = False
-        before = self._log
+        ended_log = self._log
         try:
             # In state "memory", the files lack batches from before the new log until the snapshot is complete.
-            log = self._new_log(journal_format.OPEN if self.state == "disk" else journal_format.BROKEN, before)
+            log = self._new_log(journal_format.OPEN if self.state == "disk" else journal_format.BROKEN, ended_log)
         except OSError as error:
             self._stop_recording(error)
             return False
         self._log = log
-        self._closed_logs += 0 if before is None else before.size
+        self._closed_logs += 0 if ended_log is None else ended_log.size
         end = self._end_state.next_number
         header = Header(journal_format.SNAPSHOT, log.header.generation, self._incarnation, end)
         limits = self.limits
@@ -286,7 +286,7 @@ class Journal:
             ),
             copy.deepcopy(self._end_state),
         )
-        write = partial(write_snapshot, self._disk, self._folder, header, records, before)
+        write = partial(write_snapshot, self._disk, self._folder, header, records, ended_log)
         self._snapshot_write = _SnapshotWrite(self._in_background(write), log)
         self._check_snapshot()
         return True
@@ -366,16 +366,16 @@ class Journal:
     def _log_bytes(self) -> int:
         return self._closed_logs + (0 if self._log is None else self._log.size)
 
-    def _new_log(self, state: bytes, before: FileWriter | None = None) -> FileWriter:
-        """Begin a log that continues the log `before`, if any. Its file gets the final name after the header was written."""
-        assert self._folder is not None  # noqa: S101 - the callers check
+    def _new_log(self, state: bytes, previous: FileWriter | None = None) -> FileWriter:
+        """Begin a log that continues the log `previous`, if any. Its file gets the final name after the header is written."""
+        assert self._folder is not None  # noqa: S101 - callers check that the folder is open
         self._generation += 1
         header = Header(journal_format.LOG, self._generation, self._incarnation, self._end_state.next_number, state=state)
         log = FileWriter(self._disk, self._folder, header.name + TEMPORARY, header)
         try:
             self._disk.rename(header.name + TEMPORARY, header.name, self._folder.fd)
-            if before is not None:
-                self._set_state(before.header.name, journal_format.CONTINUED)
+            if previous is not None:
+                self._set_state(previous.header.name, journal_format.CONTINUED)
         except BaseException:
             log.discard()
             raise
@@ -383,7 +383,7 @@ class Journal:
 
     def _set_state(self, name: str, state: bytes) -> None:
         """Overwrite the state of a file, and sync the file in the background."""
-        assert self._folder is not None  # noqa: S101 - as above
+        assert self._folder is not None  # noqa: S101 - callers check that the folder is open
         file = self._disk.open(name, self._folder.fd)
         try:
             self._disk.overwrite(file, journal_format.STATE_AT, state)
@@ -415,7 +415,7 @@ class Journal:
         self._count_failure(error)
 
     def _mark_broken(self) -> bool:
-        """Mark or remove all logs, so that no later relay resumes from them. Return whether this succeeded for all."""
+        """Mark or remove all logs, so that no later relay resumes from them. Return False if a log could not be marked."""
         if self._folder is None:
             return True
         try:
@@ -465,7 +465,7 @@ class Journal:
         def run() -> None:
             try:
                 future.set_result(task())
-            except Exception as error:  # noqa: BLE001 - the caller reads it from the future
+            except Exception as error:  # noqa: BLE001 - the caller gets the exception from the `Future`
                 future.set_exception(error)
 
         threading.Thread(target=run, name="kvevents-journal", daemon=True).start()
@@ -476,9 +476,9 @@ def _newest_generation(names: Iterable[str]) -> int:
     return max((generation_of(name) or 0 for name in names if not name.endswith(TEMPORARY)), default=0)
 
 
-def _wait(result: Future[Any], until: float) -> bool:
-    """Wait for a task; return whether it ended in time and without an error."""
+def _wait(result: Future[Any], deadline: float) -> bool:
+    """Wait for a task; return whether it ended before `deadline` and without an error."""
     try:
-        return result.exception(max(0.0, until - time.monotonic())) is None
+        return result.exception(max(0.0, deadline - time.monotonic())) is None
     except FutureTimeoutError:
         return False

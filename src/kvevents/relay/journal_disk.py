@@ -28,7 +28,7 @@ class Disk:
     boot_id_file = Path("/proc/sys/kernel/random/boot_id")
 
     def boot_id(self) -> bytes:
-        """Return 16 bytes that identify this boot of the machine; `UNKNOWN_BOOT` if the system has no such id."""
+        """Return 16 bytes that identify this boot of the machine; `UNKNOWN_BOOT` if the system has no boot id."""
         try:
             return bytes.fromhex(self.boot_id_file.read_text().strip().replace("-", ""))[:16].ljust(16, b"\0")
         except (OSError, ValueError):
@@ -44,25 +44,25 @@ class Disk:
         return os.open(name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
 
     def write(self, file: int, parts: Sequence[bytes]) -> None:
-        """Append all parts."""
+        """Append all parts to the file."""
         left = sum(map(len, parts)) - os.writev(file, parts)
         if left:  # a nearly full disk writes a part of the data, and fails at the next call
             rest = memoryview(b"".join(parts))[-left:]
             while rest:
                 rest = rest[os.write(file, rest) :]
 
-    def overwrite(self, file: int, at: int, data: bytes) -> None:
+    def overwrite(self, file: int, offset: int, data: bytes) -> None:
         """Replace a few bytes in the middle of the file."""
-        if os.pwrite(file, data, at) != len(data):
+        if os.pwrite(file, data, offset) != len(data):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def sync(self, file: int) -> None:
         """Wait until the file is on the disk."""
         os.fsync(file)
 
-    def rename(self, name: str, to: str, folder: int) -> None:
+    def rename(self, name: str, new_name: str, folder: int) -> None:
         """Rename a file atomically."""
-        os.rename(name, to, src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)
 
     def remove(self, name: str, folder: int) -> None:
         """Remove a file if it exists."""
@@ -112,7 +112,7 @@ class Folder:
         fd = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _PRIVATE_MODE, dir_fd=self.fd)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(OSError):  # on a full disk; only the message below needs the process id
+            with suppress(OSError):  # a full disk, where the lock works without the process id, which only a message needs
                 os.ftruncate(fd, 0)
                 os.write(fd, str(os.getpid()).encode())
         except BlockingIOError as error:

@@ -17,7 +17,7 @@ was not acknowledged, and are ignored. The state says whether `committed` covers
 - OPEN while the log is written,
 - CLOSED after an orderly end,
 - CONTINUED if there is a later log,
-- BROKEN if the disk failed to record the last batches that were sent; any other value means the same.
+- BROKEN, or any other value, if the disk failed to record the newest batches that were sent.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SkippedNumbers(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Consecutive batches, of which `first` is the first number, in columns."""
+    """Batches with consecutive numbers from `first` on, as columns: each list has one entry for each batch."""
 
     first: int
     upstreams: list[int]
@@ -101,7 +101,7 @@ class Batches(msgspec.Struct, frozen=True, array_like=True, tag=2):
     payloads: list[bytes]
 
     def positions(self) -> Positions:
-        """Return the position of the last of these batches of each upstream."""
+        """Return, by upstream, the position of the newest of these batches."""
         return dict(zip(self.upstreams, zip(self.incarnations, self.seqs, strict=True), strict=True))
 
     def rows(self) -> Iterator[ForwardedBatch]:
@@ -137,13 +137,11 @@ class SnapshotPart(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class SnapshotHead(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Begins the state in a snapshot: the state after batch `number`, which is -1 if there is no state.
-
-    `partial` is True if the state might lack live blocks.
-    """
+    """Begins the state in a snapshot: the state after batch `number`, which is -1 if the snapshot has no state."""
 
     number: int
-    partial: bool
+    is_partial: bool
+    """Whether the state might lack live blocks."""
 
 
 class EndState(msgspec.Struct, array_like=True, tag=8):
@@ -181,7 +179,7 @@ class Header(NamedTuple):
     """Number of the next batch when the file was begun."""
     boot: bytes = UNKNOWN_BOOT
     """Id of the machine's boot during which the file was begun."""
-    check: int = 0
+    crc: int = 0
     """CRC-32 of the header, from which the CRC of the first frame continues."""
     state: bytes = BROKEN
     committed: int = 0
@@ -227,7 +225,7 @@ class FileWriter:
 
     def close(self) -> None:
         """Close the file."""
-        with suppress(OSError):  # the content was committed before, or is not needed
+        with suppress(OSError):  # the file's content was committed before, or is not needed
             os.close(self.fd)
 
     def discard(self) -> None:
@@ -246,11 +244,11 @@ def read_header(file: BinaryIO) -> Header:
     """Read the header of a file; if the file is of a later release, read only the version. Raises `DamagedError`."""
     data = file.read(FRAMES_AT)
     if len(data) < FRAMES_AT or not data.startswith(MAGIC):
-        raise DamagedError("its header is missing")
+        raise DamagedError("the file's header is missing")
     _, version, length = _PROLOGUE.unpack_from(data)
     header = (data + file.read(max(0, length - len(data))))[:length]
     if len(header) < max(length, _PROLOGUE.size + _CRC.size) or _CRC.pack(crc32(header[: -_CRC.size])) != header[-_CRC.size :]:
-        raise DamagedError("its header is invalid")
+        raise DamagedError("the file's header is invalid")
     if version > VERSION:
         return Header(LOG, 0, 0, 0, version=version)
     if version != VERSION or length != HEADER_BYTES:
@@ -269,9 +267,9 @@ def read_header(file: BinaryIO) -> Header:
 def read_records(file: BinaryIO, header: Header) -> Iterator[JournalRecord]:
     """Read all committed records in order. Raises `DamagedError` at the first invalid record."""
     if os.fstat(file.fileno()).st_size < header.committed:
-        raise DamagedError("its end is missing")
+        raise DamagedError("the end of the file is missing")
     file.seek(FRAMES_AT)
-    at, check = FRAMES_AT, header.check
+    at, check = FRAMES_AT, header.crc
     while at < header.committed:
         head = file.read(_FRAME.size)
         length = _LENGTH.unpack_from(head.ljust(_FRAME.size, b"\0"))[0]
@@ -301,7 +299,7 @@ def tail_records(
     for number, payload in rows:
         if number > first + len(run) or len(run) == max_batches or size + len(payload) > max_bytes:
             if run:
-                yield _batches_of(first, run, upstream)
+                yield _make_batches(first, run, upstream)
             first, run, size = first + len(run), [], 0
             if number > first:
                 yield SkippedNumbers(first, number - 1)
@@ -309,28 +307,28 @@ def tail_records(
         run.append(payload)
         size += len(payload)
     if run:
-        yield _batches_of(first, run, upstream)
+        yield _make_batches(first, run, upstream)
     if first + len(run) < end:
         yield SkippedNumbers(first + len(run), end - 1)
 
 
-def _batches_of(first: int, payloads: list[bytes], upstream: int) -> Batches:
+def _make_batches(first: int, payloads: list[bytes], upstream: int) -> Batches:
     zeros = [0] * len(payloads)
     return Batches(first, [upstream] * len(payloads), zeros, zeros, payloads)
 
 
 def write_snapshot(
-    disk: Disk, folder: Folder, header: Header, records: Sequence[JournalRecord], before: FileWriter | None
+    disk: Disk, folder: Folder, header: Header, records: Sequence[JournalRecord], ended_log: FileWriter | None
 ) -> int:
     """Write a snapshot, remove the files that it replaces, and return its size. Raises `OSError`.
 
-    `before` is the log that ends where the snapshot ends. That log is synced and closed before the snapshot is written.
+    `ended_log` is the log that ends where the snapshot ends. It is synced and closed before the snapshot is written.
     """
-    if before is not None:
+    if ended_log is not None:
         try:
-            disk.sync(before.fd)
+            disk.sync(ended_log.fd)
         finally:
-            before.close()
+            ended_log.close()
     snapshot = FileWriter(disk, folder, header.name + TEMPORARY, header)
     try:
         for record in records:
@@ -346,7 +344,7 @@ def write_snapshot(
     for name in folder.names():
         generation = generation_of(name)
         if generation is not None and generation < header.generation:
-            with suppress(OSError):  # recovery ignores it
+            with suppress(OSError):  # recovery ignores a file that a snapshot has replaced
                 disk.remove(name, folder.fd)
     return snapshot.size
 

@@ -17,18 +17,18 @@ class Recovered:
 
     folder: Folder | None = field(default=None, repr=False)
     headers: list[Header] = field(default_factory=list)
-    """The files of the newest incarnation: a snapshot if there is one, then logs."""
+    """The files of the newest incarnation: the snapshot if one exists, then the logs."""
     incarnation: int | None = None
-    """The relay's newest incarnation in any file; None if there is no file."""
+    """The relay's newest incarnation in any file; None without files."""
     next_number: int = 0
     snapshot_number: int = -1
-    """The last number that `parts` cover; -1 if there is no state."""
-    partial: bool = False
+    """The last number that `parts` cover; -1 if the journal has no snapshot with a state."""
+    is_partial: bool = False
     """Whether `parts` might lack live blocks."""
     checkpoint: bytes | None = None
     positions: Positions = field(default_factory=dict)
     origins: dict[int, Origin] = field(default_factory=dict)
-    incomplete: str = ""
+    incomplete_reason: str = ""
     """Why the files might lack batches that were sent, so that the relay must begin a new incarnation; empty if complete."""
 
     def parts(self) -> Iterator[bytes]:
@@ -43,7 +43,7 @@ class Recovered:
 
     def _reread(self, headers: list[Header]) -> Iterator[JournalRecord]:
         for header in headers:
-            assert self.folder is not None  # noqa: S101 - it contains the files
+            assert self.folder is not None  # noqa: S101 - headers were read from this folder
             try:
                 with self.folder.read(header.name) as file:
                     yield from journal_format.read_records(file, header)
@@ -64,7 +64,7 @@ def recover(folder: Folder, boot_id: bytes) -> Recovered:
     except JournalError:
         raise
     except (DamagedError, OSError) as error:
-        recovered.incomplete = str(error)
+        recovered.incomplete_reason = str(error)
     return recovered
 
 
@@ -128,7 +128,7 @@ def _apply_record(recovered: Recovered, record: JournalRecord) -> None:
         case journal_format.OriginSet():
             recovered.origins[record.upstream] = record.origin
         case journal_format.SnapshotHead():
-            recovered.snapshot_number, recovered.partial = record.number, record.partial
+            recovered.snapshot_number, recovered.is_partial = record.number, record.is_partial
             recovered.next_number = record.number + 1
         case journal_format.EndState():
             _advance(recovered, record.next_number, 0)
@@ -153,6 +153,6 @@ def _check_complete(recovered: Recovered, boot_id: bytes) -> None:
         raise DamagedError(f"the log after {newest.name} is missing")
     states = {journal_format.OPEN, journal_format.CLOSED, journal_format.CONTINUED}
     if any(log.state not in states for log in logs):
-        raise DamagedError("the disk failed to record what was sent last")
+        raise DamagedError("the disk failed to record the newest batches that were sent")
     if newest.state == journal_format.OPEN and not newest.boot == boot_id != UNKNOWN_BOOT:
-        raise DamagedError("the machine was restarted, and what was sent last might not have reached the disk")
+        raise DamagedError("the machine was restarted, and the newest batches that were sent might not have reached the disk")

@@ -27,7 +27,8 @@ from kvevents.wire.dialects import DECLARED, Dialect, detect_dialect, dialect_fo
 
 UNKNOWN_FORM: Final = ""
 SAMPLED_PAYLOADS: Final = 64
-"""Number of first payloads of an upstream that are examined. Half of all unsigned 64-bit hashes are above the signed range."""
+"""Number of payloads of an upstream that are examined for the form of the stream. This shows whether hashes are signed: half
+of all unsigned 64-bit hashes are above the signed range."""
 
 _FORMS: Final[dict[str, Dialect | None]] = {
     UNKNOWN_FORM: None,
@@ -37,37 +38,37 @@ _FORMS: Final[dict[str, Dialect | None]] = {
     "array": dialect_for("vllm", "0.22"),
     "array signed": dialect_for("sglang", "0.5.9"),
 }
-"""By form, a dialect that has the fields of all dialects of that form. Consumers of older releases skip fields that they do
-not know; in arrays, unknown fields follow the last known element."""
+"""Forms of a stream (how events are encoded, and whether hashes are signed), each with a dialect that has the fields of all
+dialects of that form. Consumers of older releases skip fields that they do not know; in arrays these fields are at the end."""
 
 
 class DialectEncoder:
     """Encodes the relay's own batches for one stream. `encode` is thread-safe.
 
-    A stream whose payloads are forwarded as received has no configured dialect: the encoder detects its form from the payloads.
-    If `fixed` is True, the encoder uses `dialect`, or the default encoding if `dialect` is None, and detects nothing.
+    If `is_fixed`, the encoder uses `dialect`, or the default encoding if `dialect` is None. Otherwise the relay forwards
+    payloads as received, and the encoder detects the form of the stream (`_FORMS`) from the payloads.
     """
 
     def __init__(
-        self, dialect: Dialect | None, *, fixed: bool, max_payload: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
+        self, dialect: Dialect | None, *, is_fixed: bool, max_payload: int = DEFAULT_WIRE_LIMITS.max_payload_bytes
     ) -> None:
         self.form = UNKNOWN_FORM
         """The detected form of the stream, a key of `_FORMS`. A checkpoint stores the form for the next process."""
         self.max_payload: Final = max_payload
         """Maximum number of bytes of a payload that consumers accept."""
-        self._fixed: Final = fixed
+        self._is_fixed: Final = is_fixed
         self._dialect = dialect
         self._examined = 0
         self._newest = b""
 
     def restore(self, form: str) -> None:
         """Use the form that an earlier process detected, unless the dialect is fixed."""
-        if not self._fixed and form in _FORMS:
+        if not self._is_fixed and form in _FORMS:
             self._set_form(form)
 
     def observe(self, payloads: Sequence[bytes]) -> None:
         """Detect the form from payloads that are about to be sent. Only the first payloads are examined."""
-        if self._fixed:
+        if self._is_fixed:
             return
         self._newest = payloads[-1]
         for payload in payloads[: SAMPLED_PAYLOADS - self._examined]:
@@ -81,7 +82,7 @@ class DialectEncoder:
             self._examine_payload(newest)
 
     def restart_detection(self) -> None:
-        """Examine payloads again, because the next incarnation of the upstream can be another release."""
+        """Examine payloads again, because the next incarnation of the upstream can be another release of the engine."""
         self._examined = 0
 
     def encode(self, batch: EventBatch) -> bytes:
@@ -147,7 +148,7 @@ def loses_events(report: BatchReport) -> bool:
 OWN_UPSTREAM: Final = 65_535
 """The upstream that the journal records for batches that the relay itself creates: heartbeats, clears and empty batches."""
 RETRACTION_OFFSET: Final = 32_768
-"""Added to the ordinal of an upstream for batches that the relay itself creates to remove the upstream's blocks."""
+"""This number plus the ordinal of an upstream marks batches that the relay itself creates to remove the upstream's blocks."""
 _MAX_REASON_CHARACTERS: Final = 1_000
 """Maximum number of characters of a heartbeat's reason."""
 _EMPTY_DIGEST: Final = "0" * 32
@@ -184,11 +185,11 @@ class IndexedStream:
         """Return whether the stream's blocks match an attestation (`Heartbeat.attestation`); None if that is unknown."""
         if not any(worker.source == self._name for worker in self._index.workers()):
             return attestation == 0
-        return self._index._compare(self._name, 0, None, None, attestation)[1]  # noqa: SLF001 - as below
+        return self._index._compare(self._name, 0, None, None, attestation)[1]  # noqa: SLF001 - only the relay needs it
 
     def key_of(self, rank: int | None, block_hash: int) -> int | None:
         """Return the block key of a resident block of a rank; None if the block is not resident or is an orphan."""
-        return self._index._key_of(self._name, 0, rank, block_hash)  # noqa: SLF001 - the only user
+        return self._index._key_of(self._name, 0, rank, block_hash)  # noqa: SLF001 - only the relay needs keys of blocks
 
     @property
     def blocks(self) -> int:
@@ -200,7 +201,7 @@ class OutputSequencer:
     """For each batch: assigns its number, applies it to `state`, appends it to the journal and sends it, in this order.
 
     `state` has the blocks that consumers hold. `journal` is None if no state outlives the process. `next_number` is the first
-    number to assign; if it is above 0, consumers might not have seen the previous number.
+    number to assign; if the first number is above 0, consumers might not have received the number before.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class OutputSequencer:
         self.encoder: Final = encoder
         self._heartbeat: Final = heartbeat
         self._is_newest_unseen = next_number > 0
-        """Whether consumers might not have seen the newest number."""
+        """Whether consumers might not know that the newest number was assigned."""
 
     def forward(self, ordinal: int, origins: Sequence[RawBatch], payloads: Sequence[bytes]) -> dict[int, ApplyResult]:
         """Send `payloads`, which were made from batches of one upstream. Return the outcomes as `IndexedStream.apply` does.
@@ -290,7 +291,7 @@ class OutputSequencer:
     def _send_changed(self, ordinal: int, origin: RawBatch, payload: bytes, report: BatchReport) -> None:
         """Remove the heartbeat from a payload and send the payload; skip a number before it if events are missing."""
         if loses_events(report):
-            # The number is skipped first: a relay that is killed before it sends the batch skips another number later.
+            # The number is skipped first, because a relay that is killed in between skips another number after its restart.
             self.skip_number()
         parts = [payload]
         if report.heartbeat is not None:
@@ -320,7 +321,7 @@ class OutputSequencer:
 
 
 class HeartbeatSchedule:
-    """Sends heartbeats periodically, when trust changes, and before the last heartbeat leaves the replay buffer.
+    """Sends heartbeats periodically, when trust changes, and before the newest heartbeat leaves the replay buffer.
 
     `heartbeat` is the period that heartbeats promise. `trust_interval` is the minimum time between two heartbeats if trust has
     risen or its reason has changed. Both periods are in seconds.
@@ -341,33 +342,34 @@ class HeartbeatSchedule:
         self._heartbeat: Final = heartbeat
         self._trust_interval: Final = min(heartbeat, trust_interval)
         self._sent_at = -math.inf
-        self._sent: Trust | None = None
-        """Trust in the last heartbeat."""
+        self._sent_trust: Trust | None = None
+        """Trust in the previous heartbeat."""
 
     def send_if_due(self, trust: Trust) -> None:
         """Send a heartbeat if it is due, or if trust has changed; send a drop of trust at once."""
-        is_same = self._sent is not None and (trust.name, trust.reason) == (self._sent.name, self._sent.reason)
+        sent = self._sent_trust
+        is_same = sent is not None and (trust.name, trust.reason) == (sent.name, sent.reason)
         if self._clock() >= self._sent_at + (self._heartbeat if is_same else self._trust_interval):
             self.send(trust)
         else:
             self.send_if_lower(trust)
 
     def send_if_lower(self, trust: Trust) -> None:
-        """Send a heartbeat if trust is lower than in the last heartbeat; if none was sent yet, lower than EXACT."""
-        if trust_order(trust.name) < trust_order("EXACT" if self._sent is None else self._sent.name):
+        """Send a heartbeat if trust is lower than in the previous heartbeat or, before the first heartbeat, than EXACT."""
+        if trust_order(trust.name) < trust_order("EXACT" if self._sent_trust is None else self._sent_trust.name):
             self.send(trust)
 
     def send(self, trust: Trust, attestation: int | None = None) -> None:
         """Send a heartbeat, even if none is due; `attestation` is about all batches that were sent before it."""
-        self._sent, self._sent_at = trust, self._clock()
+        self._sent_trust, self._sent_at = trust, self._clock()
         self._sequencer.send_heartbeat(trust, attestation)
 
     @property
     def is_repeat_due(self) -> bool:
-        """Whether half of the replay buffer is newer than the last heartbeat, and batches have already left the buffer.
+        """Whether half of the replay buffer is newer than the newest heartbeat, and batches have already left the buffer.
 
-        A consumer that starts late gets older batches as a snapshot, which has no trust. If the buffer holds a heartbeat, the
-        same answer brings the trust.
+        A consumer that starts late gets a snapshot, which has no trust, and then the buffered batches. If a heartbeat is among
+        these batches, the consumer learns the trust.
         """
         half = max(1, len(self._buffer) // 2)
-        return bool(self._sent and self._buffer.has_evicted and self._sequencer.batches_since_heartbeat >= half)
+        return bool(self._sent_trust and self._buffer.has_evicted and self._sequencer.batches_since_heartbeat >= half)

@@ -11,24 +11,24 @@ consumer that starts late receives first.
 - A *rank* stays in the payloads, and consumers separate the blocks of different ranks. The relay's own heartbeats and clears
   have no rank, which means all ranks.
 - A *gap* of an upstream skips a number, so that every consumer notices that batches are missing, even a consumer that does not
-  know relays. For several gaps that are received together, the relay skips only one number: each skipped number makes every
-  consumer request the whole replay buffer twice, and one is enough until the next clear.
-- An *attestation* of an engine's own cache is compared with the blocks that the relay has sent, and forwarded in a heartbeat of
-  the relay at the same place of the stream, so that consumers also compare it. A stream of several upstreams has no
+  know relays. For several gaps that are received together, the relay skips only one number, because each skipped number makes
+  every consumer request the whole replay buffer twice. Until the next clear, one skipped number is enough.
+- An *attestation* of an engine's own cache is compared with the blocks that the relay has sent. The relay forwards it in a
+  heartbeat after the same batches, so that consumers can compare it with their blocks. A stream of several upstreams has no
   attestation. If an attestation differs, the relay follows the upstream from its start: consumers receive DEGRADED with the
   reason, and then the reset.
-- A *heartbeat* states the relay's trust. The replay buffer always has a heartbeat, so a consumer that starts late, and gets
-older batches as a snapshot, learns the trust from the same reply.
+- A *heartbeat* states the relay's trust. The replay buffer always has a heartbeat. So a consumer that starts late receives the
+  trust in the reply to its first replay request, although the snapshot of older batches has no trust.
 - The journal records how far each upstream was followed. After a restart the subscriber verifies by replay that the upstream is
   the same incarnation, and receives the missed batches. If the upstream has another incarnation, a reset follows.
 
 A relay can be killed between any two steps, and the next process knows only what was written. So each step is written before
 the steps that depend on it. A reset is written before its removals, so that a restarted relay does not continue with the
-upstream's old incarnation. A gap's degraded reason is written before the batches that follow the gap. If it were not, these
-batches would count as forwarded, and the loss would be forgotten.
+upstream's old incarnation. A gap's degraded reason is written before the batches that follow the gap. In the other order, a
+killed relay would count these batches as forwarded, and forget the loss.
 
-If an exception interrupts a turn, the turn may have received deliveries that were not sent. After such an exception the relay
-refuses further turns, and a new relay continues from the journal.
+A *turn* receives deliveries, sends them, and does periodic work. If an exception interrupts a turn, the turn may have received
+deliveries that were not sent. The relay then refuses further turns, and a new relay continues from the journal.
 """
 
 from __future__ import annotations
@@ -92,27 +92,27 @@ class Relay(Closeable):
         """Maximum number of batches between two heartbeats, so that the replay buffer always holds a heartbeat."""
         self._closed = False
         self._is_interrupted = False
-        """Whether received deliveries might not have been sent completely, because a turn has not ended."""
+        """Whether some received deliveries might not have been sent, because a turn has not ended."""
         self._has_skipped = False
         """Whether a number was skipped in this turn and no clear was sent after it."""
         self._resets_ahead = 0
         """Number of resets that were received and not yet forwarded."""
         self._forwarded = self._divergences = 0
         self._is_maintenance_due = True
-        """Whether consumers or the journal must be informed of a change in this turn."""
+        """Whether a change in this turn must be sent to consumers or written into the journal at once."""
         self._maintain_at = -math.inf
-        with ExitStack() as undo:
+        with ExitStack() as cleanup:
             self._journal = self._open_journal(disk)
             if self._journal is not None:
-                undo.callback(self._journal.close)
-            self._open(undo, transport)
-            undo.pop_all()
+                cleanup.callback(self._journal.close)
+            self._open(cleanup, transport)
+            cleanup.pop_all()
 
-    def _open(self, undo: ExitStack, transport: Transport | None) -> None:
+    def _open(self, cleanup: ExitStack, transport: Transport | None) -> None:
         settings, limits, index = self.settings, self.limits, PrefixIndex()
         self._state = IndexedStream(index, "relay")
         self._encoder = encoder = DialectEncoder(
-            settings.resolved_dialect, fixed=settings.changes_payloads, max_payload=limits.max_payload_bytes
+            settings.resolved_dialect, is_fixed=settings.changes_payloads, max_payload=limits.max_payload_bytes
         )
         # If block keys replace tokens, the received streams provide the keys, and show whether upstreams' digests match.
         ordinals = range(len(settings.upstreams))
@@ -121,7 +121,7 @@ class Relay(Closeable):
         self._restored = restored = restore(settings, self._journal, self._buffer, self._state, received, encoder)
         # The server opens after the buffer was restored, because consumers can request replay at once.
         self._event_server = self._open_event_server(self._buffer, restored.incarnation)
-        undo.callback(self._event_server.close, 0.0)
+        cleanup.callback(self._event_server.close, 0.0)
         self._sequencer = OutputSequencer(
             self._event_server, self._state, self._journal, encoder, restored.next_number, settings.heartbeat
         )
@@ -136,15 +136,15 @@ class Relay(Closeable):
                     received.get(at),
                     {rank: own for (ordinal, rank), own in restored.blocks.items() if ordinal == at},
                     self._report,
-                    lambda: self._checkpoints.write(),  # noqa: PLW0108 - it is assigned below
+                    lambda: self._checkpoints.write(),  # noqa: PLW0108 - `_checkpoints` is assigned later
                     was_resumed=restored.was_resumed,
                 )
                 for at in ordinals
             ]
-        self._subscribe(undo, transport)
+        self._subscribe(cleanup, transport)
 
-    def _subscribe(self, undo: ExitStack, transport: Transport | None) -> None:
-        """Subscribe to the upstreams from the restored positions on; then send a heartbeat or store a checkpoint."""
+    def _subscribe(self, cleanup: ExitStack, transport: Transport | None) -> None:
+        """Subscribe to the upstreams from their restored checkpoints on; then send a heartbeat or store a checkpoint."""
         settings, limits, restored = self.settings, self.limits, self._restored
         self._upstreams = Upstreams(
             settings.upstreams,
@@ -154,7 +154,7 @@ class Relay(Closeable):
             clock=self._clock,
             transport=transport,
         )
-        undo.callback(self._upstreams.subscriber.close)
+        cleanup.callback(self._upstreams.subscriber.close)
         self._has_begun = self._has_gaps = restored.was_resumed
         self._heartbeats = HeartbeatSchedule(
             self._sequencer, self._buffer, self._clock, heartbeat=settings.heartbeat, trust_interval=limits.trust_interval
@@ -212,7 +212,7 @@ class Relay(Closeable):
         return lowest_trust(self._statuses)
 
     def status(self) -> RelayStatus:
-        """Return the status as of the last turn."""
+        """Return the status at the end of the newest turn."""
         batches, size = self._buffer.size()
         statuses = self._statuses
         return RelayStatus(
@@ -252,7 +252,7 @@ class Relay(Closeable):
         Raises `ClosedError` after `close`, and if an earlier turn raised any other exception.
         """
         if self._closed:
-            raise ClosedError("the relay is closed")
+            raise ClosedError("cannot forward deliveries: the relay is closed; open another")
         if self._is_interrupted:
             raise ClosedError(
                 "an exception interrupted a turn, whose deliveries may be lost: close the relay, and open another"
@@ -296,13 +296,13 @@ class Relay(Closeable):
         self._sequencer.send_events(clear_of_all_tiers())
         ranks = {source.rank for source in self.settings.upstreams}
         if len(ranks) > 1:
-            # An empty batch for each rank makes consumers distinguish the ranks from the first batch on.
+            # These empty batches make consumers distinguish the ranks from the first batch on.
             for rank in sorted(ranks):
                 self._sequencer.send_events([BlockRemoved([])], rank)
 
     def _send_lower_trust(self, deliveries: list[RawDelivery]) -> None:
-        """Send a heartbeat before batches that lower the trust, because without it consumers would stay EXACT."""
-        # From a reset or a gap to the last part of the snapshot that follows, consumers hold less than the upstream.
+        """Send a heartbeat before batches that lower the trust, because without this heartbeat consumers would stay EXACT."""
+        # After a reset or a gap, consumers hold less than the upstream until they have the whole snapshot that follows.
         is_incomplete = any(isinstance(delivery, Reset | Gap) for delivery in deliveries)
         self._heartbeats.send_if_lower(_INCOMPLETE if is_incomplete else self._upstreams.trust())
 
@@ -334,10 +334,10 @@ class Relay(Closeable):
                 self._heartbeats.send(self._current_trust())
 
     def _current_trust(self) -> Trust:
-        """Return the trust in the batches that were already sent, while received batches wait to be sent.
+        """Return the trust in the batches that were already sent, for a heartbeat before further received batches.
 
-        Losses and findings of waiting batches count too, because a heartbeat must not make consumers EXACT too early. Receiving
-        a reset ends the older degraded reasons, so trust is `_INCOMPLETE` until the reset is forwarded.
+        Losses and findings of batches that are not sent yet lower this trust, because a heartbeat must not make consumers EXACT
+        too early. A received reset ends older degraded reasons, so trust is `_INCOMPLETE` until the reset is forwarded.
         """
         return _INCOMPLETE if self._resets_ahead else self._upstreams.trust()
 
@@ -359,11 +359,11 @@ class Relay(Closeable):
 
     def _forward_gap(self, ordinal: int, gap: Gap) -> None:
         self._is_maintenance_due = True
-        place = (gap.source, gap.rank, gap.first, gap.last)
+        fields = (gap.source, gap.rank, gap.first, gap.last)
         if gap.compacted:
-            log.info("%s rank %d: a snapshot replaces numbers %d to %d", *place)
+            log.info("%s rank %d: a snapshot replaces numbers %d to %d", *fields)
             return
-        log.warning("%s rank %d: numbers %d to %d are lost; skipping a number so that consumers notice", *place)
+        log.warning("%s rank %d: numbers %d to %d are lost; skipping a number so that consumers notice", *fields)
         if not self._has_skipped:
             self._sequencer.skip_number()
         self._has_skipped = self._has_gaps = True
@@ -384,7 +384,7 @@ class Relay(Closeable):
             self._clear_if_empty()
 
     def _clear_if_empty(self) -> None:
-        """Clear a shared stream with gaps when no upstream holds a block, because removals do not end `LOST` at consumers."""
+        """Clear a shared stream that had gaps, if no upstream holds a block. Only a clear ends consumers' reason `LOST`."""
         if not (self._is_shared and self._has_gaps):
             return
         is_empty = not any(own for transform in self._transforms for own in transform.blocks.values())
@@ -395,7 +395,7 @@ class Relay(Closeable):
     # --- the end
 
     def close(self) -> None:
-        """Write a last checkpoint, and close sockets, journal and upstreams; idempotent."""
+        """Write a final checkpoint, and close sockets, journal and upstreams; idempotent."""
         if self._closed:
             return
         self._closed = True

@@ -21,15 +21,15 @@ class RelayLimits:
     """Limits and timers of a relay. Times are in seconds."""
 
     turn_timeout: float = 0.25
-    """Maximum time for which a turn waits for deliveries, and by which a heartbeat is late."""
+    """Maximum time for which a turn waits for deliveries. A heartbeat can be late by this time."""
     maintenance_interval: float = 0.05
-    """Minimum time between two runs of all other work while batches arrive, so that forwarding is not slowed."""
+    """Minimum time between two runs of periodic work (heartbeats, journal, status) if batches arrive all the time."""
     trust_interval: float = 0.5
     """Minimum time between two heartbeats if trust has risen or its reason has changed. A drop of trust is sent at once."""
     checkpoint_interval: float = 1.0
     """Time between two checkpoints in the journal. After a kill, the relay requests the batches of this time again."""
     snapshot_retry_interval: float = 2.0
-    """Time between two attempts to write a snapshot of the journal. An attempt can fail until the history is complete again."""
+    """Time between two attempts to write a snapshot of the journal. Attempts fail while the history is incomplete."""
     close_timeout: float = 2.0
     """Maximum time for which `close` waits until consumers have received what was sent."""
     max_upstream_blocks: int = 8_000_000
@@ -50,7 +50,7 @@ class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     replay_endpoint: Endpoint | None = "tcp://127.0.0.1:6558"
     """Endpoint at which requests for replay and history are answered."""
     topic: str | None = None
-    """First frame of every batch (default: the first engine's)."""
+    """First frame of every batch (default: the topic of the first upstream)."""
     dialect: Name | None = None
     """Engine and release whose dialect to send, such as vllm-0.24 (default: payloads as received)."""
     tokens: Literal["keep", "hash", "drop"] = "keep"
@@ -58,7 +58,7 @@ class RelayOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     buffer_steps: Positive = 10_000
     """Number of batches in the replay buffer; older batches are compacted."""
     hwm: Positive = 100_000
-    """Number of batches that wait for a slow consumer. It loses further batches, and requests them again."""
+    """Maximum number of batches that wait for a slow consumer. The consumer misses further batches, and requests them again."""
     heartbeat: Seconds = 5.0
     """Seconds between two heartbeats, from which consumers learn the relay's trust."""
     journal: FolderPath | None = None
@@ -94,7 +94,7 @@ class RelaySettings(RelayOptions, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError("a relay needs at least one upstream: the endpoint of an engine")
         names = [(source.label, source.rank) for source in self.upstreams]
         if len(set(names)) < len(names):
-            raise ConfigError("two upstreams have the same name and rank; give them different names or ranks")
+            raise ConfigError("two upstreams of a relay have the same name and rank; give them different names or ranks")
         dialect = self.resolved_dialect
         if dialect is not None and not dialect.has_rank and len({source.rank for source in self.upstreams}) > 1:
             raise ConfigError(f"{dialect} has no field for the rank, so consumers would mix the ranks; run one relay for each")

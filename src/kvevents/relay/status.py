@@ -23,7 +23,7 @@ class RelayStatus:
     """The lowest trust of the relay's upstreams."""
     incarnation: int
     last_seq: int
-    """The relay's number of the newest batch; -1 before the first."""
+    """The relay's number of its newest batch; -1 before the first batch."""
     forwarded_batches: int
     """Number of upstream batches that this process has sent."""
     skipped_seqs: int
@@ -31,7 +31,7 @@ class RelayStatus:
     heartbeats: int
     """Number of heartbeats that this process has sent."""
     was_resumed: bool
-    """Whether this process continues the incarnation of an earlier one."""
+    """Whether this process continues the incarnation of an earlier process."""
     start_reason: str
     """Why this process continues an incarnation, or why it began a new one."""
     recovery_seconds: float
@@ -41,7 +41,8 @@ class RelayStatus:
     digest: str
     """Digest of the blocks that consumers hold."""
     divergences: int
-    """Number of upstream heartbeats whose digest differed from the relay's; 0 unless the sender or the relay has a defect."""
+    """Number of upstream heartbeats whose digest differed from the relay's digest. A number above 0 shows a defect of the
+    sender or of the relay."""
     subscribers: int
     buffered_batches: int
     """Number of batches in the replay buffer."""

@@ -41,7 +41,7 @@ class PassThrough:
 
     def forward(self, batches: Sequence[RawBatch]) -> None:
         """See `Transform.forward`."""
-        for run in _runs_to_attestations(batches):
+        for run in _split_at_attestations(batches):
             applied = self._sequencer.forward(0, run, [batch.payload for batch in run])
             for at, outcome in applied.items():
                 if outcome.report is not None:
@@ -53,15 +53,15 @@ class PassThrough:
 
 
 def clear_of_all_tiers() -> list[KVEvent]:
-    """Return the clears that certainly empty all tiers; a clear that names no tier might leave blocks in lower tiers."""
+    """Return two clears that empty all tiers at any consumer; a clear that names no tier might leave blocks in lower tiers."""
     return [AllBlocksCleared(), AllBlocksCleared({"medium": MEDIUM_ALL})]
 
 
-def _runs_to_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawBatch]]:
-    """Split consecutive batches after each batch that may have an attestation, which covers all batches up to there."""
+def _split_at_attestations(batches: Sequence[RawBatch]) -> Iterator[Sequence[RawBatch]]:
+    """Split batches after each batch that may have an attestation, because an attestation covers all batches up to its own."""
     first = 0
     for end, batch in enumerate(batches, 1):
-        # The name of the heartbeat's field, which MessagePack stores unchanged.
+        # This is the name of the heartbeat's field, and MessagePack stores names unchanged.
         if b"attestation" in batch.payload or end == len(batches):
             yield batches[first:end]
             first = end
@@ -78,7 +78,7 @@ class Transform:
     Until the next clear, a resumed relay with a dialect does not know whether blocks were omitted.
     """
 
-    def __init__(  # noqa: PLR0913 - one for each part of the relay that it uses
+    def __init__(  # noqa: PLR0913 - one parameter for each part of the relay that a transform uses
         self,
         ordinal: int,
         settings: RelaySettings,
@@ -106,19 +106,19 @@ class Transform:
         self._has_tokens: Final = settings.tokens == "keep"
         self._scopes: Final = expressible_placement(self._dialect)
         self._omits_blocks = was_resumed and self._dialect is not None
-        """Whether consumers might lack blocks of the upstream or have them in another group or tier, because since the last
-        clear an event could not be decoded or expressed in the dialect."""
+        """Whether consumers might lack blocks of the upstream or have them in another group or tier. The cause is an event
+        after the newest clear that could not be decoded or that the dialect cannot express."""
         self._first_rank: int | None = None
         """The first rank that a batch stated, if the dialect has no field for the rank."""
 
     def forward(self, batches: Sequence[RawBatch]) -> None:
-        """Send batches of the upstream, and report what decoding them has found."""
+        """Send batches of the upstream, and report the findings of their decoding."""
         self._sequencer.record_origin(self._ordinal, batches)
         for batch in batches:
             self._forward(batch)
 
     def retract(self) -> dict[int | None, list[KVEvent]]:
-        """Forget the upstream's blocks, and return by rank the events that remove these at consumers."""
+        """Forget the upstream's blocks, and return the events that remove these blocks at consumers, by rank."""
         if self._received is not None:
             self._received.reset()
         self._omits_blocks = False
@@ -130,12 +130,12 @@ class Transform:
         agrees = None
         if self._received is not None:
             applied = self._received.apply([_with_rank(batch) if self._is_shared else batch.payload]).get(0)
-            # In a shared stream, `received` was restored from sent batches, which can lack blocks of the upstream.
+            # In a shared stream, `_received` was restored from sent batches, which can lack blocks of the upstream.
             agrees = None if applied is None or applied.report is None or self._is_shared else applied.report.digest_matches
         payloads, report = self._transform_batch(batch)
         report = replace(report, digest_matches=agrees)
         if loses_events(report):
-            # The number is skipped first: a relay that is killed before it sends the batch skips another number later.
+            # The number is skipped first, because a relay that is killed in between skips another number after its restart.
             self._sequencer.skip_number()
         self._sequencer.forward(self._ordinal, [batch] * len(payloads), payloads)
         if report != _NO_FINDINGS:
@@ -156,13 +156,13 @@ class Transform:
         that the dialect cannot express also count as rejected, because consumers must notice their absence.
         """
         decoding = decode_batch(delivery.payload)
-        batch, rejected = self._expressible_rank(decoding.batch, list(decoding.rejected))
+        batch, rejected = self._reject_second_rank(decoding.batch, list(decoding.rejected))
         report = inspect_events(batch.events) or _NO_FINDINGS
         events = without_heartbeats(batch.events)
         self._omits_blocks = (self._omits_blocks and not report.cleared) or any(map(self._is_misplaced, events))
-        events = self._expressible_clears(events, rejected)
+        events = self._widen_clears(events, rejected)
         if self._has_tokens:
-            expressible = self._expressible_namespaces(events)
+            expressible = self._drop_namespaces(events)
             self._omits_blocks |= len(expressible) < len(events)
             events = expressible
         rank, payloads = batch.data_parallel_rank, list[bytes]()
@@ -174,7 +174,7 @@ class Transform:
         if not self._has_tokens:
             if not self.has_salted_prompts and any(map(_is_salted, events)):
                 self.has_salted_prompts = True
-                self._write_checkpoint()  # written before the batch, so that a resumed relay knows of the salt
+                self._write_checkpoint()  # before the batch is sent, so that a resumed relay knows of the salt
             events = [redact(event, partial(self._block_key, rank)) for event in events]
         if events or (report.heartbeat is None and not payloads):
             payloads += self._encode(KVEventBatch(batch.ts, events, rank), rejected)
@@ -195,7 +195,7 @@ class Transform:
             rejected.append(Rejected("more", message))
         return events
 
-    def _expressible_rank(self, batch: KVEventBatch, rejected: list[Rejected]) -> tuple[KVEventBatch, list[Rejected]]:
+    def _reject_second_rank(self, batch: KVEventBatch, rejected: list[Rejected]) -> tuple[KVEventBatch, list[Rejected]]:
         """Reject the events of a second rank if the dialect has no field for the rank: consumers would mix the ranks."""
         rank = batch.data_parallel_rank
         if self._dialect is None or self._dialect.has_rank or rank in {None, self._first_rank}:
@@ -207,14 +207,14 @@ class Transform:
         return replace(batch, events=[]), [*rejected, lost]
 
     def _clear_other_ranks(self, rank: int, ts: float, events: list[KVEvent], rejected: list[Rejected]) -> list[bytes]:
-        """Return payloads that clear all ranks except `rank`: clears in a batch without a rank concern all ranks."""
+        """Return payloads that apply the clears of a batch without a rank to all ranks except `rank`."""
         clears = [event for event in events if isinstance(event, AllBlocksCleared)]
         removals = {other: own.apply(clears) for other, own in self.blocks.items() if other != rank}
         batches = (KVEventBatch(ts, removed, other) for other, removed in removals.items() if removed)
         return [payload for batch in batches for payload in self._encode(batch, rejected)]
 
     def _is_misplaced(self, event: KVEvent) -> bool:
-        """Return whether consumers put an event's blocks into a wrong group or tier, because the dialect lacks that field."""
+        """Return whether consumers put an event's blocks into a wrong group or tier, for which the dialect has no field."""
         if self._dialect is None or not isinstance(event, BlockStored):
             return False
         misplaced = {
@@ -224,10 +224,10 @@ class Transform:
         }
         return any(misplaced[name] for name in misplaced.keys() - set(self._dialect.removed_fields))
 
-    def _expressible_clears(self, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
+    def _widen_clears(self, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
         """Widen each clear whose tier or group the dialect cannot express, so that consumers clear too much, not too little.
 
-        After a clear of all blocks, as at the beginning of a compacted history, such a clear has no effect and is dropped.
+        A clear that directly follows a clear of all blocks has no effect. If it would have to be widened, it is dropped.
         """
         expressible: list[KVEvent] = []
         is_empty = False
@@ -242,7 +242,7 @@ class Transform:
                 is_empty = True
         return expressible
 
-    def _expressible_namespaces(self, events: list[KVEvent]) -> list[KVEvent]:
+    def _drop_namespaces(self, events: list[KVEvent]) -> list[KVEvent]:
         """Drop stores of namespaces that the dialect cannot express, because consumers would match them with other prompts."""
         if self._dialect is None:
             return [_with_salt_as_unknown_field(event) for event in events]
@@ -326,7 +326,7 @@ def redact(event: KVEvent, key: Callable[[int], int]) -> KVEvent:
         return replace(event, token_ids=[], block_keys=keys, **dict.fromkeys(_PROMPT_FIELDS))
     if event.unknown_fields is None:
         return event
-    # The scope of a clear is an unknown field. The scope stays, because without it consumers would clear more blocks.
+    # The tier and the group of a clear are unknown fields. They stay, because without them consumers would clear more blocks.
     scope = scope_of(event) if isinstance(event, AllBlocksCleared) else {}
     return replace(event, unknown_fields=scope or None)
 

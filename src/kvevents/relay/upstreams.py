@@ -51,7 +51,7 @@ from kvevents.wire.encode import scope_of
 log = logging.getLogger(__name__)
 
 Position: TypeAlias = tuple[int, int]
-"""Incarnation and sequence number of a batch of an upstream."""
+"""Incarnation and sequence number of an upstream's batch."""
 
 
 class Upstreams:
@@ -98,7 +98,7 @@ class Upstreams:
         return self.ordinals[delivery.source, delivery.rank]
 
     def trust(self) -> Trust:
-        """Return the lowest trust of all upstreams; the reason names those that have it. ATTESTED needs all."""
+        """Return the lowest trust of all upstreams, as `lowest_trust` does."""
         return _combine_trust({source: self.subscriber.trust(*source) for source in self.ordinals})
 
     def statuses(self) -> list[StreamStatus]:
@@ -153,7 +153,7 @@ class Upstreams:
 
 
 def lowest_trust(statuses: Sequence[StreamStatus]) -> Trust:
-    """Return the lowest trust of streams; the reason names the streams that have it. ATTESTED needs all."""
+    """Return the lowest trust of streams; the reason names the streams with this trust. It is ATTESTED only if all are."""
     return _combine_trust({(status.source, status.rank): status.trust for status in statuses})
 
 
@@ -166,7 +166,7 @@ def _combine_trust(trusts: Mapping[tuple[str, int], Trust]) -> Trust:
 
 
 def resume_point(checkpoint: Checkpoint, position: Position | None) -> Checkpoint:
-    """Return the checkpoint to resume from; `position` is the upstream's last position in the journal.
+    """Return the checkpoint to resume from; `position` is the newest position of the upstream in the journal.
 
     If the upstream began a new incarnation after the checkpoint, the checkpoint's number does not show which batches were sent.
     In that case the upstream is followed from its start, with a `Reset`.
@@ -204,7 +204,7 @@ class UpstreamBlocks:
         self._fields: Final = fields
         self._placements: dict[RemovalPlacement, Counter[int]] = {}
         self._certain: dict[RemovalPlacement, set[int]] = {}
-        """By placement below the device tier: blocks that certainly exist, as no clear without a tier followed their store."""
+        """Blocks below the device tier that certainly exist, by placement: no clear without a tier followed their store."""
         self._count = 0
         self._digest = 0
 
@@ -224,7 +224,7 @@ class UpstreamBlocks:
         shared_events: list[KVEvent] = []
         for event in events:
             if not isinstance(event, AllBlocksCleared) and event.group_idx is None:
-                event = msgspec.structs.replace(event, group_idx=0)  # noqa: PLW2901 - the same event
+                event = msgspec.structs.replace(event, group_idx=0)  # noqa: PLW2901 - the event with a group
             shared_events += _APPLY[type(event)](self, event)
         return shared_events
 
@@ -267,7 +267,7 @@ class UpstreamBlocks:
             return self.clear()
         if scope:
             return self.clear(**scope)
-        # SGLang, whose name for host memory is `MEDIUM_CPU_PINNED`, also empties host memory.
+        # SGLang clears host memory as well as the GPU; its name for host memory is `MEDIUM_CPU_PINNED`.
         tiers = TIERS[: 1 + any(placement.medium == MEDIUM_CPU_PINNED for placement in self._placements)]
         removals = self._remove_placements(
             placement for placement in self._placements if tier_of(placement.medium) in tiers and placement.locality != "REMOTE"
@@ -275,7 +275,7 @@ class UpstreamBlocks:
         return [*removals, *chain.from_iterable(map(self._mark_uncertain, self._placements))]
 
     def _mark_uncertain(self, placement: RemovalPlacement) -> Iterator[KVEvent]:
-        """Mark all copies of a placement as uncertain: consumers do so when one more copy is stored and removed."""
+        """Mark all copies of a placement as uncertain. At consumers, the store and removal of one more copy has this effect."""
         hashes = list(self._certain.pop(placement, ()))
         for start in range(0, len(hashes), limit := DEFAULT_WIRE_LIMITS.max_hashes):
             chunk = hashes[start : start + limit]
@@ -313,7 +313,7 @@ class UpstreamBlocks:
         return [msgspec.structs.replace(event, block_hashes=removed, block_digests=None)] if removed else []
 
     def _remove_copy(self, copies: Counter[int], block_hash: int) -> bool:
-        """Remove one copy; return False if the upstream holds none."""
+        """Remove one copy of a block; return False if the upstream holds no copy of it."""
         left = copies[block_hash] - 1
         if left > 0:
             copies[block_hash] = left
@@ -359,7 +359,7 @@ def _digest_of(placement: RemovalPlacement, hashes: Iterable[int]) -> int:
 
 
 _APPLY: Final[dict[type[KVEvent], Callable[[UpstreamBlocks, Any], list[KVEvent]]]] = {
-    AllBlocksCleared: UpstreamBlocks._apply_clear,  # noqa: SLF001 - its own table
-    BlockStored: UpstreamBlocks._apply_store,  # noqa: SLF001 - as above
-    BlockRemoved: UpstreamBlocks._apply_removal,  # noqa: SLF001 - as above
+    AllBlocksCleared: UpstreamBlocks._apply_clear,  # noqa: SLF001 - the table of this class
+    BlockStored: UpstreamBlocks._apply_store,  # noqa: SLF001 - the table of this class
+    BlockRemoved: UpstreamBlocks._apply_removal,  # noqa: SLF001 - the table of this class
 }

@@ -3,11 +3,12 @@
 The rules are those of vLLM 0.32 (`vllm/v1/core/kv_cache_manager.py`, `kv_cache_coordinator.py`,
 `single_type_kv_cache_manager.py`); `tests/system/vllm_oracle` drives vLLM and this cache with the same histories. Complete
 blocks get their contents when the step that computes them is scheduled. The last token of a prompt never counts as cached,
-since its logits must be computed. A sequence is admitted if its blocks fit into the cache.
+because its logits must be computed. A sequence is admitted if its blocks fit into the cache.
 
-A hybrid model has a second group, whose sliding window needs only the blocks that it reaches from the next token. That group
-comes first, as in gpt-oss and Gemma 3. The second group retains contents only where a later prompt can continue (vLLM 0.32's
-`prefix_cache_retention_interval` 0): at the end of the prompt, and where full attention found more than the window did.
+A hybrid model has a group with a sliding window besides the group with full attention. A window needs only the blocks that it
+reaches from the next token. Its group has index 0, as in gpt-oss and Gemma 3. That group retains contents only where a later
+prompt can continue (vLLM 0.32's `prefix_cache_retention_interval` 0): at the end of the prompt, and at the end of the prefix
+that full attention found, if the window found less.
 
 The model of host memory is simpler than that of any engine: every complete block is copied to host memory when it is computed,
 the least recently used block is evicted, and a prompt finds a block on either tier.
@@ -36,7 +37,7 @@ class EventStyle:
     has_salt_field: bool
     """Whether events have a field for the salt. If not, the salt is an extra key of the first block."""
     counts_copies: bool
-    """Whether the removal of each copy of a block is announced, as in vLLM. If not, only that of the last copy is announced."""
+    """Whether the removal of each copy of a block is announced, as in vLLM, or only the removal of the final copy."""
 
 
 EVENT_STYLES: Final = {
@@ -56,7 +57,7 @@ class CacheSize(Settings, frozen=True):
     host_blocks: Annotated[int, Range()] = 0
     """Number of blocks in host memory; 0 if host memory is not used."""
     window: Annotated[int, Range(2)] | None = None
-    """Number of tokens in the sliding window of a second group, or None if the only group has full attention."""
+    """Number of tokens in the sliding window. If None, the model has only a group with full attention."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -69,11 +70,11 @@ class CachedPrefix(NamedTuple):
 
     tokens: int
     tables: tuple[list[int], ...]
-    """For each group, its blocks as in `Sequence.tables`; `NULL` for a block that must be loaded from host memory."""
+    """For each group, the blocks as in `Sequence.tables`; `NULL` for a block that must be loaded from host memory."""
     loaded: int = 0
     """Number of blocks that must be loaded from host memory."""
     boundary: int = 0
-    """Number of tokens that full attention found, if the sliding window found fewer; else 0."""
+    """Number of tokens that full attention found; 0 unless the sliding window found fewer."""
 
 
 class PrefixCache:
@@ -85,13 +86,13 @@ class PrefixCache:
         self._changes: Final[list[Change]] = []
         self._event_style: Final = event_style
         windows = [None] if size.window is None else [size.window, None]
-        self._groups: Final = [_Group(place, window, size.block_size, max_step_tokens) for place, window in enumerate(windows)]
+        self._groups: Final = [_Group(index, window, size.block_size, max_step_tokens) for index, window in enumerate(windows)]
         self._full: Final = self._groups[-1].table
         self._window: Final = None if size.window is None else self._groups[0]
         self._host: Final = HostMemory(size.host_blocks, event_style.host_medium, self._changes) if size.host_blocks else None
 
     def take_events(self) -> list[KVEvent]:
-        """Return the events of all changes since the last call.
+        """Return the events of all changes since the previous call.
 
         Events are created only here. The events of a step contain half a megabyte of token ids and hashes. If they were created
         earlier, the CPU's caches would not hold them any more at the end of the step.
@@ -114,20 +115,20 @@ class PrefixCache:
 
     def find(self, sequence: Sequence) -> CachedPrefix:
         """Return the cached prefix of `sequence`, which must not hold blocks. This changes nothing."""
-        names = sequence.hashes[: (sequence.known - 1) // self.size.block_size]
-        size, whole, host = self.size.block_size, self._full.whole, self._host
+        hashes = sequence.hashes[: (sequence.known - 1) // self.size.block_size]
+        size, whole, host = self.size.block_size, self._full.block_by_hash, self._host
         blocks, loaded = [], 0
-        for name in names:
-            block = whole.get(name)
+        for block_hash in hashes:
+            block = whole.get(block_hash)
             if block is None:
-                if host is None or name not in host:
+                if host is None or block_hash not in host:
                     break
                 block = NULL
                 loaded += 1
             blocks.append(block)
         if self._window is None:
             return CachedPrefix(len(blocks) * size, (blocks,), loaded)
-        reached = self._window.find(names[: len(blocks)])
+        reached = self._window.find(hashes[: len(blocks)])
         boundary = len(blocks) * size if len(blocks) > len(reached) else 0
         return CachedPrefix(len(reached) * size, (reached, blocks[: len(reached)]), boundary=boundary)
 
@@ -138,9 +139,9 @@ class PrefixCache:
         """
         pool = self.pool
         wanted = max(
-            self._count_needed(sequence.known, prefix, capped=True), self._count_needed(prefix.tokens + tokens, prefix)
+            self._count_needed(sequence.known, prefix, caps_windows=True), self._count_needed(prefix.tokens + tokens, prefix)
         )
-        if wanted + prefix.loaded + sum(pool.unused(table) for table in prefix.tables) > pool.free:
+        if wanted + prefix.loaded + sum(pool.count_unused(table) for table in prefix.tables) > pool.free_blocks:
             return False
         for table in prefix.tables:
             pool.touch(table)
@@ -160,7 +161,7 @@ class PrefixCache:
             self._release_before_window(sequence, self._window)
         needed = -(-(sequence.computed + tokens) // self.size.block_size)
         # The tables of all groups have the same length.
-        if (needed - len(sequence.tables[0])) * len(sequence.tables) > self.pool.free:
+        if (needed - len(sequence.tables[0])) * len(sequence.tables) > self.pool.free_blocks:
             return False
         self._extend(sequence, tokens)
         return True
@@ -173,7 +174,7 @@ class PrefixCache:
 
     def reset(self) -> bool:
         """Remove all contents and return True. If a sequence holds blocks, change nothing and return False."""
-        if not self.pool.forget():
+        if not self.pool.reset():
             return False
         if self._host is not None:
             self._host.clear()
@@ -186,11 +187,14 @@ class PrefixCache:
 
     # --- blocks
 
-    def _count_needed(self, tokens: int, prefix: CachedPrefix, *, capped: bool = False) -> int:
-        """Return the number of blocks for `tokens` tokens besides those in `prefix`; if `capped`, only a window's blocks."""
+    def _count_needed(self, tokens: int, prefix: CachedPrefix, *, caps_windows: bool = False) -> int:
+        """Return the number of blocks for `tokens` tokens besides the blocks in `prefix`.
+
+        If `caps_windows`, a group with a window counts only the blocks that it uses at the same time.
+        """
         needed = -(-tokens // self.size.block_size)
         return sum(
-            max(0, (group.max_blocks(tokens) if capped else needed) - len(table))
+            max(0, (group.max_blocks(tokens) if caps_windows else needed) - len(table))
             for group, table in zip(self._groups, prefix.tables, strict=True)
         )
 
@@ -202,36 +206,36 @@ class PrefixCache:
                 table.extend(self._take(needed - len(table)))
         whole = sequence.computed // self.size.block_size
         for group, table in zip(self._groups, sequence.tables, strict=True):
-            start = sequence.placed[group.place]
+            start = sequence.placed[group.index]
             if start < whole:
-                sequence.placed[group.place] = whole
+                sequence.placed[group.index] = whole
                 self._put(sequence, group, start, table[start:whole])
 
     def _take(self, count: int) -> list[int]:
         blocks, gone = self.pool.take(count)
-        counts = self._event_style.counts_copies
-        self._changes.extend(change for change in gone if counts or change[1] not in self._groups[change[0]].table.whole)
+        counts, groups = self._event_style.counts_copies, self._groups
+        self._changes.extend(change for change in gone if counts or change[1] not in groups[change[0]].table.block_by_hash)
         return blocks
 
     def _put(self, sequence: Sequence, group: _Group, start: int, blocks: list[int]) -> None:
         """Record that these blocks hold the contents of the sequence from block `start` on."""
-        names = sequence.hashes[start : start + len(blocks)]
+        hashes = sequence.hashes[start : start + len(blocks)]
         blocks = group.retained_blocks(sequence, start, blocks)
-        self.pool.name(group.table, blocks, names)
+        self.pool.set_contents(group.table, blocks, hashes)
         self._changes.append(_FilledBlocks(sequence, group, start, blocks))
         if self._host is not None:
-            self._host.put(names)
+            self._host.put(hashes)
 
     def _store_event(self, filled: _FilledBlocks) -> BlockStored:
         sequence, group, start, blocks = filled.sequence, filled.group, filled.start, filled.blocks
-        size, names = self.size.block_size, sequence.hashes[start : start + len(blocks)]
+        size, hashes = self.size.block_size, sequence.hashes[start : start + len(blocks)]
         keys = _extra_keys(sequence, start, len(blocks))
         if NULL in blocks:
-            # For blocks that the window does not retain, the tokens are announced, but not the hashes.
+            # An event has the tokens of all blocks, but only the hashes of blocks that the window retains.
             keys = [key for key, block in zip(keys, blocks, strict=True) if block]
-            names = [name for name, block in zip(names, blocks, strict=True) if block]
+            hashes = [block_hash for block_hash, block in zip(hashes, blocks, strict=True) if block]
         return BlockStored(
-            block_hashes=names,
+            block_hashes=hashes,
             parent_block_hash=sequence.hashes[start - 1] if start else None,
             token_ids=sequence.tokens[start * size : (start + len(blocks)) * size].tolist(),
             block_size=size,
@@ -239,7 +243,7 @@ class PrefixCache:
             medium=MEDIUM_GPU,
             lora_name=sequence.lora,
             extra_keys=keys or None,
-            group_idx=group.place,
+            group_idx=group.index,
             kv_cache_spec_kind=group.kind,
             kv_cache_spec_sliding_window=group.window,
             cache_salt=sequence.salt if self._event_style.has_salt_field else None,
@@ -261,7 +265,7 @@ class PrefixCache:
 
     def _release_before_window(self, sequence: Sequence, group: _Group) -> None:
         """Release the blocks of a sequence that are before the sliding window."""
-        table, gone = sequence.tables[group.place], []
+        table, gone = sequence.tables[group.index], []
         reached = max(0, sequence.computed - (group.window or 0) + 1) // self.size.block_size
         for place in range(reached - 1, -1, -1):
             if table[place] == NULL:
@@ -274,9 +278,9 @@ class PrefixCache:
 class _Group:
     """One KV cache group: looks up its contents, and computes which blocks its sliding window needs."""
 
-    def __init__(self, place: int, window: int | None, block_size: int, max_step_tokens: int) -> None:
-        self.place: Final = place
-        self.table: Final = BlockTable(place)
+    def __init__(self, index: int, window: int | None, block_size: int, max_step_tokens: int) -> None:
+        self.index: Final = index
+        self.table: Final = BlockTable(index)
         self.window: Final = window
         self.kind: Final = "full_attention" if window is None else "sliding_window"
         self._block_size: Final = block_size
@@ -288,17 +292,17 @@ class _Group:
         needed = -(-tokens // self._block_size)
         return needed if self._max_blocks is None else min(needed, self._max_blocks)
 
-    def find(self, names: Items[int]) -> list[int]:
-        """Return the longest prefix of `names` that ends with a window of cached blocks, with `NULL` before the window."""
-        whole, run = self.table.whole, 0
-        for place in range(len(names) - 1, -1, -1):
-            run = run + 1 if names[place] in whole else 0
+    def find(self, hashes: Items[int]) -> list[int]:
+        """Return the longest prefix of `hashes` that ends with a window of cached blocks, with `NULL` before the window."""
+        whole, run = self.table.block_by_hash, 0
+        for place in range(len(hashes) - 1, -1, -1):
+            run = run + 1 if hashes[place] in whole else 0
             if run == self._needed:
-                return [NULL] * place + [whole[name] for name in names[place : place + run]]
-        return [whole[name] for name in names[:run]]
+                return [NULL] * place + [whole[block_hash] for block_hash in hashes[place : place + run]]
+        return [whole[block_hash] for block_hash in hashes[:run]]
 
     def retained_blocks(self, sequence: Sequence, start: int, blocks: list[int]) -> list[int]:
-        """Return `blocks`, numbered from `start`, with `NULL` in place of blocks after which no later prompt can continue."""
+        """Return `blocks` (the first is block number `start`), with `NULL` for each block that no later prompt needs."""
         if self.window is None:
             return blocks
         ends = [end // self._block_size for end in (sequence.prompt - 1, sequence.boundary)]
@@ -310,54 +314,54 @@ class _Group:
 
 @dataclass(slots=True)
 class _FilledBlocks:
-    """Consecutive blocks of a sequence whose contents are complete. The first one is block number `start` of the sequence."""
+    """Consecutive complete blocks of a sequence. The first one is block number `start` of the sequence."""
 
     sequence: Sequence
     group: _Group
     start: int
     blocks: list[int]
-    """`NULL` for blocks whose contents are not retained."""
+    """The blocks; `NULL` for a block whose contents are not retained."""
 
 
 Change: TypeAlias = "_FilledBlocks | tuple[int, int] | KVEvent"
-"""A change that will become an event, or an event. A tuple is a block evicted from the GPU: index of its group, and hash."""
+"""A change of which `take_events` makes an event, or an event. A tuple is an evicted block of the GPU: group index and hash."""
 
 
 class HostMemory:
-    """Copies of blocks in host memory, in the order of their last use."""
+    """Copies of blocks in host memory, from the least to the most recently used."""
 
     def __init__(self, size: int, medium: str, changes: list[Change]) -> None:
         self._size: Final = size
         self._medium: Final = medium
         self._changes: Final = changes
-        self._held: Final[OrderedDict[int, None]] = OrderedDict()
+        self._blocks: Final[OrderedDict[int, None]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._blocks)
 
-    def __contains__(self, name: int) -> bool:
-        return name in self._held
+    def __contains__(self, block_hash: int) -> bool:
+        return block_hash in self._blocks
 
-    def touch(self, names: Items[int]) -> None:
-        """Record a use of these blocks in reverse order, so that the end of a prompt is evicted before its beginning."""
-        for name in reversed(names):
-            if name in self._held:
-                self._held.move_to_end(name)
+    def touch(self, hashes: Items[int]) -> None:
+        """Record a use of these blocks, the last one first, so that the end of a prompt is evicted before its beginning."""
+        for block_hash in reversed(hashes):
+            if block_hash in self._blocks:
+                self._blocks.move_to_end(block_hash)
 
-    def put(self, names: Items[int]) -> None:
-        """Copy these blocks to host memory, and evict the least recently used blocks above its size."""
-        self.touch(names)
-        fresh = [name for name in names if name not in self._held][: self._size]
-        gone = [self._held.popitem(last=False)[0] for _ in range(len(self._held) + len(fresh) - self._size)]
-        for name in reversed(fresh):
-            self._held[name] = None
-        if fresh:
-            self._changes.append(BlockStored(fresh, None, [], 0, medium=self._medium))
-        self._changes.extend(BlockRemoved([name], self._medium) for name in gone)
+    def put(self, hashes: Items[int]) -> None:
+        """Copy these blocks to host memory, and evict the least recently used blocks if host memory is full."""
+        self.touch(hashes)
+        added = [block_hash for block_hash in hashes if block_hash not in self._blocks][: self._size]
+        gone = [self._blocks.popitem(last=False)[0] for _ in range(len(self._blocks) + len(added) - self._size)]
+        for block_hash in reversed(added):
+            self._blocks[block_hash] = None
+        if added:
+            self._changes.append(BlockStored(added, None, [], 0, medium=self._medium))
+        self._changes.extend(BlockRemoved([block_hash], self._medium) for block_hash in gone)
 
     def clear(self) -> None:
-        """Remove everything."""
-        self._held.clear()
+        """Remove all copies."""
+        self._blocks.clear()
 
 
 def _extra_keys(sequence: Sequence, start: int, count: int) -> list[tuple[str, ...] | None]:

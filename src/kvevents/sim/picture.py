@@ -17,7 +17,7 @@ FORMATS: Final = (".svg", ".png", ".pdf")
 def check_picture(path: Path) -> None:
     """Raise `MissingDependencyError` if matplotlib is missing, `ConfigError` if the suffix or the folder is wrong."""
     try:
-        import matplotlib as mpl  # noqa: F401, PLC0415 - belongs to an extra
+        import matplotlib as mpl  # noqa: F401, PLC0415 - matplotlib is optional
     except ImportError as error:
         raise MissingDependencyError("the picture of a comparison needs the package matplotlib", "sim") from error
     if path.suffix not in FORMATS:
@@ -27,12 +27,12 @@ def check_picture(path: Path) -> None:
 
 
 def write_picture(path: Path, comparison: Comparison) -> None:
-    """Draw TTFT p90 and hit rate. A policy has a row with a dot for each seed; dots are orange if it needs events.
+    """Draw TTFT p90 and hit rate. A policy has a row with a dot for each seed. Orange dots show policies that need events.
 
     Equal comparisons produce identical SVG files. Raises `ConfigError` if the file cannot be written.
     """
-    from matplotlib import style  # noqa: PLC0415 - imported late, since it belongs to an extra
-    from matplotlib.figure import Figure  # noqa: PLC0415 - as above
+    from matplotlib import style  # noqa: PLC0415 - matplotlib is optional
+    from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is optional
 
     runs = runs_by_policy([result for result in comparison.policies if result.ttft])
     with style.context(["default", {"svg.hashsalt": "kvevents"}]):

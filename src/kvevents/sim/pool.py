@@ -22,24 +22,24 @@ NULL: Final = 0
 class BlockTable:
     """The blocks of one KV cache group that have contents, by hash."""
 
-    place: int
-    whole: dict[int, int] = field(default_factory=dict)
-    """The oldest block for each hash."""
+    group_index: int
+    block_by_hash: dict[int, int] = field(default_factory=dict)
+    """The oldest block with each hash."""
     duplicates: dict[int, list[int]] = field(default_factory=dict)
-    """Further blocks with the same hash, from the oldest to the newest."""
+    """For each hash, all other blocks with this hash, from the oldest to the newest."""
 
-    def drop(self, name: int, block: int) -> None:
-        """Remove `block` from the table. `name` is the hash of its contents."""
-        duplicates = self.duplicates.get(name)
+    def drop(self, block_hash: int, block: int) -> None:
+        """Remove `block`, whose contents have `block_hash`."""
+        duplicates = self.duplicates.get(block_hash)
         if duplicates is None:
-            del self.whole[name]
+            del self.block_by_hash[block_hash]
             return
-        if self.whole[name] == block:
-            self.whole[name] = duplicates.pop(0)
+        if self.block_by_hash[block_hash] == block:
+            self.block_by_hash[block_hash] = duplicates.pop(0)
         else:
             duplicates.remove(block)
         if not duplicates:
-            del self.duplicates[name]
+            del self.duplicates[block_hash]
 
 
 class Pool:
@@ -49,17 +49,17 @@ class Pool:
         self.size: Final = size
         self.uses: Final = [0] * (size + 1)
         """Number of sequences that use each block; entry 0 belongs to `NULL`."""
-        self._names: Final[list[int]] = [0] * (size + 1)
+        self._hashes: Final[list[int]] = [0] * (size + 1)
         self._tables: Final[list[BlockTable | None]] = [None] * (size + 1)
         self._queue: Final[OrderedDict[int, None]] = OrderedDict.fromkeys(range(1, size + 1))
         """Free blocks, in the order in which `take` will return them."""
 
     @property
-    def free(self) -> int:
+    def free_blocks(self) -> int:
         """Number of blocks that no sequence uses."""
         return len(self._queue)
 
-    def unused(self, blocks: Iterable[int]) -> int:
+    def count_unused(self, blocks: Iterable[int]) -> int:
         """Return how many of these blocks no sequence uses."""
         uses = self.uses
         return sum(not uses[block] for block in blocks if block)
@@ -74,31 +74,31 @@ class Pool:
                 uses[block] += 1
 
     def take(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Take `count` blocks from the front of the free queue. Return them and the evicted contents (group, hash)."""
-        uses, tables, names = self.uses, self._tables, self._names
+        """Take `count` blocks from the front of the free queue. Return the blocks, and their evicted contents (group, hash)."""
+        uses, tables, hashes = self.uses, self._tables, self._hashes
         taken = [self._queue.popitem(last=False)[0] for _ in range(count)]
         gone = []
         for block in taken:
             uses[block] = 1
             table = tables[block]
             if table is not None:
-                table.drop(names[block], block)
+                table.drop(hashes[block], block)
                 tables[block] = None
-                gone.append((table.place, names[block]))
+                gone.append((table.group_index, hashes[block]))
         return taken, gone
 
-    def name(self, table: BlockTable, blocks: Sequence[int], names: Sequence[int]) -> None:
-        """Record the hash of the contents of each block. `names` are the hashes."""
-        tables, whole, block_names = self._tables, table.whole, self._names
-        for block, name in zip(blocks, names, strict=True):
+    def set_contents(self, table: BlockTable, blocks: Sequence[int], hashes: Sequence[int]) -> None:
+        """Record that each block has the contents with the hash at the same index of `hashes`."""
+        tables, block_by_hash, block_hashes = self._tables, table.block_by_hash, self._hashes
+        for block, block_hash in zip(blocks, hashes, strict=True):
             if block:
-                block_names[block] = name
+                block_hashes[block] = block_hash
                 tables[block] = table
-                if whole.setdefault(name, block) != block:
-                    table.duplicates.setdefault(name, []).append(block)
+                if block_by_hash.setdefault(block_hash, block) != block:
+                    table.duplicates.setdefault(block_hash, []).append(block)
 
     def give_back(self, blocks: Iterable[int]) -> None:
-        """Record that one sequence no longer uses these blocks. The first block in `blocks` is evicted first."""
+        """Record that one sequence no longer uses these blocks. They are evicted in the order of `blocks`."""
         uses, tables = self.uses, self._tables
         full, empty = list[int](), list[int]()
         for block in blocks:
@@ -111,13 +111,13 @@ class Pool:
             self._queue[block] = None
             self._queue.move_to_end(block, last=False)
 
-    def forget(self) -> bool:
+    def reset(self) -> bool:
         """Remove all contents, and return True. If any block is in use, change nothing and return False, as vLLM does."""
-        if self.free < self.size:
+        if self.free_blocks < self.size:
             return False
         for block in range(1, self.size + 1):
             table = self._tables[block]
             if table is not None:
-                table.drop(self._names[block], block)
+                table.drop(self._hashes[block], block)
                 self._tables[block] = None
         return True

@@ -40,7 +40,7 @@ class Interval(NamedTuple):
         return cls(mean, mean - half, mean + half)
 
 
-def span(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Return a duration as text such as `4 ms`, `0.80 s` or `12.3 s`."""
     if seconds < 0.1:
         return f"{1000 * seconds:.3g} ms"
@@ -66,7 +66,7 @@ def mean_hit_rate(runs: Sequence[PolicyResult]) -> float:
 
 def p90_of(run: PolicyResult) -> float:
     """Return the TTFT p90 of a run in which at least one request was answered."""
-    assert run.ttft is not None  # noqa: S101 - it has answers
+    assert run.ttft is not None  # noqa: S101 - the run has answers
     return run.ttft.p90
 
 
@@ -92,19 +92,20 @@ def summary(comparison: Comparison) -> str:
 
 
 class Judgement(NamedTuple):
-    """The result of comparing the policy that needs events (`subject`) with the policies that need none."""
+    """The result of comparing the policy that needs events (`subject`) with the policies without events."""
 
     finding: str
     """`pay`, `nothing`, `balance` (the subject is faster, but does not find more tokens in caches) or `undecided`."""
     subject: str
     rival: str
-    """The simplest policy without events that is as fast as the subject; if none is, the fastest one without events."""
+    """The simplest policy without events that is as fast as the subject. If the subject is faster than all policies without
+    events, the fastest of these."""
     ratio: Interval
     """TTFT p90 of the rival divided by TTFT p90 of the subject."""
 
 
 def judge(runs: Runs) -> Judgement | None:
-    """Return whether events pay, or None if no policy that needs events was run, or no policy without events."""
+    """Return whether events pay, or None unless both a policy with events and a policy without events were run."""
     subject = next((name for name in runs if name in POLICIES and needs_events(name)), None)
     rivals = [name for name in POLICIES if name in runs and not needs_events(name)]
     if subject is None or not rivals:
@@ -144,7 +145,7 @@ def _best_text(runs: Runs) -> str:
     if best is None:
         return ""
     hits = mean_hit_rate(runs[best])
-    return f"{best} has a TTFT p90 of {span(p90s[best])} and found {hits:.1%} of prompt tokens in caches"
+    return f"{best} has a TTFT p90 of {format_seconds(p90s[best])} and found {hits:.1%} of prompt tokens in caches"
 
 
 def _refused_text(results: Sequence[PolicyResult]) -> str:
@@ -170,7 +171,7 @@ ReportSettings: TypeAlias = Mapping[str, str | int | float | bool | None]
 
 
 def report_settings(fleet: FleetSettings, **more: str | float | bool | None) -> dict[str, str | int | float | bool | None]:
-    """Return the settings of a fleet with the actual number of blocks and the source of the costs, followed by `more`."""
+    """Return the settings of a fleet, its actual number of blocks, the source of its costs, and the settings in `more`."""
     return msgspec.structs.asdict(fleet) | {"blocks": fleet.size.blocks, "cost_source": fleet.costs.source} | more
 
 
@@ -223,19 +224,20 @@ class ReportColumn:
     """Which value is the best. None for a count: the table then has the sum over the seeds instead of the mean."""
 
 
-def _ttft(value: Callable[[Distribution], float]) -> Callable[[PolicyResult], float | None]:
-    return lambda result: None if result.ttft is None else value(result.ttft)
+def _of_ttft(read: Callable[[Distribution], float]) -> Callable[[PolicyResult], float | None]:
+    """Return a function that reads a value of the TTFT, and returns None if no request was answered."""
+    return lambda result: None if result.ttft is None else read(result.ttft)
 
 
-def _none_without_lookups(value: Callable[[PolicyResult], float]) -> Callable[[PolicyResult], float | None]:
-    """Return a function that returns the value, or None if no prompt was looked up, because rates are undefined then."""
-    return lambda result: value(result) if result.prompt_tokens else None
+def _none_without_lookups(read: Callable[[PolicyResult], float]) -> Callable[[PolicyResult], float | None]:
+    """Return a function that reads a rate, and returns None if no prompt was looked up, because the rate is then undefined."""
+    return lambda result: read(result) if result.prompt_tokens else None
 
 
 COLUMNS: Final = (
-    ReportColumn("TTFT p50", _ttft(lambda ttft: ttft.p50), "{:,.3f}".format, "least"),
-    ReportColumn("p90", _ttft(lambda ttft: ttft.p90), "{:,.3f}".format, "least"),
-    ReportColumn("p99", _ttft(lambda ttft: ttft.p99), "{:,.3f}".format, "least"),
+    ReportColumn("TTFT p50", _of_ttft(lambda ttft: ttft.p50), "{:,.3f}".format, "least"),
+    ReportColumn("p90", _of_ttft(lambda ttft: ttft.p90), "{:,.3f}".format, "least"),
+    ReportColumn("p99", _of_ttft(lambda ttft: ttft.p99), "{:,.3f}".format, "least"),
     ReportColumn("hit rate", _none_without_lookups(lambda result: result.hit_rate), "{:.1%}".format, "most"),
     ReportColumn("tokens/s", _none_without_lookups(lambda result: result.output_tokens_per_second), "{:,.1f}".format, "most"),
     ReportColumn("imbalance", _none_without_lookups(lambda result: result.imbalance), "{:.2f}".format, "least"),

@@ -128,7 +128,7 @@ def draw(number: int, length: int) -> array[int]:
 @cache
 def _token_source() -> array[int]:
     """Return pseudo-random token ids, which are equal in all processes."""
-    raw = array("H", Random(0).randbytes(2 * 2**_SOURCE_BITS))  # noqa: S311 - text, not a secret
+    raw = array("H", Random(0).randbytes(2 * 2**_SOURCE_BITS))  # noqa: S311 - not secret
     return array("I", raw)
 
 
@@ -152,9 +152,9 @@ class Request:
 
 
 def shared_prefix(requests: Iterable[Request]) -> float:
-    """Return the share of all prompt tokens, 0 to 1, that an unlimited cache of pieces holds when the prompt arrives.
+    """Return the share of all prompt tokens, 0 to 1, that an unlimited cache of the whole fleet would find.
 
-    That cache contains all earlier prompts and answers, no matter which worker served them.
+    At the arrival of a prompt, that cache contains all earlier prompts and answers.
     """
     paths: set[object] = set()
     held = total = 0

@@ -59,7 +59,7 @@ class Disagreement(Struct, frozen=True):
     position: int
     """Number of events in that batch that precede the lookup."""
     prompt: int
-    """Tokens."""
+    """Number of tokens in the prompt."""
     cached: int
     """Number of tokens that the engine found in its cache."""
     indexed: int
@@ -102,7 +102,7 @@ class PolicyResult(Struct, frozen=True, kw_only=True):
     predicted_tokens: int
     """Number of cached tokens that the index predicted when requests were routed; 0 for policies that do not use an index."""
     overpredictions: int
-    """Number of requests with fewer cached tokens than predicted: blocks were evicted after, or just before, the prediction."""
+    """Number of requests with fewer cached tokens than predicted, because blocks were evicted around the time of routing."""
     batches: int
     events: int
     workers: list[WorkerResult]
@@ -179,8 +179,8 @@ class SimulatedWorker:
 
     @property
     def engine(self) -> SimulatedEngine:
-        """The engine of the current incarnation; if the worker is down, that of the last incarnation."""
-        assert self._engine is not None  # noqa: S101 - a fleet starts all its workers
+        """The engine of the current incarnation or, if the worker is down, of the previous incarnation."""
+        assert self._engine is not None  # noqa: S101 - a fleet has started this worker
         return self._engine
 
     @property

@@ -25,33 +25,36 @@ from kvevents.stream import RawBatch
 from kvevents.wire.encode import batch_encoder
 
 DECISION_SECONDS: Final = 86_400.0
-"""Seconds for which a router without events expects that a worker holds a prompt that the router sent to the worker."""
+"""Seconds for which a router without events expects a prompt in the cache of the worker that received the prompt."""
 CACHE_THRESHOLD: Final = 0.3
+"""Default of `--cache-threshold` of SMG 1.13.0 and of SGLang's gateway."""
 SPILL_MARGIN: Final = 64.0
+"""Default of `--balance-abs-threshold` of SMG 1.13.0 and of SGLang's gateway."""
 SPILL_FACTOR: Final = 1.5
-"""Defaults of SMG 1.13.0 and of SGLang's gateway: `--cache-threshold`, `--balance-abs-threshold`, `--balance-rel-threshold`."""
+"""Default of `--balance-rel-threshold` of SMG 1.13.0 and of SGLang's gateway."""
 LEAST_MARGIN: Final = 4.0
 ESTIMATING_POLICIES: Final = ("approximate-tree", "prefix-estimated")
 """Policies whose routers have an index of their own decisions."""
 
 
 class ApproximateTree:
-    """Chooses the worker to which most of the prompt was sent before, as gateways without events do by default.
+    """Chooses the worker that received the longest prefix of the prompt before, as gateways without events do by default.
 
-    The rule is that of SMG 1.13.0 (`policies/cache_aware.rs` of the crate). If the longest prefix is more than
-    `CACHE_THRESHOLD` of the prompt, choose the least loaded of the workers that hold it; if not, the least loaded of all. Skip
-    a worker whose requests exceed both `SPILL_FACTOR` times the mean and the mean plus a margin: two standard deviations,
-    limited to `LEAST_MARGIN` to `SPILL_MARGIN`. SMG asks engines for their load; here a router counts its own requests.
+    The rule comes from SMG 1.13.0 (`policies/cache_aware.rs` of the crate). If the longest prefix is more than
+    `CACHE_THRESHOLD` of the prompt, the least loaded of the workers with this prefix is chosen. Otherwise the least loaded of
+    all workers is chosen. A worker is skipped if its requests exceed both `SPILL_FACTOR` times the mean and the mean plus a
+    margin. The margin is two standard deviations, but at least `LEAST_MARGIN` and at most `SPILL_MARGIN`. SMG asks engines for
+    their load; here a router counts its own requests.
     """
 
     name = "approximate-tree"
     uses_index = True
 
     def __init__(self, seed: int | None = None) -> None:
-        self._ties: Final = Ties(Random(seed))  # noqa: S311 - spreads load, keeps no secret
+        self._ties: Final = Ties(Random(seed))  # noqa: S311 - random numbers that need not be secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
-        """Choose a candidate. `Candidate.tokens` is the length of the prefix that this router has sent to it before."""
+        """Choose a candidate. `Candidate.tokens` is the length of the prefix that this router sent to the candidate before."""
         mean = sum(one.load.requests for one in candidates) / len(candidates)
         most = max(SPILL_FACTOR * mean, mean + min(SPILL_MARGIN, max(LEAST_MARGIN, math.ceil(2 * math.sqrt(mean)))))
         longest = max(one.tokens for one in candidates)
@@ -83,17 +86,17 @@ def needs_events(name: str) -> bool:
 def make_routers(
     settings: FleetSettings, name: str, audit: Audit, *, chosen: Callable[..., Policy] | None = None, **options: Any
 ) -> list[Router]:
-    """Return the routers of a fleet under the policy `name`, each with another seed and with `options` of `Router`.
+    """Return the routers of a fleet under the policy `name`, each with its own seed. `options` are arguments of `Router`.
 
-    A single router uses the index of `audit`. If there are several routers, each has its own index, so that no router sees the
-    recent decisions of another. If `chosen` is given, it creates each policy from a seed.
+    A single router uses the index of `audit`. Several routers have one index each, so that no router sees the recent decisions
+    of another router. `chosen`, if not None, is a function that creates a policy from a seed, and replaces the policy `name`.
     """
     make, clock, estimates = chosen or POLICIES[name], options["clock"], name in ESTIMATING_POLICIES
     if estimates:
         indexes = [_index_without_events(settings, clock) for _ in range(settings.routers)]
     else:
-        audit.others.extend(PrefixIndex(clock=clock) for _ in range(1, settings.routers) if make().uses_index)
-        indexes = [audit.index, *audit.others]
+        audit.further_indexes.extend(PrefixIndex(clock=clock) for _ in range(1, settings.routers) if make().uses_index)
+        indexes = [audit.index, *audit.further_indexes]
     seconds = DECISION_SECONDS if estimates else settings.overlay
     return [
         Router(make(settings.seed + number), indexes[number % len(indexes)], overlay_seconds=seconds, **options)

@@ -57,28 +57,31 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     host_blocks: int = 0
     """Blocks of each rank in host memory."""
     window: Positive | None = None
-    """Tokens of the sliding window, for a model with a second KV cache group (default: full attention alone)."""
+    """Tokens of the sliding window of a hybrid model (default: a model with full attention only)."""
     max_num_seqs: Positive = 256
     """Sequences that run side by side on a rank."""
     max_num_batched_tokens: Positive = 8192
-    """Tokens that a step computes at most."""
+    """Maximum number of tokens that a step computes."""
     dialect: Name = "vllm-latest"
     """Engine and release whose bytes are sent, such as vllm-0.24 or sglang-0.5.22."""
     event_delay: Annotated[float, Unit.SECONDS, Range()] = 0.001
     """Seconds from the end of a step until its events are in the index, in virtual time."""
     overlay: Annotated[float, Unit.SECONDS, Range()] = 2.0
-    """Seconds for which a router expects a prompt in the cache to which it has just sent it; 0 waits for the events."""
+    """Seconds for which a router counts a prompt as cached by the worker that it chose, until events arrive; 0: only events."""
     seed: int = 0
-    """Seed of all random numbers; for a trace other than 0, also of its speed, which changes by up to 2 %."""
+    """Seed of all random numbers. A seed other than 0 also makes a trace up to 2 % faster or slower."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if self.engines * self.ranks > MAX_WORKERS:
-            raise ConfigError(f"{self.engines} engines with {self.ranks} ranks each are more than {MAX_WORKERS} workers")
+            raise ConfigError(
+                f"{self.engines} engines with {self.ranks} ranks each are more than {MAX_WORKERS} workers: "
+                "set fewer engines or ranks"
+            )
         room = self.costs.cache_tokens
         if self.blocks is None and self.block_size > room:
-            raise ConfigError(f"block_size is {self.block_size}; the cache of {self.preset} holds {room} tokens")
-        _ = self.size, self.step_limits  # checks them
+            raise ConfigError(f"block_size {self.block_size} is too large: the cache of {self.preset} holds {room} tokens")
+        _ = self.size, self.step_limits  # these properties raise `ConfigError` for invalid settings
         wire = self.wire
         if self.window is not None and "kv_cache_spec_kind" not in wire.stored_fields:
             raise ConfigError(f"{wire} has no field for groups of a hybrid model: leave out window, or use vllm-0.22 or later")
@@ -87,9 +90,9 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def wire(self) -> Dialect:
-        """The dialect. Raises `UnknownDialectError`."""
+        """The dialect that `dialect` names. Raises `UnknownDialectError`."""
         dialect = resolve_dialect(self.dialect)
-        assert dialect is not None  # noqa: S101 - None only for None
+        assert dialect is not None  # noqa: S101 - only the name None has no dialect
         return dialect
 
     @property
@@ -141,7 +144,7 @@ class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
     requests: Positive | None = None
     """Number of requests (default: all of a trace, or 1,000 generated ones)."""
     rate: AboveZero | None = None
-    """Mean requests per second; a trace keeps its bursts (default: that of the workload)."""
+    """Mean requests per second; a trace keeps its bursts (default: the rate of the workload)."""
     trace_speed: AboveZero | None = None
     """Factor by which the times of a trace are divided, so that 2 is twice as fast (default: 1)."""
 
@@ -160,7 +163,7 @@ class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
         return requests if self.trace_speed is None else rescaled(requests, self.trace_speed)
 
     def count(self) -> int:
-        """Return the number of requests. A trace is read and checked for this. Raises `ConfigError` and `WorkloadError`."""
+        """Return the number of requests. This reads and verifies a whole trace. Raises `ConfigError` and `WorkloadError`."""
         requests = self.generate()
         if self.workload != "trace":
             return self.requests or DEFAULT_REQUESTS

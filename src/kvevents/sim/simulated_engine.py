@@ -39,7 +39,7 @@ class StepLimits(Settings, frozen=True):
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}; it must be at least max_num_seqs, which is "
-                f"{self.max_num_seqs}, since each sequence needs a token in each step"
+                f"{self.max_num_seqs}, because each sequence needs a token in each step"
             )
 
 
@@ -48,13 +48,13 @@ class Lookup(NamedTuple):
 
     job: Job
     tokens: int
-    """Number of tokens that were looked up: those of the prompt and, after a preemption, the computed ones of the answer."""
+    """Number of tokens that were looked up: the prompt and, after a preemption, the part of the answer that was computed."""
     cached: int
     """Number of tokens that were found in the cache. The last token never counts."""
     position: int
     """Number of events in the step's batch that precede the lookup."""
-    first: bool
-    """Whether this lookup is the first one of its request."""
+    is_first: bool
+    """Whether this lookup is the first lookup of its request."""
 
 
 @dataclass(eq=False)
@@ -68,9 +68,9 @@ class Job:
     order: int = 0
     """Number of the job's admission, from 1; the highest is preempted first. 0 while the job waits or when it is finished."""
     cached: int | None = None
-    """Number of prompt tokens that were found in the cache at the job's first admission, or None before it."""
+    """Number of prompt tokens that were found in the cache at the job's first admission; None before that admission."""
     ahead: int = 0
-    """While the job decodes, `n + ahead` tokens of its sequence are computed before step `n`."""
+    """Number of computed tokens of a decoding job's sequence before a step, minus the number of the step."""
 
     @cached_property
     def sequence(self) -> Sequence:
@@ -115,13 +115,13 @@ class SimulatedEngine:
         self._seed: Final = seed
         self._waiting: Final[deque[Job]] = deque()
         self._prefilling: Final[list[Job]] = []
-        """Admitted jobs whose known tokens were not all computed."""
+        """Admitted jobs of which some known tokens are not computed yet."""
         self._decoding: Final[dict[Job, None]] = {}
         self._due: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """Jobs by the number of the step in which they begin or fill a block. An entry has the number of the job's admission,
-        and is ignored if the job was admitted again."""
+        """Jobs by the number of the step in which they begin or fill a block. An entry begins with the number of the job's
+        admission. If the job was admitted again, the entry is ignored."""
         self._ending: Final[defaultdict[int, list[tuple[int, Job]]]] = defaultdict(list)
-        """Jobs by the number of the step in which they produce their last token."""
+        """Jobs by the number of the step in which they produce the last token of their answer. Entries are as in `_due`."""
         self._number = 0
         """Number of the current step."""
         self._admissions = 0
@@ -137,7 +137,7 @@ class SimulatedEngine:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to compute."""
+        """Whether the engine has no job to compute."""
         return not (self._waiting or self.running)
 
     @property
@@ -201,14 +201,14 @@ class SimulatedEngine:
         """Schedule a token of every decoding sequence."""
         for order, job in sorted(self._due.pop(self._number, ()), key=itemgetter(0)):
             if job.order != order:
-                continue  # preempted since
+                continue  # the job was preempted after the entry was added
             sequence = job.sequence
             sequence.computed = self._number + job.ahead
             sequence.known = sequence.computed + 1
             if self.cache.extend(sequence, 1) or self._make_room(job, 1):
                 self._schedule_next_block(job)
         work.decoding = len(self._decoding)
-        work.left -= work.decoding
+        work.budget -= work.decoding
 
     def _make_room(self, job: Job, tokens: int) -> bool:
         """Preempt the jobs admitted last until `job` has room. Return False if `job` itself was preempted."""
@@ -260,7 +260,7 @@ class SimulatedEngine:
         """Schedule the next chunks of prompts whose prefill began in earlier steps."""
         for job in list(self._prefilling):
             sequence = job.sequence
-            chunk = min(sequence.remaining, work.left)
+            chunk = min(sequence.remaining, work.budget)
             if not chunk or not job.order:
                 continue
             if not self.cache.extend(sequence, chunk) and not self._make_room(job, chunk):
@@ -268,14 +268,14 @@ class SimulatedEngine:
             self._chunk(job, chunk, work)
 
     def _admit(self, work: _Work) -> None:
-        while self._waiting and work.left and self.running < self._step_limits.max_num_seqs:
+        while self._waiting and work.budget and self.running < self._step_limits.max_num_seqs:
             job = self._waiting[0]
             sequence = job.sequence
             if not self.cache.could_hold(len(sequence.tokens) - 1):  # the last token of an answer is never computed
                 self._step.refused.append(self._waiting.popleft())
                 continue
             prefix = self.cache.find(sequence)
-            chunk = min(sequence.known - prefix.tokens, work.left)
+            chunk = min(sequence.known - prefix.tokens, work.budget)
             position = self.cache.pending
             if not self.cache.admit(sequence, prefix, chunk):
                 return
@@ -291,7 +291,7 @@ class SimulatedEngine:
 
     def _chunk(self, job: Job, tokens: int, work: _Work) -> None:
         sequence = job.sequence
-        work.left -= tokens
+        work.budget -= tokens
         work.prefilled += tokens
         work.pairs += tokens * (2 * sequence.computed - tokens) // 2
         if not sequence.remaining:
@@ -319,8 +319,8 @@ class SimulatedEngine:
 
 @dataclass(slots=True)
 class _Work:
-    left: int
-    """Number of tokens left in the step's budget."""
+    budget: int
+    """Number of tokens that the step can still compute."""
     prefilled: int = 0
     pairs: int = 0
     """Number of pairs of a prefilled token and a token that it attends to."""

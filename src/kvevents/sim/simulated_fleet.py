@@ -19,7 +19,7 @@ import msgspec
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import Decision, Policy, Router, Worker
-from kvevents.sim.audit import Audit, Expected, Mark
+from kvevents.sim.audit import Audit, EngineLookup, StreamPosition
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Distribution, PolicyResult, RequestMetrics, SimulatedWorker
 from kvevents.sim.routers import make_routers
@@ -81,7 +81,7 @@ class DelayedDelivery:
     ) -> None:
         self._timeline: Final = timeline
         self._delay: Final = delay
-        # For the newest vLLM the plain encoding is right, because simulated caches set only fields that vLLM's events have.
+        # The newest vLLM has a field for everything in these events, so the plain encoding, which is faster, gives its bytes.
         self._encode: Final = msgspec.msgpack.Encoder().encode if dialect is NEWEST_VLLM else batch_encoder(dialect)
         self._deliver: Final = deliver
         self._incarnations: Final[dict[Worker, int]] = {}
@@ -101,7 +101,7 @@ class DelayedDelivery:
         self._deliver_later(RawBatch(*worker, incarnation, number, False, self._encode(batch)), incarnation)
 
     def close(self, worker: Worker) -> None:
-        """Do nothing: the batches that were published before still arrive."""
+        """Do nothing: batches that were published before arrive after the delay."""
 
     def _deliver_later(self, delivery: RawBatch | Reset, incarnation: int) -> None:
         self._timeline.after(self._delay, partial(self._deliver, delivery, incarnation))
@@ -147,7 +147,7 @@ class SimulatedFleet:
         self.timeline: Final = timeline
         self.workers: Final = {worker: SimulatedWorker(worker, settings) for worker in settings.workers}
         self.metrics: Final = RequestMetrics()
-        self._random: Final = Random(f"routers {settings.seed}")  # noqa: S311 - a simulation, not a secret
+        self._random: Final = Random(f"routers {settings.seed}")  # noqa: S311 - random numbers that need not be secret
         self._sink: Final = sink
         self._clock: Final = clock or (lambda: timeline.now)
         self._in_flight: Final[dict[Job, InFlightRequest]] = {}
@@ -221,17 +221,17 @@ class SimulatedFleet:
         self._send(InFlightRequest(self.metrics.requests, request, router, self.timeline.now))
         self._plan_arrival()
 
-    def _send(self, sent: InFlightRequest) -> None:
-        if not sent.router.workers:
-            self._unrouted.append(sent)
+    def _send(self, in_flight: InFlightRequest) -> None:
+        if not in_flight.router.workers:
+            self._unrouted.append(in_flight)
             return
-        request = sent.request
+        request = in_flight.request
         namespace = Namespace(lora=request.lora, salt=request.salt)
         tokens = request.prompt.tokens()
-        decision = sent.router.route(sent.number, tokens, namespace=namespace, session=request.session)
-        sent.decision = decision
+        decision = in_flight.router.route(in_flight.number, tokens, namespace=namespace, session=request.session)
+        in_flight.decision = decision
         worker = self.workers[decision.worker]
-        self._in_flight[worker.engine.submit(request)] = sent
+        self._in_flight[worker.engine.submit(request)] = in_flight
         self._begin(worker)
 
     # --- steps
@@ -276,26 +276,26 @@ class SimulatedFleet:
 
     def _on_lookup(self, worker: SimulatedWorker, lookup: Lookup) -> None:
         job = lookup.job
-        mark = Mark(worker.incarnation, worker.batches, lookup.position)
-        self.audit.expect(worker.worker, Expected(mark, job.sequence, lookup.tokens, lookup.cached))
-        if lookup.first:
+        position = StreamPosition(worker.incarnation, worker.batches, lookup.position)
+        self.audit.expect(worker.worker, EngineLookup(position, job.sequence, lookup.tokens, lookup.cached))
+        if lookup.is_first:
             worker.record_lookup(lookup.tokens, lookup.cached)
             decision = self._in_flight[job].decision
-            assert decision is not None  # noqa: S101 - it was routed
+            assert decision is not None  # noqa: S101 - a request with a lookup was routed
             self.metrics.record_lookup(lookup, decision.tokens, self.settings.block_size)
 
     # --- answers
 
-    def _first_token(self, sent: InFlightRequest) -> None:
-        sent.router.record_first_token(sent.number)
-        if sent.first_at is None:
-            sent.first_at = self.timeline.now
-            self.metrics.ttft.append(sent.first_at - sent.arrived)
+    def _first_token(self, in_flight: InFlightRequest) -> None:
+        in_flight.router.record_first_token(in_flight.number)
+        if in_flight.first_at is None:
+            in_flight.first_at = self.timeline.now
+            self.metrics.ttft.append(in_flight.first_at - in_flight.arrived)
 
-    def _finish(self, sent: InFlightRequest) -> None:
-        sent.router.finish(sent.number)
-        assert sent.first_at is not None  # noqa: S101 - an answer has a first token
-        self.metrics.record_answer(self.timeline.now, sent.arrived, sent.first_at, len(sent.request.output))
+    def _finish(self, in_flight: InFlightRequest) -> None:
+        in_flight.router.finish(in_flight.number)
+        assert in_flight.first_at is not None  # noqa: S101 - each answer has a first token
+        self.metrics.record_answer(self.timeline.now, in_flight.arrived, in_flight.first_at, len(in_flight.request.output))
 
     # --- restarts
 
@@ -304,9 +304,9 @@ class SimulatedFleet:
         self._sink.open(worker)
         for router in self.routers:
             router.add(worker)
-        held, self._unrouted = self._unrouted, []
-        for sent in held:
-            self._send(sent)
+        waiting, self._unrouted = self._unrouted, []
+        for in_flight in waiting:
+            self._send(in_flight)
 
     def restart(self, worker: Worker, *, down: float = 0.0) -> None:
         """End an engine at once, and begin its next incarnation after `down` seconds.
@@ -323,8 +323,8 @@ class SimulatedFleet:
             router.remove(worker)
         self.metrics.retried += len(lost)
         self.timeline.after(down, lambda: self._start(worker))
-        for sent in lost:
-            self._send(sent)
+        for in_flight in lost:
+            self._send(in_flight)
 
 
 def simulate(
@@ -335,9 +335,10 @@ def simulate(
     chosen: Callable[..., Policy] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> PolicyResult:
-    """Run a fleet in virtual time under the policy `name`, or under the policy that `chosen` creates from a seed.
+    """Run a fleet in virtual time under the policy `name`.
 
-    `progress` is called regularly. Equal arguments give equal results.
+    `chosen`, if not None, is a function that creates a policy from a seed, and replaces the policy `name`. `progress` is called
+    regularly. Equal arguments give equal results.
     """
     timeline = Timeline()
     index = PrefixIndex(clock=lambda: timeline.now)

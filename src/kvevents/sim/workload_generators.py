@@ -3,8 +3,8 @@
 Theory of operation. An arrival process gives the times of requests, so the rate is as configured from the first second on. At
 each arrival the session that has been due for longest sends its next turn. If no session is due, a new one begins. After a
 turn, the session is due again when an assumed answer time and a think time have passed. The load is open-loop: a slower fleet
-receives requests at the same rate. So sessions begin as fast as the rate requires, and a think time is the drawn time or
-slightly longer.
+receives requests at the same rate. So sessions begin as fast as the rate requires. A session's turn can be sent slightly after
+the think time, because it waits for the next arrival.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ def _check(name: str, value: float) -> None:
 
 
 FIRST_TOKEN_SECONDS: Final = 0.3
+"""Assumed time to the first token of an answer: the mean that llm-d reports for precise scheduling of Qwen3-32B (the
+inference-perf report whose totals https://llm-d.ai/blog/kvcache-wins-you-can-see quotes)."""
 TOKEN_SECONDS: Final = 0.026
-"""Assumed answer time: the mean time to the first token, and the mean time between tokens, that llm-d reports for precise
-scheduling of Qwen3-32B (the inference-perf report whose totals https://llm-d.ai/blog/kvcache-wins-you-can-see quotes)."""
+"""Assumed time between two tokens of an answer: the mean in the same report of llm-d."""
 MAX_WAITING: Final = 100_000
 """Maximum number of sessions that wait for their next turn. At this limit, the session that is due first sends its turn early.
 At a rate of 1,000 requests per second with think times of 30 s, about 30,000 sessions wait."""
@@ -144,8 +145,8 @@ class Traffic(Settings, frozen=True, kw_only=True):
 
     def requests(self, seed: int = 0) -> Iterator[Request]:
         """Yield an endless series of requests, in the order of their times. Equal seeds give equal requests."""
-        random = Random(f"{type(self).__name__} {seed}")  # noqa: S311 - a simulation, not a secret
-        times = arrivals(self.arrivals, self.rate, Random(f"arrivals {seed}"), self.variation)  # noqa: S311 - as above
+        random = Random(f"{type(self).__name__} {seed}")  # noqa: S311 - random numbers that need not be secret
+        times = arrivals(self.arrivals, self.rate, Random(f"arrivals {seed}"), self.variation)  # noqa: S311 - not secret
         return schedule(times, self.sessions(random))
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
@@ -185,13 +186,13 @@ def answer_seconds(answer: Text) -> float:
     return FIRST_TOKEN_SECONDS + TOKEN_SECONDS * len(answer)
 
 
-def turns_of(mean: float, random: Random) -> int:
+def draw_turns(mean: float, random: Random) -> int:
     """Draw a number of turns, at least 1, from a geometric distribution with this mean."""
     return 1 if mean <= 1 else 1 + int(math.log(1 - random.random()) / math.log(1 - 1 / mean))
 
 
-def zipf(count: int, exponent: float) -> list[float]:
-    """Return cumulative weights for `Random.choices`: of ranks 1 to `count`, each with the weight `1 / rank**exponent`."""
+def zipf_weights(count: int, exponent: float) -> list[float]:
+    """Return the cumulative weights of the ranks 1 to `count` for `Random.choices`. A rank's weight is `1 / rank**exponent`."""
     return list(accumulate(1 / place**exponent for place in range(1, count + 1)))
 
 
@@ -212,10 +213,10 @@ class SharedPrompts(Traffic, frozen=True, kw_only=True):
     answer: Lengths = Lengths(350, 0.6, 1, 2_000)
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
-        """See `Traffic`. A session is one question, named after the user."""
+        """Yield sessions of one question each (see `Traffic`). A session has the name of its user."""
         writer = Writer(random)
         systems = [(writer.write(self.system.draw(random)), *self.tenant(random)) for _ in range(self.prompts)]
-        users = random.choices(systems, cum_weights=zipf(self.prompts, self.popularity), k=self.users)
+        users = random.choices(systems, cum_weights=zipf_weights(self.prompts, self.popularity), k=self.users)
         while True:
             user = random.randrange(self.users)
             system, lora, salt = users[user]
@@ -244,7 +245,7 @@ class LlmD(Traffic, frozen=True, kw_only=True):
     output: Positive = 1_000
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
-        """See `Traffic`. A session is one question, named after the user."""
+        """Yield sessions of one question each (see `Traffic`). A session has the name of its user."""
         writer = Writer(random)
         requests: list[tuple[str, Text, str | None, str | None]] = []
         for group in range(self.groups):
@@ -288,10 +289,10 @@ class Agents(Traffic, frozen=True, kw_only=True):
     """Maximum length of a prompt in tokens; an agent ends before a longer one."""
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
-        """See `Traffic`."""
+        """Yield the sessions of agents (see `Traffic`)."""
         writer = Writer(random)
         schemas = [writer.write(self.schema.draw(random)) for _ in range(self.kinds)]
-        weights = zipf(self.kinds, self.popularity)
+        weights = zipf_weights(self.kinds, self.popularity)
         for number in count():
             (schema,) = random.choices(schemas, cum_weights=weights)
             lora, salt = self.tenant(random)
@@ -315,7 +316,7 @@ class _Agent:
         settings, random, tool = self.settings, self.random, self.settings.tool
         prompt = context + self._text(settings.task)
         helped = 0
-        for _ in range(turns_of(turns, random) - 1):
+        for _ in range(draw_turns(turns, random) - 1):
             call = self._text(settings.call)
             helpers = random.randint(1, settings.helpers) if random.random() < delegating else 0
             following = (
@@ -363,18 +364,18 @@ class Chat(Traffic, frozen=True, kw_only=True):
     """Maximum length of a prompt in tokens; a conversation ends before a longer one."""
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
-        """See `Traffic`."""
+        """Yield conversations (see `Traffic`)."""
         writer = Writer(random)
         preamble = writer.write(self.preamble) if self.preamble else Text()
         systems = [preamble + writer.write(self.system.draw(random)) for _ in range(self.apps)]
-        weights = zipf(self.apps, self.popularity)
+        weights = zipf_weights(self.apps, self.popularity)
         for number in count():
             (system,) = random.choices(systems, cum_weights=weights)
             yield TrafficSession(f"chat-{number}", self._turns(system, writer, random), *self.tenant(random))
 
     def _turns(self, context: Text, writer: Writer, random: Random) -> Iterator[Turn]:
         prompt = context + writer.write(self.user.draw(random))
-        for _ in range(turns_of(self.turns, random) - 1):
+        for _ in range(draw_turns(self.turns, random) - 1):
             answer = writer.write(self.answer.draw(random))
             following = prompt + answer + writer.write(self.user.draw(random))
             if len(following) > self.context:

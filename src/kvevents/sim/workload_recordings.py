@@ -2,13 +2,12 @@
 
 Theory of operation. An engine announces the blocks that it computed. A chain of new blocks has a known parent or begins at the
 root, so its ancestors and the chain together are the beginning of a prompt. A later chain is interpreted by its position:
-- one block after the end of a prompt, at most `ANSWER_GAP` seconds after the prompt's last block, is its answer;
-- several blocks there, before any answer and within `CHUNK_GAP` seconds, are the next part of the prompt, which engines
-  compute in chunks;
-- anything else is a new prompt: another one with the same beginning, or the next turn of a conversation.
+- one block after the end of a prompt, at most `ANSWER_GAP` seconds after the prompt's last block, is the prompt's answer;
+- several blocks after the end of a prompt without an answer, within `CHUNK_GAP` seconds, are the next chunk of the prompt;
+- any other chain belongs to a new prompt: a prompt with the same beginning, or the next turn of a conversation.
 Blocks are identified by stream, cache generation and hash. A generation begins with each incarnation that
-`kvevents.stream.Stream` finds, and with each clear. The reader does not wait for missing batches, since it yields the requests
-of all streams in the order of the recording.
+`kvevents.stream.Stream` finds, and with each clear. The reader does not wait for missing batches, because it yields the
+requests of all streams in the order of the recording.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class _Block(NamedTuple):
 class _CacheGeneration:
     number: int
     """Number of the generation. Each clear begins a new generation."""
-    recorded: int
+    incarnation: int
     """Incarnation of the stream's batches in this generation."""
     group: int | None = None
 
@@ -128,7 +127,7 @@ class RecordedRequests(Iterator[Request]):
             self._now += max(clock - self._clock, 0.0)
         self._clock = clock
         generation = self._streams.get((stream, batch.data_parallel_rank))
-        if generation is None or generation.recorded != raw.incarnation:
+        if generation is None or generation.incarnation != raw.incarnation:
             generation = _CacheGeneration(next(self._generations), raw.incarnation)
             self._streams[stream, batch.data_parallel_rank] = generation
         for chain in self._chains(generation, batch):
@@ -210,13 +209,13 @@ class RecordedRequests(Iterator[Request]):
         self._ends.setdefault(request.end, []).append(request)
 
     def _remove_end(self, request: _Draft) -> None:
-        """Remove a request from those that end at its last block, of which there are several if prompts are equal."""
+        """Remove a request from the list of requests that end at its last block. Equal prompts end at the same block."""
         here = [other for other in self._ends.pop(request.end) if other is not request]
         if here:
             self._ends[request.end] = here
 
     def _continued_part(self, request: _Draft, blocks: int) -> list[array[int]] | None:
-        """Return the part (prompt or answer) of a request that the next chain continues, or None if it begins a new request."""
+        """Return the prompt or answer of a request if the next chain continues it; None if the chain begins a new request."""
         idle = self._now - request.last
         if blocks == 1:
             return request.answer if idle <= ANSWER_GAP else None
@@ -247,10 +246,10 @@ class RecordedRequests(Iterator[Request]):
 
 
 def from_recording(path: StrPath, run: str | None = None, endpoint: str | None = None) -> RecordedRequests:
-    """Reconstruct the requests of a recording, for one run and endpoint or for all.
+    """Reconstruct the requests of a recording. If `run` or `endpoint` is not None, other runs or endpoints are ignored.
 
     Times are seconds from the first batch. If the recorder's clock goes back, for example between runs, times continue from the
-    last request's time. Prompts and answers consist of whole blocks; the guide to workloads lists what events do not show.
+    previous request's time. Prompts and answers consist of whole blocks; the guide to workloads lists what events do not show.
     Sessions are inferred as for traces. Iterating raises `RecordingError` as `read_recording` does.
     """
     return RecordedRequests(path, run, endpoint)

@@ -1,9 +1,9 @@
-"""Reads trace files, line by line, in Mooncake's format or in that of kvevents, and writes the format of kvevents.
+"""Reads trace files, line by line, in Mooncake's format or in the format of kvevents, and writes the format of kvevents.
 
 Mooncake's format has the lengths of prompts and the pieces that the prompts share, but no text. A line is
 `{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...]}`, with one id for every 512 tokens of the
 prompt. An id identifies a piece and all pieces before it; the last piece may be shorter (github.com/kvcache-ai/Mooncake,
-FAST'25). Answers are always new text, since a trace does not say whether a later prompt repeats an answer.
+FAST'25). Answers are always new text, because a trace does not say whether a later prompt repeats an answer.
 
 The format of kvevents can describe any requests. Each line is a JSON object:
 `{"at": 1.5, "tokens": [791, 6864], "output_tokens": 120, "session": "u7", "lora": "adapter-a", "salt": "tenant-1"}`. Instead of
@@ -91,7 +91,7 @@ _Positive = Annotated[int, msgspec.Meta(ge=1, le=1 << 31)]
 
 
 class MooncakeRow(msgspec.Struct, frozen=True, gc=False):
-    """One line of a trace. Other fields are ignored."""
+    """One line of a trace in Mooncake's format. Fields that are not listed here are ignored."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     """Milliseconds from the beginning of the trace."""
@@ -136,7 +136,7 @@ _Pieces = Annotated[list[tuple[Annotated[int, msgspec.Meta(ge=0)], _Length] | To
 
 
 class PlainRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, forbid_unknown_fields=True):
-    """One line of a trace. A line has exactly one of `prompt` and `tokens`, and exactly one of `output` and `output_tokens`."""
+    """One line of a trace in the format of kvevents: `prompt` or `tokens`, and `output` or `output_tokens`, but not both."""
 
     at: Annotated[float, msgspec.Meta(ge=0)]
     """Seconds from the beginning of the trace."""
@@ -200,9 +200,9 @@ _ENCODER: Final = msgspec.json.Encoder()
 def read_trace(path: StrPath, *, limit: int | None = None, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[Request]:
     """Read the first `limit` requests of a trace one at a time; if `limit` is None, read all.
 
-    Lines are in Mooncake's format or in that of kvevents, distinguished by their keys. A name that ends in `.gz` is compressed.
-    Times must not decrease. Sessions of Mooncake's traces are inferred. Iterating raises `WorkloadError` if the file cannot be
-    read or a line is invalid. Raises `ConfigError` for a negative limit.
+    Lines are in Mooncake's format or in the format of kvevents; their keys show which. A file whose name ends in `.gz` is
+    compressed. Times must not decrease. Sessions of Mooncake's traces are inferred. Iterating raises `WorkloadError` if the
+    file cannot be read or a line is invalid. Raises `ConfigError` for a negative limit.
     """
     if limit is not None and limit < 0:
         raise ConfigError(f"invalid limit {limit}: expected at least 0, or None for all requests")
@@ -228,7 +228,7 @@ def write_trace(path: StrPath, requests: Iterable[Request]) -> int:
 
 
 def _requests(path: Path, max_line_bytes: int) -> Iterator[Request]:
-    # For each format, the function that reads a line, by a key that only lines of this format have.
+    # The functions that read a line, one for each format. A dict key is a JSON key that only lines of the format have.
     readers: dict[str, Callable[[bytes, int], Request]] = {
         "hash_ids": partial(mooncake_request, Sessions()),
         "at": plain_request,
@@ -251,7 +251,7 @@ def _request(line: bytes, number: int, readers: Mapping[str, Callable[[bytes, in
         raise ValueError(f"the format is unknown, because the line has neither of the keys {' and '.join(readers)}")
     request = read(line, number)
     if request.at < last:
-        raise ValueError(f"its time, {request.at} s, is before that of the previous line, {last} s: sort the lines by time")
+        raise ValueError(f"its time is {request.at} s, but the previous line's time is {last} s: sort the lines by time")
     return request
 
 

@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 SAMPLE: Final = Path(__file__).with_name("sample.jsonl.gz")
-"""Trace of ten minutes of generated conversations, half as long as those of Mooncake's trace."""
+"""Trace of ten minutes of generated conversations. The conversations are half as long as those of Mooncake's trace."""
 JITTER: Final = 0.02
 """Maximum relative change that a seed makes to a trace's speed. Such a change moves the TTFT p90 of the sample by 3.5 %."""
 
@@ -65,14 +65,15 @@ class Trace(Settings, frozen=True, kw_only=True):
     def requests(self, seed: int = 0) -> Iterator[Request]:
         """Yield the requests. If `rate` is set, the file is read twice. Raises `WorkloadError`.
 
-        A trace has no random part, so each seed except 0 makes it faster or slower, by up to `JITTER`.
+        A trace has no random numbers. So that runs with several seeds differ, each seed except 0 makes the trace faster or
+        slower, by up to `JITTER`.
         """
         speed = 1.0
         times = [] if self.rate is None else [request.at for request in read_trace(self.path)]
         if self.rate is not None and times and times[-1] > times[0]:
             speed = self.rate / ((len(times) - 1) / (times[-1] - times[0]))
         if seed:
-            speed *= 1 + Random(f"trace {seed}").uniform(-JITTER, JITTER)  # noqa: S311 - a simulation, not a secret
+            speed *= 1 + Random(f"trace {seed}").uniform(-JITTER, JITTER)  # noqa: S311 - not secret
         return read_trace(self.path) if speed == 1 else rescaled(read_trace(self.path), speed)
 
 

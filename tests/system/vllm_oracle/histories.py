@@ -147,7 +147,7 @@ class CacheHistory:
         self._random.choices(self._actions, _WEIGHTS)[0]()
         self._counts.steps += 1
         self._streams.compare(self._ours.take_events(), self._theirs.take_events())
-        expect("free blocks", self._ours.pool.free, self._theirs.free)
+        expect("free blocks", self._ours.pool.free_blocks, self._theirs.free)
 
     def _arrive(self) -> None:
         if len(self._waiting) < QUEUE:
@@ -250,7 +250,7 @@ class EngineHistory:
         preemptions = self._ours.preemptions
         self._ours.begin()
         output = self._theirs.begin()
-        expect("free blocks when scheduled", self._ours.cache.pool.free, self._theirs.free)
+        expect("free blocks when scheduled", self._ours.cache.pool.free_blocks, self._theirs.free)
         ours, theirs = self._ours.end(), self._theirs.end(output)
         names = self._names
         lookups = {names[each.job]: (each.tokens, each.cached, each.position) for each in ours.lookups}
@@ -258,7 +258,7 @@ class EngineHistory:
         expect("finished", [names[job] for job in ours.finished], theirs.finished)
         expect("refused", ours.refused, [])
         self._streams.compare(ours.events, theirs.events)
-        expect("free blocks", self._ours.cache.pool.free, self._theirs.free)
+        expect("free blocks", self._ours.cache.pool.free_blocks, self._theirs.free)
         expect("running", self._ours.running, len(self._theirs.running))
         expect("waiting", self._ours.waiting, len(self._theirs.waiting))
         counts = self._counts
