@@ -12,7 +12,7 @@ LINES = 15
 
 def test_demo_shows_waits_events_and_index_in_few_lines() -> None:
     """The waiting time of users comes first; no event is lost, and no answer of the index is wrong."""
-    with Program("demo", "--requests", 20, "--time-scale", 200) as demo:
+    with Program("demo", "--requests", 20) as demo:
         ended = demo.end()
     assert ended.code == 0, ended.out + ended.err
     assert len(ended.out.splitlines()) <= LINES
@@ -20,11 +20,21 @@ def test_demo_shows_waits_events_and_index_in_few_lines() -> None:
     row = r"(?m)^{}  +[\d.]+ s +[\d.]+ s +\d+%$"
     for policy in ("least-loaded", "session-affinity", "tree of what was sent", "prefix-aware, by events"):
         assert re.search(row.format(policy), ended.out), ended.out
-    assert re.search(r"(?m)^Events: .* 0 are missing, ", ended.out)
+    assert re.search(r"(?m)^Events: .* 0 are missing; ", ended.out)
     checked = re.search(r"(?m)^Index: right .* for (\d+) of the (\d+) prompts ", ended.out)
     assert checked
     assert checked[1] == checked[2] != "0"
     assert "\x1b[" not in ended.out + ended.err
+
+
+def test_demo_prints_the_same_figures_each_time() -> None:
+    """Batches are lost while the requests arrive. Only the duration differs."""
+    outputs: list[str] = []
+    for _ in range(2):
+        with Program("demo", "--requests", 60) as demo:
+            outputs.append(re.sub(r"(?m)^It took \d+ s", "It took N s", demo.end().out))
+    assert outputs[0] == outputs[1]
+    assert re.search(r"(?m)^Events: the network lost [1-9]", outputs[0])
 
 
 def test_ctrl_c_ends_demo_without_a_traceback() -> None:
@@ -36,8 +46,7 @@ def test_ctrl_c_ends_demo_without_a_traceback() -> None:
 
 
 def test_an_invalid_option_is_reported_in_one_sentence() -> None:
-    for option, expected in (("--requests", "a whole number above 0"), ("--time-scale", "a factor above 0")):
-        with Program("demo", option, 0) as demo:
-            ended = demo.end()
-        assert ended.code == 2
-        assert ended.err.splitlines()[-1].endswith(f"argument {option}: invalid value '0': expected {expected}")
+    with Program("demo", "--requests", 0) as demo:
+        ended = demo.end()
+    assert ended.code == 2
+    assert ended.err.splitlines()[-1].endswith("argument --requests: invalid value '0': expected a whole number above 0")

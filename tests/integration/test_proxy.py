@@ -206,8 +206,11 @@ def test_the_next_messages_can_be_dropped(tape: TapePlayer, proxy: FaultProxy, c
     tape.play(2)
     assert receive_seqs(sub, 2) == [0, 1]
     proxy.drop(3)
-    tape.play(5)
+    tape.play(3)
+    assert proxy.wait_until(lambda counts: counts.down.dropped_tail == 3, SECONDS)
+    tape.play(2)
     assert receive_seqs(sub, 2) == [5, 6]
+    assert proxy.counts.down.dropped_tail == 0
     assert (proxy.counts.down.messages, proxy.counts.down.dropped, proxy.counts.connections) == (7, 3, 1)
 
 

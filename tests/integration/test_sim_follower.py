@@ -17,7 +17,7 @@ from kvevents.errors import ConfigError
 from kvevents.events import BlockStored, KVEvent, KVEventBatch
 from kvevents.index import PrefixIndex
 from kvevents.sim import live as follower_module
-from kvevents.sim.audit import AuditCounts, EngineLookup, StreamPosition
+from kvevents.sim.audit import AuditCounts, EngineLookup, LookupPosition
 from kvevents.sim.live import AuditingFollower
 from kvevents.sim.network import Sockets
 from kvevents.sim.settings import FleetSettings
@@ -48,7 +48,7 @@ def make_batch(engine_incarnation: int, number: int, events: Sequence[KVEvent], 
 def make_lookup(engine_incarnation: int, number: int, cached: int) -> EngineLookup:
     """Return a lookup of the prompt before batch `number`, which found `cached` tokens."""
     sequence: Any = SimpleNamespace(tokens=array("I", range(40)), lora=None, salt=None)
-    return EngineLookup(StreamPosition(engine_incarnation, number, 0), sequence, 40, cached)
+    return EngineLookup(LookupPosition(engine_incarnation, number, 0), sequence, 40, cached)
 
 
 class ScriptedSubscriber:

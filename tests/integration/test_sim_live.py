@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvevents import Subscriber
-from kvevents.errors import ConfigError, EndpointError
+from kvevents.errors import ConfigError, EndpointError, ExternalError
 from kvevents.index import ApplyResult
 from kvevents.routing import Choice, Policy, Prompt, Worker, policy
 from kvevents.routing.policy_types import Candidate
@@ -21,13 +21,14 @@ from kvevents.sim import routers
 from kvevents.sim.live import LiveFleet
 from kvevents.sim.requests import Request
 from kvevents.sim.results import PolicyResult, StreamResult
-from kvevents.sim.settings import LiveTimers
+from kvevents.sim.settings import FleetSettings, LiveTimers
+from kvevents.sim.simulated_fleet import simulate
 from kvevents.stream import RawBatch
 from kvevents.testing import FaultProxy
 from publisher_cases import wait_until
 from resource_cases import leave_nothing_open
 from sim_cases import conversations, request
-from sim_live_cases import open_fleet
+from sim_live_cases import SMALL, open_fleet
 
 TENANTS = (None, "one", "two")
 MAX_SECONDS = 50.0
@@ -112,6 +113,49 @@ def test_an_invalid_pace_is_refused(pace: float) -> None:
 def test_a_request_that_the_dialect_cannot_announce_ends_the_run() -> None:
     with open_fleet(engines=1, dialect="vllm-0.9.1") as fleet, pytest.raises(ConfigError, match="has no field for salts"):
         fleet.run([request([1], salt="a")])
+
+
+# --- in steps
+
+
+@pytest.mark.parametrize("wrong", ["", "restart:300ms,reset:200ms,drop:20%"])
+def test_a_fleet_in_steps_gives_equal_results_each_time(wrong: str) -> None:
+    """This holds for all figures of the policy, and for the faults, although threads and sockets differ each time."""
+    requests = list(conversations(80, rate=60, seed=1))
+    runs = [run_fleet(requests, wrong=wrong, pace=None, blocks=140) for _ in range(2)]
+    for run in runs:
+        assert run.result == runs[0].result
+        assert run.fleet.injected == runs[0].fleet.injected
+        assert run.fleet.sockets.dropped == runs[0].fleet.sockets.dropped
+        assert run.fleet.behind == 0.0
+    assert (runs[0].result.finished, runs[0].result.disagreements, runs[0].result.unproven) == (len(requests), 0, 0)
+    if wrong:
+        assert min(runs[0].fleet.sockets.dropped, runs[0].result.retried, *runs[0].fleet.injected.values()) > 0
+
+
+def test_a_fleet_in_steps_has_the_results_of_virtual_time() -> None:
+    """Events that arrive without delay lead to equal choices, so the sockets change nothing."""
+    requests = list(conversations(80, rate=60, seed=3))
+    run = run_fleet(requests, pace=None)
+    assert run.result == simulate(FleetSettings(**SMALL, event_delay=0.0), "prefix-aware", requests)
+
+
+@pytest.mark.parametrize("wrong", ["delay:20ms", "cut:1s", "drop:1%,stall:1s"])
+def test_a_fault_that_takes_real_time_is_refused_in_steps(wrong: str) -> None:
+    kind = wrong.rpartition(",")[2].partition(":")[0]
+    expected = rf"^invalid fault '{kind}' for a fleet that runs in steps: give the fleet a pace$"
+    with pytest.raises(ConfigError, match=expected), open_fleet(pace=None, wrong=wrong):
+        pass
+
+
+def test_events_that_do_not_arrive_end_a_fleet_in_steps() -> None:
+    """The error names the engine; without it the fleet would wait for ever."""
+    timers = LiveTimers(settle=0.3)
+    with open_fleet(engines=1, pace=None, wrong="drop:1%", timers=timers) as fleet:
+        for proxy in fleet.sockets.proxies["engine-0", 0]:
+            proxy.stall()
+        with pytest.raises(ExternalError, match=r"^batches of engine-0/0 did not arrive within 0\.3 s$"):
+            fleet.run([request(range(40)), request(range(40), at=1.0)])
 
 
 # --- other consumers

@@ -14,7 +14,7 @@ SMALL: dict[str, Any] = {"engines": 3, "blocks": 70, "block_size": 4, "max_num_s
 
 
 @contextmanager
-def open_fleet(*, name: str = "prefix-aware", pace: float = 4.0, wrong: str = "", **given: Any) -> Iterator[LiveFleet]:
+def open_fleet(*, name: str = "prefix-aware", pace: float | None = 4.0, wrong: str = "", **given: Any) -> Iterator[LiveFleet]:
     options = {key: given.pop(key) for key in ("host", "base_port", "timers") if key in given}
     options.setdefault("timers", LiveTimers(connect=60.0, settle=60.0, down=0.05, stall=0.1))
     with LiveFleet(FleetSettings(**(SMALL | given)), name, pace=pace, requested=parse_faults(wrong), **options) as fleet:

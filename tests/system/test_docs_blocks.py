@@ -60,7 +60,7 @@ REASONS_BY_PROGRAM = {
 """Why these programs do not run here."""
 
 REASONS_BY_COMMAND = {
-    "kvevents demo": "half a minute: make wheels-check runs it; test_cli_demo.py",
+    "kvevents demo": "seconds: make wheels-check runs it; test_cli_demo.py",
     "echo 'import kvevents.engines.sglang": "changes an installed SGLang",
     "kvevents top": "needs a terminal: test_cli_service.py",
     "kvevents sim compare\n": "`make study` compares what it prints; test_cli_sim.py",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvevents.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent, KVEventBatch
 from kvevents.index import ApplyResult, PrefixIndex
-from kvevents.sim.audit import MAX_EXAMPLES, Audit, EngineLookup, StreamPosition
+from kvevents.sim.audit import MAX_EXAMPLES, Audit, EngineLookup, LookupPosition
 from kvevents.sim.cache import CacheSize
 from kvevents.sim.results import Disagreement
 from kvevents.sim.simulated_engine import StepLimits
@@ -46,16 +46,16 @@ class EngineRecording:
 
     def wrong_lookups(self) -> int:
         """Return the number of lookups whose results differ from a plain mirror that applies these batches event by event."""
-        mirror, place, wrong_lookups = EventState(strict=False), StreamPosition(0, 0, 0), 0
+        mirror, place, wrong_lookups = EventState(strict=False), LookupPosition(0, 0, 0), 0
         for expected in self.lookups:
-            wanted = expected.stream_position
+            wanted = expected.lookup_position
             while place < wanted and place.seq < len(self.batches):
                 batch = self.batches[place.seq]
                 if place.event_index < len(batch) and (place.seq, place.event_index) < (wanted.seq, wanted.event_index):
                     mirror.apply(batch[place.event_index])
                     place = place._replace(event_index=place.event_index + 1)
                 elif place.seq < wanted.seq:
-                    place = StreamPosition(0, place.seq + 1, 0)
+                    place = LookupPosition(0, place.seq + 1, 0)
                 else:
                     break
             wrong_lookups += mirror.cached(self.size, expected.sequence.hashes, expected.tokens) != expected.cached
@@ -72,7 +72,7 @@ def record_engine(size: CacheSize, prompts: Items[tuple[Items[int], int]], side_
     for step in run.steps:
         for lookup in step.lookups:
             assert lookup.job.sequence is not None
-            mark = StreamPosition(0, len(found.batches), lookup.position)
+            mark = LookupPosition(0, len(found.batches), lookup.position)
             found.lookups.append(EngineLookup(mark, lookup.job.sequence, lookup.tokens, lookup.cached))
         if step.events:
             found.batches.append(step.events)
@@ -98,11 +98,11 @@ def record_small_stream() -> EngineRecording:
     announced: that lookup waits for a batch of another prompt.
     """
     found = record_engine(CacheSize(3, 2), [([1] * 5, 1), ([1] * 5, 1), ([2] * 5, 1), ([1] * 5, 1)])
-    assert [(one.stream_position, one.cached) for one in found.lookups] == [
-        (StreamPosition(0, 0, 0), 0),
-        (StreamPosition(0, 1, 0), 4),
-        (StreamPosition(0, 1, 0), 0),
-        (StreamPosition(0, 2, 0), 0),
+    assert [(one.lookup_position, one.cached) for one in found.lookups] == [
+        (LookupPosition(0, 0, 0), 0),
+        (LookupPosition(0, 1, 0), 4),
+        (LookupPosition(0, 1, 0), 0),
+        (LookupPosition(0, 2, 0), 0),
     ]
     assert [len(batch) for batch in found.batches] == [1, 3, 3]
     return found
@@ -150,8 +150,8 @@ def test_lookups_at_a_lost_batch_are_unproven_and_later_ones_detect_the_loss(
     last = len(stream.batches) - 1
     # Lookups between its events; and lookups after it if no later batch shows that it is lost.
     lost = [
-        (one.stream_position.seq == number and one.stream_position.event_index > 0)
-        or (one.stream_position.seq > number == last)
+        (one.lookup_position.seq == number and one.lookup_position.event_index > 0)
+        or (one.lookup_position.seq > number == last)
         for one in stream.lookups
     ]
     checked, wrong_lookups, unproven = run_audit(stream.make_audit(), deliveries)
@@ -191,12 +191,12 @@ def test_batches_of_another_incarnation_check_no_lookup() -> None:
 def test_a_lookup_is_compared_between_two_events_of_a_batch(position: int, wrong_lookups: int) -> None:
     """Of two equal prompts in one step, the second finds what the first announces; it would find nothing before that event."""
     stream = record_engine(CacheSize(20, 2), [([1] * 5, 1), ([1] * 5, 1)], side_by_side=2)
-    assert [(one.stream_position, one.cached) for one in stream.lookups] == [
-        (StreamPosition(0, 0, 0), 0),
-        (StreamPosition(0, 0, 1), 4),
+    assert [(one.lookup_position, one.cached) for one in stream.lookups] == [
+        (LookupPosition(0, 0, 0), 0),
+        (LookupPosition(0, 0, 1), 4),
     ]
     moved = stream.lookups[1]
-    stream.lookups[1] = EngineLookup(StreamPosition(0, 0, position), moved.sequence, moved.tokens, moved.cached)
+    stream.lookups[1] = EngineLookup(LookupPosition(0, 0, position), moved.sequence, moved.tokens, moved.cached)
     assert run_audit(stream.make_audit(), make_deliveries(stream.batches)) == (2, wrong_lookups, 0)
 
 
@@ -206,7 +206,7 @@ def test_a_lookup_one_batch_too_early_or_too_late_is_detected(shift: int) -> Non
     stream = record_small_stream()
     hit = stream.lookups.pop(1)
     stream.lookups = [
-        EngineLookup(hit.stream_position._replace(seq=hit.stream_position.seq + shift), hit.sequence, hit.tokens, hit.cached)
+        EngineLookup(hit.lookup_position._replace(seq=hit.lookup_position.seq + shift), hit.sequence, hit.tokens, hit.cached)
     ]
     assert run_audit(stream.make_audit(), make_deliveries(stream.batches)) == (1, 1, 0)
 
@@ -252,7 +252,7 @@ def test_after_a_gap_batches_count_again() -> None:
 
 def test_lookups_inside_a_gap_are_unproven() -> None:
     stream = record_engine(CacheSize(40, 2), [([number // 2] * 5, 1) for number in range(8)], side_by_side=2)
-    assert [one.stream_position[1:] for one in stream.lookups] == [(n // 2, n % 2) for n in range(8)]
+    assert [one.lookup_position[1:] for one in stream.lookups] == [(n // 2, n % 2) for n in range(8)]
     first, _, _, last = make_deliveries(stream.batches)
     assert run_audit(stream.make_audit(), [first, (Gap(*WORKER, 1, 2), 0), last]) == (5, 0, 3)
 
@@ -263,7 +263,7 @@ def test_a_reset_checks_the_lookups_that_wait_for_no_batch_and_leaves_the_others
     first, second, _ = make_deliveries(stream.batches)
     audit = stream.make_audit()
     audit.apply(*first)
-    audit.expect(WORKER, EngineLookup(StreamPosition(1, 0, 0), stream.lookups[0].sequence, 5, 0))
+    audit.expect(WORKER, EngineLookup(LookupPosition(1, 0, 0), stream.lookups[0].sequence, 5, 0))
     audit.apply(Reset(*WORKER, 1, "restarted"), 1)
     assert (audit.counts.checked, audit.counts.disagreements, audit.counts.unproven) == (3, 0, 1)
     audit.apply(RawBatch(*WORKER, 1, 0, False, second[0].payload if isinstance(second[0], RawBatch) else b""), 1)
@@ -286,7 +286,7 @@ def test_a_new_incarnation_without_its_first_batches_leaves_their_lookups_unprov
     stream = record_small_stream()
     audit = stream.make_audit()
     lookups = [
-        EngineLookup(one.stream_position._replace(incarnation=1), one.sequence, one.tokens, one.cached)
+        EngineLookup(one.lookup_position._replace(incarnation=1), one.sequence, one.tokens, one.cached)
         for one in stream.lookups
     ]
     for one in lookups:
@@ -317,7 +317,7 @@ def test_parts_of_a_batch_are_reported_as_one() -> None:
     audit = Audit(PrefixIndex())
     audit.add(WORKER)
     for position in (1, 2):
-        audit.expect(WORKER, EngineLookup(StreamPosition(0, 0, position), stream.lookups[0].sequence, 5, 4 * (position - 1)))
+        audit.expect(WORKER, EngineLookup(LookupPosition(0, 0, position), stream.lookups[0].sequence, 5, 4 * (position - 1)))
     assert audit.apply(raw_batch(0, [AllBlocksCleared(), *stream.batches[0]])) == ApplyResult(
         "applied", BatchReport(cleared=True)
     )

@@ -99,7 +99,7 @@ class InjectedFaults:
     """The parts of a live fleet that faults use; its engines and proxies record what is done to them, and when."""
 
     def __init__(self, engines: int, pace: float = 1.0) -> None:
-        self.pace = pace
+        self.pace = self.scale = pace
         self.timeline = Timeline()
         self.injected: Counter[str] = Counter()
         self.stalled: set[Worker] = set()

@@ -27,7 +27,7 @@ MAX_EXAMPLES: Final = 10
 """Maximum number of disagreements that are reported with details. All disagreements are counted."""
 
 
-class StreamPosition(NamedTuple):
+class LookupPosition(NamedTuple):
     """A position in the stream of an engine, at which the engine looked up a prompt."""
 
     incarnation: int
@@ -42,7 +42,7 @@ class StreamPosition(NamedTuple):
 class EngineLookup:
     """A lookup in an engine's cache, and the lookup's result."""
 
-    stream_position: StreamPosition
+    lookup_position: LookupPosition
     sequence: Sequence
     tokens: int
     """Number of the sequence's tokens that were looked up."""
@@ -103,20 +103,25 @@ class Audit:
         for index in self.further_indexes:
             index.apply(delivery)
         if isinstance(delivery, Reset):
-            self._skip_to(worker, stream, StreamPosition(stream.incarnation if incarnation is None else incarnation, 0, 0))
+            self._skip_to(worker, stream, LookupPosition(stream.incarnation if incarnation is None else incarnation, 0, 0))
             stream.applied_count = 0
             return self.index.apply(delivery)
         if isinstance(delivery, Gap):
-            self._skip_to(worker, stream, StreamPosition(stream.incarnation, delivery.last + 1, 0))
+            self._skip_to(worker, stream, LookupPosition(stream.incarnation, delivery.last + 1, 0))
             stream.applied_count += 1
             number = stream.applied_count - 1
             return self.index.apply(msgspec.structs.replace(delivery, first=number, last=number))
         return self._batch(worker, stream, delivery, stream.incarnation if incarnation is None else incarnation)
 
+    def position(self, worker: Worker) -> tuple[int, int]:
+        """Return the incarnation, and the number of the next batch to apply. Any thread may call this."""
+        stream = self._streams[worker]
+        return stream.incarnation, stream.next_seq
+
     def settle(self, worker: Worker) -> None:
         """Compare the lookups whose position is before the next batch."""
         stream = self._streams[worker]
-        self._compare_until(worker, stream, StreamPosition(stream.incarnation, stream.next_seq, 0))
+        self._compare_until(worker, stream, LookupPosition(stream.incarnation, stream.next_seq, 0))
 
     def finish(self) -> None:
         """Compare all lookups that can be compared, and count all other lookups as `unproven`."""
@@ -129,17 +134,17 @@ class Audit:
 
     def _batch(self, worker: Worker, stream: _Stream, batch: Batch | RawBatch, incarnation: int) -> ApplyResult:
         if (incarnation, batch.seq) != (stream.incarnation, stream.next_seq):
-            self._skip_to(worker, stream, StreamPosition(incarnation, batch.seq, 0))
+            self._skip_to(worker, stream, LookupPosition(incarnation, batch.seq, 0))
         self.settle(worker)
         # `list` makes a copy, because another thread can call `expect` at the same time.
-        positions = [lookup.stream_position for lookup in list(stream.pending)]
+        positions = [lookup.lookup_position for lookup in list(stream.pending)]
         splits = sorted({position.event_index for position in positions if position[:2] == (incarnation, batch.seq)})
         if splits:
             decoded, start = batch.decode() if isinstance(batch, RawBatch) else batch, 0
             for split in splits:
                 self._apply_batch(stream, _partial_batch(decoded, decoded.events[start:split]))
                 start = split
-                self._compare_until(worker, stream, StreamPosition(incarnation, batch.seq, split))
+                self._compare_until(worker, stream, LookupPosition(incarnation, batch.seq, split))
             applied = self._apply_batch(stream, _partial_batch(decoded, decoded.events[start:]))
             applied = ApplyResult(applied.status, inspect_events(decoded.events, decoded.rejected))
         else:
@@ -148,14 +153,15 @@ class Audit:
         self.settle(worker)
         return applied
 
-    def _skip_to(self, worker: Worker, stream: _Stream, position: StreamPosition) -> None:
+    def _skip_to(self, worker: Worker, stream: _Stream, position: LookupPosition) -> None:
         """Continue the stream at `position`. Lookups between the old position and `position` cannot be compared."""
         self.settle(worker)
-        if position > StreamPosition(stream.incarnation, stream.next_seq, 0):
-            while stream.pending and stream.pending[0].stream_position < position:
+        if position > LookupPosition(stream.incarnation, stream.next_seq, 0):
+            while stream.pending and stream.pending[0].lookup_position < position:
                 stream.pending.popleft()
                 self.counts.unproven += 1
-        stream.incarnation, stream.next_seq = position.incarnation, position.seq
+        # `position` may run between the two assignments: the new incarnation with the number of the old one would mislead it.
+        stream.next_seq, stream.incarnation = position.seq, position.incarnation
 
     def _apply_batch(self, stream: _Stream, batch: Batch | RawBatch) -> ApplyResult:
         number = stream.applied_count
@@ -164,10 +170,10 @@ class Audit:
 
     # --- lookups
 
-    def _compare_until(self, worker: Worker, stream: _Stream, position: StreamPosition) -> None:
+    def _compare_until(self, worker: Worker, stream: _Stream, position: LookupPosition) -> None:
         """Compare the lookups up to `position`, which is the position that the index has reached."""
         counts = self.counts
-        while stream.pending and stream.pending[0].stream_position <= position:
+        while stream.pending and stream.pending[0].lookup_position <= position:
             lookup = stream.pending.popleft()
             if not self._exact(worker):
                 counts.unproven += 1
@@ -183,7 +189,7 @@ class Audit:
             counts.disagreements += differs
             if differs and len(counts.examples) < MAX_EXAMPLES:
                 found = (lookup.tokens, lookup.cached, indexed)
-                counts.examples.append(Disagreement(*worker, *lookup.stream_position, *found))
+                counts.examples.append(Disagreement(*worker, *lookup.lookup_position, *found))
 
 
 _encode: Final = batch_encoder()

@@ -1,8 +1,8 @@
-"""A fleet in real time: simulated engines that publish over real sockets, routers that follow them, and faults.
+"""A fleet on real sockets: simulated engines that publish, routers that follow them, and faults.
 
-Engines, routers and traffic are those of `kvevents.sim.simulated_fleet`, in real time or `pace` times as fast. The events of
-engines pass through publishers, sockets, a subscriber and an index, as those of real engines do. Any other consumer can
-subscribe to the same sockets.
+Engines, routers and traffic are those of `kvevents.sim.simulated_fleet`. The events of engines pass through publishers,
+sockets, a subscriber and an index, as those of real engines do. Any other consumer can subscribe to the same sockets. A fleet
+runs in real time, `pace` times as fast, or in steps, which gives the same results on every machine.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class AuditingFollower:
         """Status of each stream at the last check."""
         self._failure: BaseException | None = None
         self._stop: Final = threading.Event()
+        self._checked: Final = threading.Event()
+        """Set after each check of the statuses."""
         self._thread: threading.Thread | None = None
 
     def follow(self, sources: Iterable[Source]) -> None:
@@ -87,6 +89,11 @@ class AuditingFollower:
         """Raise the exception that ended the follower's thread, if there was one."""
         if self._failure is not None:
             raise self._failure
+
+    def wait_for_check(self) -> None:
+        """Wait until the statuses are checked again, at most `POLL_SECONDS` seconds."""
+        self._checked.clear()
+        self._checked.wait(POLL_SECONDS)
 
     # --- the thread
 
@@ -123,6 +130,7 @@ class AuditingFollower:
         self.trust = {(status.source, status.rank): status.trust.name for status in self.statuses}
         for worker in self.trust:
             self.audit.settle(worker)
+        self._checked.set()
 
 
 CONFIRM_SECONDS: Final = 0.5
@@ -134,24 +142,34 @@ _STREAM_COUNTERS: Final = ("replayed", "gaps_repaired", "lost", "resets", "recon
 
 
 class LiveFleet:
-    """A running fleet; a context manager. Raises `EndpointError` for a port in use, `ConfigError` for invalid settings."""
+    """A running fleet; a context manager. Raises `EndpointError` for a port in use, `ConfigError` for invalid settings.
+
+    With a `pace`, the fleet runs in real time, `pace` times as fast. If `pace` is None, it runs in steps: simulated time does
+    not depend on the machine's speed, because each choice of a router waits until the index has all batches. Equal arguments
+    then give equal results. Such a fleet cannot have faults that last for some time: `delay`, `cut` and `stall`.
+    """
 
     def __init__(
         self,
         settings: FleetSettings,
         name: str,
         *,
-        pace: float = 1.0,
+        pace: float | None = 1.0,
         host: str = "127.0.0.1",
         base_port: int | None = None,
         requested: Sequence[RequestedFault] = (),
         timers: LiveTimers | None = None,
     ) -> None:
-        if not 0 < pace < float("inf"):
+        if pace is not None and not 0 < pace < float("inf"):
             raise ConfigError(f"invalid pace {pace}: expected a number above 0; 1 is real time")
+        timed = [fault.kind for fault in requested if KINDS[fault.kind].needs_time]
+        if pace is None and timed:
+            raise ConfigError(f"invalid fault {timed[0]!r} for a fleet that runs in steps: give the fleet a pace")
         self.settings = settings
         self.timers = timers = timers or LiveTimers()
         self.pace = pace
+        self.scale = 1.0 if pace is None else pace
+        """Simulated seconds in one second of a timer or of a fault's amount."""
         self.behind = 0.0
         """Maximum number of seconds by which the fleet was late. A large value means that this machine is too slow."""
         self.injected: Counter[str] = Counter()
@@ -177,7 +195,15 @@ class LiveFleet:
                 trust=lambda worker: self.follower.trust.get(worker, "CONNECTING"),
                 clock=lambda: self._timeline.now,
             )
-            self.fleet = SimulatedFleet(settings, routers, self.follower.audit, self.sockets, self._timeline, clock=time.time)
+            self.fleet = SimulatedFleet(
+                settings,
+                routers,
+                self.follower.audit,
+                self.sockets,
+                self._timeline,
+                clock=time.time,
+                before_choice=self.catch_up if pace is None else None,
+            )
             self.follower.follow(address.source for address in self.addresses)
             self._wait_for_subscriber()
             self._closing: Final = closing.pop_all()
@@ -188,8 +214,8 @@ class LiveFleet:
         return list(self.sockets.addresses.values())
 
     def after(self, seconds: float, action: Callable[[], object]) -> None:
-        """Run an action after `seconds` seconds of real time."""
-        self._timeline.after(seconds * self.pace, action)
+        """Run an action after `seconds` seconds of real time; of simulated time if the fleet runs in steps."""
+        self._timeline.after(seconds * self.scale, action)
 
     def stop(self) -> None:
         """Make `run` return after the current step. Any thread or signal handler can call this."""
@@ -210,17 +236,37 @@ class LiveFleet:
                 looked = now
                 self.follower.check()
                 look(self)
-            wait = began + due / self.pace - now
+            wait = 0.0 if self.pace is None else began + due / self.pace - now
             if wait > 0:
                 self._stop.wait(min(wait, CHECK_SECONDS))
                 if wait > CHECK_SECONDS:
                     continue
             self.behind = max(self.behind, -wait)
             self._timeline.step()
-        self._settle()
+        if self.pace is not None:
+            self._settle()
+        elif not self._stop.is_set():
+            self.catch_up()
         self.follower.close()
         self.follower.check()
         return self.fleet.result(self.name)
+
+    def catch_up(self) -> None:
+        """Wait until the index has all batches that the running engines have published.
+
+        If the network dropped the newest batch of an engine, the engine publishes an empty batch, so that the subscriber
+        notices the gap. Raises `ExternalError` if the batches do not arrive within the timeout `settle`.
+        """
+        until = time.monotonic() + self.timers.settle
+        while waiting := self._unsettled_workers():
+            self.follower.check()
+            if time.monotonic() > until:
+                names = ", ".join(f"{source}/{rank}" for source, rank in waiting)
+                raise ExternalError(f"batches of {names} did not arrive within {self.timers.settle:g} s")
+            for worker in waiting:
+                if self.sockets.is_newest_dropped(worker):
+                    self.fleet.publish_empty(worker)
+            self.follower.wait_for_check()
 
     def streams(self) -> list[StreamResult]:
         """Return the subscriber's status and counters of every stream."""
@@ -279,15 +325,27 @@ class LiveFleet:
             now = time.monotonic()
 
     def _unsettled_workers(self) -> list[Worker]:
-        """Return the running engines with published batches that the subscriber has not received or that are not confirmed."""
+        """Return the running engines with published batches that the subscriber has not received or that are not confirmed.
+
+        In steps, these are also the engines without batches whose events the subscriber does not follow.
+        """
         waiting: list[Worker] = []
         for status in self.follower.statuses:
-            simulated = self.fleet.workers[status.source, status.rank]
-            # The subscriber does not notice an incarnation without batches.
-            has_arrived = status.last_seq + 1 == simulated.batches and status.counters.resets >= min(simulated.incarnation, 1)
-            if simulated.is_up and simulated.batches and not (has_arrived and status.trust.name == "EXACT"):
-                waiting.append((status.source, status.rank))
+            worker = (status.source, status.rank)
+            simulated = self.fleet.workers[worker]
+            if not simulated.is_up:
+                continue
+            if simulated.batches:
+                position = (simulated.incarnation, simulated.batches)
+                is_settled = status.trust.name == "EXACT" and self.follower.audit.position(worker) == position
+            else:
+                is_settled = self.pace is not None or self._is_followed(worker)
+            if not is_settled:
+                waiting.append(worker)
         return waiting
+
+    def _is_followed(self, worker: Worker) -> bool:
+        return self.sockets.subscribers(worker) > 0 and self.follower.trust[worker] not in ("CONNECTING", "REPLAYING", "STALE")
 
 
 # --- faults
@@ -309,6 +367,8 @@ class FaultKind:
     """Applies a lasting fault to an engine's live events. The arguments are their proxy, the amount and a seed."""
     network: bool = True
     """Whether the fault needs proxies in front of the engines."""
+    needs_time: bool = False
+    """Whether the effect lasts for some real time, which a fleet in steps does not have."""
 
     @property
     def share(self) -> bool:
@@ -378,7 +438,9 @@ def _shuffle_forever(workers: list[Worker], random: Random) -> Iterator[Worker]:
 
 def _restart(fleet: LiveFleet, worker: Worker) -> bool:
     up = fleet.fleet.workers[worker].is_up
-    fleet.fleet.restart(worker, down=fleet.timers.down * fleet.pace)
+    if fleet.pace is None:
+        fleet.catch_up()
+    fleet.fleet.restart(worker, down=fleet.timers.down * fleet.scale)
     return up
 
 
@@ -417,10 +479,15 @@ KINDS: Final = {
     "drop": FaultKind(
         "1%", "1% of the live batches are lost in the network", lasting=lambda live, share, seed: live.drop(share, seed=seed)
     ),
-    "delay": FaultKind("20ms", "live batches arrive 20 ms later", lasting=lambda live, seconds, _: live.delay(seconds)),
-    "cut": FaultKind("60s", "every 60 s the connections of an engine are cut", inject=_cut),
+    "delay": FaultKind(
+        "20ms", "live batches arrive 20 ms later", lasting=lambda live, seconds, _: live.delay(seconds), needs_time=True
+    ),
+    "cut": FaultKind("60s", "every 60 s the connections of an engine are cut", inject=_cut, needs_time=True),
     "stall": FaultKind(
-        "60s", f"every 60 s the network of an engine drops everything for {LiveTimers().stall:g} s", inject=_stall
+        "60s",
+        f"every 60 s the network of an engine drops everything for {LiveTimers().stall:g} s",
+        inject=_stall,
+        needs_time=True,
     ),
 }
 """Each kind of fault by name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
+from collections import Counter
 from contextlib import ExitStack
 from typing import Final, NamedTuple, Self
 
@@ -72,6 +73,7 @@ class Sockets:
         self._publishers: Final[dict[Worker, ZmqEventPublisher]] = {}
         self._bound: Final[dict[Worker, tuple[str, str]]] = {}
         self._born: Final[dict[Worker, list[float]]] = {}
+        self._published: Final[Counter[Worker]] = Counter()
 
     # --- event sink
 
@@ -92,6 +94,7 @@ class Sockets:
 
     def publish(self, worker: Worker, batch: KVEventBatch) -> None:
         """Publish a batch."""
+        self._published[worker] += 1
         self._publishers[worker].publish(batch)
 
     def close(self, worker: Worker) -> None:
@@ -104,9 +107,25 @@ class Sockets:
         """Return the incarnation of a worker that published a batch with this timestamp."""
         return bisect_right(self._born[worker], ts) - 1
 
-    def subscribers(self) -> int:
-        """Return the smallest number of subscribers that any worker has."""
-        return min(publisher.stats().subscribers for publisher in self._publishers.values())
+    def subscribers(self, worker: Worker | None = None) -> int:
+        """Return the number of subscribers of a worker, which is up; if None, the smallest number that any worker has."""
+        publishers = self._publishers.values() if worker is None else [self._publishers[worker]]
+        return min(publisher.stats().subscribers for publisher in publishers)
+
+    @property
+    def dropped(self) -> int:
+        """Number of batches that the proxies have dropped."""
+        return sum(live.counts.down.dropped for live, _ in self.proxies.values())
+
+    def is_newest_dropped(self, worker: Worker) -> bool:
+        """Return whether all batches of a worker have reached its proxy, and the proxy has dropped the newest one.
+
+        If the proxy was not connected when a batch was published, the result is False.
+        """
+        if worker not in self.proxies:
+            return False
+        counts = self.proxies[worker][0].counts.down
+        return counts.messages == self._published[worker] and counts.dropped_tail > 0
 
     # --- the end
 

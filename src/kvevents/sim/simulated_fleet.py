@@ -19,7 +19,7 @@ import msgspec
 from kvevents.events import KVEvent, KVEventBatch
 from kvevents.index import Namespace, PrefixIndex
 from kvevents.routing import Decision, Policy, Router, Worker
-from kvevents.sim.audit import Audit, EngineLookup, StreamPosition
+from kvevents.sim.audit import Audit, EngineLookup, LookupPosition
 from kvevents.sim.requests import Request
 from kvevents.sim.results import Distribution, PolicyResult, RequestMetrics, SimulatedWorker
 from kvevents.sim.routers import make_routers
@@ -140,7 +140,9 @@ class SimulatedFleet:
         timeline: Timeline,
         *,
         clock: Callable[[], float] | None = None,
+        before_choice: Callable[[], object] | None = None,
     ) -> None:
+        """`clock` gives the timestamps of batches (default: the timeline's time); `before_choice` runs before each choice."""
         self.settings: Final = settings
         self.routers: Final = routers
         self.audit: Final = audit
@@ -150,6 +152,7 @@ class SimulatedFleet:
         self._random: Final = Random(f"routers {settings.seed}")  # noqa: S311 - random numbers that need not be secret
         self._sink: Final = sink
         self._clock: Final = clock or (lambda: timeline.now)
+        self._before_choice: Final = before_choice
         self._in_flight: Final[dict[Job, InFlightRequest]] = {}
         self._arrivals: Iterator[Request] = iter(())
         self._has_arrivals = False
@@ -225,6 +228,8 @@ class SimulatedFleet:
         if not in_flight.router.workers:
             self._unrouted.append(in_flight)
             return
+        if self._before_choice is not None:
+            self._before_choice()
         request = in_flight.request
         namespace = Namespace(lora=request.lora, salt=request.salt)
         tokens = request.prompt.tokens()
@@ -276,7 +281,7 @@ class SimulatedFleet:
 
     def _on_lookup(self, worker: SimulatedWorker, lookup: Lookup) -> None:
         job = lookup.job
-        position = StreamPosition(worker.incarnation, worker.batches, lookup.position)
+        position = LookupPosition(worker.incarnation, worker.batches, lookup.position)
         self.audit.expect(worker.worker, EngineLookup(position, job.sequence, lookup.tokens, lookup.cached))
         if lookup.is_first:
             worker.record_lookup(lookup.tokens, lookup.cached)

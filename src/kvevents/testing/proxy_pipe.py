@@ -27,6 +27,8 @@ class DirectionCounts:
     messages: int = 0
     """Number of complete messages that arrived. Commands (subscriptions of ZMTP 3.1, heartbeats) are not counted."""
     dropped: int = 0
+    dropped_tail: int = 0
+    """Number of messages that were dropped after the last forwarded message, so that no later message shows their loss."""
     swapped: int = 0
     """Number of messages that were forwarded after a message that had arrived later."""
     injected: int = 0
@@ -115,7 +117,7 @@ class DirectionFaults:
         if segment.kind != "message":
             return Chunk(segment.raw, is_command=segment.kind == "command")
         is_dropped = self._drops(segment.frames)
-        self.count(messages=1, dropped=is_dropped)
+        self.count(messages=1, dropped=is_dropped, dropped_tail=1 if is_dropped else -self.counts.dropped_tail)
         return None if is_dropped else Chunk(segment.raw, self._gate() if self.holds_all or self.delay else None)
 
     def count(self, **changes: int) -> None:
