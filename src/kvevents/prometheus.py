@@ -52,7 +52,7 @@ def state_set(label: str, names: Iterable[str], current: str) -> Samples:
     return samples_by_label(label, {name: name == current for name in names})
 
 
-def require(subject: str = "metrics need") -> None:
+def require_prometheus(subject: str = "metrics need") -> None:
     """Raise `MissingDependencyError` if prometheus_client is not installed; the message begins with `subject`."""
     if find_spec("prometheus_client") is None:
         raise MissingDependencyError(f"{subject} prometheus_client", "service")
@@ -63,7 +63,7 @@ def registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
 
     `collect` returns all metric families. Each scrape calls `collect` in a separate thread.
     """
-    require()
+    require_prometheus()
     from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - in an extra
 
     metrics = CollectorRegistry()
@@ -86,7 +86,7 @@ class Probes(NamedTuple):
     """Returns why the process cannot do its work, for `/readyz`."""
 
 
-def check(port: int, host: str) -> None:
+def check_address(port: int, host: str) -> None:
     """Raise `EndpointError` if metrics cannot be served at this address now."""
     serve(tuple, port, host, Probes(str, str))()
 

@@ -18,7 +18,7 @@ from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.signals import StateLogger, StopSignal, add_log_options, configure_logging, trimming_memory
 from kvevents.cli.values import positive_seconds
 from kvevents.diagnosis.address import BINDS, BOTH_CONNECT
-from kvevents.prometheus import require as require_prometheus
+from kvevents.prometheus import require_prometheus
 from kvevents.relay import Relay, RelayStatus
 from kvevents.relay.settings import RelayOptions, RelaySettings
 from kvevents.relay.status import serve_metrics

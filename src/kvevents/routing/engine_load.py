@@ -15,7 +15,7 @@ from kvevents.wire.checked_msgpack import MSGPACK_ERRORS
 
 LOAD_TOPIC: Final = "load"
 MAX_LOAD_BYTES: Final = 4_096
-"""Maximum size of a payload in bytes; larger ones are rejected. SGLang's payload has about 60 bytes."""
+"""Maximum size of a payload in bytes; larger payloads are rejected. SGLang's payload has about 60 bytes."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 

@@ -1,7 +1,7 @@
-"""The HTTP client for requests to engines, and of `AsyncClient` for requests to a service.
+"""The HTTP client for requests to engines, which `AsyncClient` also uses for requests to a service.
 
 The client adds to aiohttp a time limit for a whole response, a size limit, and one error type with a kind: `HttpError`.
-The client does not follow redirects. It does not request compression, and so does not decompress responses.
+The client does not follow redirects. The client does not request compression, and so does not decompress responses.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HttpConnections(AsyncCloseable):
             connector=aiohttp.TCPConnector(
                 limit=0,
                 ssl=True if tls is None else tls,
-                resolver=aiohttp.ThreadedResolver(),  # use the operating system's resolver, even if aiodns is installed
+                resolver=aiohttp.ThreadedResolver(),  # aiohttp would prefer aiodns to the operating system's resolver
                 use_dns_cache=False,
                 # Without reuse, connections stay open until `close` aborts them: an orderly TLS close takes another round trip.
                 keepalive_timeout=idle_seconds or None,

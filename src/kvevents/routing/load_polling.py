@@ -15,7 +15,7 @@ import time
 from typing import Final
 
 from kvevents.backoff import Backoff, apply_jitter
-from kvevents.prometheus import require
+from kvevents.prometheus import require_prometheus
 from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits
 from kvevents.routing.load_readings import MAX_METRICS_BYTES, LoadError, LoadSettings, Readings, ReportedLoad, check_load_url
 
@@ -52,7 +52,7 @@ class LoadPoller:
     """
 
     def __init__(self, settings: LoadSettings) -> None:
-        require("the load of vLLM needs")
+        require_prometheus("the load of vLLM needs")
         self._settings: Final = settings
         self._targets: dict[str, _Target] = {}
         self._slots: Final = asyncio.Semaphore(settings.at_once)

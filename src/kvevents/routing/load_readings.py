@@ -4,9 +4,9 @@ An HTTP server reports load in the Prometheus metrics of vLLM and SGLang, and in
 
 vLLM publishes no load. vLLM's server has `/metrics` unless it was started with `--disable-log-stats`
 (`vllm/v1/metrics/loggers.py`); each series has the data-parallel rank in the label `engine`. The names are the same in all
-releases from 0.11 to 0.33; those of 0.11 and earlier also have the older `vllm:gpu_cache_usage_perc`. `/load` returns
-`{"server_load": n}`: the number of requests at this server process (`vllm/entrypoints/serve/instrumentator/basic.py`). This
-number stays 0 unless the server has the option `--enable-server-load-tracking`. SGLang's server has `/metrics` with
+releases from 0.11 to 0.33; releases up to 0.11 also have the older `vllm:gpu_cache_usage_perc`. `/load` returns
+`{"server_load": n}`: the number of requests at this server process (`vllm/entrypoints/serve/instrumentator/basic.py`), which
+stays 0 unless the server has the option `--enable-server-load-tracking`. SGLang's server has `/metrics` with
 `--enable-metrics` (`sglang/srt/observability/metrics_collector.py`).
 """
 
@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from kvevents.endpoints import HTTP_SCHEMES, split_url, validate_endpoint
 from kvevents.errors import ConfigError, ExternalError
-from kvevents.prometheus import require
+from kvevents.prometheus import require_prometheus
 from kvevents.routing.engine_load import LOAD_TOPIC, EngineLoad
 from kvevents.routing.policy_types import Worker
 from kvevents.settings import Positive, Range, Seconds, Settings, Unit, build_decoder_now
@@ -31,9 +31,9 @@ from kvevents.zeromq.keys import Curve
 _logger: Final = logging.getLogger(__name__)
 
 MAX_METRICS_BYTES: Final = 4 << 20
-"""Maximum size of an answer. The answer of a vLLM server with two ranks has 80 kB."""
+"""Maximum size of an answer in bytes. The answer of a vLLM server with two ranks has 80 kB."""
 MAX_SERIES: Final = 4_096
-"""Maximum number of time series about load in one answer. Each rank has a few of them."""
+"""Maximum number of time series about load in one answer. Each rank has a few time series."""
 METRICS_PATH: Final = "/metrics"
 _CACHE_INFO: Final = "vllm:cache_config_info"
 _CAPACITY_LABELS: Final = re.compile(r'[{,](engine|num_gpu_blocks|block_size)="([^"]*)"')
@@ -84,7 +84,7 @@ def _list_names() -> Iterable[str]:
 
 
 _LINES: Final = re.compile(rb"\n(%b)([ \t{][^\n]*)" % b"|".join(re.escape(name.encode()) for name in _list_names()))
-"""Matches lines of these metrics. All other lines, which are more than nine tenths of an answer, are not parsed."""
+"""Matches lines of metrics about load. All other lines, which are more than nine tenths of an answer, are not parsed."""
 
 
 class _Series(NamedTuple):
@@ -174,7 +174,7 @@ def _to_count(value: float) -> int:
 
 
 def _parse_metrics(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]]:
-    require("the load of vLLM needs")
+    require_prometheus("the load of vLLM needs")
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - in an extra
 
     try:
@@ -255,7 +255,7 @@ class LoadSource(Struct, frozen=True):
 
     endpoint: str
     """Endpoint at which the rank publishes its load, such as `tcp://10.0.0.7:5559`: SGLang's `load_endpoint_port_base` plus the
-    rank. It can also be a URL to poll: that of a server with the `/metrics` of vLLM or SGLang, such as `http://10.0.0.7:8000`,
+    rank. The endpoint can also be a URL to poll: that of a server with the `/metrics` of vLLM or SGLang, such as `http://10.0.0.7:8000`,
     or of vLLM's `/load`. All ranks behind one server have the same URL."""
     name: str
     """Name of the engine, as in `Source.name`."""
@@ -298,7 +298,7 @@ class LoadReading(Struct, frozen=True):
 
 
 class Readings:
-    """The newest load of one rank. One thread writes this, any thread reads it: each field is replaced as a whole."""
+    """The newest load of one rank. One thread writes the object, and any thread reads it: a field is replaced as a whole."""
 
     def __init__(self, source: LoadSource, on_load: OnLoad | None = None) -> None:
         self.source: Final = source

@@ -199,7 +199,7 @@ class LoadSubscriber(Closeable):
     # --- the thread
 
     def _run_in_thread(self, call: Callable[..., None], *arguments: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the thread has ended
+        with contextlib.suppress(RuntimeError):  # if the thread has ended, nothing needs the call
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _run(self) -> None:
@@ -238,14 +238,14 @@ class LoadSubscriber(Closeable):
         if not stream.socket.closed and stream.receive(time.monotonic()):
             self._loop.call_soon(self._receive, stream)
 
-    def _end(self, former: Readings | None) -> None:
-        if isinstance(former, _Stream):
-            self._loop.remove_reader(former.socket.fileno())
-            self._streams.discard(former)
-            self._names.forget(former)
-            former.close()
-        elif former is not None and self._poller is not None:
-            self._poller.remove(former)
+    def _end(self, readings: Readings | None) -> None:
+        if isinstance(readings, _Stream):
+            self._loop.remove_reader(readings.socket.fileno())
+            self._streams.discard(readings)
+            self._names.forget(readings)
+            readings.close()
+        elif readings is not None and self._poller is not None:
+            self._poller.remove(readings)
 
     def _release(self) -> None:
         with self._lock:

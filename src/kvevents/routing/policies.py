@@ -11,7 +11,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, Final, TypeVar, get_args
 
-import kvevents.index  # noqa: F401 - raises a readable error if the compiled module is missing
+import kvevents.index  # noqa: F401 - this import raises a readable error without the compiled module
 from kvevents.errors import ConfigError
 from kvevents.routing.policy_types import (
     Candidate,
@@ -104,9 +104,9 @@ class RandomChoice:
     uses_index = False
 
     def __init__(self, seed: int | None = None, _: NoSettings = NoSettings()) -> None:
-        self._random = Random(seed)  # noqa: S311 - it spreads load, and is no secret
+        self._random = Random(seed)  # noqa: S311 - random choices spread load, and are no secret
 
-    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - all policies have it
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - policies share a signature
         """Choose each candidate with the same probability."""
         return Choice(candidates[self._random.randrange(len(candidates))], "at random from {candidates}")
 
@@ -118,9 +118,9 @@ class RoundRobin:
     uses_index = False
 
     def __init__(self, seed: int | None = None, _: NoSettings = NoSettings()) -> None:
-        self._ties = Ties(Random(seed))  # noqa: S311 - it spreads load, and is no secret
+        self._ties = Ties(Random(seed))  # noqa: S311 - random choices spread load, and are no secret
 
-    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - all policies have it
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - policies share a signature
         """Choose the next worker in the rotation. The rotation starts at a place that depends on the seed."""
         return Choice(break_tie(self._ties, candidates), "the next in rotation of {candidates}")
 
@@ -149,11 +149,11 @@ class LeastLoaded:
 
     def __init__(self, seed: int | None = None, settings: LeastLoadedSettings = LeastLoadedSettings()) -> None:
         self.settings = settings
-        self._random = Random(seed)  # noqa: S311 - it spreads load, and is no secret
+        self._random = Random(seed)  # noqa: S311 - random choices spread load, and are no secret
         self._ties = Ties(self._random)
         self._measure = MEASURES[settings.by]
 
-    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - all policies have it
+    def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - policies share a signature
         """Choose the candidate with the lowest load. The score of a candidate is its load."""
         sampled, reason = candidates, "the least loaded of {candidates}"
         if 0 < self.settings.sample < len(candidates):
@@ -197,7 +197,7 @@ class SessionAffinity:
     def __init__(self, seed: int | None = None, settings: SessionAffinitySettings = SessionAffinitySettings()) -> None:
         """`seed` only affects prompts without a session, so that all routers agree on the worker of a session."""
         self.settings = settings
-        self._ties = Ties(Random(seed))  # noqa: S311 - it spreads load, and is no secret
+        self._ties = Ties(Random(seed))  # noqa: S311 - random choices spread load, and are no secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
         """Choose, of the workers below the limit of requests, the one whose hash with the session is the highest."""
@@ -300,7 +300,7 @@ class PrefixAware:
 
     def __init__(self, seed: int | None = None, settings: PrefixAwareSettings = PrefixAwareSettings()) -> None:
         self.settings = settings
-        self._random = Random(seed)  # noqa: S311 - it spreads load, and is no secret
+        self._random = Random(seed)  # noqa: S311 - random choices spread load, and are no secret
         self._ties = Ties(self._random)
         tiers = dict[str, float](TIER_WEIGHTS.items()) | dict(settings.tiers)
         self._trust = dict[str, float](TRUST_WEIGHTS.items()) | dict(settings.trust)
@@ -364,13 +364,13 @@ POLICIES: Final[Mapping[str, Callable[..., Policy]]] = MappingProxyType(
         PrefixAware.name: _make_factory(PrefixAware, PrefixAware.name, PrefixAwareSettings),
     }
 )
-"""Factories of policies by name. Their arguments are a seed, and the policy's settings as keywords."""
+"""Factories of policies by name. The arguments of a factory are a seed, and the policy's settings as keywords."""
 
 
 def policy(name: str, seed: int | None = None, **settings: Any) -> Policy:
     """Return a policy by its name. Raises `ConfigError` for an unknown name and for an invalid setting.
 
-    With a seed, equal requests give equal decisions. Without a seed each policy starts at random, which several routers of one
+    With a seed, equal requests give equal decisions. Without a seed, each policy starts at random, as several routers of one
     fleet need.
     """
     if name not in POLICIES:

@@ -49,15 +49,15 @@ class _WorkerLoad:
         self._sent_tokens = 0
         """Number of prompt tokens that the worker must compute for the requests sent since the engine's newest report."""
 
-    def add(self, tokens: int) -> None:
-        """Add a request for which the worker must compute this number of tokens."""
+    def add_request(self, tokens: int) -> None:
+        """Add a request for which the worker must compute `tokens` tokens."""
         load = self.load
         self.load = Load(load.requests + 1, load.waiting_tokens + tokens, load.decoding, load.decoding_tokens)
         self._sent_requests += 1
         self._sent_tokens += tokens
 
-    def current(self, reading: EngineLoad | None, now: float) -> Load:
-        """Return the load to use: the engine's report plus requests sent since then; if there is no report, our own count."""
+    def current_load(self, reading: EngineLoad | None, now: float) -> Load:
+        """Return the engine's report plus the requests sent since then; without a report, the router's own count."""
         load = self.load if reading is None else self._combine(reading)
         halvings = int((now - self._added_at) / HALF_LIFE)
         if self._initial is IDLE or halvings > MAX_HALVINGS:
@@ -181,15 +181,17 @@ class Router:
 
     - `index` is needed by policies that use it. The caller keeps it up to date.
     - `trust` returns the trust in a worker's stream, or the name of its state (`lambda worker: subscriber.trust(*worker)`);
-      default: EXACT. It must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED. With
-      any policy a STALE worker is chosen only if all are STALE, and a CONNECTING one only if no worker has a connection.
-    - `engine_load` returns the newest load of a worker, or None if it is unknown or too old (`LoadSubscriber.load`). It must
-      not call the router. It must return the same object until the engine reports again. A report replaces the router's own
-      count: it includes the requests of other routers, and excludes requests that ended unnoticed. Requests that this router
-      has sent after the report are added. For an engine that does not report how many tokens wait, such as vLLM, each waiting
-      request counts as the mean of this router's waiting requests, or as `DECODING_WEIGHT` tokens if no request waits.
-    - With `overlay_seconds` above 0, and a policy that uses the index, a prompt counts as cached by the worker that it was sent
-      to, for this time or until events confirm it.
+      default: EXACT. `trust` must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED.
+      With any policy a STALE worker is chosen only if all workers are STALE, and a CONNECTING worker only if no worker has a
+      connection.
+    - `engine_load` returns the newest load of a worker, or None if the load is unknown or too old (`LoadSubscriber.load`).
+      `engine_load` must not call the router, and must return the same object until the engine reports again. A report replaces
+      the router's own count, because it includes the requests of other routers and excludes requests that ended unnoticed.
+      Requests that this router has sent after the report are added. For an engine that does not report how many tokens wait,
+      such as vLLM, each waiting request counts as the mean of this router's waiting requests, or as `DECODING_WEIGHT` tokens if
+      no request waits.
+    - With `overlay_seconds` above 0 and a policy that uses the index, a prompt counts as cached by the chosen worker for
+      `overlay_seconds`, or until events confirm it.
     - `max_in_flight` limits the stored requests; above it the oldest request counts as finished. Each request counts as
       finished `expiry_seconds` after it was routed, since callers may forget `finish`, which `request` always calls.
     - A worker that is added while others work begins with their mean load, of which half is left after `HALF_LIFE`.
@@ -355,7 +357,7 @@ class Router:
 
     def _send(self, key: Hashable, worker: Worker, length: int, waiting: int) -> None:
         entry = self._workers[worker]
-        entry.add(waiting)
+        entry.add_request(waiting)
         self._requests[key] = _Request(entry, length, waiting, self._clock())
         if len(self._requests) > self._max_in_flight:
             self.evicted += 1
@@ -389,7 +391,7 @@ class Router:
         for worker, entry in self._workers.items():
             if worker in without:
                 continue
-            load = entry.current(engine_load(worker) if engine_load else None, now)
+            load = entry.current_load(engine_load(worker) if engine_load else None, now)
             tokens, tiers, uncertain = matches.get(worker, _NOTHING)
             report = "EXACT" if trust is None else trust(worker)
             inexact: tuple[str, ...] = () if isinstance(report, str) else report.inexact_tiers

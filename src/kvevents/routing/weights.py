@@ -39,7 +39,7 @@ def distance_of(state: str) -> int:
 
 
 def tokens_by_tier(tiers: Mapping[str, int]) -> dict[str, int]:
-    """Return how many tokens each tier adds to the faster tiers, from cumulative counts. The sum is the length of the prefix.
+    """Return how many tokens each tier adds to the faster tiers, from cumulative counts. Their sum is the length of the prefix.
 
     Tiers that add nothing are omitted.
     """

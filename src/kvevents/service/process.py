@@ -19,7 +19,7 @@ import msgspec
 
 from kvevents.client.schemas import SelectRequest
 from kvevents.errors import ConfigError
-from kvevents.prometheus import require as require_prometheus
+from kvevents.prometheus import require_prometheus
 from kvevents.service.access import parse_hosts, read_tokens
 from kvevents.service.allow_list import EndpointAllowList
 from kvevents.service.certificates import check_tls

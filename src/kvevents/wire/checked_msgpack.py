@@ -2,8 +2,8 @@
 
 The functions read what the first bytes of a value declare, and split containers without reading their contents. Nothing here
 allocates by a length that a peer declares, recurses by a depth that a peer chooses, or makes dict keys of anything but strings.
-msgpack permits arrays of integers as keys; a peer can choose them so that all have one hash, and a dict of them takes quadratic
-time.
+msgpack permits arrays of integers as keys. A peer can choose arrays that all have the same hash, and to build a dict of such
+keys takes quadratic time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class WireLimits(Struct, frozen=True):
     """
 
     max_payload_bytes: int = 32 * 1024 * 1024
-    """Maximum size of a payload. A batch that stores one prompt of a million tokens has about 5 MiB. When decoded, a payload
-    that consists of token ids takes about 13 times its size in memory."""
+    """Maximum size of a payload in bytes. A batch that stores one prompt of a million tokens has about 5 MiB. When decoded, a
+    payload that consists of token ids takes about 13 times its size in memory."""
     max_events: int = 1_000_000
     """Maximum number of events in one batch. A reset by single removals can have 100,000 events."""
     max_hashes: int = 1_000_000
@@ -45,19 +45,19 @@ DEFAULT_WIRE_LIMITS: Final = WireLimits()
 _BASE_STEPS: Final = 4_000
 _BYTES_PER_STEP: Final = 12
 """Decoding may take `_BASE_STEPS`, and one more step for each 12 bytes. A step takes about a microsecond, so a payload of 1 MB
-takes at most 90 ms. Payloads of engines take a tenth of this time."""
+takes at most 90 ms. Payloads of engines take a tenth of the maximum time."""
 
 MAX_FAST_BYTES: Final = 1024 * 1024
-"""Maximum size of a payload for the fast decoder, which is one native call and allocates without checking lengths: 1 MiB of
-empty lists becomes 70 MiB. Larger payloads go to the tolerant decoder, which checks every length."""
+"""Maximum number of bytes of a payload for the fast decoder, which is one native call and allocates without checking lengths: 1
+MiB of empty lists becomes 70 MiB. Larger payloads go to the tolerant decoder, which checks every length."""
 MAX_FAST_LIST_BYTES: Final = 256 * 1024
-"""Maximum size of a payload with lists of lists for the fast decoder, which takes 70 ms for 256 KiB of such lists."""
+"""Maximum size in bytes of a payload with lists of lists for the fast decoder, which takes 70 ms for 256 KiB of such lists."""
 MAX_NONRECURSIVE_BYTES: Final = 1024 * 1024
-"""Maximum size of a container that is split in Python, at up to 0.2 us per byte, if it is nested too deeply for msgspec."""
+"""Maximum number of bytes of a container that is nested too deeply for msgspec and is split in Python (0.2 us per byte)."""
 
 MAX_SEQ: Final = 1 << 48
-"""Sequence numbers of at least this value are malformed. A stream of 1,000 batches a second reaches this value in 8,900 years.
-Without the limit, one corrupt frame (2**63) would make every later number of the stream count as old."""
+"""Sequence numbers of at least 2**48 are malformed. A stream of 1,000 batches a second reaches 2**48 in 8,900 years. Without
+the limit, one corrupt frame (2**63) would make every later number of the stream count as old."""
 
 
 MAX_RAW_BYTES: Final = 256
@@ -132,7 +132,7 @@ NIL: Final = msgspec.Raw(b"\xc0")
 _NIL_BYTE: Final = 0xC0
 _LENGTH_BYTES: Final = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 
-_decode_scalar: Final = msgspec.msgpack.Decoder(bool | int | float | str | None).decode
+_decode_raw_scalar: Final = msgspec.msgpack.Decoder(bool | int | float | str | None).decode
 _decode_any: Final = msgspec.msgpack.Decoder().decode
 _decode_list: Final = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 _decode_map: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw]).decode
@@ -165,10 +165,10 @@ def is_bin(head: int) -> bool:
     return 0xC4 <= head <= 0xC6
 
 
-def scalar(raw: msgspec.Raw, subject: str) -> bool | int | float | str | None:
+def decode_scalar(raw: msgspec.Raw, subject: str) -> bool | int | float | str | None:
     """Decode a value that is neither a container nor a bin. Raise `DecodeRejectedError`, which calls the value `subject`."""
     try:
-        value: bool | int | float | str | None = _decode_scalar(raw)
+        value: bool | int | float | str | None = _decode_raw_scalar(raw)
     except MSGPACK_ERRORS as error:
         raise rejection_of(error, subject) from error
     return value
@@ -222,7 +222,7 @@ def map_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int) -
         if len(view) > MAX_NONRECURSIVE_BYTES or not is_map(view[0]):
             raise rejection_of(error, subject) from error
         parts = iter(_split_nonrecursive(view, subject))
-        return {_name(part, subject): next(parts) for part in parts}
+        return {_decode_name(part, subject): next(parts) for part in parts}
     except MSGPACK_ERRORS as error:
         raise rejection_of(error, subject) from error
 
@@ -233,8 +233,8 @@ def _check_length(view: memoryview, subject: str, limit: int, reason: str) -> No
         raise DecodeRejectedError(reason, f"{subject} has {count} elements; the limit is {limit}")
 
 
-def _name(raw: msgspec.Raw, subject: str) -> str:
-    name = scalar(raw, subject)
+def _decode_name(raw: msgspec.Raw, subject: str) -> str:
+    name = decode_scalar(raw, subject)
     if not isinstance(name, str):
         raise DecodeRejectedError("bad-field", f"{subject} has a key that is not a string")
     return name

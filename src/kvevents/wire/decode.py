@@ -279,7 +279,7 @@ def _decode_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) ->
     if "event_type" in unknown or not _normalize(event, limits):
         return None
     if type(event) is BlockStored and (event.extra_keys is not None or event.lookahead_token_ids is not None):
-        return None  # the tolerant decoder limits the size of these fields
+        return None  # the tolerant decoder limits the size of both fields
     if unknown:
         event.unknown_fields = unknown_values(unknown, limits, budget)
     result: KVEvent = event
@@ -297,7 +297,7 @@ def _from_array(event: _AnyArray) -> KVEvent:
 def _normalize(event: Any, limits: WireLimits) -> bool:
     """Make hashes unsigned in place. Return False if the tolerant decoder must read the event."""
     kind = type(event)
-    # Fields that only a decoder sets do not exist on the wire. If a peer sends such fields, the tolerant decoder handles them.
+    # If a peer sends fields that only a decoder sets and that do not exist on the wire, the tolerant decoder handles them.
     if event.unknown_fields is not None:
         return False
     if kind is AllBlocksCleared:

@@ -20,11 +20,11 @@ from kvevents.wire.checked_msgpack import (
     NIL,
     DecodeRejectedError,
     array_items,
+    decode_scalar,
     first_byte,
     is_array,
     is_map,
     map_items,
-    scalar,
 )
 
 Form = Literal["array", "map"]
@@ -126,8 +126,8 @@ ARRAY_CLEARED: Final = ("medium", "group_idx")
 
 # No release sends this kind yet: https://github.com/vllm-project/vllm/pull/50732.
 NEUTRAL_KINDS: Final = frozenset({"BlockInactive"})
-"""Kinds of events that do not change which blocks are resident. Decoders skip such events, and the stream stays trusted. An
-event of any other unknown kind might change blocks, so it is rejected, and the stream becomes DEGRADED."""
+"""Kinds of events that do not change which blocks are resident. Decoders skip neutral events, and the stream stays trusted.
+An event of any other unknown kind might change blocks, so it is rejected, and the stream becomes DEGRADED."""
 
 # A single letter after a hyphen begins the suffix of an image, as in `v0.5.20-b200`, and does not mark a pre-release.
 # The pattern has no possessive quantifier: after one, Python 3.11.2 (Debian 12) ends a group at the wrong place.
@@ -252,17 +252,17 @@ def _event_shape(raw: msgspec.Raw) -> _EventShape:
     if is_array(first_byte(raw)):
         items = array_items(raw, "the event", limit, "too-many-fields")
         # In every release the hashes are the first field, and the parent of a store is the second.
-        tag, hashes = _text(items[0] if items else NIL), items[1:3] if len(items) > 5 else items[1:2]
+        tag, hashes = _decode_tag(items[0] if items else NIL), items[1:3] if len(items) > 5 else items[1:2]
         return _EventShape("array", tag, (), len(items) - 1, *_hash_signs(hashes))
     fields = map_items(raw, "the event", limit)
-    tag = _text(fields.pop("type", NIL))
+    tag = _decode_tag(fields.pop("type", NIL))
     fields.pop("heartbeat", None)
     signs = _hash_signs([fields.get(name, NIL) for name in _HASH_FIELDS])
     return _EventShape("map", tag, tuple(fields), 0, *signs, has_wide_header=first_byte(raw) == 0xDE and len(fields) < 15)
 
 
-def _text(raw: msgspec.Raw) -> str:
-    value = scalar(raw, "the event type")
+def _decode_tag(raw: msgspec.Raw) -> str:
+    value = decode_scalar(raw, "the event type")
     return value if isinstance(value, str) else ""
 
 
@@ -279,7 +279,7 @@ def _hash_signs(raws: list[msgspec.Raw]) -> tuple[bool, bool]:
 def _matches(row: Dialect, event: _EventShape) -> bool:
     """Return whether `row` could have sent this event, by its form, its fields and the sign of its hashes."""
     if event.tag in NEUTRAL_KINDS:
-        return row.event_form == event.form  # no release is known to send these kinds
+        return row.event_form == event.form  # no known release sends a neutral kind
     names = {"BlockStored": row.stored_fields, "BlockRemoved": row.removed_fields, "AllBlocksCleared": ()}.get(event.tag)
     if (
         names is None

@@ -103,13 +103,13 @@ def _converter(kind: Any, dialect: Dialect, keeps_hashes: bool) -> _Converter:
     is_event = isinstance(kind, type) and issubclass(kind, KVCacheEvent)
     tag = getattr(getattr(kind, "__struct_config__", None), "tag", None)
     if not is_event or tag not in _TAGS:
-        return _as_declared
+        return _return_unchanged
     wire_type = _wire_type(tag, dialect)
     names = wire_type.__struct_fields__
-    convert_hash = _as_declared if keeps_hashes else partial(_wire_hash, dialect.has_signed_hashes)
+    convert_hash = _return_unchanged if keeps_hashes else partial(_wire_hash, dialect.has_signed_hashes)
 
     def convert(event: Any) -> Any:
-        values = [_value(event, name, convert_hash) for name in names]
+        values = [_read_field(event, name, convert_hash) for name in names]
         return _add_extra_fields(wire_type(*values), event, dialect)
 
     def convert_completely(event: Any) -> Any:
@@ -125,7 +125,7 @@ def _converter(kind: Any, dialect: Dialect, keeps_hashes: bool) -> _Converter:
     return _stored_converter(convert_completely) if is_fast else convert_completely
 
 
-def _as_declared(value: Any) -> Any:
+def _return_unchanged(value: Any) -> Any:
     return value
 
 
@@ -160,7 +160,7 @@ def _stored_converter(convert: _Converter) -> _Converter:
     return convert_stored
 
 
-def _value(event: Any, name: str, convert_hash: _Converter) -> Any:
+def _read_field(event: Any, name: str, convert_hash: _Converter) -> Any:
     """Return the value of one field. Hashes are bytes if the peer sent bytes, else integers that `convert_hash` returns."""
     value: Any = getattr(event, name, None)
     if name == "block_hashes":
@@ -180,7 +180,7 @@ def _wire_hash(is_signed: bool, value: Any) -> Any:
 
 
 def _add_extra_fields(wire_event: msgspec.Struct, event: Any, dialect: Dialect) -> Any:
-    """Add the fields that only kvevents has. To map events also add the unknown fields, for which arrays have no place."""
+    """Add the fields that only kvevents has, and to map events the unknown fields, which arrays cannot hold."""
     extra = {name: value for name in _OWN_FIELDS if (value := getattr(event, name, None)) is not None}
     if dialect.event_form == "array":
         if isinstance(event, AllBlocksCleared) and (scope := scope_of(event)):

@@ -105,7 +105,7 @@ def replay_batch_frames(topic: bytes | None, seq: int, payload: bytes) -> list[b
 
 
 def replay_end_frames(has_topic: bool) -> list[bytes]:
-    """Return the frames of the end marker, without the identity, in the form of `replay_batch_frames`."""
+    """Return the frames of the end marker, without the identity. `has_topic`: the form of vLLM 0.26 and SGLang 0.5.22 on."""
     return [b"", b"", END_SEQ, b""] if has_topic else [b"", END_SEQ, b""]
 
 

@@ -25,6 +25,7 @@ from kvevents.wire.checked_msgpack import (
     WireLimits,
     array_items,
     declared_length,
+    decode_scalar,
     first_byte,
     is_array,
     is_bin,
@@ -32,13 +33,12 @@ from kvevents.wire.checked_msgpack import (
     is_nil,
     map_items,
     rejection_of,
-    scalar,
     to_python,
 )
 from kvevents.wire.dialects import ARRAY_CLEARED, ARRAY_REMOVED, ARRAY_STORED, NEUTRAL_KINDS
 
 MAX_SECONDS: Final = 1e11
-"""A timestamp above this number is in milliseconds (Mooncake RFC #1527). In seconds this number means the year 5138."""
+"""A timestamp above 10**11 is in milliseconds (Mooncake RFC #1527), because 10**11 seconds are in the year 5138."""
 
 _MAX_DIGITS: Final = 20
 """Maximum number of digits of a token id. Converting a long string of digits takes quadratic time, or raises."""
@@ -79,7 +79,7 @@ def decode_tolerant(
     if len(payload) > limits.max_payload_bytes:
         size = f"{len(payload)} bytes; the limit max_payload_bytes is {limits.max_payload_bytes}"
         raise DecodeRejectedError("oversized", f"the payload has {size}")
-    raw_ts, raw_events, raw_rank = _envelope(payload, limits)
+    raw_ts, raw_events, raw_rank = _read_envelope(payload, limits)
     rejected: list[Rejected] = []
 
     def reject(error: DecodeRejectedError, raw: msgspec.Raw, index: int | None = None) -> None:
@@ -89,14 +89,14 @@ def decode_tolerant(
             detail = f"more than {limits.max_rejected} events cannot be read; the first one: {first.reason}: {first.detail}"
             raise BatchRejectedError("too-many-rejected", detail)
 
-    ts, rank = _timestamp(raw_ts, reject), _rank(raw_rank, reject)
+    ts, rank = _read_timestamp(raw_ts, reject), _read_rank(raw_rank, reject)
     budget = DecodeBudget(limits.max_free_form_bytes, len(payload))
     events: list[KVEvent] = []
     for index, raw in enumerate(raw_events):
         try:
             event = decode_event(raw, limits, budget) if len(memoryview(raw)) <= _MAX_FAST_EVENT_BYTES else None
             budget.take_steps(_FAST_STEPS if event is not None else _SLOW_STEPS)
-            event = _event(raw, limits, budget) if event is None else event
+            event = _read_event(raw, limits, budget) if event is None else event
         except BatchRejectedError:
             raise
         except DecodeRejectedError as error:
@@ -110,7 +110,7 @@ def decode_tolerant(
 # --- the envelope ------------------------------------------------------------------------------------------------------------
 
 
-def _envelope(payload: bytes, limits: WireLimits) -> tuple[msgspec.Raw, list[msgspec.Raw], msgspec.Raw]:
+def _read_envelope(payload: bytes, limits: WireLimits) -> tuple[msgspec.Raw, list[msgspec.Raw], msgspec.Raw]:
     """Return the raw timestamp, events and rank of a batch, which is an array of 2 or more elements or a map."""
     head = payload[0] if payload else 0xC0
     if is_map(head):
@@ -132,11 +132,11 @@ def _envelope(payload: bytes, limits: WireLimits) -> tuple[msgspec.Raw, list[msg
     return parts[0], array_items(parts[1], "the list of events", limits.max_events, "too-many-events"), rank
 
 
-def _timestamp(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw], None]) -> float:
+def _read_timestamp(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw], None]) -> float:
     """Return seconds since the epoch. Reject a timestamp that cannot be read and return 0.0, so that the events are kept."""
     value: object = None
     with suppress(DecodeRejectedError):
-        value = scalar(raw, "the timestamp")
+        value = decode_scalar(raw, "the timestamp")
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if 0 <= value <= MAX_SECONDS:
             return float(value)
@@ -147,9 +147,9 @@ def _timestamp(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.
     return 0.0
 
 
-def _rank(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw], None]) -> int | None:
+def _read_rank(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw], None]) -> int | None:
     with suppress(DecodeRejectedError):
-        value = scalar(raw, "the data-parallel rank")
+        value = decode_scalar(raw, "the data-parallel rank")
         if value is None or type(value) is int:
             return value
     reject(DecodeRejectedError("bad-rank", "the data-parallel rank is not an integer"), raw)
@@ -159,7 +159,7 @@ def _rank(raw: msgspec.Raw, reject: Callable[[DecodeRejectedError, msgspec.Raw],
 # --- events ------------------------------------------------------------------------------------------------------------------
 
 
-def _event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEvent | None:
+def _read_event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEvent | None:
     """Return the event; None if the kind of the event is neutral."""
     is_wrapped = is_bin(first_byte(raw))
     if is_wrapped:  # llm-d's storage connector wraps events
@@ -167,7 +167,7 @@ def _event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEven
             raw = msgspec.Raw(_decode_bin(raw))
         except MSGPACK_ERRORS as error:
             raise rejection_of(error, "the event") from error
-    tag, fields = _event_fields(raw, limits)
+    tag, fields = _read_event_fields(raw, limits)
     if tag in NEUTRAL_KINDS:
         return None
     build = _BUILDERS.get(tag)
@@ -179,27 +179,27 @@ def _event(raw: msgspec.Raw, limits: WireLimits, budget: DecodeBudget) -> KVEven
     return event
 
 
-def _event_fields(raw: msgspec.Raw, limits: WireLimits) -> tuple[str, dict[str, msgspec.Raw]]:
+def _read_event_fields(raw: msgspec.Raw, limits: WireLimits) -> tuple[str, dict[str, msgspec.Raw]]:
     """Return the tag of an event of any form, and its raw fields by the names of `kvevents.events`."""
     head = first_byte(raw)
     if is_array(head):
         items = array_items(raw, "the event", limits.max_fields, "too-many-fields")
-        tag = _tag(items[0] if items else NIL)
+        tag = _read_tag(items[0] if items else NIL)
         names = _ARRAY_NAMES.get(tag, ())
         return tag, {names[i] if i < len(names) else str(i + 1): item for i, item in enumerate(items[1:])}
     if not is_map(head):
         raise DecodeRejectedError("malformed", "an event is an array or a map")
     fields = map_items(raw, "the event", limits.max_fields)
-    kind = _MOONCAKE_TAGS.get(_tag(fields["event_type"])) if "event_type" in fields else None
+    kind = _MOONCAKE_TAGS.get(_read_tag(fields["event_type"])) if "event_type" in fields else None
     if kind is not None:
         return kind, _rename_mooncake_fields(kind, fields)
-    return _tag(fields.pop("type", NIL)), fields
+    return _read_tag(fields.pop("type", NIL)), fields
 
 
-def _tag(raw: msgspec.Raw) -> str:
+def _read_tag(raw: msgspec.Raw) -> str:
     value: object = None
     with suppress(DecodeRejectedError):
-        value = scalar(raw, "the event type")
+        value = decode_scalar(raw, "the event type")
     if not isinstance(value, str):
         raise DecodeRejectedError("unknown-tag", "the event type is not a string")
     return value
@@ -230,53 +230,53 @@ _ARRAY_NAMES: Final = {"BlockStored": ARRAY_STORED, "BlockRemoved": ARRAY_REMOVE
 
 
 def _build_stored(fields: FieldReader) -> BlockStored:
-    hashes, digests = fields.hashes()
-    parent, parent_digest = fields.parent()
-    block_size = fields.integer("block_size")
+    hashes, digests = fields.read_hashes()
+    parent, parent_digest = fields.read_parent()
+    block_size = fields.read_integer("block_size")
     if block_size is None:
         raise DecodeRejectedError("bad-field", "block_size is missing")
     return BlockStored(
         hashes,
         parent,
-        fields.tokens(),
+        fields.read_tokens(),
         block_size,
-        lora_id=fields.integer("lora_id"),
-        medium=fields.text("medium"),
-        lora_name=fields.text("lora_name"),
-        extra_keys=fields.extra_keys(),
-        group_idx=fields.integer("group_idx"),
-        kv_cache_spec_kind=fields.text("kv_cache_spec_kind"),
-        kv_cache_spec_sliding_window=fields.integer("kv_cache_spec_sliding_window"),
-        locality=fields.text("locality"),
-        ownership=fields.text("ownership"),
-        session_id=fields.text("session_id"),
-        lookahead_token_ids=fields.lookahead(),
-        cache_salt=fields.text("cache_salt"),
-        block_keys=fields.keys(),
+        lora_id=fields.read_integer("lora_id"),
+        medium=fields.read_text("medium"),
+        lora_name=fields.read_text("lora_name"),
+        extra_keys=fields.read_extra_keys(),
+        group_idx=fields.read_integer("group_idx"),
+        kv_cache_spec_kind=fields.read_text("kv_cache_spec_kind"),
+        kv_cache_spec_sliding_window=fields.read_integer("kv_cache_spec_sliding_window"),
+        locality=fields.read_text("locality"),
+        ownership=fields.read_text("ownership"),
+        session_id=fields.read_text("session_id"),
+        lookahead_token_ids=fields.read_lookahead(),
+        cache_salt=fields.read_text("cache_salt"),
+        block_keys=fields.read_keys(),
         block_digests=digests,
         parent_block_digest=parent_digest,
-        unknown_fields=fields.unknown_fields(),
+        unknown_fields=fields.read_unknown_fields(),
     )
 
 
 def _build_removed(fields: FieldReader) -> BlockRemoved:
-    hashes, digests = fields.hashes()
+    hashes, digests = fields.read_hashes()
     return BlockRemoved(
         hashes,
-        medium=fields.text("medium"),
-        group_idx=fields.integer("group_idx"),
-        locality=fields.text("locality"),
-        ownership=fields.text("ownership"),
-        heartbeat=fields.heartbeat(),
+        medium=fields.read_text("medium"),
+        group_idx=fields.read_integer("group_idx"),
+        locality=fields.read_text("locality"),
+        ownership=fields.read_text("ownership"),
+        heartbeat=fields.read_heartbeat(),
         block_digests=digests,
-        unknown_fields=fields.unknown_fields(),
+        unknown_fields=fields.read_unknown_fields(),
     )
 
 
 _BUILDERS: Final[dict[str, Callable[[FieldReader], KVEvent]]] = {
     "BlockStored": _build_stored,
     "BlockRemoved": _build_removed,
-    "AllBlocksCleared": lambda fields: AllBlocksCleared(fields.unknown_fields()),
+    "AllBlocksCleared": lambda fields: AllBlocksCleared(fields.read_unknown_fields()),
 }
 
 
@@ -286,7 +286,7 @@ _BUILDERS: Final[dict[str, Callable[[FieldReader], KVEvent]]] = {
 class FieldReader:
     """Reads the raw fields of one event, each with its own type and within its own limit.
 
-    Each method removes the field that it reads; `unknown_fields`, called last, returns the other fields. All methods raise
+    Each method removes the field that it reads; `read_unknown_fields`, called last, returns the other fields. All methods raise
     `DecodeRejectedError` if a field is invalid.
     """
 
@@ -295,15 +295,15 @@ class FieldReader:
         self._limits = limits
         self._budget = budget
 
-    def integer(self, name: str) -> int | None:
+    def read_integer(self, name: str) -> int | None:
         """Return an integer, or None if the field is missing or nil."""
         return self._read(name, _INTEGER) if name in self._fields else None
 
-    def text(self, name: str) -> str | None:
+    def read_text(self, name: str) -> str | None:
         """Return a string, or None if the field is missing or nil."""
         return self._read(name, _TEXT) if name in self._fields else None
 
-    def hashes(self) -> tuple[list[int], list[bytes] | None]:
+    def read_hashes(self) -> tuple[list[int], list[bytes] | None]:
         """Return the block hashes as unsigned integers and, if all of them were sent as bytes, the bytes."""
         name = "block_hashes"
         self._check_count(name)
@@ -317,19 +317,19 @@ class FieldReader:
             if not values or min(values) >= 0:
                 return values, None
             return [value & _MASK for value in values], None
-        except TypeError:  # some or all of them are bytes
+        except TypeError:  # some or all hashes are bytes
             if {*map(type, values)} == {bytes}:
                 return shorten_digests(values), values
             return [_unsigned_hash(name, value) for value in values], None
 
-    def parent(self) -> tuple[int | None, bytes | None]:
+    def read_parent(self) -> tuple[int | None, bytes | None]:
         """Return the parent hash as an unsigned integer and, if it was sent as bytes, the bytes."""
         value = self._read("parent_block_hash", _HASH)
         if value is None:
             return None, None
         return _unsigned_hash("parent_block_hash", value), value if type(value) is bytes else None
 
-    def tokens(self) -> list[TokenId]:
+    def read_tokens(self) -> list[TokenId]:
         """Return token ids: integers, pairs of integers (SGLang with EAGLE), decimal strings or digests (TensorRT-LLM)."""
         try:
             values: list[Any] = _INTEGERS.decode(self._fields.get("token_ids", NIL))
@@ -339,10 +339,10 @@ class FieldReader:
         del self._fields["token_ids"]
         return values
 
-    def extra_keys(self) -> list[tuple[Any, ...] | None] | None:
+    def read_extra_keys(self) -> list[tuple[Any, ...] | None] | None:
         """Return the extra keys of each block, or None if the field is missing or nil."""
         name = "extra_keys"
-        raw = self._optional(name)
+        raw = self._take_optional(name)
         if raw is None:
             return None
         self._check_count(name)
@@ -357,10 +357,10 @@ class FieldReader:
         del self._fields[name]
         return keys
 
-    def lookahead(self) -> list[list[int]] | None:
+    def read_lookahead(self) -> list[list[int]] | None:
         """Return the lookahead tokens of each block, or None if the field is missing or nil."""
         name = "lookahead_token_ids"
-        raw = self._optional(name)
+        raw = self._take_optional(name)
         if raw is None:
             return None
         self._check_count(name)
@@ -368,16 +368,16 @@ class FieldReader:
         tokens: list[list[int]] = self._read(name, _LOOKAHEAD)
         return tokens
 
-    def keys(self) -> list[int] | None:
+    def read_keys(self) -> list[int] | None:
         """Return the block keys that are sent instead of tokens, modulo 2**64, or None if the field is missing or nil."""
-        if self._optional("block_keys") is None:
+        if self._take_optional("block_keys") is None:
             return None
         self._check_count("block_keys")
         return [key & _MASK for key in self._read("block_keys", _INTEGERS)]
 
-    def heartbeat(self) -> Heartbeat | None:
-        """Return a heartbeat of kvevents. Anything else under this name stays an unknown field."""
-        raw = self._optional("heartbeat")
+    def read_heartbeat(self) -> Heartbeat | None:
+        """Return a heartbeat of kvevents. Any other value of the field `heartbeat` stays an unknown field."""
+        raw = self._take_optional("heartbeat")
         if raw is None:
             return None
         heartbeat: Heartbeat | None = None
@@ -386,11 +386,11 @@ class FieldReader:
             del self._fields["heartbeat"]
         return heartbeat
 
-    def unknown_fields(self) -> dict[str, Any] | None:
+    def read_unknown_fields(self) -> dict[str, Any] | None:
         """Return the fields that no other method has read, within the limits of free form."""
         for name in INTERNAL_FIELDS:
-            # The fast decoder ignores these fields if they are nil, so this decoder ignores them too.
-            self._optional(name)
+            # The tolerant decoder ignores internal fields that are nil, as the fast decoder does.
+            self._take_optional(name)
         return unknown_values(self._fields, self._limits, self._budget) or None
 
     def _read(self, name: str, decoder: _Decoder[Any]) -> Any:
@@ -399,7 +399,7 @@ class FieldReader:
         except MSGPACK_ERRORS as error:
             raise rejection_of(error, name) from error
 
-    def _optional(self, name: str) -> msgspec.Raw | None:
+    def _take_optional(self, name: str) -> msgspec.Raw | None:
         """Return the raw field; if it is missing or nil, remove it and return None."""
         raw = self._fields.get(name, NIL)
         if not is_nil(raw):
@@ -456,10 +456,10 @@ def read_tokens(values: list[Any], budget: DecodeBudget) -> list[Any]:
             if max(tokens) <= _MASK:
                 return tokens
     budget.take_steps((len(values) - [*map(type, values)].count(int)) // 3)
-    return [value if type(value) is int else _token(value) for value in values]
+    return [value if type(value) is int else _read_token(value) for value in values]
 
 
-def _token(value: float | str | tuple[int, int] | None) -> TokenId:
+def _read_token(value: float | str | tuple[int, int] | None) -> TokenId:
     """Return a token id. Any other value becomes -1, which no prompt has, so its block and later blocks match no prompt."""
     if not isinstance(value, str):
         return value if type(value) is int or isinstance(value, tuple) else -1

@@ -34,7 +34,7 @@ from kvevents.cli.signals import (
     trimming_memory,
 )
 from kvevents.prometheus import Probes, Samples, Table, families, samples_by_label, serve
-from kvevents.prometheus import check as check_metrics
+from kvevents.prometheus import check_address as check_metrics
 from kvevents.service.discovery.runner import EngineDiscovery, check_engines
 from kvevents.service.errors import ConflictError
 from kvevents.service.fleet.registration import Key, Registration, Scope, check_same_engine
