@@ -97,5 +97,5 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @classmethod
     def from_cli(cls, text: str) -> Self:
-        """Call `from_json`; this is its name in SGLang."""
+        """Call `from_json`, which is named `from_cli` in SGLang."""
         return cls.from_json(text)

@@ -131,7 +131,7 @@ def offset_endpoint_port(endpoint: str | None, data_parallel_rank: int) -> str |
 def should_bind(endpoint: str) -> bool:
     """Whether the engines bind to this endpoint rather than connect (SGLang 0.5.23, vLLM 0.33).
 
-    Engines bind to wildcards, `ipc://` and `inproc://`. Engines also bind to port 0, since nothing can connect to it.
+    Engines bind to wildcards, `ipc://` and `inproc://`. Engines also bind to port 0, to which nothing can connect.
     """
     target = split_tcp(endpoint)
     if endpoint.startswith(("ipc://", "inproc://")) or (target is not None and target[1] == 0):

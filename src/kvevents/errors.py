@@ -108,7 +108,7 @@ class RecordingError(ExternalError, ValueError):
 class JournalError(ExternalError, OSError):
     """A journal cannot be opened in its folder; the message names the folder and what to do.
 
-    Damaged content does not raise, nor does a disk that is full, failing or read-only: the state of the journal reports these.
+    Damaged content and a full, failing or read-only disk raise no exception: the state of the journal reports them.
     """
 
 

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     UnknownFields: TypeAlias = dict[str, Any]
 else:
     # The values that the fast decoder may build from a peer's input: no nested maps, and no nesting of unlimited depth.
-    # `kvevents.wire.tolerant` decodes other values of these fields, within limits. Encoding does not use annotations.
+    # `kvevents.wire.tolerant` decodes all other values, within limits. Encoding does not use annotations.
     TokenId = int | tuple[int, int]
     # `kvevents.wire.decode` replaces byte hashes by integers.
     BlockHash = int | bytes
@@ -85,7 +85,7 @@ def _always_sent() -> None:
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     """The events of one scheduler step: on the wire the array `[ts, events, data_parallel_rank]`.
 
-    `ts` is in seconds since the epoch. `events` may hold any type that msgspec can encode, also users' own events.
+    `ts` is in seconds since the epoch. `events` may hold any type that msgspec can encode, including users' own events.
     """
 
     ts: float
@@ -130,7 +130,7 @@ class Heartbeat(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """
 
     digest: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{32}\Z")] | None
-    """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat. None if the sender cannot compute it."""
+    """`PrefixIndex.digest` of the stream after the batch that contains the heartbeat. None if it cannot be computed."""
     interval: Annotated[float, msgspec.Meta(gt=0, le=MAX_HEARTBEAT)] = msgspec.field(name="every")
     """Maximum number of seconds until the next heartbeat; the name on the wire is `every`."""
     trust: Annotated[str, msgspec.Meta(max_length=32)] = "EXACT"

@@ -28,8 +28,8 @@ StructType = TypeVar("StructType", bound=type[msgspec.Struct])
 def build_decoder_now(kind: StructType) -> StructType:
     """Build msgspec's type information of a struct when its module is imported, not at its first use.
 
-    Decorate each struct that is passed to `decode` or `convert`. msgspec (up to 0.22) stores the type information where other
-    threads see it before it is complete: two threads that decode a struct for the first time can crash the process.
+    Each struct that is passed to `decode` or `convert` needs this decorator. msgspec (up to 0.22) stores the type information
+    where other threads see it before it is complete: two threads that decode a struct for the first time can crash the process.
     """
     msgspec.json.Decoder(kind)
     return kind
@@ -39,7 +39,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class Unit(Enum):
-    """The unit of a number, or the kind of a text. The value is its name in help texts."""
+    """The unit of a number, or the kind of a text. The value of a member is its name in help texts."""
 
     SECONDS = "S"
     BYTES = "SIZE"
@@ -132,7 +132,7 @@ class SettingFault(NamedTuple):
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML file. Raise `ConfigError` if it cannot be read."""
+    """Return the tables of a TOML file. Raise `ConfigError` if the file cannot be read."""
     try:
         return parse_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -93,7 +93,7 @@ class CoverageRecorder:
 
     def give_up(self) -> None:
         if not self.sequencer.is_complete:
-            gap = self.sequencer.gap_before_early()
+            gap = self.sequencer.gap_before_early_batches()
             assert gap.last >= self.sequencer.next_seq
             self.covered.extend(range(self.sequencer.next_seq, gap.last + 1))
             self.sequencer.next_seq = gap.last + 1

@@ -31,7 +31,7 @@ def test_every_gap_counts_until_a_later_clear_or_matching_digest(steps: list[tup
     gaps = record_steps(ledger, steps)
     assert (DegradedReason.LOST in ledger) == bool(gaps)
     assert ledger.explains(seq) == any(gap <= seq for gap in gaps)
-    assert ledger.persistent().get(DegradedReason.LOST) == max(gaps, default=None)
+    assert ledger.persistent_reasons().get(DegradedReason.LOST) == max(gaps, default=None)
 
 
 @given(STEPS, NUMBERS)
@@ -41,7 +41,7 @@ def test_with_more_gaps_than_are_stored_every_mismatch_is_still_explained(steps:
     gaps = record_steps(ledger, steps)
     assert ledger.explains(seq) >= any(gap <= seq for gap in gaps)
     assert (DegradedReason.LOST in ledger) == bool(gaps)
-    assert ledger.persistent().get(DegradedReason.LOST) == max(gaps, default=None)
+    assert ledger.persistent_reasons().get(DegradedReason.LOST) == max(gaps, default=None)
 
 
 def test_a_gap_among_hundreds_explains_a_mismatch_that_is_reported_late() -> None:

@@ -127,7 +127,7 @@ class _ObservedIncarnation:
         if report.cleared:
             ledger.clear(seq)
         if any(rejection.loses_events for rejection in report.rejected):
-            ledger.reject(seq)
+            ledger.record_rejection(seq)
         heartbeat = report.heartbeat
         if heartbeat is not None and seq > self.heartbeat_seq:
             self.heartbeat_seq = seq
@@ -143,7 +143,7 @@ class _ObservedIncarnation:
         if report.attestation_matches:
             ledger.match_attestation(seq)
         is_explained = report.digest_matches is True or ledger.explains(seq)
-        is_unattested = report.attestation_matches is False and ledger.mismatch_attestation(seq)
+        is_unattested = report.attestation_matches is False and ledger.record_attestation_mismatch(seq)
         is_diverged = report.digest_matches is False and ledger.record_digest_mismatch(seq)
         return (is_diverged or is_unattested) and not is_explained
 

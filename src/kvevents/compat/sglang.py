@@ -57,7 +57,7 @@ LOAD_TOPIC: Final = "load"
 """Topic of SGLang's load reports, which are sent on their own socket."""
 
 
-class StorageMedium(str, enum.Enum):  # noqa: UP042 - as in SGLang: `str()` of a StrEnum differs
+class StorageMedium(str, enum.Enum):  # noqa: UP042 - SGLang has no StrEnum, whose `str()` differs
     """Tiers of SGLang's hierarchical cache, with their names on the wire."""
 
     GPU = "GPU"
@@ -134,7 +134,7 @@ class KVEventsConfig:
     max_queue_size: int = 100_000
     topic: str = ""
     format: Literal["default", "dynamo"] = "default"
-    """If it is `dynamo`, the engine publishes namespaced hashes. The publisher does not use this field."""
+    """`default` or, if the engine publishes namespaced hashes, `dynamo`. The publisher does not use this field."""
 
     def __init__(self, **data: Any) -> None:
         values = parse_fields(type(self).__name__, _FIELDS, data)
@@ -275,13 +275,13 @@ def _advertised_replay_endpoint(endpoint: str | None) -> str | None:
 class EventPublisherFactory(PublisherRegistry):
     """Creates the publisher that a configuration names."""
 
-    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - the base class declares it as a ClassVar
+    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - a ClassVar of the base class
 
     @classmethod
     def create(cls, config: str | None, attn_dp_rank: int = 0, **options: Any) -> publisher.EventPublisher:
         """Return one rank's publisher from the JSON of `--kv-events-config`; a `NullEventPublisher` if `config` is None.
 
-        `options`, such as `dialect`, are passed to its constructor.
+        `options`, such as `dialect`, are passed to the publisher's constructor.
 
         Raises ValueError for a name that is not registered and for an invalid configuration.
         """

@@ -209,13 +209,13 @@ def get_ip() -> str:
 class EventPublisherFactory(PublisherRegistry):
     """Creates the publisher that a configuration names."""
 
-    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - the base class declares it as a ClassVar
+    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - a ClassVar of the base class
 
     @classmethod
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0, **options: Any) -> publisher.EventPublisher:
         """Return the publisher for one rank. Raises ValueError for a name that is not registered.
 
-        `options`, such as `dialect`, are passed to its constructor.
+        `options`, such as `dialect`, are passed to the publisher's constructor.
         """
         if config is None or not config.enable_kv_cache_events or config.publisher == "null":
             return NullEventPublisher()

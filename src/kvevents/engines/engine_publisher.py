@@ -117,7 +117,7 @@ class EnginePublisher(ZmqEventPublisher):
     def report_incomplete_events(self, reason: str) -> None:
         """Report in heartbeats that the events do not describe the engine's cache, so that no consumer counts as EXACT.
 
-        The first of these heartbeats precedes the next batch.
+        The first heartbeat with `reason` precedes the next batch.
         """
         self._incompleteness, self._must_report_incompleteness = reason, True
         note = "; heartbeats are off, so consumers do not see it" if self._digest_tracker is None else ""
@@ -230,7 +230,7 @@ class EnginePublisher(ZmqEventPublisher):
             )
 
     def _create_successor(self, fallback: OwnPublisher) -> int:
-        """Close all sockets and create the engine's own publisher. Return the number of its first batch."""
+        """Close all sockets and create the engine's own publisher. Return the number with which that publisher begins."""
         batches: list[SequencedPayload] = []
         with suppress(Exception):  # if reading the buffer fails, its batches become a gap
             batches = self._replay_buffer.buffered_batches()
@@ -239,12 +239,12 @@ class EnginePublisher(ZmqEventPublisher):
         # In all supported releases, both engines' publishers have the attributes `_seq_gen` and `_buffer`.
         if not hasattr(successor, "_seq_gen"):
             successor.shutdown()
-            raise AttributeError("it has no `_seq_gen`, so its sequence numbers cannot continue those of kvevents")
+            raise AttributeError("the publisher has no `_seq_gen`, so its sequence numbers cannot continue those of kvevents")
         if isinstance(history := getattr(successor, "_buffer", None), deque):
             history.extend(batches)
         with self._lock:
             first = self._next_seq + self._dropped_numbers
-            successor._seq_gen = itertools.count(first)  # noqa: SLF001 - the attribute was checked above
+            successor._seq_gen = itertools.count(first)  # noqa: SLF001 - `_seq_gen` was checked above
             for batch in (fallback.empty_batch(), *self._take_queue()):
                 successor.publish(batch)
             self._successor = successor

@@ -8,7 +8,7 @@ the digest. A plugin updates the digest with the cache: it adds the term of each
 each block that leaves. So reading the digest costs nothing. Consumers compare the digest with the blocks that they hold.
 
 If keys are configured, nothing is published unencrypted. If the settings cannot be used or the publisher of kvevents cannot be
-created, the engine then gets its null publisher, because its own event publisher cannot encrypt.
+created, the engine with keys gets its null publisher, because the engine's own event publisher cannot encrypt.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EngineSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     heartbeat: Seconds | None = 5.0
     """Time between batches that carry the publisher's digest and the attestation. If None, neither is sent."""
     compact: bool = True
-    """Whether consumers that join late get all resident blocks, of any age. This requires a replay endpoint."""
+    """Whether consumers that join late get all resident blocks, of any age. Full history requires a replay endpoint."""
     attestation: bool = True
     """Whether heartbeats carry a digest of the engine's own cache, which consumers compare with their state."""
     curve: Curve | None = None
@@ -148,7 +148,7 @@ def replace_publisher(
 ) -> None:
     """Replace the entry `zmq` of the engine's `EventPublisherFactory` if the plugin is turned on.
 
-    The publisher is always registered under `own_name`, unless that is empty. Operators can select it in the engine's options.
+    The publisher is always registered under `own_name`, unless that is empty. The engine's options can select that name.
 
     Exceptions, for example from wrong settings or an unknown release of the engine, are logged. An exception is raised only if
     keys are configured and the engine would publish unencrypted without it.

@@ -35,7 +35,7 @@ from kvevents.wire.dialects import Dialect, dialect_for
 _ENGINE: Final = "SGLang"
 logger = engine_logger(_ENGINE)
 OWN_NAME: Final = "kvevents"
-"""Name that selects the publisher of kvevents in `--kv-events-config`. `zmq` also selects it if the plugin is turned on."""
+"""Name that selects the publisher of kvevents in `--kv-events-config`. If the plugin is turned on, `zmq` also selects it."""
 _EVENTS_MODULE: Final = "sglang.srt.disaggregation.kv_events"
 _GPU_MEDIA: Final = (None, "GPU")
 _FIRST_RELEASE: Final = "0.5.10"
@@ -90,7 +90,7 @@ class SglangEventPublisher(EnginePublisher, compat.ZmqEventPublisher):
     def link(self, cache: Any) -> None:
         """Send the digest of `cache`, SGLang's `tree_cache`, in heartbeats; call it before the first batch of the cache.
 
-        A tree with sliding windows or Mamba states is not attested: a match needs them too, and SGLang does not announce them.
+        A tree with sliding windows or Mamba states is not attested: a match also needs data that SGLang does not announce.
         """
         self.is_linked, self.expects_attestation = True, False
         kinds = [name for kind, name in _UNANNOUNCED_KINDS if _match_needs_kind(getattr(cache, "inner", cache), kind)]

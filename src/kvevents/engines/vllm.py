@@ -199,7 +199,7 @@ def _record_before_publish(original: Callable[..., Any]) -> Callable[..., Any]:
         if publisher is not None:
             try:
                 publisher.record_cache(_digest_of(manager), is_batch_pending=bool(events))
-            except Exception as error:  # noqa: BLE001 - the engine goes on
+            except Exception as error:  # noqa: BLE001 - faults of kvevents must not reach the engine
                 manager.kvevents_publisher = None
                 publisher.end_attestation(error)
         return events

@@ -32,7 +32,7 @@ class Namespace(Struct, frozen=True):
     """Separates equal tokens: blocks of different namespaces never match each other."""
 
     model: str | None = None
-    """Match only workers with this model (`PrefixIndex.set_model`), or without a model if None. Keys do not contain it."""
+    """Match only workers with this model (`PrefixIndex.set_model`), or without a model if None. It is not a part of keys."""
     lora: str | int | None = None
     """Name of the LoRA adapter; for engines that send no name (vLLM before 0.14), its number, a signed 64-bit integer."""
     salt: str | None = None

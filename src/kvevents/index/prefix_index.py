@@ -23,7 +23,7 @@ from kvevents_native import _native
 
 
 class IndexLimits(Struct, frozen=True):
-    """Limits of an index besides its memory limit. `IndexStats` counts the data that exceed these limits."""
+    """Limits of an index besides its memory limit. `IndexStats` counts the data that exceed a limit."""
 
     max_orphans: int = 65_536
     """Maximum number of orphans: blocks of one stream that wait for their parent or their tokens, each about 200 bytes."""
@@ -35,11 +35,12 @@ class IndexLimits(Struct, frozen=True):
     max_groups: int = 64
     """Maximum number of KV cache groups in one incarnation of a stream. A hybrid model has a few."""
     max_block_sizes: int = 16
-    """Maximum number of block sizes in one incarnation of a stream. Each size costs a search per prompt. An engine has one."""
+    """Maximum number of block sizes in one incarnation of a stream. Each block size costs a search per prompt."""
     max_records_per_key: int = 16
     """Maximum number of records that a lookup examines per block key. A stream has one record for each hash of the block."""
     max_blocks_per_hash: int = 1_024
-    """Maximum number of blocks of one stream with the same hash. Engines that hash pages without their prefix have several."""
+    """Maximum number of blocks of one stream with the same hash. If an engine hashes pages without their prefix, several blocks
+    can have the same hash."""
     max_ranks: int = 64
     """Maximum number of different ranks in the payloads of one stream. The stream of a relay can have a few ranks."""
     max_fences: int = 65_536
@@ -119,7 +120,7 @@ class WorkerInfo(Counters, frozen=True):
     source: str
     rank: int
     carried_ranks: list[int]
-    """The other ranks of the source whose batches arrive in this worker's stream. Each of these ranks is a worker too."""
+    """The other ranks of the source whose batches arrive in this worker's stream. Each carried rank is also a worker."""
     model: str | None
     incarnation: int
     last_seq: int
@@ -128,7 +129,7 @@ class WorkerInfo(Counters, frozen=True):
     """Block sizes in tokens in the current incarnation; several if KV cache groups differ in size or cache parts of blocks."""
     estimate: str | None
     """Why matches of this worker can differ from those of the engine even if the index has all of the engine's events: a key of
-    `ESTIMATES`. None if they cannot differ."""
+    `ESTIMATES`. None if the matches cannot differ."""
     attested: bool | None
     """Whether the worker's blocks were exactly those of the engine's own cache at the last attestation in the current
     incarnation, or None before the first attestation. Only a publisher inside the engine sends attestations."""
@@ -162,7 +163,8 @@ Worker: TypeAlias = tuple[str, int] | str
 
 MAX_PAYLOAD_EXPANSION: Final = 100
 """Maximum number of bytes of memory for each byte of a payload: during decoding, and for the blocks, orphans and names that are
-then stored. Blocks of one token in arrays of one-byte integers need about 30, many small events in rare forms about 80."""
+then stored. Blocks of one token in arrays of one-byte integers need about 30 bytes, many small events in rare forms about 80
+bytes."""
 
 ESTIMATES: Final = {
     "set-aside": "at least {count} of its stores could not be used: tokens do not fit their hashes, a limit was exceeded, or "
@@ -288,7 +290,7 @@ class PrefixIndex(_native.NativeIndex):
         if heartbeat is not None and result.status == "applied":
             stream, stated_rank = (batch.source, batch.rank), batch.data_parallel_rank
             agrees, attestation_matches = self._compare(*stream, stated_rank, heartbeat.digest, heartbeat.attestation)
-        return self._with_report(result, report.rejected, heartbeat, agrees, attestation_matches, estimate)
+        return self._add_report(result, report.rejected, heartbeat, agrees, attestation_matches, estimate)
 
     def _found(
         self,
@@ -308,9 +310,9 @@ class PrefixIndex(_native.NativeIndex):
         if estimate is not None:
             sentence = "" if estimate[0] in _LOOKUP_ESTIMATES else describe_estimate(*estimate)
         records = tuple(Rejected(*rejection) for rejection in rejections)
-        return self._with_report(result, records, sender_heartbeat, agrees, attestation_matches, sentence)
+        return self._add_report(result, records, sender_heartbeat, agrees, attestation_matches, sentence)
 
-    def _with_report(
+    def _add_report(
         self,
         result: ApplyResult,
         rejections: tuple[Rejected, ...],
@@ -319,7 +321,7 @@ class PrefixIndex(_native.NativeIndex):
         attestation_matches: bool | None,
         estimate: str | None,
     ) -> ApplyResult:
-        """Add a report. The heartbeat of a batch that was not applied is reported too, because it describes the sender."""
+        """Add a report. The heartbeat of a batch that was not applied is also reported, because it describes the sender."""
         if result.status != "applied":
             return result if heartbeat is None else ApplyResult(result.status, BatchReport(heartbeat=heartbeat))
         with self._count_lock:
@@ -332,7 +334,7 @@ class PrefixIndex(_native.NativeIndex):
     # --- workers
 
     def set_model(self, source: str, model: str | None) -> None:
-        """Set the model of all present and future ranks of `source`. Only prompts with this `Namespace.model` match them."""
+        """Set the model of all present and future ranks of `source`, which match only prompts with this `Namespace.model`."""
         self._label(source, model)
 
     def set_drafts(self, source: str, groups: Iterable[int] | None) -> None:
@@ -372,7 +374,7 @@ class PrefixIndex(_native.NativeIndex):
 
     def worker(self, worker: Worker) -> WorkerInfo:
         """Return one worker. Raises `UnknownSourceError`."""
-        return WorkerInfo(**_known(worker, self._worker))
+        return WorkerInfo(**_query_worker(worker, self._worker))
 
     def stats(self) -> IndexStats:
         """Return statistics. Reads the streams one after the other, and waits while another thread writes to a stream."""
@@ -387,7 +389,7 @@ class PrefixIndex(_native.NativeIndex):
 
     def blocks(self, worker: Worker) -> Iterator[Block]:
         """Return a worker's blocks in any order. A block occurs once for each tier and group. Raises `UnknownSourceError`."""
-        pages = _known(worker, self._blocks)
+        pages = _query_worker(worker, self._blocks)
         return (Block(*block) for page in iter(lambda: pages.take(_BLOCKS_PER_PAGE), []) for block in page)
 
     def digest(self, stream: Worker) -> str:
@@ -396,7 +398,7 @@ class PrefixIndex(_native.NativeIndex):
         If a stream carries several ranks, the digest covers all of them. The digest does not depend on the order of events, on
         sequence numbers or on orphans. Raises `UnknownSourceError`.
         """
-        return f"{_known(stream, self._digest):032x}"
+        return f"{_query_worker(stream, self._digest):032x}"
 
     # --- snapshots
 
@@ -454,7 +456,7 @@ def _source_and_rank(worker: Worker) -> tuple[str, int]:
     return (worker, 0) if isinstance(worker, str) else worker
 
 
-def _known(worker: Worker, query: Callable[[str, int], _T | None]) -> _T:
+def _query_worker(worker: Worker, query: Callable[[str, int], _T | None]) -> _T:
     source, rank = _source_and_rank(worker)
     answer = query(source, rank)
     if answer is None:

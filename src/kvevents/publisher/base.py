@@ -1,9 +1,9 @@
 """The base classes of publishers: the interface, the hooks at exit and after a fork, and the queue of the publisher thread.
 
 Theory of operation of the queue. Accepting a batch costs the engine one `deque.append`, because the publisher thread numbers
-the batches as it takes them out. Every exceptional state (full queue, sleeping thread, closed publisher, forked process) shows
-in one comparison on the engine's side, `len(queue) >= _limit`: the limit is the capacity while the thread is awake, 0 while it
-sleeps, and -1 if there is no thread. Only in these states does `publish` take the slow path.
+the batches as it takes them out. The engine detects every exceptional state (full queue, sleeping thread, closed publisher,
+forked process) by one comparison, `len(queue) >= _limit`. The limit is the capacity while the thread is awake, 0 while the
+thread sleeps, and -1 without a thread. Only in an exceptional state does `publish` take the slow path.
 
 A batch that a full queue drops keeps its number: a `_DroppedRange` at the tail of the queue counts such numbers, and consumers
 see a gap when a higher number arrives. If no batch follows, the thread sends an empty batch. The slow path takes the lock, and
@@ -63,7 +63,7 @@ class EventPublisher(Closeable, ABC):
     def get_publisher_config(self) -> Any:
         """Return the settings in force, with resolved endpoints; None if the publisher has no settings.
 
-        vLLM 0.31 and later calls this when the engine starts (`vllm/v1/core/sched/scheduler.py`).
+        vLLM 0.31 and later calls this method when the engine starts (`vllm/v1/core/sched/scheduler.py`).
         """
         return None
 
@@ -102,7 +102,7 @@ def _shut_down_all() -> None:
 
 def _disable_all() -> None:
     for publisher in list(open_publishers):
-        publisher._after_fork()  # noqa: SLF001 - the class is in this module
+        publisher._after_fork()  # noqa: SLF001 - this module defines the method
 
 
 atexit.register(_shut_down_all)
@@ -133,7 +133,7 @@ class PollPlanner:
         self._deviation = 0.0
 
     def record_arrival(self, now: float, *, at_first_poll: bool = False) -> None:
-        """Record that batches were found at `now` (monotonic seconds). `at_first_poll` says that the first poll found them."""
+        """Record that batches were found at `now` (monotonic seconds). `at_first_poll`: the first poll found the batches."""
         interval = now - self._arrived_at
         # The batch came at an unknown time before the first poll. Without the subtraction, pauses would grow continually.
         interval -= self._settings.min_poll_interval if at_first_poll else 0.0
@@ -318,7 +318,7 @@ class QueuedPublisher(EventPublisher):
                 continue
             try:
                 burst.append((seq, encode(item)))
-            except BaseException as error:  # noqa: BLE001 - encoding runs code of users' event types; it must not end the thread
+            except BaseException as error:  # noqa: BLE001 - code of users' event types must not end the thread
                 self._encode_failures += 1
                 with suppress(Exception):  # formatting an exception of a user's type can raise another one
                     self._on_encode_failure(seq, error)

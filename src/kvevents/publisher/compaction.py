@@ -123,7 +123,7 @@ class Compactor:
 
 _STREAM_NAME: Final = "own"
 _INDEX_LIMITS: Final = {"max_fences": 0, "max_speculated": 0}
-"""Limits of the tracker's index. Those not listed are the defaults of `kvevents.index.IndexLimits`, as in consumers, because
+"""Limits of the tracker's index. All other limits are the defaults of `kvevents.index.IndexLimits`, as in consumers, because
 limits decide which blocks are in the digest."""
 _EMPTY_DIGEST: Final = f"{0:032x}"
 _APPLIED, _CLEARED = "applied", "cleared"
@@ -134,7 +134,7 @@ _OUTCOMES: Final = (_APPLIED, _CLEARED, "duplicate", "void")
 class DigestTracker:
     """Applies a stream as the index of a consumer does, and computes its digest.
 
-    `index` is a subclass of `_native.NativeIndex`. The module is loaded at run time only, so that publishers work without it.
+    `index` is a subclass of `_native.NativeIndex`. `_native` is loaded at run time only, so that publishers work without it.
     Without that module, index and digest are None, and only missing numbers are detected.
     """
 
@@ -187,7 +187,7 @@ class DigestTracker:
         """
         if self._index is None:
             return None
-        digest = self._index._digest(_STREAM_NAME, 0)  # noqa: SLF001 - a native method
+        digest = self._index._digest(_STREAM_NAME, 0)  # noqa: SLF001 - the native method that kvevents.index uses
         return _EMPTY_DIGEST if digest is None else f"{digest:032x}"
 
     def heartbeat(self, number: int, interval: float, incarnation: int, attestation: int | None = None) -> Heartbeat:

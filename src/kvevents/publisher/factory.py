@@ -45,7 +45,7 @@ class PublisherRegistry:
 class EventPublisherFactory(PublisherRegistry):
     """Creates the publisher that a configuration names."""
 
-    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - the base class declares it as a ClassVar
+    _registry = {"null": NullEventPublisher, "zmq": ZmqEventPublisher}  # noqa: RUF012 - a ClassVar of the base class
 
     @classmethod
     def create(cls, config: KVEventsConfig | None, data_parallel_rank: int = 0) -> EventPublisher:

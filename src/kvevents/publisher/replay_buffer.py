@@ -111,7 +111,7 @@ class _Snapshot(NamedTuple):
     latest_start: int
     """Highest start number of a request that still gets the snapshot."""
     has_parts: bool
-    """Whether the snapshot has several parts. If so, the parts have the numbers of batches that were sent."""
+    """Whether the snapshot has several parts, which have the numbers of batches that were sent."""
 
 
 class _SnapshotInput(NamedTuple):
@@ -152,7 +152,7 @@ class ReplayBuffer:
         self._compaction_failed = False
         self._encode = encode
         self.incarnation = 0
-        """The incarnation that the sender's heartbeats state; the heartbeats in parts of a snapshot state it too."""
+        """The incarnation that the sender's heartbeats state; the heartbeats in parts of a snapshot also state it."""
         self._last_evicted: SequencedPayload = (-1, b"")
         self._newest_gap: int | None = None
         """The newest evicted number that was skipped since the stream was last cleared; None if no number was skipped."""
@@ -221,7 +221,7 @@ class ReplayBuffer:
     def _evict(self, *, exactly: bool = False, max_bytes: int | None = None) -> int:
         """Evict and compact the excess; return the number of evicted batches. The caller holds `_history_lock`.
 
-        If `exactly` is True, an excess smaller than a group is evicted too. `max_bytes` limits the evicted payload bytes, but
+        If `exactly` is True, even an excess smaller than a group is evicted. `max_bytes` limits the evicted payload bytes, but
         at least one batch is evicted.
         """
         with self._buffer_lock:
@@ -251,7 +251,7 @@ class ReplayBuffer:
                 raise
 
     def _compact(self, compactor: Compactor, batches: list[SequencedPayload]) -> None:
-        if batches[-1][0] - self._last_evicted[0] == len(batches):  # no number was skipped
+        if batches[-1][0] - self._last_evicted[0] == len(batches):  # no number between the batches was skipped
             compactor.extend(batches)
             self._last_evicted = batches[-1]
         else:
@@ -303,7 +303,7 @@ class ReplayBuffer:
         with self._disabling_compaction_on_error():
             pieces = None if is_current else compactor.snapshot_pieces(self._settings.max_payload_bytes)
             snapshot_input = _SnapshotInput(seq, payload, self._newest_gap, pieces, list(self._recently_evicted))
-        return snapshot_input  # noqa: RET504 - it is None after an exception
+        return snapshot_input  # noqa: RET504 - after an exception, the variable is None
 
     def _batches_before_buffered(self, start: int, source: _SnapshotInput) -> list[SequencedPayload]:
         """Return the batches that precede the buffered ones in a reply from `start`. All requests share an encoded snapshot."""
@@ -386,7 +386,7 @@ class ReplayBuffer:
             return len(self._batches), self._batches.bytes
 
     def history_stats(self) -> HistoryStats | None:
-        """Return the state of the history as of the last compaction; None without compaction. It never waits for a lock."""
+        """Return the state of the history after the newest compaction; None without compaction. Waits for no lock."""
         return self._history_stats
 
     def _update_stats(self) -> None:

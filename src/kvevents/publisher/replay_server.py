@@ -135,7 +135,7 @@ class ReplySession:
         self.started_at = self.progressed_at = now
 
     def add_request(self, start: int, limit: int) -> bool:
-        """Add a waiting request. If `limit` requests wait already, merge it into the last one. Return whether it was merged."""
+        """Add a waiting request, or merge it into the last one if `limit` requests wait. Return whether it was merged."""
         is_merged = len(self.waiting_starts) >= limit
         if is_merged:
             self.waiting_starts[-1] = min(self.waiting_starts[-1], start)

@@ -30,7 +30,7 @@ class ReplayBufferSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     """Maximum payload bytes in the buffer: 10,000 batches of 26 KB. Most batches have a few hundred bytes; batches of long
     prompts, and snapshots that a relay forwards, have several MiB. If nothing is compacted, there is no limit in bytes."""
     max_payload_bytes: Bytes = DEFAULT_WIRE_LIMITS.max_payload_bytes
-    """Maximum size of one payload of a snapshot: the largest payload that subscribers accept by default."""
+    """Maximum number of bytes of one payload of a snapshot: the largest payload that subscribers accept by default."""
     max_backlog: Positive = 1024
     """Maximum number of batches that wait for the compaction thread. If more batches wait, the sending thread compacts them."""
     compaction_bytes: Bytes = 16 * 1024
@@ -70,7 +70,7 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     """Seconds in which a TCP connection accepts no data before the kernel closes it and ZeroMQ frees its queue (ZMQ_TCP_MAXRT,
     on Linux). When that happens, replies to that consumer have already been abandoned."""
     large_frame_bytes: Bytes = 16 * 1024
-    """Minimum size of a frame that is counted as in flight. A full pipe of 256 smaller frames holds at most 4 MiB."""
+    """Minimum size in bytes of a frame that is counted as in flight. A full pipe of 256 smaller frames holds at most 4 MiB."""
     in_flight_bytes: Bytes = 4 * 1024 * 1024
     """Maximum bytes of large frames in flight to one consumer. One larger frame can be sent if no other frame is in flight."""
     total_in_flight_bytes: Bytes = 64 * 1024 * 1024
@@ -82,7 +82,7 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     still be in flight at this rate."""
     progress_timeout: Seconds = 30.0
     """Seconds without progress after which a reply is abandoned, in addition to the time that large frames may need at
-    `min_read_rate`. A whole reply may also take at most this many seconds longer than it needs at that rate."""
+    `min_read_rate`. A whole reply may also take at most this many seconds longer than at `min_read_rate`."""
     busy_timeout: Seconds = 2.0
     """Replaces `progress_timeout` while `max_sessions` replies are in progress, so that slow consumers do not delay others."""
 

@@ -45,7 +45,7 @@ class HistoryStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int = 0
     """Approximate number of bytes of memory that the history needs."""
     partial: bool = False
-    """Whether any number was skipped since the stream was last cleared. If so, consumers of the snapshot see a gap."""
+    """Whether any number was skipped since the stream was last cleared. A skipped number is a gap in the snapshot."""
     unavailable_reason: str | None = None
     """Why a snapshot cannot be built; None if it can be built. Most reasons end when the stream is cleared. After `failed: ...`
     compaction is switched off until the process restarts."""

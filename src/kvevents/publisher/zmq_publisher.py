@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class _EngineInternal:
-    """A private member of the engines' class that kvevents' class lacks. Reading, setting or overriding it is an error."""
+    """A private member of the engines' class that kvevents' class lacks. To read, set or override the member is an error."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.sentence = f"kvevents has no {name}, a private member of the engines' ZmqEventPublisher, so nothing would use it"

@@ -1,6 +1,6 @@
 """Recordings: every ZeroMQ frame of a conversation with an engine, as one JSON object per line.
 
-`files` writes, reads and repairs them. `deliveries` feeds the frames of a recording to streams.
+`files` writes, reads and repairs recordings. `deliveries` feeds the frames of a recording to streams.
 """
 
 from kvevents.recording.files import (

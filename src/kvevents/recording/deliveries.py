@@ -19,11 +19,11 @@ from kvevents.wire import Live, Malformed, ReplayBatch, parse_live, parse_replay
 from kvevents.wire.decode import begins_with_clear
 
 MAX_WAITING_BATCHES: Final = 4096
-"""Maximum number of batches in one stream that wait for a missing batch. Above it, the missing batches count as lost."""
+"""Maximum number of batches in one stream that wait for a missing batch. If more wait, the missing batches count as lost."""
 MAX_WAITING_BYTES: Final = 16 << 20
-"""Maximum total size of the payloads of the waiting batches in one stream."""
+"""Maximum number of payload bytes of the waiting batches in one stream."""
 _RECEIVE_TIME: Final = math.inf
-"""The time at which all frames count as received. This time makes every timer of a stream due when `tick` is called."""
+"""The time at which all frames count as received. It is infinite, so all timers of a stream are due when `tick` is called."""
 _ENDPOINT: Final = "inproc://recording"
 _CONFIRMING_REPORT: Final = BatchReport(digest_matches=True)
 """The report about each live batch. A report confirms earlier replies: within one run, replies come from the same publisher."""
@@ -75,10 +75,10 @@ class RecordedStream:
         elif is_new:
             self._begin_answer()
             stream.receive_replay(frames, _RECEIVE_TIME)
-        yield from self._take(t)
+        yield from self._take_deliveries(t)
 
     def _begin_answer(self) -> None:
-        """Let the stream request missing batches or, if none are missing, the newest ones, which identify the publisher."""
+        """Let the stream request missing batches; without missing batches, let it request those that identify the publisher."""
         stream, newest = self._stream, self._newest
         if not stream.waiting:
             self._end_request()
@@ -101,11 +101,11 @@ class RecordedStream:
         self._stream.begin_connection(_RECEIVE_TIME)
 
     def finish(self) -> Iterator[RawDelivery]:
-        """Count missing batches as lost. Return the deliveries that waited for these batches."""
+        """Count missing batches as lost. Return the deliveries that waited for missing batches."""
         self._end_request()
-        return self._take(None)
+        return self._take_deliveries(None)
 
-    def _take(self, t: float | None) -> Iterator[RawDelivery]:
+    def _take_deliveries(self, recorded_at: float | None) -> Iterator[RawDelivery]:
         for delivery in self._stream.deliveries():
             is_compacted = isinstance(delivery, Gap) and [delivery.first, delivery.last] == self.compacted_gap
             if isinstance(delivery, Reset):
@@ -113,7 +113,7 @@ class RecordedStream:
             elif isinstance(delivery, RawBatch):
                 self._newest = delivery
                 self.duplicates -= 1
-                _, self.recorded_at = self._pending.pop(delivery.seq, (b"", t))
+                _, self.recorded_at = self._pending.pop(delivery.seq, (b"", recorded_at))
                 if not delivery.replayed:
                     self._stream.report(delivery, _CONFIRMING_REPORT)
             yield replace(delivery, compacted=True) if is_compacted else delivery

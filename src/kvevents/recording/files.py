@@ -1,4 +1,4 @@
-"""The files of recordings: read and write them.
+"""Reads and writes the files of recordings.
 
 A line is `{"socket", "run", "endpoint", "t", "frames"}`, with frames in base64. A note, for example about the beginning of a
 run, is a line with `meta` instead of `endpoint`, and without frames. A file whose name ends in `.gz` is compressed. `kvevents
@@ -25,8 +25,8 @@ from kvevents.errors import ClosedError, RecordingError, reason_of
 from kvevents.wire import Live, parse_live
 
 MAX_LINE_BYTES: Final = 128 * 1024 * 1024
-"""Maximum length of a line. A payload of 64 MiB is 86 MiB in base64. Without the limit, a file that is not a recording might be
-read into memory as one line."""
+"""Maximum length of a line in bytes. A payload of 64 MiB is 86 MiB in base64. Without the limit, a file that is not a recording
+might be read into memory as one line."""
 
 StrPath: TypeAlias = str | PathLike[str]
 
@@ -38,7 +38,8 @@ class RecordedFrame(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """
 
     socket: Literal["pub", "replay", "replay-request", "meta"]
-    """`replay`: a DEALER socket received it. `replay-request`: the DEALER sent it. Neither has an identity frame."""
+    """`replay`: a DEALER socket received the message. `replay-request`: the DEALER sent the message. Neither message has an
+    identity frame."""
     run: str
     """Name of the run of an engine. Sequence numbers and hashes can be compared only within one run."""
     endpoint: str | None = None

@@ -23,8 +23,8 @@ NextInput: TypeAlias = tuple[Input] | tuple[Input, str] | None
 class AnswerReader:
     """Sends replay requests, reads their answers, and decides whether to trust the replay endpoint.
 
-    It matches each answer with fingerprints, passes the answer's batches to the deliverer, and decides at the end of the answer
-    what to request next. It never changes the state of the stream, but returns a `NextInput`.
+    The reader matches each answer with fingerprints, passes the answer's batches to the deliverer, and decides at the end of
+    the answer what to request next. The reader never changes the state of the stream, but returns a `NextInput`.
     """
 
     def __init__(self, source: Source, limits: StreamLimits, deliverer: Deliverer, quarantine: Quarantine) -> None:
@@ -349,7 +349,7 @@ class AnswerReader:
         return self._accept(fetch, reply)
 
     def _begin_after_missing(self, fetch: ReplayFetch, reply: ReplayBatch) -> None:
-        """Handle an answer that lacks the missing batch. If it begins with a snapshot, replay has no earlier batch.
+        """Handle an answer that lacks the missing batch. If the answer begins with a snapshot, replay has no earlier batch.
 
         A retry for an earlier gap would only bring another snapshot of several MiB.
         """
@@ -450,7 +450,7 @@ class AnswerReader:
                 self._retry(fetch)
                 return None
             fetch.incomplete = 0
-            deliverer.declare_gap(order.gap_before_early())
+            deliverer.declare_gap(order.gap_before_early_batches())
         if not order.is_complete or (fetch.has_more and order.highest_known > order.last_live):
             # Batches are missing, or the answer may have been incomplete: request again until an answer brings nothing new.
             self._retry(fetch)

@@ -103,7 +103,7 @@ def inspect_events(events: Iterable[KVEvent], rejected: tuple[Rejected, ...] = (
 
 
 class Deliverer:
-    """Puts the batches of a stream in order and delivers them. It knows no connections and no requests.
+    """Puts the batches of a stream in order and delivers them. The class knows no connections and no requests.
 
     The deliverer also records the evidence for trust: fingerprints of the publisher, which replayed batches the live batches
     confirm, heartbeats, and degraded reasons.
@@ -172,7 +172,7 @@ class Deliverer:
         last_seq = self.order.next_seq - 1
         chain = self.chain.up_to(last_seq)
         chain.add(self.cross_check.live_before_replay, *self.cross_check.all_unconfirmed)
-        return StreamPosition(self.incarnation, last_seq, chain, self.newest, has_replayed, self.ledger.persistent())
+        return StreamPosition(self.incarnation, last_seq, chain, self.newest, has_replayed, self.ledger.persistent_reasons())
 
     def degrade(self, reason: DegradedReason) -> None:
         """Add a degraded reason for all batches that were already delivered or given up, but not for later batches."""
@@ -210,7 +210,7 @@ class Deliverer:
         if not is_current:
             return
         if report.estimate is not None:
-            self.ledger.estimate(seq, report.estimate)
+            self.ledger.record_estimate(seq, report.estimate)
         if report.digest_matches is not None:
             self._compare_digest(seq, matches=report.digest_matches, live=live)
         if report.attestation_matches is not None:
@@ -222,7 +222,7 @@ class Deliverer:
         if report.cleared and not (self._states_ranks and rank_of(delivery.payload) is not None):
             self.ledger.clear(seq)
         if any(rejection.loses_events for rejection in report.rejected):
-            self.ledger.reject(seq)
+            self.ledger.record_rejection(seq)
         if heartbeat is not None:
             if delivery.replayed and heartbeat.trust != Trust.EXACT.name:
                 self.order.parts.last_not_final = seq
@@ -259,7 +259,7 @@ class Deliverer:
             self.counters.attestations_matched += 1
             self.heartbeats.attestations.match(seq, live=live)
             self.ledger.match_attestation(seq)
-        elif self.ledger.mismatch_attestation(seq):
+        elif self.ledger.record_attestation_mismatch(seq):
             self.counters.attestations_mismatched += 1
             if self.heartbeats.attestations.allow_resync(seq) and self.ledger.can_replay:
                 self.restart_reason = f"the state after number {seq} is not that of the engine's own cache"

@@ -57,11 +57,11 @@ class Source(Struct, frozen=True):
     curve: Curve | None = None
     """CURVE keys; `server_key` is the engine's public key."""
     replay_is_proven: bool = False
-    """Whether the engine itself has named both endpoints, as vLLM's `/kv_event_sources` does. In that case replay is trusted
-    until a live batch contradicts it, so an idle engine is EXACT although no live batch confirms replay."""
+    """Whether the engine itself has named both endpoints, as vLLM's `/kv_event_sources` does. Replay from a named endpoint is
+    trusted until a live batch contradicts it, so an idle engine is EXACT although no live batch confirms replay."""
     stores_only: tuple[str, ...] = ()
     """Tiers, such as `cpu`, from which the engine announces no removals, as LMCache before 0.5.7 does for host memory
-    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 announces no removals after its stream has failed. They become
+    (https://github.com/LMCache/LMCache/pull/5076); 0.5.7 announces no removals after its stream has failed. These tiers become
     `Trust.inexact_tiers`."""
 
     def __post_init__(self) -> None:
@@ -238,11 +238,11 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream begins with a `Reset`.
     """
     replay_seen: bool = False
-    """Whether the replay endpoint has ever sent a batch. If so, an empty replay buffer shows another incarnation."""
+    """Whether the replay endpoint has ever sent a batch. An endpoint that sends none later serves another incarnation."""
     degraded_reasons: dict[str, _LastSeq] = {}
     """Names of the degraded reasons that outlive a process, each with the last batch number that it affects."""
     fingerprints_dropped: bool = False
-    """Whether there were more fingerprints than are stored. If so, IDENTITY remains a degraded reason."""
+    """Whether there were more fingerprints than are stored. If fingerprints are dropped, IDENTITY remains a degraded reason."""
 
     def __post_init__(self) -> None:
         if self.fingerprints and self.fingerprints[0].seq > self.last_seq:

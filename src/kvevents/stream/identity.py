@@ -41,7 +41,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: _Digest
     """SHA-256 of the payload."""
     live: bool
-    """Whether the batch came live. If so, a replay endpoint that repeats the batch belongs to this stream."""
+    """Whether the batch came live. A replay endpoint that repeats a live batch belongs to the same stream as the batch."""
 
     @classmethod
     def of_batch(cls, seq: int, payload: bytes, *, live: bool) -> Self:
@@ -58,7 +58,7 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NewestBatch(msgspec.Struct, frozen=True, gc=False):
-    """A batch whose digest is computed when it is needed. On a busy stream, a newer batch usually replaces it before that."""
+    """The newest batch, whose digest is computed only when it is needed: on a busy stream, few batches need a digest."""
 
     seq: int
     payload: bytes
@@ -82,12 +82,12 @@ class FingerprintChain:
         self.fingerprints = list(fingerprints)
         """Fingerprints in ascending order of their numbers."""
         self.is_incomplete = is_incomplete
-        """Whether there were more than `MAX_FINGERPRINTS`. If so, the stored fingerprints do not verify all batches."""
+        """Whether there were more than `MAX_FINGERPRINTS`. Without the dropped fingerprints, not all batches are verified."""
         self.wants_first_of_connection = False
         """Whether the next batch is the first one of a connection whose publisher was not verified."""
 
     def add(self, *batches: Fingerprint | NewestBatch | None) -> None:
-        """Add the batches that are newer than the newest fingerprint. Above `MAX_FINGERPRINTS`, replace the newest one."""
+        """Add the batches that are newer than all fingerprints. If there are `MAX_FINGERPRINTS`, replace the newest one."""
         for batch in batches:
             if batch is None or (self.fingerprints and batch.seq <= self.fingerprints[-1].seq):
                 continue
@@ -133,8 +133,8 @@ class CrossCheck:
     """Verifies that replayed and live batches come from one publisher and one incarnation.
 
     One answer comes from one process. So an answer is confirmed if it also repeats a live batch of this connection that is at
-    least as new as all other batches of the answer. If a confirmed answer begins with the newest batch of an earlier answer,
-    both are confirmed. Until then, that batch is *unconfirmed*, and later requests begin with it.
+    least as new as the other batches of the answer. If a confirmed answer begins with the newest batch of an earlier answer,
+    both are confirmed. The newest batch of an answer that is not confirmed is *unconfirmed*; later requests begin with it.
     """
 
     def __init__(self) -> None:

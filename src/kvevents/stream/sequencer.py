@@ -202,7 +202,7 @@ class Sequencer:
         """Remove and return the payloads of the early live batches that are next in order; see `pop_next`."""
         return [] if self.parts.last >= 0 else self.early.pop_live_run(self.next_seq)
 
-    def gap_before_early(self) -> GapEnd:
+    def gap_before_early_batches(self) -> GapEnd:
         """Return the gap before the first early batch; if no batch waits, the gap up to the highest known number.
 
         A replayed batch that begins with a clear is a snapshot; a clear in a live batch comes from the engine itself.

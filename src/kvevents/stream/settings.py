@@ -15,7 +15,7 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_pending_bytes: Bytes = 64 * 1024 * 1024
     """Maximum number of bytes of the batches that wait for a missing batch."""
     max_total_pending_bytes: Positive = 512 * 1024 * 1024
-    """Maximum size of the batches that wait in all streams of a subscriber: many wait at once when a whole fleet reconnects."""
+    """Maximum number of bytes of the batches that wait in all streams of a subscriber, as when a whole fleet reconnects."""
     replay_timeout: Seconds = 2.0
     """Seconds without progress after which a replay request counts as unanswered. Engines need 0.1 s if idle, or 0.2 s for
     10,000 batches."""

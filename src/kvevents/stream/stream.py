@@ -1,7 +1,7 @@
 """One stream: turns frames, which can be lost or invalid, into ordered deliveries and trust, and uses no I/O, clock or threads.
 
-`transitions` has the theory of operation and the transition table. This module classifies events as inputs of that table, and
-carries out its actions with two parts: `Deliverer` orders and delivers, `AnswerReader` requests and reads replay.
+`transitions` has the theory of operation and the transition table. This module classifies events as inputs of the table,
+and carries out the table's actions with two parts: `Deliverer` orders and delivers, `AnswerReader` requests and reads replay.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvevents.wire.decode import begins_with_clear
 class Stream:
     """One stream as a state machine: `begin_connection`, `end_connection`, `receive_live`, `receive_replay` and `tick` feed it.
 
-    After each such call, take `deliveries()`, and send the request that `request_to_send()` returns. Call `tick` at
-    `deadline()`. While `is_fetching` is False, no replay connection is needed. `now` is in seconds of any monotonic clock.
+    After each call that feeds the stream, take `deliveries()`, and send the request that `request_to_send()` returns. Call
+    `tick` at `deadline()`. While `is_fetching` is False, no replay connection is needed. `now` is in monotonic seconds.
 
     Payloads are not decoded. The consumer decodes payloads, and must `report` its findings. Incarnations begin at
     `first_incarnation`. After `restore`, the next incarnation is not lower than that of the checkpoint.
@@ -198,7 +198,7 @@ class Stream:
         self._deliverer.report(delivery, report, is_connected=self.state not in _UNCONNECTED_STATES)
 
     def start_over(self, reason: str) -> None:
-        """Deliver all batches again, after a `Reset` with this reason. Until then, a checkpoint has the initial position."""
+        """Deliver all batches again, after a `Reset` with this reason. Before the `Reset`, a checkpoint has no position."""
         self._deliverer.restart_reason = reason
         if self.state not in _UNCONNECTED_STATES:
             self._start_over(reason)
@@ -258,7 +258,7 @@ class Stream:
             self.end_connection()
             self.counters.reconnects += 1
             self._quarantine.reconnect()
-            # Early batches may come from a publisher other than the one to verify. Replay brings them again.
+            # Early batches may come from a publisher other than the one to verify. Replay brings early batches again.
             self.counters.discarded += deliverer.early.clear()
             deliverer.order.highest_known = deliverer.order.next_seq - 1
         deliverer.chain.add(deliverer.cross_check.live_before_replay, *deliverer.cross_check.all_unconfirmed, deliverer.newest)
@@ -324,7 +324,7 @@ class Stream:
     def receive_run(self, payloads: Sequence[bytes], now: float) -> None:
         """Process live messages with the topic `topic` and the numbers that `expected_run` returned.
 
-        This is the path of almost all messages of a healthy stream.
+        Almost all messages of a healthy stream take this path.
         """
         deliverer = self._deliverer
         count, first = len(payloads), deliverer.order.next_seq
@@ -506,7 +506,7 @@ class Stream:
         deliverer = self._deliverer
         self._answers.abandon()
         while not deliverer.order.is_complete:
-            deliverer.declare_gap(deliverer.order.gap_before_early())
+            deliverer.declare_gap(deliverer.order.gap_before_early_batches())
 
     def _compare_soon(self) -> None:
         self._answers.compare_soon()

@@ -75,7 +75,7 @@ class Trust(Struct, frozen=True, eq=False):
     connect. No batch contradicts replay, so routers count the blocks fully."""
     inexact_tiers: tuple[str, ...] = ()
     """Tiers to which the state does not apply, because the engine announces their stores but no removals
-    (`Source.stores_only`). Such a tier has at most the announced blocks."""
+    (`Source.stores_only`). A tier without announced removals has at most the announced blocks."""
 
     CONNECTING: ClassVar[Trust]
     """No connection yet."""
@@ -92,7 +92,7 @@ class Trust(Struct, frozen=True, eq=False):
 
     def with_reason(self, reason: str) -> Trust:
         """Return the same state with a reason."""
-        # A service calls this ten times a second for each lost engine; `replace` would take more than twice as long.
+        # A service calls `with_reason` ten times a second for each lost engine; `replace` would take more than twice as long.
         return Trust(self.name, reason, self.attested, self.unproven, self.inexact_tiers)
 
     def of_tier(self, tier: str) -> Trust:
@@ -199,7 +199,7 @@ class TrustLedger:
     """The degraded reasons of one stream, each with the last number that it affects.
 
     A consumer that decodes payloads itself reports clears or unreadable events some time after a batch was delivered, in any
-    order. Because of the numbers, the result is the same as if each batch had been decoded before the next delivery.
+    order. Because each reason has a number, the ledger is then the same as if each batch had been decoded before the next one.
     """
 
     def __init__(self, max_marks: int = MAX_MARKS) -> None:
@@ -242,12 +242,12 @@ class TrustLedger:
         self._last_clear = max(seq, self._last_clear)
         self._end_before(REASONS_ENDED_BY_CLEAR, seq)
 
-    def reject(self, seq: int) -> None:
+    def record_rejection(self, seq: int) -> None:
         """Record that events of batch `seq` could not be decoded, unless a later clear or matching digest is known."""
         if seq >= self._last_clear and seq > self._last_match:
             self.add(DegradedReason.REJECTED, seq)
 
-    def estimate(self, seq: int, reason: str) -> None:
+    def record_estimate(self, seq: int, reason: str) -> None:
         """Record why the consumer's answers are estimates from batch `seq` on; an empty reason means that answers are exact."""
         if seq >= self._last_estimate:
             self._last_estimate, self.estimate_reason = seq, reason
@@ -278,7 +278,7 @@ class TrustLedger:
         self._last_attestation = max(seq, self._last_attestation)
         self._end_before(_REASONS_ENDED_BY_ATTESTATION, seq + 1)
 
-    def mismatch_attestation(self, seq: int) -> bool:
+    def record_attestation_mismatch(self, seq: int) -> bool:
         """Record that the state after batch `seq` differs from the engine's own cache.
 
         Return False if a later clear or match is known.
@@ -298,7 +298,7 @@ class TrustLedger:
         """Whether a known reason explains why the state after batch `seq` differs from the publisher's."""
         return any(reason in REASONS_ENDED_BY_DIGEST and marks.first <= seq for reason, marks in self._marks.items())
 
-    def persistent(self) -> dict[DegradedReason, int]:
+    def persistent_reasons(self) -> dict[DegradedReason, int]:
         """Return the reasons that a checkpoint stores, each with the last batch number that it affects."""
         return {reason: self._marks[reason].last for reason in self if reason in PERSISTENT_REASONS}
 

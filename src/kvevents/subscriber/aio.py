@@ -22,8 +22,8 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     """Follows one or many sources and returns their deliveries in order.
 
     Receive in one task, and add and remove sources in the thread of that task. Any task or thread may call `close`, `trust`,
-    `status` and `statuses`. Iterate over it with `async for`, or await `receive`. `decode=False` and `sink` have the same
-    meaning as for `Subscriber`; the sink is called in the event loop.
+    `status` and `statuses`. Iterate over the subscriber with `async for`, or await `receive`. `decode=False` and `sink` have
+    the same meaning as for `Subscriber`; the sink is called in the event loop.
     """
 
     _resumed_at = 0.0
@@ -45,7 +45,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         ) -> None: ...
         def __init__(self, *arguments: Any, **options: Any) -> None: ...
 
-    async def receive(self, timeout: float | None = None) -> BatchT | Reset | Gap | None:  # noqa: ASYNC109 - as Subscriber
+    async def receive(self, timeout: float | None = None) -> BatchT | Reset | Gap | None:  # noqa: ASYNC109 - `Subscriber` has the same parameter
         """Return the next delivery, or None if none arrives within `timeout` seconds (None: no limit, 0: do not wait).
 
         Raise `ClosedError` after `close`, and if another task or thread calls `close` during the wait. Cancellation loses no
@@ -60,7 +60,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     async def receive_many(
         self,
         limit: int | None = None,
-        timeout: float | None = None,  # noqa: ASYNC109 - as Subscriber
+        timeout: float | None = None,  # noqa: ASYNC109 - `Subscriber` has the same parameter
     ) -> list[BatchT | Reset | Gap]:
         """Wait as `receive` does, then return at most `limit` of the deliveries that are ready; [] after `timeout` seconds.
 
@@ -84,7 +84,7 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
     async def wait_for(
         self,
         trust: Trust = Trust.DEGRADED,
-        timeout: float | None = None,  # noqa: ASYNC109 - as Subscriber
+        timeout: float | None = None,  # noqa: ASYNC109 - `Subscriber` has the same parameter
     ) -> list[BatchT | Reset | Gap]:
         """Receive until every stream has at least this trust. Return the deliveries, which were applied if there is a sink.
 
@@ -93,13 +93,13 @@ class AsyncSubscriber(FrontEnd[BatchT], AsyncCloseable):
         cancellation, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
-        with self._repeating_if_interrupted() as deliveries:
+        with self._redeliver_on_error() as deliveries:
             while not self._has_reached(trust) and (end is None or self._clock() < end):
                 deliveries.extend(await self.receive_many(timeout=TRUST_INTERVAL))
         self._check_reached(trust, deliveries)
         return deliveries
 
-    async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - as Subscriber
+    async def _wait_ready(self, timeout: float | None) -> bool:  # noqa: ASYNC109 - `Subscriber` has the same parameter
         """Wait until a delivery is ready. Return False if none becomes ready within `timeout` seconds."""
         multiplexer, clock = self._multiplexer, self._clock
         end = None if timeout is None else clock() + timeout

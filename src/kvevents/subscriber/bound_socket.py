@@ -1,4 +1,4 @@
-"""A bound SUB socket, to which any number of publishers connect. Sources that share it are distinguished by their topics.
+"""A bound SUB socket, to which any number of publishers connect. Sources that share the socket have different topics.
 
 Theory of operation. libzmq states the descriptor of the connection with each message, and in the events of its monitor. So a
 source is connected when the first message of its topic arrives with any connection. The source is disconnected when this
@@ -202,7 +202,7 @@ class BoundSocket:
             else:
                 self._peers.add(value)
                 if value in self._ended_connections:
-                    # A new connection reuses the descriptor: until the socket is drained, messages may belong to either one.
+                    # A new connection reuses the descriptor. Until the socket is drained, messages may belong to either one.
                     for feed in self._feeds_of(value):
                         feed.change(is_connected=False)
         if is_drained and self._ended_connections:

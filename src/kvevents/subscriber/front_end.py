@@ -91,11 +91,12 @@ class Options(TypedDict, total=False):
     sink: Sink | None
     """Object that applies each delivery before it is returned, such as a `PrefixIndex`."""
     on_change: OnChange | None
-    """Function that `receive` calls with each change of trust, and with each reset and gap before it returns the delivery. It
-    replaces `trust_changes`. If it raises, `receive` raises the same exception, as if a sink had raised it."""
+    """Function that `receive` calls with each change of trust, and with each reset and gap before it returns the delivery. The
+    function replaces `trust_changes`. An exception of the function is raised by `receive`, like an exception of a sink."""
     on_found: OnFound | None
-    """Function that `receive` calls with each source found by its topic (`Source.by_topic`). It must not raise. It returns the
-    source to follow, with the same endpoint and topic but perhaps another name, or None to ignore the topic."""
+    """Function that `receive` calls with each source found by its topic (`Source.by_topic`). The function returns the source to
+    follow, which may have another name but not another endpoint or topic, or None to ignore the topic. The function must not
+    raise an exception."""
 
 
 class FrontEnd(Generic[BatchT]):
@@ -108,7 +109,7 @@ class FrontEnd(Generic[BatchT]):
     So at least one of two concurrent calls sees both changes. `_lock` is held to read or change streams, never during a wait.
     """
 
-    def __init__(  # noqa: PLR0913 - the options of both subscribers
+    def __init__(  # noqa: PLR0913 - the parameters are the options of both subscribers
         self,
         sources: Sources = (),
         *,
@@ -159,9 +160,9 @@ class FrontEnd(Generic[BatchT]):
     def add(self, source: Source | str, resume: Checkpoint | None = None) -> None:
         """Follow one more source; a string is its endpoint.
 
-        If `resume` is given, continue after this checkpoint of an earlier process. The stream first verifies that the publisher
-        is still the same incarnation, as after a reconnect. If it is, the next delivery is the batch after the checkpoint; if
-        not, it is a `Reset`. Until the stream has verified this, trust is STALE.
+        If `resume` is given, continue after this checkpoint of an earlier process. As after a reconnect, the stream first
+        verifies that the publisher's incarnation has not changed; until it is verified, trust is STALE. If it has not changed,
+        the next delivery is the batch after the checkpoint; if it has, the next delivery is a `Reset`.
 
         Raise `ConfigError` if a source with this name and rank is followed already, or if `resume` has another name or rank.
         Raise `EndpointError` if the endpoint is invalid.
@@ -179,7 +180,7 @@ class FrontEnd(Generic[BatchT]):
             self._end_call(call)
 
     def remove(self, name: str, rank: int = 0) -> None:
-        """Stop following a source. Deliveries that were received from it are still returned. Raise `UnknownSourceError`."""
+        """Stop following a source. Deliveries already received from the source are returned. Raise `UnknownSourceError`."""
         call = object()
         try:
             self._begin_call(call)
@@ -191,7 +192,7 @@ class FrontEnd(Generic[BatchT]):
     def report(self, delivery: Batch | RawBatch | Reset | Gap, report: BatchReport | None) -> None:
         """Report the findings of decoding and applying a batch; they can change the trust. If `report` is None, do nothing.
 
-        Call this at most once for each batch, at any time after its delivery. If there is a `sink`, the subscriber calls it.
+        Call `report` at most once for each batch, at any time after its delivery. A subscriber with a `sink` calls it.
         The report does not end degraded reasons that are newer than the batch. In a report about a `Batch`, all findings except
         comparisons and estimates are ignored, because the subscriber itself has decoded the batch. If a digest does not match,
         the next delivery may be a `Reset`. A report about a `Reset`, a `Gap` or a source that was removed is ignored.
@@ -203,7 +204,7 @@ class FrontEnd(Generic[BatchT]):
     def checkpoint(self, name: str | None = None, rank: int = 0) -> Checkpoint:
         """Return the checkpoint from which a later process can `resume` a stream after the returned deliveries.
 
-        Call it when all returned deliveries have been applied and reported. This also works after `close`.
+        Call `checkpoint` when all returned deliveries have been applied and reported. The call also works after `close`.
         """
         with self._lock:
             return self._multiplexer.checkpoint(name, rank)
@@ -219,7 +220,7 @@ class FrontEnd(Generic[BatchT]):
         The trust covers the deliveries that were returned, and every known loss. Findings of decoding and applying a delivery
         count when the delivery is returned.
 
-        Any thread may call this, `status` and `statuses`, also after `close`. Raise `UnknownSourceError`.
+        Any thread may call `trust`, `status` and `statuses`, also after `close`. Raise `UnknownSourceError`.
         """
         with self._lock:
             return self._multiplexer.entry(name, rank).trust(self._unread_seconds)
@@ -269,7 +270,7 @@ class FrontEnd(Generic[BatchT]):
             raise TrustTimeoutError(f"streams are not {trust.name} in time: {reason}", deliveries)
 
     @contextmanager
-    def _repeating_if_interrupted(self) -> Iterator[list[Any]]:
+    def _redeliver_on_error(self) -> Iterator[list[Any]]:
         """Yield a list for deliveries. If the block raises, they are delivered again, unless a sink has applied them."""
         deliveries: list[Any] = []
         try:
@@ -298,22 +299,24 @@ class FrontEnd(Generic[BatchT]):
     def _pop_one(self) -> BatchT | Reset | Gap:
         """Remove and return the oldest delivery that is ready; there must be one."""
         if self._sink is not None or not self._decodes or self._on_change is not None:
-            return self._take([self._multiplexer.ready.popleft()])[0]
+            return self._decode_and_apply([self._multiplexer.ready.popleft()])[0]
         return cast("BatchT", self._decode(self._multiplexer.ready.popleft()))
 
     def _pop_many(self, limit: int | None, seconds: float = math.inf) -> list[BatchT | Reset | Gap]:
         """Remove and return at most `limit` ready deliveries, but stop after about `seconds` of decoding and applying."""
         if seconds == math.inf:
-            return self._take(self._multiplexer.pop(limit))
+            return self._decode_and_apply(self._multiplexer.pop(limit))
         deliveries: list[BatchT | Reset | Gap] = []
         maximum, end = math.inf if limit is None else limit, time.perf_counter() + seconds
         while self._multiplexer.ready and len(deliveries) < maximum:
-            deliveries += self._take(self._multiplexer.pop(int(min(maximum - len(deliveries), DELIVERIES_PER_SLICE))))
+            deliveries += self._decode_and_apply(
+                self._multiplexer.pop(int(min(maximum - len(deliveries), DELIVERIES_PER_SLICE)))
+            )
             if time.perf_counter() >= end:
                 break
         return deliveries
 
-    def _take(self, raw_deliveries: list[RawDelivery]) -> list[BatchT | Reset | Gap]:
+    def _decode_and_apply(self, raw_deliveries: list[RawDelivery]) -> list[BatchT | Reset | Gap]:
         """Decode deliveries that were removed from `ready`, apply them and report them, as far as the options require it."""
         deliveries: list[Any] = [self._decode(raw) for raw in raw_deliveries] if self._decodes else raw_deliveries
         if self._sink is not None or self._on_change is not None:

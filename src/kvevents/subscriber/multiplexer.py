@@ -67,7 +67,7 @@ class Connection(Protocol):
         messages of an old connection are fed before `begin_connection` is called. If a newer connection has begun,
         `end_connection` is called before its first message is fed; if not, after all messages of the old connection.
 
-        Raise `EndpointError` if the connection cannot continue. The caller then closes it and opens another one later.
+        Raise `EndpointError` if the connection cannot continue. The caller then closes the connection and opens another later.
         """
         ...
 
@@ -80,7 +80,7 @@ class Connection(Protocol):
         """Return the time at which `read_into` is due even if nothing arrives; None if there is no such time."""
 
     def request_replay(self, request: FetchRequest) -> None:
-        """Send a replay request, on a new connection if the request requires it. Raise `EndpointError` if it cannot be sent."""
+        """Send a replay request, on a new connection if the request requires it. Raise `EndpointError` if sending fails."""
 
     def end_replay(self) -> None:
         """Close the replay connection, and drop unread replies."""
@@ -101,7 +101,7 @@ class Transport(Protocol):
         ...
 
     def take_found(self) -> list[Source]:
-        """Return the sources found since the last call (`Source.by_topic`). The caller opens or ignores each of them."""
+        """Return the sources found since the last call (`Source.by_topic`). The caller opens or ignores each found source."""
         ...
 
     def ignore_found(self, source: Source) -> None:
@@ -118,7 +118,7 @@ class Transport(Protocol):
     def wake(self) -> None:
         """Make the current and every later call of `wait` return at once, because the subscriber is being closed.
 
-        Any thread and any signal handler may call it, also after `close`.
+        Any thread and any signal handler may call `wake`, also after `close`.
         """
 
     def close(self) -> None:
@@ -248,7 +248,7 @@ class Multiplexer:
         self._max_replays = max_concurrent_replays
         self._entries: dict[tuple[str, int], StreamEntry] = {}
         self._finders: dict[tuple[str, int], StreamEntry] = {}
-        """Entries of sources with `by_topic`, which find other sources. The streams of these entries receive nothing."""
+        """Entries of sources with `by_topic`, which find other sources. The stream of such an entry receives nothing."""
         self._by_connection: dict[Connection, StreamEntry] = {}
         self._unconsumed_streams: set[StreamEntry] = set()
         """Streams with deliveries since `ready` was last empty."""

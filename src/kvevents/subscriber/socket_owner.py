@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class StallDetector:
     """Detects that the application has not called `receive` for so long that connections with full sockets may have timed out.
 
-    It measures the time between two waits; in this time, nothing reads the sockets. A quiet source is not a stall: while the
-    application keeps waiting, `is_stalled` is False. A front end that waits in another way (asyncio) must call
+    The detector measures the time between two waits, in which nothing reads the sockets. A quiet source is not a stall: while
+    the application keeps waiting, `is_stalled` is False. A front end that waits in another way (asyncio) must call
     `Transport.wait` at least every `max_wait` seconds.
     """
 
@@ -89,12 +89,12 @@ class SocketOwner:
             security.close()
 
     def open_socket(self, kind: int, endpoint: str, security: SocketSecurity | None) -> Socket:
-        """Return a new socket for an endpoint. Close it with `close_socket`. Raise `EndpointError`."""
+        """Return a new socket for an endpoint, which `close_socket` closes. Raise `EndpointError`."""
         is_private = self.owns_context
         return self.register(open_source_socket(self.context, kind, endpoint, self.options, security, is_private=is_private))
 
     def register(self, socket: Socket) -> Socket:
-        """Record a new socket and return it. Close it with `close_socket`."""
+        """Record a new socket, which `close_socket` closes, and return it."""
         self._sockets.add(socket)
         return socket
 

@@ -16,7 +16,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
     """Follows one or many sources and returns their deliveries in order.
 
     Receive, add and remove sources in one thread. Any thread may call `close`, `trust`, `status` and `statuses`.
-    Iterate over it, or call `receive`::
+    Iterate over the subscriber, or call `receive`::
 
         with Subscriber(Source("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5558")) as subscriber:
             for delivery in subscriber:
@@ -70,7 +70,7 @@ class Subscriber(FrontEnd[BatchT], Closeable):
         exception, deliveries that no sink has applied are delivered again, after a `Reset`.
         """
         end = None if timeout is None else self._clock() + timeout
-        with self._repeating_if_interrupted() as deliveries:
+        with self._redeliver_on_error() as deliveries:
             while not self._has_reached(trust) and (end is None or self._clock() < end):
                 deliveries.extend(self.receive_many(timeout=TRUST_INTERVAL))
         self._check_reached(trust, deliveries)

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 
 
 class ZmqTransport(SocketOwner):
-    """Opens connections over ZeroMQ sockets, in `context` if one is given. Like sockets, it is not thread-safe.
+    """Opens connections over ZeroMQ sockets, in `context` if one is given. Like sockets, a transport is not thread-safe.
 
     A transport that is dropped without `close` closes its sockets and descriptors, and causes a `ResourceWarning`. In a forked
     child, `close` closes only the child's copies of the descriptors, because the sockets belong to the parent.
@@ -102,7 +102,7 @@ class ZmqTransport(SocketOwner):
         return socket.join(source, connection)
 
     def take_found(self) -> list[Source]:
-        """Return the sources that were found by their topic since the last call. The caller opens or ignores each of them."""
+        """Return the sources found by their topic since the last call. The caller opens or ignores each found source."""
         sources, self.found_sources = self.found_sources, []
         return sources
 
@@ -385,8 +385,8 @@ class LiveSocket:
     def _plan_reopening(self, newest: int, now: float) -> None:
         """Reopen the socket later if its connection stays down.
 
-        libzmq does not reconnect after a peer has violated the protocol (other socket type or keys, or a message that is too
-        large). libzmq does not resolve a name again either, because it knows only the address.
+        A reopened socket is needed in two cases: libzmq does not reconnect after a peer has violated the protocol (other socket
+        type or keys, or a message that is too large), and libzmq, which knows only the address, does not resolve a name again.
         """
         is_down = newest in ((_DISCONNECTED, _CONNECT_RETRIED) if self._is_named else (_DISCONNECTED,))
         due = self.reopen_at or now + self._options.reconnect_max_ms / 1000

@@ -1,7 +1,7 @@
 """Sends or receives many messages of a libzmq socket in one native call.
 
 A message has three frames, and one pyzmq call per frame costs several times as much as libzmq itself. So the native module
-calls the functions of the libzmq that pyzmq has loaded, on pyzmq's own sockets. It handles only messages that can be
+calls the functions of the libzmq that pyzmq has loaded, on pyzmq's own sockets. The module handles only messages that can be
 transferred without waiting, and leaves all other cases to pyzmq, which raises the proper exception.
 """
 

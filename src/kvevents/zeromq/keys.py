@@ -23,7 +23,7 @@ from kvevents.settings import FilePath, PublicKey, Secret
 __all__ = ["Curve", "KeyPair"]
 
 PUBLIC_SUFFIX: Final = ".key"
-SECRET_SUFFIX: Final = ".key_secret"  # noqa: S105 - the end of a file name
+SECRET_SUFFIX: Final = ".key_secret"  # noqa: S105 - the suffix of a file name, not a secret
 KEY_CHARACTERS: Final = 40
 MAX_FILE_BYTES: Final = 1 << 20
 """Maximum size of a file of keys: ten thousand certificates of about a hundred bytes each."""
@@ -44,7 +44,7 @@ class KeyPair(NamedTuple):
 
 def z85_decode(text: str) -> bytes | None:
     """Return the 32 bytes of a key in Z85; None if the text is not a key."""
-    from zmq.utils import z85  # noqa: PLC0415 - settings are read without zmq
+    from zmq.utils import z85  # noqa: PLC0415 - settings are read in processes without zmq
 
     if len(text) != KEY_CHARACTERS or not text.isascii():
         return None
@@ -61,7 +61,7 @@ def read_pair(path: Path) -> KeyPair:
     """Return the keys of a `.key_secret` file.
 
     Raises `ConfigError` if the file cannot be read, holds no pair, or can be read or changed by others. If the file belongs to
-    this user, only this user may have access. If it belongs to another user, as a mounted secret can, its group may too.
+    this user, only this user may have access. The group of a file of another user, such as a mounted secret, may have access.
     """
     text, status = _read_file(path)
     public, secret = (next(_values_of(text, name), "") for name in ("public-key", "secret-key"))

@@ -1,6 +1,6 @@
 """Resolves the host names of endpoints in threads, so that a slow lookup delays only its own source.
 
-libzmq has one thread for the sockets of all sources. In this thread it would wait for the name server at each attempt to
+libzmq has one thread for the sockets of all sources. In this thread libzmq would wait for the name server at each attempt to
 connect. So libzmq's sockets get addresses instead of names. A name is resolved again when its socket is opened again.
 """
 
@@ -85,7 +85,7 @@ class NameResolver(Generic[Waiter]):
             self._wake_sockets = socket.socketpair()
             for wake_end in self._wake_sockets:
                 wake_end.setblocking(False)
-            self._watch(self._wake_sockets[0], self._take_ended)
+            self._watch(self._wake_sockets[0], self._take_waiters)
         wake_socket, lookups = self._wake_sockets[1], self._ended_lookups
 
         def run() -> None:
@@ -96,7 +96,7 @@ class NameResolver(Generic[Waiter]):
 
         threading.Thread(target=run, name="kvevents-name", daemon=True).start()
 
-    def _take_ended(self) -> set[Waiter]:
+    def _take_waiters(self) -> set[Waiter]:
         waiters: set[Waiter] = set()
         if self._wake_sockets is not None:
             with contextlib.suppress(OSError):

@@ -73,15 +73,15 @@ def connect_or_bind(socket: Socket, endpoint: str, *, bind: bool, role: str = ""
 # --- contexts
 
 _ZERO_COPY_RECV: Final = 10
-"""A context option of libzmq that pyzmq does not name. It is switched off because every message is copied into `bytes` anyway.
-Sharing receive buffers costs a third more for messages of a few kB, and a message would keep a whole buffer in memory."""
+"""A context option of libzmq that pyzmq does not name. The option is off, because every message is copied into `bytes` anyway:
+shared receive buffers cost a third more for messages of a few kB, and a message would keep a whole buffer in memory."""
 
 
 def private_context() -> zmq.Context[Socket]:
     """Return a new context for as many sockets as libzmq allows."""
     context: zmq.Context[Socket] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
-    # A libzmq that lacks this option also works, but is slower.
+    # A libzmq without `ZMQ_ZERO_COPY_RECV` works, but is slower.
     with suppress(zmq.ZMQError):
         context.set(_ZERO_COPY_RECV, 0)
     return context
@@ -91,7 +91,7 @@ def destroy_context(context: zmq.Context[Any]) -> None:
     """Close all sockets of a context without flushing them, terminate the context, and wait at most a second for its end.
 
     libzmq waits for each socket without a limit. If an interrupt arrives while pyzmq creates a socket, pyzmq does not close
-    that socket. In this case termination continues in a daemon thread, which ends at the latest with the process.
+    that socket. The termination that waits for it continues in a daemon thread, which ends at the latest with the process.
     """
     thread = threading.Thread(target=context.destroy, kwargs={"linger": 0}, daemon=True, name="zmq-destroy")
     with suppress(RuntimeError):  # the interpreter is ending, and starts no more threads
@@ -114,7 +114,8 @@ class SocketOptions(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Maximum number of messages that wait in a live or a replay socket while the application is busy, 0 for no limit. When a
     socket is full, libzmq drops messages at the publisher, and replay repairs the gap."""
     max_message_bytes: Bytes = 64 * 1024 * 1024
-    """Maximum size of a message, twice the decoder's limit. A larger message ends the connection; only abuse causes that."""
+    """Maximum size of a message in bytes, twice the decoder's limit. A larger message, which only abuse causes, ends the
+    connection."""
     reconnect_ms: Positive = 100
     """Delay before the first reconnect attempt; it doubles after each failure, with jitter."""
     reconnect_max_ms: Positive = 5_000
@@ -202,7 +203,7 @@ def check_descriptors(sources: int) -> None:
     """Raise `EndpointError` if the limit of the process is too low for the descriptors of this many sources.
 
     If descriptors run out, libzmq reports nothing that can be mapped to an error. The application owns the limit: if a library
-    raised the limit, `select()` could break in the whole process. Only the programs of kvevents raise it.
+    raised the limit, `select()` could break in the whole process. Only the programs of kvevents raise the limit.
     """
     count = DESCRIPTORS_PER_SOURCE * sources
     soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -227,8 +228,8 @@ def raise_descriptor_limit(maximum: int = 1 << 20) -> int:
 # --- sockets of publishers
 
 MAX_REQUEST_BYTES: Final = 64 * 1024
-"""Maximum size of a message from a peer of a publisher. Subscriptions and replay requests have tens of bytes; a larger message
-ends the connection before it takes memory."""
+"""Maximum size in bytes of a message from a peer of a publisher. Subscriptions and replay requests have tens of bytes; a larger
+message ends the connection before it takes memory."""
 KEEPALIVE: Final = (30, 10, 3)
 """TCP keepalive: idle seconds, seconds between probes, number of probes. A vanished consumer is noticed within a minute. ZMTP
 heartbeats would be faster, but they need ZMTP 3.1, and a consumer may have an older version."""
@@ -240,7 +241,7 @@ _RECONNECT_EVENTS: Final = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTE
 
 @contextmanager
 def open_socket(context: zmq.Context[Any], kind: int, security: SocketSecurity | None, endpoint: str) -> Iterator[Socket]:
-    """Yield a socket of `kind` with all options set, ready to bind or connect to `endpoint`. Closes it if the block raises."""
+    """Yield a socket of `kind` with all options set, ready to bind or connect to `endpoint`. If the block raises, close it."""
     socket: Socket = context.socket(kind)
     try:
         socket.maxmsgsize = MAX_REQUEST_BYTES

@@ -1,7 +1,7 @@
 """Decides which keys may connect to CURVE servers: the handler side of ZAP, ZeroMQ's authentication protocol (RFC 27).
 
 Theory of operation. For each peer that has proven to own a key, libzmq sends a request to the socket bound to
-`inproc://zeromq.zap.01` in its context. A context can have only one such handler, so all allow-lists of a context share a
+`inproc://zeromq.zap.01` in its context. A context can have only one ZAP handler, so all allow-lists of a context share a
 thread, `zmq-zap`, which distinguishes the lists by ZAP's "domain". A socket with an allow-list rejects every peer if there is
 no handler (`ZAP_ENFORCE_DOMAIN`).
 
@@ -61,7 +61,7 @@ class KeyAllowList:
         """`allowed` is a tuple of keys in Z85, or the path of a file or folder."""
         self.keys: frozenset[bytes] = frozenset()
         self.errors: list[str] = []
-        """Errors of files at the last `refresh`. The keys of these files are not allowed."""
+        """Errors of files at the last `refresh`. The keys of a faulty file are not allowed."""
         self._settings = settings
         self._path: Path | None = Path(allowed) if isinstance(allowed, str) else None
         self._read_at = float("-inf")
