@@ -168,7 +168,7 @@ def http() -> str:
     """Return each endpoint with its parameters, then each type of a body with its fields."""
     document = openapi_document()
     operations = "\n".join(_operation(endpoint, document) for endpoint in ENDPOINTS)
-    kinds = _structs(*(kind for endpoint in ENDPOINTS for kind in (endpoint.takes, endpoint.gives)))
+    kinds = _structs(*(kind for endpoint in ENDPOINTS for kind in (endpoint.body, endpoint.answer)))
     schemas = document["components"]["schemas"]
     types = "\n".join(_schema(name, schema, kinds.get(name)) for name, schema in sorted(schemas.items()))
     return f"## Endpoints\n\n{operations}\n## Types\n\n{types}"

@@ -163,7 +163,7 @@ def test_changed_files_of_sources_are_read_again(server: NatsServer, tmp_path: P
             second.publish(batch(2))
             wait_for_batches(log, "b", 3)
             write(more, toml_source("b", second))
-            program.err.wait(r"resolved: .*more\.toml: ")
+            program.err.wait(r"this fault has ended: .*more\.toml: ")
             assert program.interrupt(signal.SIGTERM).code == 0
 
 

@@ -102,15 +102,15 @@ async def test_an_engine_lives_as_long_as_its_pod(server: StreamServer, tmp_path
         found = await pods.until_pods("vllm-0", "vllm-1", "vllm-2")
         assert [each.name for each in found.providers] == [f"engine http://10.1.0.{number}:8000" for number in range(3)]
         server.push(STEPS["killed"])
-        found = await pods.until(lambda found: found.unready)
+        found = await pods.until(lambda found: found.unready_sources)
         why = "its pod is not Ready: ContainersNotReady, container engine: OOMKilled"
-        assert found.unready == ((source_name("default", "default", "vllm-0"), why),)
+        assert found.unready_sources == ((source_name("default", "default", "vllm-0"), why),)
         assert names_of(found) == {"vllm-0", "vllm-1", "vllm-2"}
         assert not found.faults
         server.push(STEPS["restarted"])
-        await pods.until(lambda found: not found.unready)
+        await pods.until(lambda found: not found.unready_sources)
         server.push(STEPS["lost"])
-        await pods.until(lambda found: "NodeStatusUnknown" in found.unready[0][1] if found.unready else False)
+        await pods.until(lambda found: "NodeStatusUnknown" in found.unready_sources[0][1] if found.unready_sources else False)
         server.push(STEPS["evicted"])
         found = await pods.until_pods("vllm-0", "vllm-2")
         assert sentences(found) == ["pod vllm-1 has failed: Evicted; The node was low on resource: memory."]
@@ -126,7 +126,7 @@ async def test_a_pod_that_is_not_ready_yet_is_no_engine(server: StreamServer, tm
     async with following(server, tmp_path) as pods:
         found = await pods.until(lambda _: True)
         assert (found.registrations, found.providers, found.faults) == ((), (), ())
-        assert [name for name, _ in found.unready] == [source_name("default", "default", "vllm-0")]
+        assert [name for name, _ in found.unready_sources] == [source_name("default", "default", "vllm-0")]
         server.push(STEPS["ready"][1:2])
         await pods.until_pods("vllm-1")
 
@@ -314,7 +314,7 @@ def source(events: int, replay: int | None) -> dict[str, Any]:
 async def query(pages: dict[str, Any], declared: Declaration = DECLARED, status: int = 200, **template: Any) -> Finding:
     with Engine(pages) as engine:
         engine.status = status
-        found = EngineProvider(engine.url, Template(**template), "e", declared=declared).watch()
+        found = EngineProvider(engine.url, Template(**template), "e", declaration=declared).watch()
         first = await await_in_time(anext(found))
         await found.aclose()
         return first
@@ -333,8 +333,8 @@ async def test_what_the_engine_says_takes_effect_and_contradictions_are_faults()
     assert (registration.endpoint, registration.replay_endpoint, registration.model) == ("tcp://127.0.0.1:6001", None, "llama")
     assert sentences(found) == [
         "e: it is declared to serve Qwen/Qwen3-0.6B, but serves llama; what the engine reports takes effect",
-        "e: its events port is declared as 5557, but it names tcp://127.0.0.1:6001; what the engine reports takes effect",
-        "e: its replay port is declared as 5558, but it names no endpoint; what the engine reports takes effect",
+        "e: its declared events port is 5557, but the engine names tcp://127.0.0.1:6001; what the engine reports takes effect",
+        "e: its declared replay port is 5558, but the engine names no endpoint; what the engine reports takes effect",
     ]
 
 

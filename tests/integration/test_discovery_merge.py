@@ -113,7 +113,7 @@ class Target:
     """What discovery has registered and noted."""
 
     adapters: frozenset[Scope] = frozenset()
-    unready: Mapping[str, str] = field(default_factory=dict)
+    unready_sources: Mapping[str, str] = field(default_factory=dict)
     is_discovery_complete: bool = False
     follow_errors: dict[Key, str] = field(default_factory=dict)
     replaced: list[tuple[str, str]] = field(default_factory=list)

@@ -237,7 +237,7 @@ def test_discovery_reads_the_load_endpoint_of_sglang(port: int | None, expected:
     answer = {"kv_events": {"endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 2, "load_endpoint_port_base": port}}
     found = parse_server_info(answer, "10.0.0.1")
     assert found.endpoints[1].load == expected
-    assert found.missing == {}
+    assert found.missing_ranks == {}
 
 
 # --- polled servers

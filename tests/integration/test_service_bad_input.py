@@ -487,7 +487,7 @@ def test_sources_follow_a_changed_configuration_file(tmp_path: Path) -> None:
             write(path, table("b", second))
             wait_for("the second alone", lambda: set(service.sources()) == {("b", 0)})
             assert service.get("/v1/sources").json["faults"] == {}
-            service.wait_for_log(f"INFO +resolved: {path}: ")
+            service.wait_for_log(f"INFO +this fault has ended: {path}: ")
             # A client cannot register a source of the configuration.
             assert service.register("b", second.publisher).status == 409
 

@@ -194,7 +194,7 @@ def test_requests_for_an_unknown_host_are_421() -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--engine", "http://127.0.0.1:1"), "engines are expected, and none is registered or found so far"),
+        (("--engine", "http://127.0.0.1:1"), "engines are expected, but no engine is registered or found yet"),
         (("--nats", "nats://127.0.0.1:1"), "cannot use the NATS server|the log is being read"),
     ],
 )

@@ -698,10 +698,10 @@ def test_unknown_query_parameters_are_400(service: Service, path: str) -> None:
             assert (answer.status, answer.reason) == (400, "unknown-field"), name
     answer = service.get(f"{path}?{needed}nonsense=1")
     assert (answer.status, answer.reason) == (400, "unknown-field")
-    assert answer.json["hint"].startswith("it takes ")
+    assert answer.json["hint"].startswith("this endpoint takes ")
 
 
-POST_PATHS = sorted(endpoint.path for endpoint in ENDPOINTS if endpoint.method == "POST" and endpoint.takes is not None)
+POST_PATHS = sorted(endpoint.path for endpoint in ENDPOINTS if endpoint.method == "POST" and endpoint.body is not None)
 
 
 @pytest.mark.parametrize("path", POST_PATHS)
@@ -712,7 +712,7 @@ def test_query_strings_beside_a_body_are_refused(service: Service, path: str) ->
     for query in ("tenant=acme", "tenant_id=acme", "model=m", "cache_salt=s", "nonsense=1", "mm=x"):
         answer = service.post(f"{path}?{query}", body)
         assert (answer.status, answer.reason) == (400, "unknown-field"), query
-        assert answer.json["hint"] == "it takes none beside a body of this type"
+        assert answer.json["hint"] == "this endpoint takes no parameters beside a body of this type"
     answer = service.post(f"{path}?tenant=%ff", body)
     assert (answer.status, answer.reason) == (400, "bad-query-string")
     assert b"unknown-field" not in service.post(f"{path}?", body).body

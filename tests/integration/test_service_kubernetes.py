@@ -66,7 +66,7 @@ async def test_a_service_without_pods_is_ready_and_one_that_cannot_list_them_is_
             ready = "--ready-deadline-seconds", "0.1"
             with serving("--kubernetes-selector", "app=vllm", *ready, KUBECONFIG=config) as service:
                 wait_for("a warning", lambda: service.get("/health").json["warnings"])
-                assert service.get("/readyz").json["why"] == "engines are expected, and none is registered or found so far"
+                assert service.get("/readyz").json["why"] == "engines are expected, but no engine is registered or found yet"
                 assert service.post("/v1/match", {"model": MODEL, "tokens": PROMPT}).status == 503
                 server.refusal = None
                 service.wait_until_ready()

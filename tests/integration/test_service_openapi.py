@@ -14,7 +14,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from kvevents.service.errors import RefusedError
 from kvevents.service.http.routes import ENDPOINTS, openapi_document
-from kvevents.service.scope_fields import check_unknown
+from kvevents.service.scope_fields import check_unknown_fields
 from service_cases import Service, engine, prompt, serving
 
 RAW = "application/octet-stream"
@@ -31,14 +31,14 @@ OPERATIONS: dict[str, Any] = {
 TESTED = sorted(set(OPERATIONS) - {"GET /v1/events"})
 """All operations except the endless stream, which tests/integration/test_service_v1.py reads."""
 
-NAMES = {field.encode_name for endpoint in ENDPOINTS if endpoint.takes for field in msgspec.structs.fields(endpoint.takes)}
+NAMES = {field.encode_name for endpoint in ENDPOINTS if endpoint.body for field in msgspec.structs.fields(endpoint.body)}
 """The names of all fields of bodies."""
 
 
 def is_similar(name: str) -> bool:
     """Return whether an unknown name is refused because it is similar to that of a field."""
     try:
-        check_unknown([name], [])
+        check_unknown_fields([name], [])
     except RefusedError:
         return True
     return False

@@ -80,7 +80,7 @@ def test_a_service_is_not_ready_before_the_first_expected_engine(case: str, tmp_
     clock = Clock()
     watched = write_watched_file(tmp_path) if case == "a watched file" else None
     with make_service(clock, watched, **EXPECTING[case]) as service:
-        empty = (False, "engines are expected, and none is registered or found so far")
+        empty = (False, "engines are expected, but no engine is registered or found yet")
         assert readiness(service) == empty
         clock.now += 3_600
         assert readiness(service) == empty
@@ -199,4 +199,4 @@ def test_after_sigterm_a_service_answers_during_its_grace_period_and_is_not_read
 def test_a_service_ends_after_its_grace_period() -> None:
     with serving("--grace-seconds", 0.3) as service:
         assert service.end(signal.SIGTERM).code == 0
-        service.wait_for_log("not ready any more; ending in 0.3 s")
+        service.wait_for_log("no longer ready for queries; the process ends in 0.3 s")

@@ -137,7 +137,7 @@ def test_who_registers_what_discovery_names_learns_who_owns_it(tmp_path: Path) -
         with serving("--sources", path, "--state-dir", tmp_path / "state") as service:
             wait_for("the engine", service.sources)
             answer = service.register("e", nowhere, lease_seconds=1)
-            warning = f"e rank 0 was found by file {path}, which decides when it ends"
+            warning = f"e rank 0 was found by file {path}, which alone decides when the registration ends"
             assert (answer.status, answer.json) == (200, {"status": "ok", "warnings": [warning]})
             assert service.source("e")["lease_expires_at"] is None
             answer = service.register("e", nowhere, topic="t")
@@ -193,7 +193,7 @@ def test_a_contradiction_of_discovery_and_a_client_heals(tmp_path: Path) -> None
             assert service.post("/unregister", instance_id="e").status == 200
             wait_for("the engine", lambda: service.sources().get(("e", 0), {}).get("endpoint") == nowhere)
             wait_for("no fault", lambda: not service.get("/v1/sources").json["faults"])
-            service.wait_for_log(f"resolved: {fault}")
+            service.wait_for_log(f"this fault has ended: {fault}")
             assert len(service.log_lines(f"WARNING.*{fault}")) == 1
 
 

@@ -62,11 +62,11 @@ class Refusal(NamedTuple):
 def refusal_of(endpoint: Route, case: Case, anonymous: str) -> Refusal | None:
     """Return the refusal of a request by the rules of the guide; None if it must be answered."""
     role, refusal = anonymous if case is ANONYMOUS else case.role, None
-    if not endpoint.probe and anonymous != "none" and "host" in case.headers:
+    if not endpoint.is_probe and anonymous != "none" and "host" in case.headers:
         refusal = Refusal(421, "unknown-host", "unknown host 'evil.example'")
-    elif not endpoint.probe and case.headers.get("origin") == EVIL:
+    elif not endpoint.is_probe and case.headers.get("origin") == EVIL:
         refusal = Refusal(403, "foreign-origin", f"foreign origin '{EVIL}'")
-    elif not endpoint.probe and "sec-fetch-site" in case.headers:
+    elif not endpoint.is_probe and "sec-fetch-site" in case.headers:
         refusal = Refusal(403, "foreign-origin", "a page of another origin sent this request")
     elif endpoint.role is not None and ROLES.index(role) < ROLES.index(endpoint.role):
         refusal = Refusal(403, "forbidden", "this token does not have the required role")

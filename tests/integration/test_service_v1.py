@@ -21,7 +21,7 @@ from discovery_fetch_cases import Engine as Web
 from kvevents.client.schemas import MatchManyRequest
 from kvevents.service.access import Client
 from kvevents.service.errors import ServiceError, UnavailableError
-from kvevents.service.fleet.event_bus import MAX_KEPT, EventBus, LossEvent
+from kvevents.service.fleet.event_bus import MAX_STORED, EventBus, LossEvent
 from kvevents.service.http import v1
 from kvevents.service.http.messages import Decoders, Headers, HttpRequest
 from kvevents.service.service import Service as ServiceInProcess
@@ -716,7 +716,7 @@ async def test_clients_of_events_that_connect_at_once_are_limited() -> None:
     service = ServiceInProcess(ServiceSettings(limits=Limits(max_listeners=1)))
     request = HttpRequest("GET", "/v1/events", b"", Headers([]), b"", Decoders(), Limits(), Client("", ""))
     first = v1.events(service, request)
-    with pytest.raises(UnavailableError, match="1 clients are connected"):
+    with pytest.raises(UnavailableError, match="1 clients are already connected"):
         v1.events(service, request)
     first.release()
     v1.events(service, request).release()
@@ -753,11 +753,11 @@ async def test_a_slow_client_receives_the_number_of_missed_events() -> None:
     """This tests the bus, because filling the buffers of sockets takes tens of thousands of events."""
     event_bus = EventBus()
     with event_bus.subscribe() as slow, event_bus.subscribe() as fast:
-        for number in range(MAX_KEPT + 5):
+        for number in range(MAX_STORED + 5):
             event_bus.publish(loss(number))
             assert await fast.get(1) == loss(number)
         assert await slow.get(1) == 5
-        assert [await slow.get(1) for _ in range(MAX_KEPT)] == [loss(number) for number in range(5, MAX_KEPT + 5)]
+        assert [await slow.get(1) for _ in range(MAX_STORED)] == [loss(number) for number in range(5, MAX_STORED + 5)]
         event_bus.publish(loss(-1))
         assert await slow.get(1) == loss(-1)
         assert await slow.get(0.001) is None
@@ -780,7 +780,7 @@ async def test_events_continue_after_the_id_of_the_last_one() -> None:
     for last_id in (None, f"{name}-4", f"{name}-{10**18}"):
         with event_bus.subscribe(last_id) as later:
             assert await later.get(0.001) is None
-    for number in range(4, MAX_KEPT + 6):
+    for number in range(4, MAX_STORED + 6):
         event_bus.publish(loss(number))
     with event_bus.subscribe(after_one) as late:
         assert await late.get(1) == 5

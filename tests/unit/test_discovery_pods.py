@@ -54,7 +54,7 @@ def test_the_conventions_of_a_project_are_known(project: str, url: str, labels: 
     assert provider.base_url == url
     assert provider.instance == PROJECTS[project]["metadata"]["name"]
     assert provider.template.labels == HERE | labels
-    assert provider.declared == declared
+    assert provider.declaration == declared
     assert not found.registrations
 
 
@@ -68,7 +68,7 @@ def test_a_worker_of_dynamo_is_not_queried() -> None:
 
 
 def test_a_worker_of_dynamo_without_a_model_says_what_to_add() -> None:
-    with pytest.raises(ConfigError, match="pod w has no annotation kvevents/model"):
+    with pytest.raises(ConfigError, match="pod w needs the annotation kvevents/model"):
         read(pod("w", {"nvidia.com/dynamo-component-type": "worker"}, ("system", 9090)))
 
 
@@ -83,7 +83,7 @@ def test_our_own_keys_take_precedence() -> None:
     template = provider.template
     assert (template.tenant, template.group, template.ranks) == ("t", "g", 2)
     assert template.labels == HERE | {"role": "draft", "zone": "z"}
-    assert provider.declared == Declaration("m", True, 9001, 9002, assumed_events_port=5556)
+    assert provider.declaration == Declaration("m", True, 9001, 9002, assumed_events_port=5556)
     assert read(pod("p", labels, annotations=own)).source == "t\x1fg\x1fp"
 
 
@@ -99,7 +99,7 @@ def test_relays_beside_an_engine_are_followed_in_its_place() -> None:
     found["spec"]["initContainers"] = [relay("other", ("x", 1)), first, second]
     [provider] = read(found).providers
     assert (provider.base_url, provider.template.ranks) == ("http://10.1.0.7:8000", 2)
-    assert provider.declared == Declaration("m", True, 6557, 6567, is_relay=True)
+    assert provider.declaration == Declaration("m", True, 6557, 6567, is_relay=True)
     found["spec"]["initContainers"] = [relay("kvevents-relay", ("events", 6557))]
     with pytest.raises(ConfigError, match="container kvevents-relay of pod p has no port named kv-events"):
         read(found)
@@ -129,7 +129,7 @@ def test_settings_count_for_pods_that_say_nothing() -> None:
     settings = KubernetesSettings(selector="x", http_port=8001, events_port=5001, replay_port=5002)
     [provider] = read(pod("p", {}), settings=settings).providers
     assert provider.base_url == "http://10.1.0.7:8001"
-    assert provider.declared == Declaration(assumed_events_port=5001, assumed_replay_port=5002)
+    assert provider.declaration == Declaration(assumed_events_port=5001, assumed_replay_port=5002)
 
 
 def test_the_ports_of_a_pool_are_those_of_requests() -> None:

@@ -42,11 +42,11 @@ def make_blocks(count: int, start: int = 0) -> list[Block]:
 def test_pages_have_every_block_once(blocks: list[Block], limit: int) -> None:
     """All pages together are the listing, no page exceeds the limit, and nothing is stored after the last page."""
     listings = BlockListings(1000, 60)
-    page = listings.first(A, iter(blocks), limit, trust)
+    page = listings.first_page(A, iter(blocks), limit, trust)
     found = list(page.blocks)
     while page.next is not None:
         assert len(page.blocks) == limit
-        page = listings.next(A, page.next, limit)
+        page = listings.next_page(A, page.next, limit)
         found += page.blocks
     assert [(int(each.key, 16), int(each.hash, 16), each.tier, each.group, each.copies) for each in found] == [
         (block.key, block.hash, block.tier, block.group, block.copies) for block in blocks
@@ -64,9 +64,9 @@ def test_blocks_are_read_for_the_first_page_only() -> None:
             yield block
 
     listings = BlockListings(1000, 60)
-    page = listings.first(A, blocks(), 10, trust)
+    page = listings.first_page(A, blocks(), 10, trust)
     while page.next is not None:
-        page = listings.next(A, page.next, 10)
+        page = listings.next_page(A, page.next, 10)
     assert read == 100
 
 
@@ -74,24 +74,24 @@ def test_stored_listings_are_bounded() -> None:
     """Listings are limited by number of blocks, least recently used first, and by age; a single listing may be larger."""
     clock = Clock()
     listings = BlockListings(100, 60, clock)
-    first, second = (listings.first(A, make_blocks(40), 10, trust) for _ in range(2))
-    first = listings.next(A, first.next or "", 10)
-    third = listings.first(B, make_blocks(40), 10, trust)
+    first, second = (listings.first_page(A, make_blocks(40), 10, trust) for _ in range(2))
+    first = listings.next_page(A, first.next or "", 10)
+    third = listings.first_page(B, make_blocks(40), 10, trust)
     assert len(listings) == 2
     with pytest.raises(NotFoundError, match="unknown cursor"):
-        listings.next(A, second.next or "", 10)
-    assert listings.next(A, first.next or "", 10).blocks[0].key == f"{20:016x}"
+        listings.next_page(A, second.next or "", 10)
+    assert listings.next_page(A, first.next or "", 10).blocks[0].key == f"{20:016x}"
     clock.now += 61
     with pytest.raises(NotFoundError):
-        listings.next(B, third.next or "", 10)
-    large = listings.first(A, make_blocks(1000), 10, trust)
+        listings.next_page(B, third.next or "", 10)
+    large = listings.first_page(A, make_blocks(1000), 10, trust)
     assert len(listings) == 1
-    assert listings.next(A, large.next or "", 10).total == 1000
+    assert listings.next_page(A, large.next or "", 10).total == 1000
 
 
 def test_a_cursor_belongs_to_its_worker() -> None:
     listings = BlockListings(100, 60)
-    page = listings.first(A, make_blocks(20), 10, trust)
+    page = listings.first_page(A, make_blocks(20), 10, trust)
     for cursor in (page.next or "", "0" * 16 + ".10"):
         with pytest.raises(NotFoundError):
-            listings.next(B, cursor, 10)
+            listings.next_page(B, cursor, 10)

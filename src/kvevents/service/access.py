@@ -20,9 +20,9 @@ from msgspec import Struct
 from kvevents.errors import ConfigError, reason_of
 
 MIN_TOKEN_BYTES: Final = 16
-"""Minimum length: 64 random bits as hexadecimal digits, or 96 bits as base64. So many bits cannot be guessed over a network."""
+"""Minimum length of a token: 64 random bits in hexadecimal, or 96 in base64, which cannot be guessed over a network."""
 MAX_TOKEN_BYTES: Final = 4096
-"""Maximum length of a token, which common servers and proxies accept in a header."""
+"""Maximum length of a token. Common servers and proxies accept headers of this length."""
 _HINT: Final = "create one with `openssl rand -base64 32`"
 
 
@@ -34,7 +34,7 @@ class TokenSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A bearer token, from exactly one of `token`, `token_file` and `token_env`. Raises `ConfigError`."""
 
     role: Literal["read", "register"]
-    """`read` for queries, `register` to register and unregister engines as well."""
+    """`read` permits queries; `register` permits queries, and registering and unregistering engines."""
     token: str | None = None
     """The token itself. Use `token_file` or `token_env` to keep the token out of the configuration."""
     token_file: str | None = None
@@ -87,7 +87,7 @@ class Token(Struct, frozen=True):
 
 
 def read_tokens(config: AccessSettings, environ: Mapping[str, str] = os.environ) -> tuple[Token, ...]:
-    """Read the tokens. The service reads them once, so a changed token needs a restart.
+    """Read the tokens. The service reads them only when it starts, so a changed token needs a restart.
 
     Raises `ConfigError` for a token that cannot be read, has an invalid length or character, or occurs twice.
     """
@@ -147,7 +147,7 @@ class Hosts(Struct, frozen=True):
 
     names: list[str]
     suffixes: list[str]
-    """Ends of names."""
+    """Suffixes of further names in the set, each with its leading dot."""
     networks: list[tuple[str, str]]
     """First and last address of each network."""
 
@@ -181,20 +181,23 @@ class Client(NamedTuple):
     """The sender of a request."""
 
     caller: str
-    """Name of the token that the request has."""
+    """Name of the token in the request."""
     peer: str
     """Address of the client."""
 
 
 REFUSALS_PER_SECOND: Final = 10
-"""Maximum number of refused requests logged per second. More are only counted, so that no client can fill a disk."""
+"""Maximum number of refused requests logged per second. The log only counts further ones, so that no client can fill a disk."""
 
 MAX_REASON: Final = 800
-"""Maximum number of characters of a reason, which can quote the request."""
+"""Maximum number of characters logged of a reason, because a reason can quote the request."""
 
 
 class AuditLog:
-    """Writes to `kvevents.service.audit`: changes at level INFO, refused requests at level WARNING. For one thread."""
+    """Writes to the logger `kvevents.service.audit`: changes at level INFO, refused requests at level WARNING.
+
+    Only one thread may use this object.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock: Final = clock
@@ -207,7 +210,7 @@ class AuditLog:
         log.info("%s%s", "" if client is None else f"{client.caller} client={client.peer} ", change)
 
     def log_refusal(self, request: str, *, caller: str, peer: str, reason: str) -> None:
-        """Log a refused request; only count it if too many refused requests were logged in this second."""
+        """Log a refused request. If `REFUSALS_PER_SECOND` requests were logged in this second, count it instead."""
         second = int(self._clock())
         if second != self._second:
             if self._suppressed:

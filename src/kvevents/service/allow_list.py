@@ -25,14 +25,14 @@ _PRIVATE: Final = ("127.0.0.0/8", "[::1]", "10.0.0.0/8", "172.16.0.0/12", "192.1
 DEFAULT_ALLOW: Final = tuple(f"tcp://{network}:*" for network in _PRIVATE)
 """Patterns that apply by default: loopback, private (RFC 1918, unique local IPv6) and carrier-grade NAT addresses."""
 
-_FORBIDDEN: Final = tuple(
+_FORBIDDEN_NETWORKS: Final = tuple(
     (ipaddress.ip_network(text), what)
     for what, texts in {
         "an unspecified address": ("0.0.0.0/8", "::/128"),
         "a link-local address, where clouds have metadata services": ("169.254.0.0/16", "fe80::/10"),
         "a multicast address": ("224.0.0.0/4", "ff00::/8"),
         "a broadcast address": ("255.255.255.255/32",),
-        # IPv4: Alibaba, Azure, Oracle. IPv6: AWS, Google, Oracle, Scaleway. Other addresses of these ranges are ordinary.
+        # IPv4: Alibaba, Azure, Oracle. IPv6: AWS, Google, Oracle, Scaleway. Addresses beside these are ordinary.
         "the metadata service of a cloud": (
             *("100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"),
             *("fd00:ec2::/32", "fd20:ce::254/128", "fd00:c1::a9fe:a9fe/128", "fd00:42::42/128"),
@@ -40,7 +40,7 @@ _FORBIDDEN: Final = tuple(
     }.items()
     for text in texts
 )
-"""Networks with descriptions. A pattern only allows an address in these networks if the pattern is exactly that address."""
+"""Networks and their descriptions. An address in one of these networks needs a pattern for exactly this address."""
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 
 _PORT: Final = r"[1-9][0-9]{0,4}"
@@ -48,9 +48,9 @@ _LOCATION: Final = re.compile(rf"(?:\[(?P<six>[^\[\]%]*)\]|(?P<host>[^:\[\]]+)):
 """Matches a host and its port, and in patterns also a network and a range of ports."""
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMERIC: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
-"""Hosts whose last label is a number: some parsers read them as IPv4 addresses (`inet_aton`, WHATWG's URL standard)."""
+"""Matches a host whose last label is a number: `inet_aton` and WHATWG's URL standard read it as an IPv4 address."""
 _FORMS: Final = "tcp://HOST:PORT, ipc:///PATH or inproc://NAME"
-_UNCOVERED: Final = "no pattern of the allow-list covers"
+_NO_PATTERN: Final = "no pattern of the allow-list covers"
 
 
 class EndpointRefusedError(ServiceError):
@@ -89,9 +89,9 @@ class EndpointAllowList:
 
     A pattern is `tcp://HOST:PORT`, `ipc:///PATH` or `inproc://NAME`. HOST is a name, `*.SUFFIX`, an IP address or a network
     such as `10.1.0.0/16` or `[fd00:1::/64]`; PORT is a number, a range `5000-6000` or `*`. In paths, `*` and `?` do not match a
-    slash. If there are no patterns, `DEFAULT_ALLOW` applies. A host name is allowed if a pattern names it, or if patterns allow
-    all addresses that it resolves to. Link-local, multicast, unspecified and broadcast addresses, and those of metadata
-    services, need a pattern that is exactly this address. Raises `ConfigError` for an invalid pattern.
+    slash. Without patterns `DEFAULT_ALLOW` applies. A host name is allowed if a pattern names it, or if patterns allow all
+    addresses that it resolves to. An unspecified, link-local, multicast or broadcast address, and the address of a cloud's
+    metadata service, need a pattern for exactly this address. Raises `ConfigError` for an invalid pattern.
     """
 
     def __init__(self, patterns: Iterable[str] = ()) -> None:
@@ -103,8 +103,8 @@ class EndpointAllowList:
     def check(self, endpoint: str, addresses: Iterable[str | Address] | None = None) -> bool:
         """Raise `EndpointRefusedError` for an endpoint that is invalid or that no pattern allows.
 
-        Return whether its host is a name. If it is a name, call this again with all `addresses` of the name. There must be at
-        least one, and all must be allowed.
+        Return whether the endpoint's host is a name. Then call this again with all `addresses` of the name: it must have at
+        least one address, and all must be allowed.
         """
         if len(endpoint) > MAX_NAME_BYTES:
             raise EndpointRefusedError(endpoint, f"it has more than {MAX_NAME_BYTES} characters", f"write {_FORMS}")
@@ -126,7 +126,7 @@ class EndpointAllowList:
         elif not any(
             pattern.has_name(target) or (pattern.network and target.port in pattern.ports) for pattern in self._tcp_patterns
         ):
-            raise EndpointRefusedError(endpoint, f"{_UNCOVERED} it", _make_hint(target.host, target.port))
+            raise EndpointRefusedError(endpoint, f"{_NO_PATTERN} it", _make_hint(target.host, target.port))
         return target.address is None
 
     def _check_address(self, endpoint: str, target: _Target, address: Address) -> None:
@@ -136,10 +136,10 @@ class EndpointAllowList:
             return
         subject = f"{address}" if target.address else f"it resolves to {address}, which"
         if kind := _forbidden_kind(address):
-            exact = f"add a pattern for exactly this address to `allow`: {_format(str(address), target.port)}"
+            exact = f"add a pattern for exactly this address to `allow`: {_format_pattern(str(address), target.port)}"
             raise EndpointRefusedError(endpoint, f"{subject} is {kind}", exact)
         if not networks and not any(pattern.has_name(target) for pattern in self._tcp_patterns):
-            reason = f"{_UNCOVERED} it" if target.address else f"{subject} {_UNCOVERED}"
+            reason = f"{_NO_PATTERN} it" if target.address else f"{subject} {_NO_PATTERN}"
             raise EndpointRefusedError(endpoint, reason, _make_hint(str(address), target.port))
 
     def _check_path(self, endpoint: str, transport: str, location: str) -> None:
@@ -149,7 +149,7 @@ class EndpointAllowList:
             raise EndpointRefusedError(endpoint, "its transport or its path is not supported", hint)
         patterns = [pattern for kind, pattern in self._paths if kind == transport and len(pattern) == len(parts)]
         if not any(all(map(fnmatchcase, parts, pattern)) for pattern in patterns):
-            raise EndpointRefusedError(endpoint, f"{_UNCOVERED} it", f"add a pattern for this path to `allow`: {endpoint}")
+            raise EndpointRefusedError(endpoint, f"{_NO_PATTERN} it", f"add a pattern for this path to `allow`: {endpoint}")
 
 
 # --- endpoints --------------------------------------------------------------------------------------------------------------
@@ -187,18 +187,21 @@ def _normalize_address(address: Address) -> Address:
 
 
 def _forbidden_kind(address: Address) -> str | None:
-    """Return the kind of a forbidden address. NAT64 and 6to4 addresses are forbidden if their IPv4 address is."""
+    """Return the kind of a forbidden address; None if it is not forbidden.
+
+    A NAT64 or 6to4 address is forbidden if the IPv4 address in it is forbidden.
+    """
     aliases: list[Address] = [address]
     if isinstance(address, IPv6Address):
         aliases += [address.sixtofour] if address.sixtofour else []
         aliases += [IPv4Address(int(address) & 0xFFFF_FFFF)] if address in _NAT64 else []
-    return next((kind for network, kind in _FORBIDDEN for alias in aliases if alias in network), None)
+    return next((kind for network, kind in _FORBIDDEN_NETWORKS for alias in aliases if alias in network), None)
 
 
 def _plain_parts(transport: str, location: str) -> list[str]:
     """Return the parts of an ipc path or an inproc name; empty for another transport and for a path that is not plain.
 
-    A path with `.`, `..` or empty parts is not plain, nor is an ipc path that is not absolute, such as an abstract socket.
+    A plain path has no part `.`, `..` or "". An ipc path must also be absolute, so an abstract socket is not plain.
     """
     path = location.removeprefix("/") if transport == "ipc" else location
     is_known = transport == "inproc" or (transport == "ipc" and path != location)
@@ -207,11 +210,11 @@ def _plain_parts(transport: str, location: str) -> list[str]:
 
 
 def _make_hint(host: str, port: int) -> str:
-    example = _format(host, port)
+    example = _format_pattern(host, port)
     return f"add a pattern such as {example} to `allow` in the service's configuration, or name the engine there"
 
 
-def _format(host: str, port: int) -> str:
+def _format_pattern(host: str, port: int) -> str:
     return f"tcp://{bracket_host(host)}:{port}"
 
 
@@ -228,14 +231,14 @@ def _parse_tcp(pattern: str, location: str) -> _TcpPattern:
         return _TcpPattern(_parse_network(pattern, match["six"], host), "", ports)
     if not _is_name(host.removeprefix("*.")):
         forms = "a name, *.SUFFIX, address or network"
-        raise _pattern_error(pattern, f"expected {forms} instead of {host!r}; all addresses are 0.0.0.0/0 and [::/0]")
+        raise _pattern_error(pattern, f"expected {forms} instead of {host!r}; write 0.0.0.0/0 and [::/0] for all addresses")
     return _TcpPattern(None, host.removeprefix("*"), ports)
 
 
 def _parse_ports(pattern: str, text: str) -> range:
     first, _, last = ("1", "", str(MAX_PORT)) if text == "*" else text.partition("-")
     if not int(first) <= int(last or first) <= MAX_PORT:
-        raise _pattern_error(pattern, f"expected ports from 1 to {MAX_PORT}, the smaller first")
+        raise _pattern_error(pattern, f"expected ports from 1 to {MAX_PORT}, the smaller port first")
     return range(int(first), int(last or first) + 1)
 
 

@@ -2,7 +2,8 @@
 
 Blocks in the index have no order, so a page could not continue after a given block. Therefore the request for the first page
 copies all blocks of the worker, 32 bytes each. All pages together show the blocks at the time of the copy. A listing is dropped
-after its last page, after some time without a request, and when newer listings need the memory; the client then starts over.
+after its final page, after some time without a request, and if newer listings need the memory. A client whose listing was
+dropped too early starts over.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ class _Listing:
         self.key: Final = key
         self.used_at = 0.0
         self._numbers: Final = array("Q")
-        """Four numbers for each block: its key, its hash, its tier number (upper half) with its group, and its copies."""
+        """Four numbers per block: key, hash, index in `_tiers` (upper half) with group (lower half), and number of copies."""
         self._tiers: Final[list[str]] = []
-        places: dict[str, int] = {}
+        tier_numbers: dict[str, int] = {}
         for block in blocks:
-            place = places.get(block.tier)
-            if place is None:
-                place = places[block.tier] = len(places)
+            number = tier_numbers.get(block.tier)
+            if number is None:
+                number = tier_numbers[block.tier] = len(tier_numbers)
                 self._tiers.append(block.tier)
-            self._numbers.extend((block.key, block.hash, place << 32 | block.group, block.copies))
-        self.trust: Final = trust()  # read trust after the blocks, since trust is lowered before blocks are removed
+            self._numbers.extend((block.key, block.hash, number << 32 | block.group, block.copies))
+        self.trust: Final = trust()  # Read trust after the blocks, because trust is lowered before blocks are removed.
 
     def __len__(self) -> int:
         return len(self._numbers) // 4
@@ -58,8 +59,8 @@ class _Listing:
 class BlockListings:
     """The listings of which further pages can be requested. Only one thread may use this object.
 
-    All listings together have at most `max_blocks` blocks; only the newest listing alone may exceed this. A listing is dropped
-    `seconds` after the last request for one of its pages.
+    All listings together have at most `max_blocks` blocks, unless the newest listing alone has more. A listing is dropped
+    `seconds` after the newest request for one of its pages.
     """
 
     def __init__(self, max_blocks: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,20 +73,20 @@ class BlockListings:
     def __len__(self) -> int:
         return len(self._listings)
 
-    def first(self, key: Key, blocks: Iterable[Block], limit: int, trust: Callable[[], TrustStatus]) -> BlocksAnswer:
-        """Return the first page of a worker's blocks. `trust` is called after reading the blocks."""
+    def first_page(self, key: Key, blocks: Iterable[Block], limit: int, trust: Callable[[], TrustStatus]) -> BlocksAnswer:
+        """Return the first page of a worker's blocks. `trust` is called after the blocks were read."""
         listing = _Listing(key, blocks, trust)
         self._expire()
         return self._page(secrets.token_hex(8), listing, 0, limit)
 
-    def next(self, key: Key, cursor: str, limit: int) -> BlocksAnswer:
-        """Return the page of the worker `key` at a cursor. Raises `NotFoundError` if the listing of the cursor was dropped."""
+    def next_page(self, key: Key, cursor: str, limit: int) -> BlocksAnswer:
+        """Return the page of the worker `key` at a cursor. Raises `NotFoundError` if the cursor's listing was dropped."""
         self._expire()
-        name, _, place = cursor.partition(".")
+        name, _, start = cursor.partition(".")
         listing = self._listings.pop(name, None)
         if listing is None or listing.key != key:
             raise NotFoundError(f"unknown cursor {cursor!r} for this worker", "no-cursor", "start over without a cursor")
-        return self._page(name, listing, int(place), limit)
+        return self._page(name, listing, int(start), limit)
 
     def _page(self, name: str, listing: _Listing, start: int, limit: int) -> BlocksAnswer:
         end = start + limit

@@ -55,9 +55,10 @@ class CertificateFiles:
             await asyncio.to_thread(self.check)
 
     def check(self) -> None:
-        """Read the files again if they have changed, but not since the last check, because then they are written completely.
+        """Read changed files again, one check after the change was noticed, because the files are then written completely.
 
-        If the new files cannot be used, the old certificate stays in use, and `fault` has the reason.
+        If the files changed again since the previous check, wait for the next check. If the new files cannot be used, the old
+        certificate stays in use, and `fault` has the reason.
         """
         former, self._newest_stamps = self._newest_stamps, self._read_stamps()
         if self._newest_stamps == self._loaded_stamps or self._newest_stamps != former:
@@ -68,7 +69,7 @@ class CertificateFiles:
             self._reload()
         except (ConfigError, ValueError) as error:
             self.fault = f"{error}; new connections use the certificate that was read before"
-            log.error("%s", self.fault)  # noqa: TRY400 - a sentence says it
+            log.error("%s", self.fault)  # noqa: TRY400 - the message has the cause, so a traceback adds nothing
         else:
             log.info("the TLS certificate %s was read again", self._tls.certificate)
 

@@ -1,9 +1,10 @@
 """The control plane's view of the data plane: the native HTTP server that clients connect to.
 
 The data plane answers queries and probes without the Python interpreter, from the index and a *routing table*.
-Whenever the fleet changes, `DataPlane.publish` writes the changed parts of this table. The data plane forwards all other
-requests to `kvevents.service.http.app`, and also queries that it does not fully understand, so that one module writes the
-errors. Forwarded queries without an error come back to `DataPlane.answer`. If spans are recorded, all queries are forwarded.
+Whenever the fleet changes, `DataPlane.publish` writes the changed rows of this table. The data plane forwards all other
+requests to `kvevents.service.http.app`. It also forwards queries that it does not fully understand, so that one module writes
+the errors. If a forwarded query is valid, the application calls `DataPlane.answer`. If spans are recorded, all queries are
+forwarded.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from kvevents.service.fleet.registration import Scope
 from kvevents_native import _native
 
 CLOSE_SECONDS: Final = 1.0
-"""Number of seconds for clients to read the last responses after the control plane has stopped."""
+"""Number of seconds for clients to read the final responses after the control plane has stopped."""
 REFRESH_PAUSE: Final = 20
-"""Shortest pause between refreshes of the responses to probes after changes of the fleet, in durations of one refresh."""
+"""Minimum pause between two refreshes of probe responses after changes of the fleet, in multiples of a refresh's duration."""
 DURATION_BOUNDS: Final = (0.0001, 0.0002, 0.0004, 0.0008, 0.0016, 0.0032, 0.0064, 0.0128, 0.0256, 0.1, 0.5, 2.0)
 """Bucket bounds of the histogram of response times, in seconds between a request's headers and its response."""
 MATCH_RATIO_BOUNDS: Final = (0.0, 0.01, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -80,12 +81,12 @@ class QueryAnswer(NamedTuple):
     """The response to a forwarded query."""
 
     body: bytes
-    longest: int
-    """Number of tokens that the best worker holds."""
+    longest_match: int
+    """Number of tokens of the prompt that the best worker holds."""
 
 
 class DataPlane:
-    """The native server of one service. Any thread may call it. Methods do nothing before `start` and after `close`."""
+    """The native server of one service. Any thread may call its methods. They do nothing before `start` and after `close`."""
 
     def __init__(self, fleet: Fleet, health: Callable[[], HealthAnswer], readiness: Callable[[], ReadyAnswer]) -> None:
         """`health` and `readiness` return the answers to probes."""
@@ -97,19 +98,19 @@ class DataPlane:
         self._lock: Final = threading.Lock()
         self._published_version: tuple[Any, ...] | None = None
         self._published_adapters: frozenset[Scope] = frozenset()
-        self._places: dict[Member, int] = {}
-        """The index of each worker in the routing table, which allows writing only workers that changed."""
-        self._free_places: list[int] = []
+        self._rows: dict[Member, int] = {}
+        """Number of each worker's row in the routing table, so that only the rows of changed workers are written."""
+        self._free_rows: list[int] = []
         self._next_refresh = 0.0
-        """Time from which a change of the table also refreshes the responses to probes; until then the timer does."""
+        """Time from which `publish` refreshes the responses to probes; before this time, only the service's timer does."""
 
     def start(
         self, listening: socket.socket, handle: Callable[[_native.Request | int], None], settings: Mapping[str, Any]
     ) -> None:
-        """Serve at a listening socket. Only the event loop may call this method.
+        """Serve at a listening socket. Call this method in the event loop.
 
-        `handle` is called with each forwarded request, and with the number of a response in pieces when this response has room
-        for another piece, or when its client has left. `settings` are the fields of `native/server/src/settings.rs`.
+        `handle` is called with each forwarded request. It is called with the number of a response in pieces when this response
+        has room for another piece, or when its client has left. `settings` are the fields of `native/server/src/settings.rs`.
         """
         wakes, waker = socket.socketpair()
         wakes.setblocking(False)
@@ -149,15 +150,15 @@ class DataPlane:
         workers: dict[int, Mapping[str, Any]] = {}
         removed: list[int] = []
         for member in reversed(members):
-            place = self._places.pop(member, None)
+            row = self._rows.pop(member, None)
             if fleet.workers.get(member.registration.key) is member:
-                if place is None:
-                    place = self._free_places.pop() if self._free_places else len(self._places)
-                self._places[member] = place
-                workers[place] = _describe_worker(member)
-            elif place is not None:
-                removed.append(place)
-                self._free_places.append(place)  # a change removes workers before it adds workers
+                if row is None:
+                    row = self._free_rows.pop() if self._free_rows else len(self._rows)
+                self._rows[member] = row
+                workers[row] = _describe_worker(member)
+            elif row is not None:
+                removed.append(row)
+                self._free_rows.append(row)  # This change can fill the row again: it removes workers before it adds workers.
         return {
             "has_failed": fleet.failure is not None,
             "removed": removed,
@@ -166,7 +167,7 @@ class DataPlane:
         }
 
     def refresh(self) -> None:
-        """Replace the stored responses to probes by new ones."""
+        """Replace the stored responses to probes by new responses."""
         native = self._native  # `close` may set `_native` to None in another thread at any moment
         if native is None:
             return
@@ -188,10 +189,10 @@ class DataPlane:
     def answer(
         self, method: str, path: str, fields: Mapping[str, Any], tokens: Any, *, wants_msgpack: bool = False
     ) -> QueryAnswer | None:
-        """Answer a query by the fields of its body, and the token ids of its prompt.
+        """Answer a query that has these fields in its body, and these token ids in its prompt.
 
-        Return None if no worker serves the model, or if the fleet has failed. Raises `ServiceError` if the fleet does not
-        permit the request, and `OverflowError` for a number of more than 64 bits.
+        Return None if no worker serves the model, or if the fleet has failed. Raises `ServiceError` if the query cannot be
+        answered for the current fleet, and `OverflowError` for a number of more than 64 bits.
         """
         native = self._native
         if native is None:
@@ -199,18 +200,18 @@ class DataPlane:
         match native.answer(method, path, _encode_msgpack(fields), tokens, wants_msgpack):
             case None:
                 return None
-            case body, longest:
-                return QueryAnswer(body, longest)
+            case body, longest_match:
+                return QueryAnswer(body, longest_match)
             case status, reason, sentence, hint:
                 raise ServiceError(sentence, reason, hint, status=status)
 
     def decisions(self) -> bytes:
-        """Return a sample of the newest selections as JSON: a `DecisionsAnswer`."""
+        """Return, as JSON of a `DecisionsAnswer`, a sample of the newest selections."""
         native = self._native
         return b'{"decisions":[]}' if native is None else native.decisions()
 
     def reservations(self, limit: int) -> bytes:
-        """Return the open reservations that expire first as JSON: a `ReservationsAnswer`."""
+        """Return, as JSON of a `ReservationsAnswer`, the `limit` open reservations that expire first."""
         native = self._native
         return b'{"open":0,"reservations":[]}' if native is None else native.reservations(limit)
 
@@ -222,7 +223,7 @@ class DataPlane:
     # --- shutdown
 
     async def drain(self, seconds: float) -> None:
-        """Stop accepting connections, and wait until open requests have their responses."""
+        """Stop accepting connections, and wait at most `seconds` until open requests have their responses."""
         if self._native is not None:
             await asyncio.to_thread(self._native.drain, seconds)
 
@@ -245,7 +246,7 @@ class DataPlane:
 
 
 def _take_all(native: _native.DataPlane, wakes: socket.socket, handle: Callable[[_native.Request | int], None]) -> None:
-    wakes.recv(64)  # contains one byte for each time that the queue was empty and got an item
+    wakes.recv(64)  # The native server sends a byte whenever it adds a request to an empty queue.
     for item in native.take():
         handle(item)
 

@@ -3,10 +3,11 @@
 Every label has a bounded set of values. Peers cannot add label values:
 
 - `engine`, `rank`, `model`, `tenant`, `group`: from the first `limits.max_metric_sources` registrations. The label `engine` has
-  the instance: Prometheus uses the label `instance` for the address that it scrapes
+  the field `instance`: Prometheus uses the label `instance` for the address that it scrapes
 - `state` of a source: the trust states
-- `reason` of a source: `Reason`; of rejected events and stores: the fixed words of `Rejected` and of the index
-- `outcome`: lost, recovered; complete, truncated, unanswered, contradicted
+- `reason` of a source: the codes of `Reason`
+- `reason` of rejected events and stores: fixed words of `Rejected` and of the index
+- `outcome` of gaps: lost and recovered; of replays: complete, truncated, unanswered and contradicted
 - `dialect`: the rows of `kvevents.wire.dialects`, and unknown
 - `tier`: gpu, cpu and disk; all other media count as other
 - `path`, `status`: from the table of endpoints; requests for other paths are not counted
@@ -57,7 +58,7 @@ def _collect(service: Service) -> Iterator[Metric]:
     limit, members = service.settings.limits.max_metric_sources, list(service.fleet.members.values())
     sources = [(_labels_of(member), member) for member in members[:limit]]
     # The stream of a source can carry the blocks of further ranks, each of which is a worker.
-    ranks = [rank for member in members for rank in (member, *member.carried)]
+    ranks = [rank for member in members for rank in (member, *member.carried_members)]
     workers = [(_labels_of(rank), rank) for rank in ranks[:limit]]
     yield from _source_families(_SOURCES, sources)
     yield from _source_families(_WORKERS, workers)
@@ -89,7 +90,7 @@ def _source_families(table: Table[T], sources: list[tuple[Labels, T]]) -> Iterat
 def _histogram_family(
     name: str, text: str, bounds: tuple[float, ...], histograms: Mapping[str, HistogramCounts], *labels: str
 ) -> Metric:
-    """Return a metric family of histograms, one for each value of their label (if they have a label)."""
+    """Return a metric family of histograms: one for each value of the label in `labels`, or one if it is empty."""
     metric = HistogramMetricFamily(name, text, labels=labels)
     for value, histogram in histograms.items():
         buckets = list(zip([*map(str, bounds), "+Inf"], accumulate(histogram.counts), strict=True))

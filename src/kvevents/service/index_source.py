@@ -1,4 +1,4 @@
-"""The source of the index's content: the engines that the service itself follows, or another source, such as a log."""
+"""Index sources, which fill the index of a service: the engines that the service itself follows, or for example a log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class IndexSource(Protocol):
-    """Fills the index of a fleet and registers its engines. All methods except `run` may be called at any time."""
+    """Fills the index of a fleet and registers its engines. All methods except `run` can be called before and during `run`."""
 
     @property
     def registration_advice(self) -> str:
@@ -25,21 +25,21 @@ class IndexSource(Protocol):
 
     @property
     def why_incomplete(self) -> str:
-        """Why engines, and so their models, may be unknown at present; empty if all are known."""
+        """Why some engines, and so some models, may be unknown now; empty if all engines are known."""
         ...
 
     @property
     def is_partial(self) -> bool:
-        """Whether the service answers queries even if engines are missing, without waiting for a deadline."""
+        """Whether the service is ready for queries although engines are missing, before the deadline of readiness."""
         ...
 
     @property
     def has_found_engines(self) -> bool:
-        """Whether every provider of engines has answered once."""
+        """Whether every provider of engines has yielded a finding."""
         ...
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Fill the index until cancelled."""
 
     def warnings(self) -> Iterable[str]:
         """Return sentences about problems that an operator should know."""
@@ -67,15 +67,15 @@ class FollowedEngines:
 
     @property
     def has_found_engines(self) -> bool:
-        """Whether each provider of engines has answered once."""
+        """Whether every provider of engines has yielded a finding."""
         return self._discovery.has_completed
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Run the prober, discovery and the end of leases until cancelled."""
         await asyncio.gather(self._prober.run(), self._discovery.run(), self._registrations.end_leases())
 
     def warnings(self) -> Iterable[str]:
-        """Return the faults of the providers. Answers show the faults of an engine with that engine."""
+        """Return the faults of the configured providers. The faults of an engine are in the answers about the engine."""
         return self._discovery.provider_faults()
 
     def collect(self) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
-"""Probes of endpoints without a connection or without replay, and the check that a client may register an endpoint.
+"""Probes of endpoints that have no connection or send no replay, and the check that a client may register an endpoint.
 
-ZeroMQ reconnects without end and reports no errors. So the prober opens separate connections and exchanges ZeroMQ's greeting;
-`Probing` has the intervals. A fault becomes part of the source's trust. Its begin and its end are logged.
+libzmq reconnects without end and reports no errors. So the prober opens connections of its own and exchanges ZeroMQ's greeting;
+`Probing` has the intervals. The source's trust names the fault. The begin and the end of a fault are logged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 ROUND_SECONDS: Final = 0.1
 """Pause in seconds between two searches for endpoints to probe."""
 FULL_RATE_ENDPOINTS: Final = 256
-"""Number of probed endpoints above which the pauses between probes become longer than configured, in proportion."""
+"""Number of probed endpoints above which the pauses between probes grow in proportion to this number."""
 AUDIT_SECONDS: Final = 30.0
 """Seconds between two checks of all endpoints that clients registered, because a name can later resolve to another address."""
 
@@ -45,7 +45,7 @@ _LOAD_PATHS: Final = frozenset({"", "/", METRICS_PATH, "/load"})
 
 
 async def check_allowed(allow_list: EndpointAllowList, *endpoints: str) -> None:
-    """Raise `EndpointRefusedError` if the allow-list excludes one of `endpoints`, or an address of its host name.
+    """Raise `EndpointRefusedError` if the allow-list excludes one of `endpoints`, or an address of an endpoint's host name.
 
     An endpoint whose name does not resolve is allowed, because the prober checks it again later.
     """
@@ -58,13 +58,13 @@ async def check_allowed(allow_list: EndpointAllowList, *endpoints: str) -> None:
 def endpoints_of(registration: Registration) -> list[str]:
     """Return the endpoints to which the service connects because of a client's registration.
 
-    Raises `EndpointRefusedError` if `load` is a URL with a path other than those from which loads are read.
+    Raises `EndpointRefusedError` if `load` is a URL whose path is not in `_LOAD_PATHS`.
     """
     endpoints = [tcp_of(registration.endpoint), registration.replay_endpoint]
     if (load := registration.load) is not None:
         parts = urlsplit(load) if is_load_url(load) else None
         if parts is not None and (parts.path not in _LOAD_PATHS or parts.query):
-            raise EndpointRefusedError(load, "no load is read at this path", "write http://HOST:PORT, or its /load")
+            raise EndpointRefusedError(load, "no load is read at this path", "write http://HOST:PORT or http://HOST:PORT/load")
         endpoints.append(load_target(load))
     if registration.url is not None and is_load_url(registration.url):
         endpoints.append(load_target(registration.url))
@@ -72,7 +72,7 @@ def endpoints_of(registration: Registration) -> list[str]:
 
 
 def load_target(load: str) -> str:
-    """Return the endpoint from which a load is read; if `load` is a URL, the TCP endpoint of its server."""
+    """Return the endpoint from which a load is read: `load` itself, or the TCP endpoint of its server if it is a URL."""
     if not is_load_url(load):
         return load
     parts = urlsplit(load)
@@ -83,16 +83,17 @@ EndpointField: TypeAlias = Literal["endpoint", "replay_endpoint"]
 
 
 class _Probe(Struct):
-    """The schedule of the probes of one endpoint."""
+    """The schedule of the probes of one endpoint, by the event loop's clock."""
 
-    since: float
-    """Time of the event loop's clock since which the endpoint has needed probes."""
+    began: float
+    """Time at which the endpoint began to need probes."""
     due: float
+    """Time of the next probe."""
     backoff: Backoff
 
 
 class Prober:
-    """Probes the endpoints of sources without a connection, and the replay endpoints of sources without replay answers."""
+    """Probes the endpoints of sources without a connection, and the replay endpoints of sources that wait for replay."""
 
     def __init__(self, fleet: Fleet, allow_list: EndpointAllowList, settings: Probing) -> None:
         self._fleet = fleet
@@ -128,13 +129,14 @@ class Prober:
         for target in targets:
             probe = self._probes.get(target)
             if probe is None:
-                # Wait before probing a replay endpoint, which usually answers soon. A connection is made at once or not at all.
+                # Wait before the first probe of a replay endpoint, because its answer may still arrive. A missing connection
+                # needs no wait.
                 wait = 0.0 if target[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
                 backoff = Backoff(maximum=self._settings.pause_seconds)
                 probe = self._probes[target] = _Probe(now, now + wait, backoff)
             if probe.due <= now and len(self._running_probes) < self._settings.at_once:
                 probe.due = now + self._settings.connect_seconds + stretch * probe.backoff.next_delay()
-                self._start(self._probe_member(*target, is_patient=now - probe.since < self._settings.patience_seconds))
+                self._start(self._probe_member(*target, is_patient=now - probe.began < self._settings.patience_seconds))
 
     def _start(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -144,7 +146,7 @@ class Prober:
     async def _probe_member(self, member: Member, field: EndpointField, *, is_patient: bool) -> None:
         if await self._may_stay(member):
             fault = await self._fault_of(member, field, is_patient=is_patient)
-            if (member, field) in self._probes:  # if it is missing, the source has connected during the probe
+            if (member, field) in self._probes:  # If the entry is gone, the source has connected during the probe.
                 self._record_fault(member, field, fault)
 
     async def _fault_of(self, member: Member, field: EndpointField, *, is_patient: bool) -> SourceFault | None:
@@ -156,7 +158,7 @@ class Prober:
         if fault is not None or is_patient or member.trust != Trust.CONNECTING:
             return fault
         if registration.bind:
-            return SourceFault(Reason.NO_PEER, f"no engine has connected to {registration.endpoint} so far")
+            return SourceFault(Reason.NO_PEER, f"no engine has connected to {registration.endpoint} yet")
         sentence = f"{registration.endpoint} does not accept the CURVE keys that are set for this source"
         return SourceFault(Reason.KEYS, sentence) if has_keys else None
 
@@ -166,13 +168,13 @@ class Prober:
                 await self._may_stay(member)
 
     async def _may_stay(self, member: Member) -> bool:
-        """Unregister a client's engine if its host name now resolves to an excluded address. Return whether it stays."""
+        """Unregister a client's engine if its host name now resolves to an excluded address. Return False if unregistered."""
         if member.origin != HTTP:
             return True
         try:
             await check_allowed(self._allow_list, *filter(has_name, endpoints_of(member.registration)))
         except EndpointRefusedError as error:
-            log.error("%s: %s; it is no longer followed", member.registration.label, error)  # noqa: TRY400 - a sentence says it
+            log.error("%s is no longer followed: %s", member.registration.label, error)  # noqa: TRY400 - the message has the cause
             with suppress(KVEventsError):
                 await asyncio.wrap_future(self._fleet.unregister(member.registration.key))
             return False
@@ -191,10 +193,10 @@ class Prober:
 
 
 def _endpoint_to_probe(member: Member) -> EndpointField | None:
-    """Return the field of the member's endpoint that must be probed; None without one. A gRPC client reports its own errors."""
-    if member.registration.endpoint.startswith(GRPC):
+    """Return the field of the endpoint that must be probed; None if no endpoint must be probed."""
+    if member.registration.endpoint.startswith(GRPC):  # A gRPC client reports its own errors.
         return None
-    if member.trust.name in ("CONNECTING", "STALE"):  # hashing a `Trust` would take too long
+    if member.trust.name in ("CONNECTING", "STALE"):  # Compare names, because the hash of a `Trust` takes long.
         return "endpoint"
     if member.registration.replay_endpoint is None:
         return None
@@ -211,11 +213,11 @@ _HANDSHAKE_FAULTS: Final[dict[HandshakeOutcome, tuple[Reason, str]]] = {
     "closed": (Reason.UNREACHABLE, "what listens at {endpoint} closes connections at once"),
     "not-zeromq": (Reason.NOT_ZEROMQ, "what listens at {endpoint} is no ZeroMQ socket"),
 }
-"""For each outcome of a handshake that found no ZeroMQ socket, the reason code and the sentence."""
+"""Reason code and sentence by outcome, for handshakes that found no ZeroMQ socket."""
 
 
 async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Probe an endpoint. Return the fault that prevents events or replay; None if there is no fault."""
+    """Probe an endpoint. Return the fault that prevents events or replay; None without a fault."""
     handshake, is_replay = await perform_handshake_async(endpoint, seconds), field == "replay_endpoint"
     fault = _fault_of(handshake, endpoint, seconds, has_keys=has_keys)
     is_router = handshake.detail == "ROUTER"
@@ -233,7 +235,7 @@ async def _probe(field: EndpointField, endpoint: str, seconds: float, *, has_key
 
 
 def _fault_of(handshake: Handshake, endpoint: str, seconds: float, *, has_keys: bool) -> SourceFault | None:
-    """Return why an endpoint cannot be used: it is no ZeroMQ socket, or one end lacks CURVE keys; None if it can be used."""
+    """Return a fault if an endpoint is not a ZeroMQ socket, or if only one end of the connection uses CURVE; else None."""
     if handshake.outcome in _HANDSHAKE_FAULTS:
         reason, sentence = _HANDSHAKE_FAULTS[handshake.outcome]
         host = (split_tcp(endpoint) or ("",))[0]

@@ -34,13 +34,13 @@ from kvevents.service.settings import Limits, ServiceSettings
 from kvevents.zeromq.sockets import raise_descriptor_limit
 
 RESERVED_FILES: Final = 256
-"""Number of file descriptors that are not for client connections. The subscriber itself checks the limit for its engines."""
+"""Number of file descriptors that are not for client connections. The subscriber checks whether engines need more."""
 
 
 def fit_clients(limits: Limits) -> tuple[Limits, str]:
-    """Raise the soft limit of open files, and lower `max_clients` if it does not fit.
+    """Raise the soft limit of open files, and lower `max_clients` if so many connections would exceed this limit.
 
-    Returns the limits and a warning, which is empty if `max_clients` did not have to be lowered.
+    Return the limits, and a warning if `max_clients` was lowered, else an empty text.
     """
     descriptors = raise_descriptor_limit()
     room = max(descriptors - RESERVED_FILES - limits.reserved_clients, descriptors // 4)
@@ -58,13 +58,13 @@ log = logging.getLogger(__name__)
 STOP_SECONDS: Final = 1.0
 """Maximum number of seconds to finish requests in progress after the data plane has drained."""
 SEND_BYTES: Final = 1 << 18
-"""Size of a connection's send buffer in bytes. The system's default is megabytes for each client that does not read."""
+"""Size of a connection's send buffer in bytes. A client that does not read fills this buffer; Linux' default is megabytes."""
 KEEP_ALIVE: Final[Mapping[str, int]] = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""TCP options of clients' connections, if the system has them. They detect a dead client after 60 s."""
+"""TCP options of client connections, as far as the system has them. They detect a dead client after 60 s."""
 MAX_THREADS: Final = 8
 """Maximum number of threads of the data plane. It has one thread for each CPU, up to this number."""
 HEAP_RESERVE_BYTES: Final = 64 << 20
-"""Maximum size in bytes of freed memory that the process keeps for the next large request."""
+"""Maximum size in bytes of free memory that the process keeps for the next large request."""
 
 
 def serve(
@@ -73,10 +73,10 @@ def serve(
     announce: Callable[[str], None],
     open_source: OpenIndexSource | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, with the sources in `config` and those in the file `sources_file`.
+    """Serve until SIGTERM or SIGINT, with the sources in `config` and in the file `sources_file`.
 
-    `announce` is called with the URL. `open_source` opens a source of the index in place of the engines in the settings.
-    Raises `ConfigError` for settings that are impossible on this machine.
+    `announce` is called with the URL of the service. `open_source` opens an index source that replaces the engines in the
+    settings. Raises `ConfigError` for settings that this machine cannot fulfil.
     """
     check_settings(config, sources_file)
     _keep_heap()
@@ -92,7 +92,7 @@ def serve(
 
 
 def check(config: ServiceSettings, sources_file: Path | None) -> None:
-    """Raise `ConfigError` for settings with which `serve` fails. The state folder may be in use by another process."""
+    """Raise `ConfigError` for settings with which `serve` would fail, except that another process may use the state folder."""
     check_settings(config, sources_file)
     _listen(config.host, config.port).close()
 
@@ -110,7 +110,7 @@ def check_settings(config: ServiceSettings, sources_file: Path | None) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Check that the folder can be created and written. Remove everything that the check created."""
+    """Raise `ConfigError` if the folder cannot be created or written. Remove everything that the check created."""
     created_folders: list[Path] = []
     try:
         for path in reversed((folder, *folder.parents)):
@@ -152,7 +152,7 @@ class _Server:
                 listening.listen(1_024)
                 settings = data_plane_settings(service, answers_queries=not self._app.has_spans)
                 service.data_plane.start(listening, self._app, settings)
-                listening.close()  # the data plane has a copy of the socket
+                listening.close()  # The data plane has a duplicate of the descriptor.
                 self._announce(self._url)
             await self._end_requested.wait()
             await service.data_plane.drain(service.settings.limits.drain_seconds)
@@ -162,13 +162,16 @@ class _Server:
             await service.stop()
 
     def _stop(self, number: int) -> None:
-        """After SIGTERM, report not ready, and end after the grace period. After SIGINT or a second signal, end at once."""
+        """After SIGTERM, report that the service is not ready, and end after `grace_seconds`.
+
+        After SIGINT, or after a second signal, end at once.
+        """
         service = self._service
         grace = service.settings.ready.grace_seconds if number == signal.SIGTERM and not service.is_ending else 0.0
         service.is_ending = True
         service.data_plane.refresh()
         if grace:
-            log.info("not ready any more; ending in %g s", grace)
+            log.info("no longer ready for queries; the process ends in %g s", grace)
             asyncio.get_running_loop().call_later(grace, self._request_end)
         else:
             self._request_end()
@@ -198,10 +201,10 @@ def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[s
         "answers_queries": answers_queries,
         "select": {name: getattr(defaults, name) for name in ("tiers", "trust", "wait_weight", "load_weight")},
         "endpoints": {
-            path: {name: {"role": route.role, "probe": route.probe} for name, route in methods.items()}
+            path: {name: {"role": route.role, "probe": route.is_probe} for name, route in methods.items()}
             for path, methods in ROUTES.items()
         },
-        "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.probe or endpoint.pool == "metrics"],
+        "probes": [endpoint.path for endpoint in ENDPOINTS if endpoint.is_probe or endpoint.pool == "metrics"],
         "seconds": DURATION_BOUNDS,
         "depths": MATCH_RATIO_BOUNDS,
         "threads": min(MAX_THREADS, cpus),
@@ -210,7 +213,7 @@ def data_plane_settings(service: Service, *, answers_queries: bool) -> Mapping[s
 
 
 def _keep_heap() -> None:
-    """Make glibc keep the memory of large bodies. Returning it after each body would take longer than the request itself."""
+    """Make glibc keep the memory of large bodies: returning it to the system would take longer than the request itself."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(-3, HEAP_RESERVE_BYTES // 2)  # M_MMAP_THRESHOLD
@@ -233,5 +236,6 @@ def _listen(host: str, port: int) -> socket.socket:
         if listening is not None:
             listening.close()
         reason = error.strerror or error
-        raise ConfigError(f"cannot listen at {host} port {port}: {reason}; choose another with --host and --port") from error
+        hint = "choose another address with --host and --port"
+        raise ConfigError(f"cannot listen at {host} port {port}: {reason}; {hint}") from error
     return listening

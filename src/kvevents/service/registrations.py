@@ -1,6 +1,6 @@
 """Registrations by clients: the rules for registering and unregistering, leases, and the file of registrations.
 
-The handlers of `service/http/` translate requests and answers. The rules, which are the same for all APIs, are here.
+The handlers of `service/http/` translate requests and answers. This module has the rules, which are the same for all APIs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEASE_CHECK_SECONDS: Final = 0.2
 
 
 class InstanceQuery(NamedTuple):
-    """The ranks of one instance that a request selects, for example to unregister them. None accepts any value."""
+    """Selects ranks of one instance, for example to unregister them. A field with None accepts any value."""
 
     instance: str
     rank: int | None = None
@@ -47,33 +47,33 @@ class RegistrationOutcome(NamedTuple):
     is_new: bool
     """False if an equal registration already existed."""
     warning: str = ""
-    """A warning for the client, as a sentence; empty without one."""
+    """A warning for the client, as a sentence; empty without a warning."""
 
 
 class Registrations(Struct, eq=False, kw_only=True):
-    """Adds and removes engines of clients. Methods are called in the event loop and raise `ServiceError`."""
+    """Adds and removes the engines that clients register. Methods are called in the event loop and raise `ServiceError`."""
 
     fleet: Fleet
     allow_list: EndpointAllowList
     store: StateStore | None
     audit: AuditLog
     advice: str
-    """Advice for clients if the service does not follow engines itself; empty if it does."""
+    """Where clients can register engines if this service does not follow engines itself; empty if it does."""
     owner_of: Callable[[Key], str | None]
-    """Returns the name of the discovery provider that has found a rank."""
+    """Returns the name of the discovery provider that has found a rank; None if no provider has found it."""
     resume: Callable[[Key], Checkpoint | None]
-    """Returns the checkpoint from which the stream of a rank continues."""
+    """Returns the checkpoint from which the stream of a rank continues; None without a checkpoint."""
     report_fault: Callable[[str], None]
-    """Called after each write, with a sentence that says why the write failed, or with an empty text."""
+    """Called after each write, with a sentence that says why the write failed; with an empty text if it succeeded."""
     were_saved: bool = False
-    """Whether the file contained registrations by clients when the service started."""
+    """Whether the file had registrations by clients (not only drained ranks) when the service started."""
     ended_leases: int = 0
     """Number of ranks that were unregistered because their leases had ended."""
     _write_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _changes: int = 0
     """Number of calls of `save`."""
     _saved_changes: int = 0
-    """Value of `_changes` when the newest write began."""
+    """Value of `_changes` at the begin of the newest complete write."""
 
     def restore(self, report_lost: Callable[[str], None]) -> None:
         """Restore the registrations in the file. Call `report_lost` for each registration that cannot be restored."""
@@ -92,7 +92,7 @@ class Registrations(Struct, eq=False, kw_only=True):
                 continue
             try:
                 for endpoint in endpoints_of(registration):
-                    self.allow_list.check(endpoint)  # the allow-list may have changed since the registration
+                    self.allow_list.check(endpoint)  # The allow-list may have changed after the registration.
                 self.fleet.register(registration, HTTP, resume=self.resume)
                 self._grant_lease(registration.key, entry.lease_seconds)
                 if entry.is_draining:
@@ -103,9 +103,10 @@ class Registrations(Struct, eq=False, kw_only=True):
     async def register(
         self, registration: Registration, client: Client, lease_seconds: int | None = None
     ) -> RegistrationOutcome:
-        """Follow an engine's rank, if its endpoints are allowed and no equal registration exists already.
+        """Follow an engine's rank, if its endpoints are allowed. If an equal registration exists, only renew its lease.
 
-        The newest registration decides whether the rank has a lease, which begins now. Discovery gives no leases.
+        The newest registration decides whether the rank has a lease; the lease begins now. A rank that discovery found has no
+        lease.
         """
         self._check_follows_engines()
         await check_allowed(self.allow_list, *endpoints_of(registration))
@@ -123,14 +124,15 @@ class Registrations(Struct, eq=False, kw_only=True):
         try:
             await asyncio.wrap_future(following)
         except (ConfigError, EndpointError) as error:
-            raise RefusedError(f"cannot follow {registration.label}: {error}", "bad-endpoint", "see its endpoints") from error
+            sentence = f"cannot follow {registration.label}: {error}"
+            raise RefusedError(sentence, "bad-endpoint", "correct its endpoints or keys") from error
         await self.save()
         change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
         self.audit.log_change(change, client)
         return RegistrationOutcome(is_new=True, warning=self._describe_duplicate(registration))
 
     def _describe_duplicate(self, new: Registration) -> str:
-        """Return a warning if the same engine is also registered under another name; else an empty text."""
+        """Return a warning if the engine is also registered under another name; else an empty text."""
         for other in [member.registration for member in self.fleet.members_at(new.endpoint)]:
             if other.topic == new.topic and other.scope == new.scope and other.instance != new.instance:
                 return f"{other.label} has the same endpoint and topic: one engine counts as two, and is chosen twice as often"
@@ -141,20 +143,21 @@ class Registrations(Struct, eq=False, kw_only=True):
         owner = self.owner_of(current.key) or "discovery"
         if different := current.differences(registration):
             sentence = f"{current.label} was found by {owner}, with a different {' and '.join(different)}"
-            raise ConflictError(sentence, "named-by-discovery", "change it there")
-        return RegistrationOutcome(is_new=False, warning=f"{current.label} was found by {owner}, which decides when it ends")
+            raise ConflictError(sentence, "named-by-discovery", "change the engine where discovery finds it")
+        warning = f"{current.label} was found by {owner}, which alone decides when the registration ends"
+        return RegistrationOutcome(is_new=False, warning=warning)
 
     def _grant_lease(self, key: Key, seconds: int | None) -> None:
-        if (member := self.fleet.members.get(key)) is not None:  # None if the follower has refused it
-            member.lease = Lease.of(seconds)
+        if (member := self.fleet.members.get(key)) is not None:  # None if the follower has refused the rank.
+            member.lease = Lease.start(seconds)
 
     async def end_leases(self) -> None:
         """Unregister each rank whose lease has ended. Run until cancelled."""
         while True:
             leases = [(lease, member.registration) for member in list(self.fleet.members.values()) if (lease := member.lease)]
-            due = [(lease, registration) for lease, registration in leases if lease.ends <= time.monotonic()]
+            due = [(lease, registration) for lease, registration in leases if lease.ends_at <= time.monotonic()]
             for lease, registration in due:
-                with suppress(NotFoundError):  # the follower has refused it
+                with suppress(NotFoundError):  # The follower has refused the rank.
                     self.fleet.unregister(registration.key)
                     name = f"{registration.label} of tenant {registration.tenant}"
                     self.ended_leases += 1
@@ -166,14 +169,15 @@ class Registrations(Struct, eq=False, kw_only=True):
     async def unregister(self, query: InstanceQuery, client: Client) -> list[Registration]:
         """Stop following the ranks of an instance, drop their blocks, and return the registrations that ended.
 
-        Raises `NotFoundError` if no rank is registered, or if the instance has another model, LoRA or salt, and `ConflictError`
-        if discovery has found one of the ranks.
+        Raises `NotFoundError` if no rank is registered, or if the instance has another model, LoRA or salt. Raises
+        `ConflictError` if discovery has found one of the ranks.
         """
         members = self._find(query)
         for member in members:
             if member.origin != HTTP and (owner := self.owner_of(member.registration.key)) is not None:
                 sentence = f"{member.registration.label} was found by {owner}"
-                raise ConflictError(sentence, "named-by-discovery", "remove it there; it would be followed again at once")
+                hint = "remove the engine where discovery finds it; otherwise the service would follow it again at once"
+                raise ConflictError(sentence, "named-by-discovery", hint)
         self._check_follows_engines()
         ranks = [member.registration for member in members]
         await asyncio.gather(*(asyncio.wrap_future(self.fleet.unregister(rank.key)) for rank in ranks))
@@ -205,17 +209,18 @@ class Registrations(Struct, eq=False, kw_only=True):
             raise NotFoundError(f"instance {query.instance}{suffix} not found", "not-registered", LISTING_HINT)
         first, subject = ranks[0].registration, f"instance {query.instance} is registered"
         if query.model is not None and first.model != query.model:
-            raise NotFoundError(f"{subject} for model={first.model}", "other-model", "send this model, or no model")
+            raise NotFoundError(f"{subject} with model {first.model!r}", "other-model", "send this model, or no model")
         if (query.lora and query.lora != first.lora_name) or (query.salt and query.salt != first.salt):
-            raise NotFoundError(f"{subject} with another LoRA or salt", "other-scope", "send these, or omit both")
+            hint = "send the registered LoRA and salt, or omit both"
+            raise NotFoundError(f"{subject} with another LoRA or salt", "other-scope", hint)
         return ranks
 
     def _check_follows_engines(self) -> None:
         if self.advice:
-            raise ConflictError("this service follows no engines itself", "replica", self.advice)
+            raise ConflictError("this service does not follow engines itself", "replica", self.advice)
 
     async def save(self) -> None:
-        """Write the registrations to the disk. Changes that are made during a write are in the next write."""
+        """Write the registrations to the disk. The next write contains changes that occur during a write."""
         if self.store is None:
             return
         self._changes += 1
@@ -226,7 +231,7 @@ class Registrations(Struct, eq=False, kw_only=True):
             newest, fault = self._changes, ""
             try:
                 await asyncio.to_thread(self.store.save_registrations, self._list_registrations)
-            except SnapshotError as error:  # the next snapshot writes them again
+            except SnapshotError as error:  # The service calls `save` again with the next snapshot.
                 fault = str(error)
             self._saved_changes = newest
             self.report_fault(fault)

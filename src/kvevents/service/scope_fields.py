@@ -1,7 +1,7 @@
 """The request fields that name the scope of a prompt, under the names that Dynamo, Mooncake, vLLM and `/v1` use.
 
-If a name were misread, prompts of two tenants would be mixed. Therefore each field is accepted under any of its names. Two
-names with different values are rejected, and unknown names that are similar to one of these names are rejected too.
+If a name were misread, prompts of two tenants would be mixed. Therefore each field is accepted under any of its names. A
+request is rejected if two names of a field have different values, or if an unknown name is similar to a known name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Scopes:
             del self._streams[scope]
 
     def streams_of(self, scope: Scope) -> list[Key]:
-        """Return the streams of the same model, tenant and group, with any LoRA and salt."""
+        """Return the streams of the scope's model, tenant and group, with any LoRA and salt."""
         return [key for candidate, keys in list(self._streams.items()) if candidate[:3] == scope[:3] for key in list(keys)]
 
     @property
@@ -47,7 +47,7 @@ class Scopes:
         """The scopes of all streams."""
         return set(self._streams)
 
-    def unknown(self, scope: Scope) -> NotFoundError:
+    def unknown_model_error(self, scope: Scope) -> NotFoundError:
         """Return the error for a model that no stream serves."""
         is_default = scope[1:3] == (DEFAULT_GROUP, DEFAULT_GROUP)
         owner = "the default tenant" if is_default else f"tenant {scope.tenant!r}, group {scope.group!r}"
@@ -58,13 +58,13 @@ class Scopes:
 
 MODEL, TENANT, GROUP, LORA, SALT = SCOPE_NAMES.values()
 _CANONICAL: Final = {alias: name for name, aliases in SCOPE_NAMES.items() for alias in aliases}
-"""For each accepted name, the name in `/v1`, under which handlers read the value."""
+"""The name in `/v1` by each accepted name. Handlers read a value under its name in `/v1`."""
 _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt", "lora": "lora_name"}
-"""Words that occur only in names of scope fields. An unknown field whose name contains such a word must not be ignored."""
+"""Words that only names of scope fields contain, each with a field to suggest. An unknown name with such a word is rejected."""
 _ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
-"""The names of all scope fields except the model, by the names without underscores."""
+"""All names of the scope fields except the model, by the name without underscores."""
 MAX_UNKNOWN: Final = 64
-"""Maximum number of unknown fields in one request, because each of them is compared with the known names."""
+"""Maximum number of unknown fields in one request. It bounds the time to compare each of them with the known names."""
 MAX_COMPARED: Final = 40
 """Maximum length, in characters, of names that are compared with the known names."""
 
@@ -85,13 +85,13 @@ def scope_of(request: Any) -> Scope:
 
 
 def owner_of(request: Any) -> tuple[str, str]:
-    """Return the tenant and the routing group of a request; a missing one has its default."""
+    """Return the tenant and the routing group of a request; `DEFAULT_GROUP` for each that is missing."""
     tenant, group = pick(request, TENANT), pick(request, GROUP)
     return DEFAULT_GROUP if tenant is None else tenant, DEFAULT_GROUP if group is None else group
 
 
 def pick(request: Any, names: tuple[str, ...]) -> str | None:
-    """Return the value that a request has under `names`; None if it has none. Raises `RefusedError` for different values.
+    """Return the value that a request has under `names`; None without a value. Raises `RefusedError` for different values.
 
     An empty LoRA or salt means no value; an empty tenant, group or model is a value.
     """
@@ -101,25 +101,29 @@ def pick(request: Any, names: tuple[str, ...]) -> str | None:
         if value is None or value is UNSET or (not value and names in (LORA, SALT)):
             continue
         if result is not None and value != result:
-            raise RefusedError(f"{first_name} and {name} have different values", "contradiction", f"give {first_name} alone")
+            raise RefusedError(f"{first_name} and {name} have different values", "contradiction", f"send only {first_name}")
         result, first_name = value, first_name or name
     return result
 
 
-def check_unknown(names: Collection[str], given: Collection[str]) -> None:
-    """Raise `RefusedError` for too many unknown names, or one similar to a scope field (to the model only if it is missing)."""
-    if len(names) > MAX_UNKNOWN:
-        sentence = f"{len(names)} fields are unknown, more than {MAX_UNKNOWN}"
+def check_unknown_fields(unknown_names: Collection[str], all_names: Collection[str]) -> None:
+    """Raise `RefusedError` for too many unknown names, and for a name similar to a scope field.
+
+    `all_names` are the names of all fields of the request. If the model is in them, similarity to the model is no error.
+    """
+    if len(unknown_names) > MAX_UNKNOWN:
+        sentence = f"the request has {len(unknown_names)} unknown fields, more than {MAX_UNKNOWN}"
         raise RefusedError(sentence, "too-many-fields", "leave them out; see /openapi.json")
-    aliases = _ALIASES if any(name in given for name in MODEL) else {name.replace("_", ""): name for name in MODEL} | _ALIASES
-    for name in names:
+    has_model = any(name in all_names for name in MODEL)
+    aliases = _ALIASES if has_model else {name.replace("_", ""): name for name in MODEL} | _ALIASES
+    for name in unknown_names:
         if (field := _similar_field(name, aliases)) is not None:
             sentence = f"unknown field {name[:MAX_COMPARED]!r}; did you mean {field!r}?"
             raise RefusedError(sentence, "unknown-field", f"write {field}, or leave it out")
 
 
 def _similar_field(name: str, aliases: Mapping[str, str]) -> str | None:
-    """Return the scope field that an unknown name is similar to; None if none is similar."""
+    """Return the scope field to which an unknown name is similar; None without similarity."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
     for word, field in _WORDS.items():
         if word in letters:
@@ -134,16 +138,17 @@ def _similar_field(name: str, aliases: Mapping[str, str]) -> str | None:
 def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], *, beside: str = "") -> dict[str, str]:
     """Return the parameters of a query string, with the scope fields under their `/v1` names.
 
-    `known_names` are the parameters of the endpoint, accepted under all their names. Raises `RefusedError` for other names:
-    ignoring a tenant would return the blocks of other tenants. `beside` ends the hint if the endpoint takes no parameters.
+    `known_names` are the parameters of the endpoint; each is accepted under all its names. Raises `RefusedError` for unknown
+    names: ignoring a tenant would return the blocks of other tenants. `beside` ends the hint if the endpoint has no parameters.
     """
     accepted_names = {_CANONICAL.get(name, name) for name in known_names}
     result: dict[str, str] = {}
     for parameter, value in parameters.items():
         name = _CANONICAL.get(parameter, parameter)
         if name not in accepted_names:
-            hint = f"it takes {', '.join(sorted(accepted_names))}" if accepted_names else f"it takes none{beside}"
+            names = ", ".join(sorted(accepted_names)) if accepted_names else f"no parameters{beside}"
+            hint = f"this endpoint takes {names}"
             raise RefusedError(f"unknown parameter {parameter[:MAX_COMPARED]!r}", "unknown-field", hint)
         if result.setdefault(name, value) != value:
-            raise RefusedError(f"{name} is given twice, with different values", "contradiction", f"give {name} alone")
+            raise RefusedError(f"parameter {name} has two different values", "contradiction", f"send only {name}")
     return result

@@ -1,4 +1,4 @@
-"""Selections that Dynamo's `/select` made, and that a later request to `/reservations` reserves by their names."""
+"""Selections made by Dynamo's `/select`, until a request to `/reservations` reserves them by name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from kvevents.service.fleet.registration import Scope
 
-SECONDS: Final = 120.0
-"""Number of seconds for which a selection waits for its reservation, the same as in Dynamo."""
+MAX_SECONDS: Final = 120.0
+"""Number of seconds for which a selection waits for its reservation; Dynamo's service waits as long."""
 MAX_SELECTIONS: Final = 4_096
 MAX_BYTES: Final = 64 << 20
 """Maximum size in bytes of the token ids of all selections."""
@@ -26,10 +26,10 @@ class PendingSelection(NamedTuple):
     rank: int
     scope: Scope
     tokens: Any
-    """Token ids of the prompt; if only hashes were sent, placeholders for the tokens that the worker must compute."""
+    """Token ids of the prompt; if the request had only hashes, placeholders for the tokens that the worker must compute."""
     ignores_cache: bool
-    waits: bool
-    """Whether the request waits for its first token at the worker."""
+    is_waiting: bool
+    """Whether the worker must still compute the first token of the request."""
     session: str | None
 
     @property
@@ -39,21 +39,21 @@ class PendingSelection(NamedTuple):
 
 
 class SelectionCache:
-    """Selections by scope and name, limited by age, number and bytes; the oldest are removed first. Any thread may use it."""
+    """Selections by scope and name. At a limit of age, number or bytes, the oldest are removed. Any thread may use it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock: Final = clock
         self._lock: Final = threading.Lock()
         self._entries: Final[OrderedDict[_Key, tuple[float, PendingSelection]]] = OrderedDict()
         self._bytes = 0
-        self.booking: Final = threading.Lock()
-        """Held while a name is reserved, so that two requests do not both find the same name free."""
+        self.booking_lock: Final = threading.Lock()
+        """Lock for the check and the reservation of a name, so that two requests cannot both find the name free."""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, name: str, selection: PendingSelection) -> None:
-        """Store a selection in place of one with the same scope and name."""
+        """Store a selection. It replaces a selection with the same scope and name."""
         with self._lock:
             now = self._clock()
             self._remove(_key_of(selection.scope, name))
@@ -61,7 +61,7 @@ class SelectionCache:
             self._bytes += 4 * len(selection.tokens)
             while self._entries:
                 oldest, (added_at, _) = next(iter(self._entries.items()))
-                if now - added_at <= SECONDS and len(self._entries) <= MAX_SELECTIONS and self._bytes <= MAX_BYTES:
+                if now - added_at <= MAX_SECONDS and len(self._entries) <= MAX_SELECTIONS and self._bytes <= MAX_BYTES:
                     break
                 self._remove(oldest)
 
@@ -69,10 +69,10 @@ class SelectionCache:
         """Return a selection; None if it is missing or too old."""
         with self._lock:
             entry = self._entries.get(_key_of(scope, name))
-            return None if entry is None or self._clock() - entry[0] > SECONDS else entry[1]
+            return None if entry is None or self._clock() - entry[0] > MAX_SECONDS else entry[1]
 
     def discard(self, scope: Scope, name: str) -> None:
-        """Remove a selection, if it is stored."""
+        """Remove a selection, if the cache has it."""
         with self._lock:
             self._remove(_key_of(scope, name))
 
@@ -82,4 +82,4 @@ class SelectionCache:
 
 
 def _key_of(scope: Scope, name: str) -> _Key:
-    return scope[:3], name  # a request for a stored selection names neither LoRA nor salt
+    return scope[:3], name  # The request that reserves a selection names neither LoRA nor salt.

@@ -37,21 +37,21 @@ from kvevents.stream import Checkpoint
 log = logging.getLogger(__name__)
 
 CLAIM_SECONDS: Final = 120.0
-"""Seconds for which restored blocks wait for the registration of their stream before they are removed."""
+"""Seconds after the start within which the stream of restored blocks must be registered; then the blocks are removed."""
 REFRESH_SECONDS: Final = 0.25
 """Pause in seconds between two updates of the answers to probes."""
-STANDING_SECONDS: Final = 10.0
-"""Maximum seconds for which a snapshot waits for the checkpoints of the streams."""
+CHECKPOINTS_SECONDS: Final = 10.0
+"""Maximum seconds for which a snapshot waits until the follower's thread returns the checkpoints of the streams."""
 
 
 class Service:
-    """The service without its HTTP server. Call `start` and `stop` once each, in one event loop."""
+    """The service without its HTTP server. Call `start` and then `stop`, each one time, in one event loop."""
 
     snapshot_at: float | None = None
     limit_warning = ""
-    """A sentence about a limit that was lowered because the process cannot have more; empty if no limit was lowered."""
+    """A sentence about `max_clients` if it was lowered, because the process cannot open so many files; else empty."""
     is_ending = False
-    """Whether the process is ending. Then it still answers requests, but reports that it is not ready."""
+    """Whether the process is ending. It then answers requests, but reports that it is not ready."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class Service:
         self.fleet = _make_fleet(config)
         self.fleet.why_incomplete = self._why_incomplete
         self.pools = thread_pools(config.limits.max_waiting)
-        self.dump = BoundedLock("dump", config.limits.max_waiting)
-        """Lock that the client that reads `/dump` holds."""
+        self.dump_lock = BoundedLock("dump", config.limits.max_waiting)
+        """Lock that allows one client at a time to read `/dump`."""
         self.ignored_fields = Counter[str]()
         """Number of unknown fields in request bodies that were ignored, by path."""
         self.block_listings = BlockListings(config.limits.max_listed_blocks, config.limits.listing_seconds)
@@ -80,7 +80,7 @@ class Service:
         self.restore_faults: list[str] = []
         """Sentences about saved state that could not be restored."""
         self._save_faults: dict[str, str] = {}
-        """For each part of the state, why its newest write has failed; empty if the write succeeded."""
+        """Why the newest write of `snapshot` or `registrations` has failed; empty if the write succeeded."""
         self._checkpoints: dict[Key, Checkpoint] = {}
         external = None if open_source is None else open_source(self.fleet)
         self._discovery = EngineDiscovery(config, sources_file, self.fleet, self._resume, config.limits.max_sources)
@@ -94,7 +94,7 @@ class Service:
             resume=self._resume,
             report_fault=partial(self._report_fault, "registrations"),
         )
-        """The engines that clients register."""
+        """The registrations by clients."""
         prober = Prober(self.fleet, self.allow_list, config.probe)
         self.index_source: IndexSource = external or FollowedEngines(self._discovery, self.registrations, prober)
         self._tasks: list[asyncio.Task[None]] = []
@@ -121,12 +121,12 @@ class Service:
         if self._certificates is not None:
             work.append(self._certificates.watch())
         if self.state_store is not None:
-            work += [self._save_often(), self._forget_unclaimed()]
+            work += [self._save_regularly(), self._remove_unclaimed()]
         self._tasks = [asyncio.create_task(coroutine) for coroutine in work]
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
         for sentence in self.warnings():
-            if sentence not in self.restore_faults:  # logged already
+            if sentence not in self.restore_faults:  # `_report_lost` has already logged these.
                 log.warning("%s", sentence)
 
     async def _refresh_data_plane(self) -> None:
@@ -135,10 +135,10 @@ class Service:
             self.data_plane.refresh()
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """If a task ended with an error, which is a defect of the service, log the error and mark the service as failed."""
+        """If a task ended with an error, log the error and mark the service as failed: such an error is a defect."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("a part of the service has failed", exc_info=error)
+            log.error("a task of the service has failed; restart the service", exc_info=error)
             self.fleet.failure = f"{type(error).__name__}: {error}"
             self.data_plane.publish()
 
@@ -160,7 +160,7 @@ class Service:
         try:
             self._checkpoints = self.state_store.restore(self.index)
         except SnapshotError as error:
-            self._report_lost(f"{error}; started from the streams alone")
+            self._report_lost(f"{error}; the service starts with an empty index and fills it from the streams")
         # A stream without a checkpoint is followed from its beginning.
         infos = self.index.workers()
         carried = {(info.source, rank) for info in infos for rank in info.carried_ranks}
@@ -170,7 +170,7 @@ class Service:
             log.info("restored %d blocks of %d streams", self.index.stats().blocks, len(self._checkpoints))
 
     def _owner_of(self, key: Key) -> str | None:
-        """Return the topic or the discovery provider that has found a rank; None if only a client has registered the rank."""
+        """Return the name of the topic endpoint or provider that has found a rank; None if a client has registered it."""
         member, topics = self.fleet.members.get(key), self.settings.topics
         is_by_topic = member is not None and member.origin == TOPIC and topics is not None
         return f"its topic at {topics.endpoint}" if is_by_topic and topics else self._discovery.owner_of(key)
@@ -178,7 +178,7 @@ class Service:
     def _resume(self, key: Key) -> Checkpoint | None:
         return self._checkpoints.pop(key, None)
 
-    async def _forget_unclaimed(self) -> None:
+    async def _remove_unclaimed(self) -> None:
         await asyncio.sleep(CLAIM_SECONDS)
         for key in list(self._checkpoints):
             if self._checkpoints.pop(key, None) is not None:
@@ -186,30 +186,30 @@ class Service:
                 instance = key[0].split(SEPARATOR)[-1]
                 log.info("%s rank %d was not registered again; its blocks are removed", instance, key[1])
 
-    async def _save_often(self) -> None:
+    async def _save_regularly(self) -> None:
         while True:
             await asyncio.sleep(self.settings.snapshot_seconds)
             await asyncio.to_thread(self.save)
             await self.registrations.save()
 
     def save(self) -> None:
-        """Write a snapshot. If it fails, `/health` shows a warning."""
+        """Write a snapshot. If the write fails, `/health` shows a warning."""
         if self.state_store is None:
             return
         fault = ""
         try:
             self.snapshot_at = self.state_store.save(self.index, self._current_checkpoints)
         except (SnapshotError, TimeoutError) as error:
-            fault = str(error) or "the positions of the streams could not be read in time"
+            fault = str(error) or f"no snapshot was written: no checkpoints of the streams within {CHECKPOINTS_SECONDS:g} s"
         self._report_fault("snapshot", fault)
 
     def _current_checkpoints(self) -> list[Checkpoint]:
         """Return the checkpoints of followed streams, and of restored streams that have not been registered again."""
-        checkpoints = self.fleet.follower.submit(self.fleet.follower.subscriber.checkpoints).result(STANDING_SECONDS)
+        checkpoints = self.fleet.follower.submit(self.fleet.follower.subscriber.checkpoints).result(CHECKPOINTS_SECONDS)
         return [*checkpoints, *self._checkpoints.values()]
 
     def _report_lost(self, sentence: str) -> None:
-        """Log that state could not be restored, and keep this as a warning: clients must register the missing engines again."""
+        """Log that saved state is lost, and add a warning to `/health`, because clients must register engines again."""
         self.restore_faults.append(sentence)
         log.error("%s", sentence)
 
@@ -220,7 +220,7 @@ class Service:
 
     @property
     def snapshot_fault(self) -> str | None:
-        """Why a part of the state could not be written; None if all parts were written."""
+        """Why the snapshot or the registrations could not be written; None if both were written."""
         return next(filter(None, self._save_faults.values()), None)
 
     # --- answers
@@ -230,10 +230,10 @@ class Service:
         return dict(self.fleet.workers)
 
     def blocks(self, key: Key) -> Iterable[Block]:
-        """Return the blocks that a worker holds at one moment, in no order."""
+        """Return the blocks that a worker holds now, unsorted."""
         try:
             return self.index.blocks(key)
-        except LookupError:  # no event has arrived yet
+        except LookupError:  # No event of the worker has arrived yet.
             return ()
 
     # --- state
@@ -263,7 +263,7 @@ class Service:
 
     @property
     def _failure(self) -> str:
-        """A sentence that says why the process must be restarted; empty if it works."""
+        """Why the process must be restarted, as a sentence; empty if the process works."""
         return "" if self.fleet.failure is None else f"the service no longer receives events: {self.fleet.failure}"
 
     def readiness(self) -> ReadyAnswer:
@@ -298,18 +298,18 @@ class Service:
         )
 
     def _why_incomplete(self) -> str:
-        """Return why engines of any model may still be unknown; empty if all are known."""
+        """Return why some engines, of any model, may be unknown; empty if all engines are known."""
         if reason := self.index_source.why_incomplete:
             return reason
         expects = self._expects_engines or self.registrations.were_saved or self.settings.ready.expected
-        if self.settings.kubernetes and not expects:  # whether a selector selects pods, only the API server can say
+        if self.settings.kubernetes and not expects:  # Before the API server answers, a selector can select pods or none.
             expects = not self.index_source.has_found_engines or bool(self._discovery.provider_faults())
-        return "engines are expected, and none is registered or found so far" if expects and not self.fleet.members else ""
+        return "engines are expected, but no engine is registered or found yet" if expects and not self.fleet.members else ""
 
     def _find_unmet_condition(self, members: int, exact: int, caught_up: int) -> str:
-        """Return a condition of readiness that is not met; empty if all are met. Conditions only count until the deadline."""
+        """Return a condition of readiness that is not met; empty if all are met. After the deadline, no condition counts."""
         if not self.index_source.has_found_engines:
-            return "not every way of discovery has answered"
+            return "not every discovery provider has answered"
         if members < (count := self.settings.ready.expected):
             return f"{members} of {count} expected sources are registered"
         is_enough = caught_up >= self.settings.ready.quorum * members
@@ -328,7 +328,7 @@ class Service:
         tiers: Counter[str] = Counter()
         blocks = 0
         for info in [worker.info for worker in list(self.fleet.workers.values()) if worker.info is not None]:
-            blocks += info.blocks  # added with the tiers, which are from the same refresh
+            blocks += info.blocks  # Add up blocks and tiers from the same refresh, so that they agree.
             tiers.update(info.tiers)
         return StatsAnswer(
             version=VERSION,
@@ -361,10 +361,10 @@ def _make_fleet(config: ServiceSettings) -> Fleet:
 
 
 def _names_engines(config: ServiceSettings, sources_file: Path | None) -> bool:
-    """Return whether the settings or the watched file name engines. Selectors do not count, since they may select no pod."""
+    """Return whether the settings or the watched file name engines. A selector does not count: it may select no pod."""
     if config.sources or config.source_files or config.dns:
         return True
     try:
         return sources_file is not None and bool(read_sources(sources_file, only_sources=False))
-    except ExceptionGroup:  # the file's provider reports the fault
+    except ExceptionGroup:  # The provider of the file reports the fault.
         return True

@@ -43,30 +43,31 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Limits on the resources that peers and clients can use. The error at a limit contains the limit's name."""
 
     max_body_bytes: Bytes = 16 << 20
-    """Maximum size in bytes of the body of a request. The default has room for two million token ids as JSON."""
+    """Maximum size in bytes of a request's body. The default is enough for two million token ids as JSON."""
     max_tokens: Positive = 2_000_000
     """Maximum number of tokens of one prompt, and of all prompts in one request together."""
     max_json_bytes: Bytes = 2 << 20
-    """Maximum size in bytes of a JSON or msgpack body, not counting the token ids of a JSON prompt. Python decodes it in one
-    piece, in about 5 ms."""
+    """Maximum size in bytes of a JSON or msgpack body, not counting the token ids of a JSON prompt. Python decodes a body of
+    the default size in about 5 ms."""
     max_hashes: Positive = 131_072
-    """Maximum number of hashes in one request to `/query_by_hash`. The default covers two million tokens in blocks of 16."""
+    """Maximum number of hashes in one request to `/query_by_hash`. The default is enough for two million tokens in blocks of 16
+    tokens."""
     max_candidates: Positive = 4_096
     """Maximum number of candidates in one request to `/v1/select`. The default equals `max_sources`."""
     max_rows: Positive = 262_144
-    """Maximum number of matches, each of one worker, in an answer of `/v1/match_many`. The default is 50 MB of JSON."""
+    """Maximum number of matches of workers in one answer of `/v1/match_many`. The default allows answers of 50 MB of JSON."""
     max_sources: Positive = 4_096
     """Maximum number of registered ranks."""
     max_metric_sources: Positive = 128
-    """Maximum number of ranks with series at `/metrics`, about 5 kB each. The ranks registered first have series."""
+    """Maximum number of ranks with metrics at `/metrics`, about 5 kB each. The ranks registered first have metrics."""
     max_clients: Positive = 1_024
-    """Maximum number of open connections. A further connection replaces an idle connection, if there is one."""
+    """Maximum number of open connections. A further connection replaces an idle connection, if any connection is idle."""
     reserved_clients: Positive = 32
     """Number of connections beyond `max_clients`, on which the service only answers probes and `/metrics`."""
     max_received_bytes: Bytes = 256 << 20
     """Maximum memory of all requests that are being received or answered, not counting the first 64 KiB of each request."""
     max_unread_bytes: Bytes = 256 << 20
-    """Maximum memory of all unread answers. Above it, the connection with the most unread bytes is closed."""
+    """Maximum memory of all unread answers. Above this limit, the connection with the largest unread answers is closed."""
     max_listeners: Positive = 64
     """Maximum number of concurrent clients of `/v1/events`."""
     max_reservations: Positive = 65_536
@@ -74,19 +75,19 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reservation_seconds: Annotated[float, Unit.SECONDS, Range(1, MAX_RESERVATION_SECONDS)] = 300.0
     """Seconds after which a reservation expires, unless its request or an update states another time."""
     max_waiting: Positive = 64
-    """Maximum number of requests of one kind that wait for a thread, and maximum number of clients that wait for a `/dump`."""
+    """Maximum number of requests of one kind that wait for a thread, and of clients that wait for `/dump`."""
     max_dump_blocks: Positive = 1_000_000
-    """Maximum number of blocks that `/dump` returns. Larger indexes are read page by page from `/v1/blocks`."""
+    """Maximum number of blocks that `/dump` returns. For a larger index, read `/v1/blocks` page by page."""
     max_listed_blocks: Positive = 4_000_000
     """Maximum number of blocks stored for further pages of `/v1/blocks`, 32 bytes each. The newest listing may have more."""
     listing_seconds: Seconds = 60.0
-    """Seconds for which a listing is stored after its last page was requested."""
+    """Seconds for which a listing is stored after the newest request for one of its pages."""
     request_seconds: Seconds = 10.0
-    """Maximum seconds for a client to send its first byte after it connects, and then the rest of the request."""
+    """Maximum seconds from a client's connection to its first byte, and from that to the end of the request."""
     idle_seconds: Seconds = 75.0
-    """Seconds after which an idle connection is closed. Common client pools have less, so that clients close first."""
+    """Seconds after which an idle connection is closed. Common HTTP clients close idle connections earlier."""
     unread_seconds: Seconds = 10.0
-    """Seconds within which a client must read an answer, or a part of it and 1 MiB in all, and must answer an HTTP/2 ping."""
+    """Seconds within which a client must read the whole answer, or at least 1 MiB, and must answer an HTTP/2 ping."""
     drain_seconds: Seconds = 5.0
     """Maximum seconds for requests in progress after the service has received a stop signal."""
 
@@ -95,30 +96,29 @@ class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """The conditions for `/readyz` to return 200."""
 
     quorum: Annotated[float, Range(0, 1)] = 1.0
-    """Share of the sources that must be EXACT, 0 to 1."""
+    """Fraction of the sources that must be EXACT, 0 to 1."""
     deadline_seconds: Annotated[float, Unit.SECONDS, Range()] = 30.0
-    """Seconds after the start from which `/readyz` returns 200 although sources are not EXACT. The answer lists these sources.
-    At least one source is still required if the settings, registrations before a restart or `expected` name engines. A selector
-    of pods does not count once the pods were listed."""
+    """Seconds after the start from which `/readyz` returns 200 even if fewer sources are EXACT. The answer has their number.
+    One source is required even then if engines are expected: by the settings, by registrations before a restart, or by
+    `expected`. A selector of pods expects no engine after the API server has listed the pods."""
     expected: Annotated[int, Range()] = 0
-    """Number of sources that clients will register over HTTP. `/readyz` requires this number until the deadline."""
+    """Number of sources that clients will register over HTTP. Until the deadline, `/readyz` requires so many sources."""
     grace_seconds: Annotated[float, "--grace-seconds", Unit.SECONDS, Range(0, 3_600)] = 0.0
-    """Seconds after SIGTERM for which /readyz returns 503 while all other requests are answered, so that load balancers
-    react."""
+    """Seconds after SIGTERM for which /readyz returns 503, so that load balancers react; other requests are answered."""
 
 
 class Probing(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings for probes of endpoints that have no connection or send no replay answers.
+    """Settings for probes of endpoints that have no connection or do not answer replay requests.
 
     With the defaults a fault is reported within 10 s.
     """
 
     connect_seconds: Seconds = 2.0
-    """Maximum seconds for a probe: connecting and exchanging ZeroMQ's greeting."""
+    """Maximum seconds for one probe, which connects and exchanges ZeroMQ's greeting."""
     pause_seconds: Seconds = 5.0
     """Maximum pause in seconds between two probes of one endpoint; the first pauses are shorter."""
     patience_seconds: Seconds = 3.0
-    """Seconds after which a missing replay answer, a missing connection of an engine or a failed CURVE handshake is a fault."""
+    """Seconds after which a missing replay answer, a missing connection or a failed CURVE handshake counts as a fault."""
     at_once: Positive = 64
     """Maximum number of concurrent probes."""
 
@@ -127,18 +127,18 @@ class Tls(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The server's certificate, as PEM files, which are read again when they change."""
 
     certificate: FilePath
-    """PEM file of the certificate of the HTTP server."""
+    """PEM file of the HTTP server's certificate."""
     key: FilePath
     """PEM file of the certificate's private key."""
     client_ca: FilePath | None = None
-    """PEM file of certificate authorities. Clients need a certificate that one of these has signed."""
+    """PEM file of certificate authorities. If set, clients need a certificate that one of these authorities has signed."""
 
 
 class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A DNS name that resolves to several engines."""
 
     target: str
-    """`HOST:PORT` to look up addresses, `_kv._tcp.NAME` to look up SRV records. If it begins with `http://`, each engine is
+    """`HOST:PORT` to look up addresses, or `_kv._tcp.NAME` to look up SRV records. With `http://` before it, each engine is
     queried for its endpoints."""
 
 
@@ -148,7 +148,7 @@ class TopicSettings(GroupFields, frozen=True, kw_only=True, forbid_unknown_field
     endpoint: Annotated[Endpoint, "--listen"]
     """Listen at this endpoint for engines that connect, such as `tcp://*:5557`; their topics are kv@INSTANCE@MODEL."""
     topic: str = "kv@"
-    """Prefix of the topics to receive."""
+    """Prefix of the topics that the service receives."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -178,9 +178,9 @@ class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fie
     namespaces: Annotated[tuple[Name, ...], "--kubernetes-namespace"] = ()
     """Namespace of the pods, by default the service's own; can be repeated."""
     pools: Annotated[tuple[Name, ...], "--kubernetes-pool"] = ()
-    """Follow the engines in pods of this `InferencePool`; can be repeated. If there is a selector, both must select a pod."""
+    """Follow the engines in pods of this `InferencePool`; can be repeated. With `selector`, both must select a pod."""
     kubeconfig: Annotated[FilePath | None, "--kubeconfig"] = None
-    """Kubeconfig to use instead of the pod's service account; outside of a cluster the default is kubectl's."""
+    """Kubeconfig to use instead of the pod's service account; outside of a cluster the default is kubectl's kubeconfig."""
     http_port: Port = 8000
     """Port of the HTTP server in pods that do not declare the port."""
     events_port: Port = 5557
@@ -191,7 +191,7 @@ class KubernetesSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
         if self.selector is None and not self.pools:
-            raise ConfigError("it needs a selector or pools: without these, all pods would be engines")
+            raise ConfigError("discovery by Kubernetes needs a selector or pools: without these, all pods would be engines")
         if self.selector is not None and not _SELECTOR.fullmatch(self.selector):
             raise ConfigError(f"invalid selector {self.selector!r}: expected labels, such as app=vllm,tier in (a,b)")
         for name in (*self.namespaces, *self.pools):
@@ -215,7 +215,7 @@ class EngineSources(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def names_engines(self) -> bool:
-        """Whether the settings name any engine, or any way to find engines."""
+        """Whether the settings name any engine, or any discovery provider."""
         return bool(self.sources or self.source_files or self.dns or self.kubernetes)
 
 
@@ -231,13 +231,14 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     """Allow requests without a token even if other machines can reach the address."""
     allowed_hosts: Annotated[list[Host], "--allowed-host"] = field(default_factory=list)
     """Host name of the service for clients, in addition to its addresses: HOST or *.SUFFIX; can be repeated. Pages from these
-    hosts can send requests from browsers. If requests need no token, their header `Host` must be one of these or an address."""
+    hosts can send requests from browsers. If requests need no token, their header `Host` must be an allowed host or an
+    address."""
     state_dir: FolderPath | None = None
-    """Folder for snapshots and registrations, which the service loads at its start; without a folder it starts empty."""
+    """Folder for snapshots and registrations, which the service loads when it starts; default: the service stores no state."""
     snapshot_seconds: Seconds = 60.0
     """Seconds between two snapshots."""
     memory_limit: Bytes | None = None
-    """Maximum memory of the index, for example 8GiB. At the limit new blocks are refused, and workers become DEGRADED."""
+    """Maximum memory of the index, for example 8GiB. At the limit the index refuses new blocks, and workers become DEGRADED."""
     hide_stale_seconds: Seconds = 300.0
     """Seconds without a connection after which a worker is omitted from /query and /query_by_hash, whose clients might ignore
     the trust."""

@@ -39,11 +39,11 @@ _CHECKPOINTS: Final = msgspec.msgpack.Decoder(list[Checkpoint])
 
 
 class SavedRegistration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The registration of an engine that a client has registered or drained, with the settings of the client."""
+    """The registration of an engine that a client has registered or drained, with the lease and the draining."""
 
     registration: Registration
     lease_seconds: int | None = None
-    """Length of the registration's lease, which begins again when the service starts."""
+    """Length of the registration's lease, which begins again when the service starts; None without a lease."""
     is_draining: bool = False
     origin: str = HTTP
 
@@ -54,8 +54,8 @@ _REGISTRATIONS: Final = msgspec.json.Decoder(list[SavedRegistration])
 class StateStore:
     """The state folder of a service, which this process has locked. Only one process at a time can open the folder.
 
-    Any thread may call any method. Concurrent writes of snapshots happen one after the other, and so do those of registrations.
-    Methods raise `SnapshotError` if a file cannot be read or written.
+    Any thread may call any method. Only one thread at a time writes a snapshot, and only one writes registrations. Methods
+    raise `SnapshotError` if a file cannot be read or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ class StateStore:
             raise ConfigError(f"state_dir {folder} cannot be used: {error.strerror or error}") from error
         self._save_lock = threading.Lock()
         self._registrations_lock = threading.Lock()
-        for path in folder.glob(".*.tmp"):  # unfinished files that a killed process has left
+        for path in folder.glob(".*.tmp"):  # Incomplete files of a killed process.
             with suppress(OSError):
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -75,9 +75,9 @@ class StateStore:
                     path.unlink()
 
     def save(self, index: PrefixIndex, read_checkpoints: Callable[[], list[Checkpoint]]) -> float:
-        """Write a generation of the index and of the streams' checkpoints. If another thread is saving, wait for it.
+        """Write a generation of the index and of the streams' checkpoints. If another thread is writing one, wait for it.
 
-        Return the Unix time at which reading the index began. The generation contains all that was known at that time.
+        Return the Unix time at which the write began. The generation contains all blocks that the index had at that time.
         """
         generation = secrets.token_hex(8)
         streams = self.folder / _STREAMS.format(generation)
@@ -86,8 +86,8 @@ class StateStore:
             try:
                 former = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in read_checkpoints()}
                 _write_index(index, self.folder / _INDEX.format(generation))
-                # The streams have advanced during the snapshot. After a restart, batches that it already contains are delivered
-                # again, and the index recognises these by their sequence numbers.
+                # The streams have advanced while the snapshot was written. After a restart, the checkpoints deliver batches
+                # again that the snapshot already contains. The index recognises these batches by their sequence numbers.
                 points = {(point.source, point.rank): point for point in read_checkpoints()}
                 checkpoints = [former[key].merge_later(point) for key, point in points.items() if key in former]
                 _write(streams, msgspec.msgpack.encode(checkpoints))
@@ -101,7 +101,7 @@ class StateStore:
             return began
 
     def restore(self, index: PrefixIndex) -> dict[Key, Checkpoint]:
-        """Load the current generation into the index and return its checkpoints; empty if there is no generation.
+        """Load the current generation into the index and return its checkpoints; empty if no generation exists.
 
         Raises `SnapshotError` if the generation cannot be read.
         """
@@ -117,7 +117,7 @@ class StateStore:
         return {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in checkpoints}
 
     def save_registrations(self, registrations: Callable[[], list[SavedRegistration]]) -> None:
-        """Write the registrations of clients. `registrations` is called just before the write."""
+        """Write the registrations of clients. `registrations` is called just before the write, and returns them."""
         try:
             with self._registrations_lock:
                 _write(self.folder / _REGISTERED, msgspec.json.format(msgspec.json.encode(registrations())))
@@ -160,7 +160,7 @@ class StateStore:
 
     def _remove_old_generations(self) -> None:
         current = self._read_generation()
-        if current == _UNREADABLE:  # the current generation is unknown and must not be removed
+        if current == _UNREADABLE:  # Remove nothing, because any generation can be the current one.
             return
         for pattern in (_INDEX, _STREAMS):
             for path in self.folder.glob(pattern.format("*")):
@@ -196,7 +196,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _lock_folder(path: Path) -> int:
-    import fcntl  # noqa: PLC0415 - Unix only, as is everything that keeps state
+    import fcntl  # noqa: PLC0415 - exists only on Unix, and only services with state need it
 
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

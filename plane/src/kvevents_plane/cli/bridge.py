@@ -133,10 +133,10 @@ def run(args: Namespace) -> int:
     return OK
 
 
-async def _main(config: BridgeCommandSettings, watched: Path | None, stop: StopSignal) -> None:
+async def _main(config: BridgeCommandSettings, watched_file: Path | None, stop: StopSignal) -> None:
     loop, stopped = asyncio.get_running_loop(), asyncio.Event()
     stop.on_signal(lambda: loop.call_soon_threadsafe(stopped.set))
-    process, operators = BridgeProcess(config, watched), config.bridge
+    process, operators = BridgeProcess(config, watched_file), config.bridge
     with ExitStack() as closing:
         if operators.metrics_port is not None:
 
@@ -162,11 +162,11 @@ async def _main(config: BridgeCommandSettings, watched: Path | None, stop: StopS
 class BridgeProcess:
     """A bridge, the discovery of its engines, and the log of its state."""
 
-    def __init__(self, config: BridgeCommandSettings, watched: Path | None) -> None:
+    def __init__(self, config: BridgeCommandSettings, watched_file: Path | None) -> None:
         self.bridge = Bridge(config.plane, config.bridge)
         self._config: Final = config
         self._subscriptions = BridgeSubscriptions(self.bridge, config.curve)
-        self._discovery = EngineDiscovery(config, watched, self._subscriptions, lambda _: None)
+        self._discovery = EngineDiscovery(config, watched_file, self._subscriptions, lambda _: None)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set, and then for `SHUTDOWN_SECONDS` at most."""
@@ -263,7 +263,7 @@ class BridgeSubscriptions:
         self.follow_errors: dict[Key, str] = {}
         """Part of `RegistrationTarget`; a bridge refuses nothing."""
         self.adapters: frozenset[Scope] = frozenset()
-        self.unready: Mapping[str, str] = {}
+        self.unready_sources: Mapping[str, str] = {}
         self.is_discovery_complete = False
         """Part of `RegistrationTarget`; only queries need these settings."""
         self._bridge: Final = bridge

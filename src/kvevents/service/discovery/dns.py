@@ -23,7 +23,7 @@ from kvevents.service.discovery.engines import DEFAULT_HTTP_CLIENT, EngineHttpCl
 from kvevents.service.discovery.provider import DEFAULT_TEMPLATE, Finding, Template, bracket_host
 
 MIN_SECONDS: Final = 5.0
-"""Minimum pause in seconds between two lookups, even if the TTL is shorter. CoreDNS sends a TTL of 5 for a headless service,
+"""Minimum pause in seconds between two lookups, even if the TTL is shorter. CoreDNS sends a TTL of 5 for a headless service;
 some servers send 0."""
 MAX_SECONDS: Final = 60.0
 """Maximum pause in seconds between two lookups, even if the TTL is longer. It bounds the time until a new engine is found."""
@@ -34,7 +34,7 @@ class ResolveError(ExternalError):
     """Raised if a name does not resolve. The message says why."""
 
 
-class Resolved(NamedTuple):
+class Resolution(NamedTuple):
     """The result of a lookup."""
 
     hosts: tuple[tuple[str, int | None], ...]
@@ -62,25 +62,25 @@ class DnsResolver:
         if importlib.util.find_spec("dns") is None:
             raise MissingDependencyError("discovery by DNS needs dnspython", "service")
 
-    async def addresses(self, name: str) -> Resolved:
-        """Return IPv4 addresses, or IPv6 addresses if there is no IPv4 address. So a host with both counts as one engine."""
+    async def addresses(self, name: str) -> Resolution:
+        """Return the IPv4 addresses of a name, or else its IPv6 addresses, so that a host with both kinds is one engine."""
         listed = await asyncio.to_thread(_addresses_in, self.hosts, name)
         if listed:
-            return Resolved(listed)
+            return Resolution(listed)
         for kind in ("A", "AAAA"):
             resolved = await self._look_up(name, kind)
             if resolved.hosts:
                 return resolved
         raise ResolveError(f"{name} has no addresses")
 
-    async def services(self, name: str) -> Resolved:
+    async def services(self, name: str) -> Resolution:
         """Return the targets of the SRV records (without the final dot) and their ports."""
         resolved = await self._look_up(name, "SRV")
         if not resolved.hosts:
             raise ResolveError(f"{name} has no SRV records")
         return resolved
 
-    async def _look_up(self, name: str, kind: str) -> Resolved:
+    async def _look_up(self, name: str, kind: str) -> Resolution:
         """Return the records of one type. The result is empty if DNS reports that the name has no such records."""
         from dns.asyncbackend import get_backend  # noqa: PLC0415
         from dns.asyncresolver import Resolver as AsyncResolver  # noqa: PLC0415
@@ -97,7 +97,7 @@ class DnsResolver:
                 name, kind, raise_on_no_answer=False, lifetime=self.seconds, search=True, backend=backend
             )
         except NXDOMAIN:
-            return Resolved(())
+            return Resolution(())
         except Timeout as error:
             raise ResolveError(f"{name} cannot be resolved: no nameserver answers in time") from error
         except (DNSException, OSError) as error:
@@ -108,7 +108,7 @@ class DnsResolver:
         else:
             hosts = {(record.address, None) for record in records}
         # Sort the hosts, because nameservers rotate the order of records.
-        return Resolved(tuple(sorted(hosts)), float(answer.chaining_result.minimum_ttl))
+        return Resolution(tuple(sorted(hosts)), float(answer.chaining_result.minimum_ttl))
 
 
 def _addresses_in(hosts: Path, name: str) -> tuple[tuple[str, int | None], ...]:
@@ -179,7 +179,7 @@ class DnsProvider:
         return f"dns {self.target}"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield the engines behind the name. Without a result, yield a fault, and for `max_stale` the last engines."""
+        """Yield the engines behind the name. If a lookup fails, yield a fault, with the former engines until `max_stale`."""
         _, host, port = DnsTarget.parse(self.target)
         backoff = Backoff(self.clock.random)
         yielded, last = None, Finding()
@@ -205,7 +205,7 @@ class DnsProvider:
             yielded = finding
             await self.clock.sleep(pause)
 
-    def _finding(self, resolved: Resolved) -> Finding:
+    def _finding(self, resolved: Resolution) -> Finding:
         scheme, name, port = DnsTarget.parse(self.target)
         addresses = [f"{bracket_host(host)}:{own or port}" for host, own in resolved.hosts]
         if scheme == "tcp":

@@ -9,8 +9,8 @@ external load balancer the first rank need not be 0::
 
 SGLang (`sglang/srt/runtime_context.py`, `describe_kv_events_publisher`, 0.5.23): `GET /server_info` returns all settings of the
 server. Its field `kv_events` is one address for all ranks (the port of rank r is r higher), or null if events are off. The
-address is only correct for the ranks on the server's node. If the field `kv_event_sources` is present too, it lists those
-ranks. Releases without `kv_events` return their start option as `kv_events_config`, and even older releases have the path
+address is only correct for the ranks on the server's node. The field `kv_event_sources`, if present, lists those ranks.
+Releases without `kv_events` return their start option as `kv_events_config`. Releases before these have the path
 `/get_server_info`::
 
     {"served_model_name": "Qwen/Qwen3-0.6B", "nnodes": 1, "node_rank": 0, ...,
@@ -55,23 +55,23 @@ from kvevents.settings import build_decoder_now
 if TYPE_CHECKING:
     from kvevents.routing.http_client import Answer
 
-_SOCKETS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
-"""Settings of an engine that enable events and replay."""
-_START_VLLM: Final = f"start vLLM with --kv-events-config '{{\"enable_kv_cache_events\": true, {_SOCKETS}}}'"
-_START_SGLANG: Final = f"start SGLang with --kv-events-config '{{{_SOCKETS}}}'"
+_PUBLISHER_OPTIONS: Final = '"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"'
+"""JSON members of an engine's option `--kv-events-config` that enable events and replay."""
+_START_VLLM: Final = f"start vLLM with --kv-events-config '{{\"enable_kv_cache_events\": true, {_PUBLISHER_OPTIONS}}}'"
+_START_SGLANG: Final = f"start SGLang with --kv-events-config '{{{_PUBLISHER_OPTIONS}}}'"
 
 
 class EngineInfo(Struct):
     """The ranks of one engine and their endpoints, as the engine describes them."""
 
     endpoints: list[RankEndpoint] = []
-    missing: dict[int, str] = {}
-    """Ranks that cannot be followed, each with the reason as the end of a sentence: `rank 3 of ENGINE ...`."""
+    missing_ranks: dict[int, str] = {}
+    """For each rank that cannot be followed, the reason: a sentence without its beginning `rank 3 of ENGINE`."""
     model: str | None = None
     has_metrics: bool = False
     """Whether the server has metrics about its load by default, as vLLM's server does."""
     off_reason: str | None = None
-    """Why the engine publishes no events at all, as the end of a sentence."""
+    """Why the engine publishes no events, as a sentence without its subject; None if it publishes events."""
 
 
 @build_decoder_now
@@ -120,20 +120,20 @@ def parse_kv_event_sources(answer: Any, host: str) -> EngineInfo:
         try:
             source = msgspec.convert(raw, _VllmSource)
         except msgspec.ValidationError as error:
-            info.missing[rank] = f"cannot be followed: {error}"
+            info.missing_ranks[rank] = f"cannot be followed: {error}"
             continue
         if source.publisher == "null" or source.endpoint is None:
-            info.missing[rank] = "cannot be followed: it has no endpoint"
+            info.missing_ranks[rank] = "cannot be followed: it has no endpoint"
             continue
         replay = None if source.replay_endpoint is None else replace_wildcard_host(source.replay_endpoint, host)
         endpoint, is_proven = replace_wildcard_host(source.endpoint, host), replay is not None
         info.endpoints.append(RankEndpoint(rank, endpoint, replay, topic=source.topic or "", replay_is_proven=is_proven))
-    ranks = info.missing.keys() | {each.rank for each in info.endpoints}
+    ranks = info.missing_ranks.keys() | {each.rank for each in info.endpoints}
     if not ranks:
         info.off_reason = f"publishes no KV events: {_START_VLLM}"
         return info
     _check_count(max(ranks) - min(ranks) + 1)
-    info.missing |= {rank: "is not in /kv_event_sources" for rank in range(min(ranks), max(ranks)) if rank not in ranks}
+    info.missing_ranks |= {rank: "is not in /kv_event_sources" for rank in range(min(ranks), max(ranks)) if rank not in ranks}
     return info
 
 
@@ -150,12 +150,14 @@ def parse_server_info(answer: Any, host: str) -> EngineInfo:
         return found
     count = 1 if descriptor.dp_size is None else descriptor.dp_size
     _check_count(count)
-    here = _ranks_of_node(info, count)
+    node_ranks = _ranks_of_node(info, count)
     for rank in range(count):
-        if rank in here:
+        if rank in node_ranks:
             found.endpoints.append(_make_sglang_rank(rank, descriptor, host))
         else:
-            found.missing[rank] = "runs on another node, whose address SGLang does not return: name it in a [[sources]] table"
+            found.missing_ranks[rank] = (
+                "runs on another node, whose address SGLang does not return: name it in a [[sources]] table"
+            )
     return found
 
 
@@ -244,10 +246,10 @@ class EngineHttpClient(Struct, frozen=True):
     read_seconds: float = 5.0
     """Maximum number of seconds for the whole answer."""
     max_bytes: int = 1 << 20
-    """Maximum number of bytes in an answer's body. The largest, that of SGLang's `/server_info`, has some tens of kB."""
+    """Maximum number of bytes in an answer's body. The largest body, from SGLang's `/server_info`, has tens of kilobytes."""
     max_connections: int = 256
     """Maximum number of open connections of all clients in one event loop; the first client in the loop sets this limit. More
-    connections would need many file descriptors, and would time out because the loop is busy, not the engines. If 4,096 engines
+    connections would need many file descriptors, and the busy loop would let them time out. With this limit, if 4,096 engines
     are dead, each is queried every 32 s."""
     tls: ssl.SSLContext | None = None
     """TLS settings for `https` URLs; by default the system's authorities are trusted."""
@@ -255,7 +257,7 @@ class EngineHttpClient(Struct, frozen=True):
     """Name that the certificate must have; by default the URL's host."""
 
     async def get(self, url: BaseUrl, *, other_hosts: bool = False) -> "Answer":
-        """Return the answer. Follow redirects, to other hosts or ports only if `other_hosts`. Raises `EngineQueryError`."""
+        """Return the answer. Follow redirects, but to another host or port only if `other_hosts`. Raises `EngineQueryError`."""
         for _ in range(1 + MAX_REDIRECTS):
             answer = await self._get(url)
             if answer.status not in {301, 302, 303, 307, 308} or not answer.location:
@@ -284,25 +286,25 @@ _default_tls: Final = functools.cache(ssl.create_default_context)
 _SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] = WeakKeyDictionary()
 
 
-async def is_same_host(host: str, other: str) -> bool:
-    """Whether all addresses of `host` belong to `other`. If `other` is loopback, all addresses of this machine belong to it."""
+async def is_same_host(host: str, server: str) -> bool:
+    """Whether all addresses of `host` belong to `server`. A loopback `server` has all addresses of this machine."""
     try:
-        addresses, others = await resolve(host), await resolve(other)
+        addresses, server_addresses = await resolve(host), await resolve(server)
     except (OSError, UnicodeError):
         return False
-    is_here = any(is_loopback(address) for address in others)
-    return all(address in others or (is_here and _is_own_address(address)) for address in addresses)
+    is_local = any(is_loopback(address) for address in server_addresses)
+    return all(address in server_addresses or (is_local and _is_own_address(address)) for address in addresses)
 
 
 async def resolve(host: str) -> set[str]:
-    """Return the addresses of a host. Raises `OSError` or `UnicodeError` if it has no address, and `TimeoutError`."""
+    """Return the addresses of a host. Raises `OSError` or `UnicodeError` if it has no address or its lookup times out."""
     async with asyncio.timeout(RESOLVE_SECONDS):
         records = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return {str(address[4][0]) for address in records}
 
 
 def _is_own_address(address: str) -> bool:
-    """Whether an address belongs to this machine. Only then a socket can be bound to the address."""
+    """Whether an address belongs to this machine, so that a socket can be bound to it."""
     with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return True
@@ -310,22 +312,22 @@ def _is_own_address(address: str) -> bool:
 
 
 class Declaration(Struct, frozen=True):
-    """Facts about an engine from elsewhere, such as labels of its pod. The engine's own answers take precedence."""
+    """What the labels and ports of a pod declare about its engine. The engine's own answers take precedence."""
 
     model: str | None = None
     names_model: bool = False
     """Whether `model` must be a name under which the engine serves; if false, `model` can be a nickname."""
     events_port: int | None = None
-    """Declared port of the first rank's events; None if not declared."""
+    """Declared port of the first rank's events; None if no port is declared."""
     replay_port: int | None = None
     assumed_events_port: int = 5557
-    """Port of the first rank's events if neither the engine nor a declaration has a port."""
+    """Port of the first rank's events if neither the engine nor the pod names a port."""
     assumed_replay_port: int | None = None
     is_relay: bool = False
     """Whether the ports belong to relays in the engine's pod, which are followed in place of the engine."""
 
     def endpoints(self, host: str, template: Template) -> list[RankEndpoint]:
-        """Return the endpoints of all ranks of an engine at `host` that does not name its endpoints."""
+        """Return the endpoints of all ranks at `host`, for an engine that does not name its endpoints."""
         events, replay = self.events_port or self.assumed_events_port, self.replay_port or self.assumed_replay_port
         ranks = []
         for index in range(template.ranks):
@@ -333,14 +335,14 @@ class Declaration(Struct, frozen=True):
             ranks.append(RankEndpoint(template.rank + index, f"tcp://{host}:{events + index}", own_replay))
         return ranks
 
-    def contradictions(self, first: RankEndpoint, models: set[str]) -> Iterator[str]:
-        """Yield sentences about declared values that differ from the engine's. `first` is its first rank, maybe not 0."""
+    def contradictions(self, first_rank: RankEndpoint, models: set[str]) -> Iterator[str]:
+        """Yield sentences about declared values that differ from those that the engine reports about its first rank."""
         if self.names_model and models and self.model not in models:
             yield f"it is declared to serve {self.model}, but serves {', '.join(sorted(models))}"
-        replay = first.replay_endpoint or "no endpoint"
-        for name, port, endpoint in ("events", self.events_port, first.endpoint), ("replay", self.replay_port, replay):
-            if port is not None and (split_tcp(endpoint) or ("", 0))[1] != port + first.rank:
-                yield f"its {name} port is declared as {port + first.rank}, but it names {endpoint}"
+        replay, rank = first_rank.replay_endpoint or "no endpoint", first_rank.rank
+        for name, port, endpoint in ("events", self.events_port, first_rank.endpoint), ("replay", self.replay_port, replay):
+            if port is not None and (split_tcp(endpoint) or ("", 0))[1] != port + rank:
+                yield f"its declared {name} port is {port + rank}, but the engine names {endpoint}"
 
 
 class EngineProvider(Struct, frozen=True):
@@ -357,8 +359,8 @@ class EngineProvider(Struct, frozen=True):
     """Seconds between two queries to an engine that answers. A change of the engine's ports is noticed after this time."""
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = SYSTEM_CLOCK
-    declared: Declaration | None = None
-    """Facts about the engine from elsewhere. They are used if the engine does not describe itself, or if it requires a key."""
+    declaration: Declaration | None = None
+    """What the pod declares. It is used if the engine does not describe itself, or requires a key; None without a pod."""
 
     def __post_init__(self) -> None:
         BaseUrl.parse(self.base_url)
@@ -370,11 +372,11 @@ class EngineProvider(Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """The field `instance` of all ranks."""
+        """Name of the engine, which is the field `instance` of all its registrations."""
         return self.instance or BaseUrl.parse(self.base_url).address
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield the ranks that the engine reports. While the engine does not answer, yield the last ranks with a fault."""
+        """Yield the ranks that the engine reports. If the engine does not answer, yield the former ranks with a fault."""
         backoff = Backoff(self.clock.random, maximum=RETRY_SECONDS)
         yielded, last = None, Finding()
         while True:
@@ -398,16 +400,16 @@ class EngineProvider(Struct, frozen=True):
             answer = await self._get(url.join(path))
             if answer is not None:
                 return await self._finding(url, parse(answer, url.host))
-        if self.declared is not None:
-            ranks = self.declared.endpoints(bracket_host(url.host), self.template)
-            return await self._finding(url, EngineInfo(ranks, has_metrics=True))  # as vLLM before 0.31
+        if self.declaration is not None:
+            ranks = self.declaration.endpoints(bracket_host(url.host), self.template)
+            return await self._finding(url, EngineInfo(ranks, has_metrics=True))  # For example, vLLM before 0.31.
         paths = "neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang)"
         raise EngineQueryError(f"cannot ask {url} for its endpoints: it has {paths}; name the engine by its endpoint")
 
     async def _get(self, url: BaseUrl) -> Any:
         """Return the JSON at a URL; None if the path does not exist."""
         answer = await self.http.get(url, other_hosts=self.template.other_hosts)
-        if answer.status in {404, 405} or (answer.status in _UNAUTHORIZED and self.declared is not None):
+        if answer.status in {404, 405} or (answer.status in _UNAUTHORIZED and self.declaration is not None):
             return None
         if answer.status in _UNAUTHORIZED:
             hint = "name the engine's endpoints in a [[sources]] table"
@@ -422,14 +424,14 @@ class EngineProvider(Struct, frozen=True):
     async def _finding(self, url: BaseUrl, info: EngineInfo) -> Finding:
         if info.off_reason is not None:
             return Finding(faults=(f"{self.label} {info.off_reason}",))
-        declared = self.declared or Declaration()
+        declared = self.declaration or Declaration()
         if declared.is_relay:
             self._follow_relays(declared.endpoints(bracket_host(url.host), self.template), info)
         models = await self._models(url, is_needed=not (self.template.model or info.model or declared.model))
         base = next((model.id for model in models if model.parent is None and model.id), None)
         model = self.template.model or info.model or base or declared.model
         if model is None:
-            hint = "set the annotation kvevents/model of its pod" if self.declared else "set model in the source's table"
+            hint = "set the annotation kvevents/model of its pod" if self.declaration else "set model in the source's table"
             raise EngineQueryError(f"{url.join('/v1/models')} lists no model: {hint}")
         faults = []
         if info.endpoints:
@@ -446,20 +448,20 @@ class EngineProvider(Struct, frozen=True):
             try:
                 registrations.append(self.template.registration(self.label, model, found))
             except ConfigError as error:
-                info.missing[found.rank] = f"cannot be followed: {error}"
+                info.missing_ranks[found.rank] = f"cannot be followed: {error}"
         scope = Scope(model, self.template.tenant, self.template.group)
         loras = (served for served in models if base is not None and served.parent == base and served.id)
         adapters = tuple((scope._replace(lora=lora.id), lora.root) for lora in loras)
-        faults += [f"rank {rank} of {self.label} {reason}" for rank, reason in sorted(info.missing.items())]
+        faults += [f"rank {rank} of {self.label} {reason}" for rank, reason in sorted(info.missing_ranks.items())]
         return Finding(tuple(registrations), tuple(faults), adapters=adapters)
 
     @staticmethod
     def _follow_relays(relays: list[RankEndpoint], info: EngineInfo) -> None:
-        """Replace the engine's endpoints by those of relays. Then only the relays need to reach the engine's endpoints."""
+        """Replace the engine's endpoints by those of its relays, so that only the relays connect to the engine."""
         known = {each.rank: each for each in info.endpoints}
         pairs = [(relay, known.get(relay.rank, relay)) for relay in relays]
         info.endpoints = [replace(relay, topic=own.topic, block_size=own.block_size, load=own.load) for relay, own in pairs]
-        info.missing = {}
+        info.missing_ranks = {}
 
     async def _drop_foreign_endpoints(self, url: BaseUrl, info: EngineInfo) -> None:
         """Mark a rank as missing if one of its endpoints is not at the queried host."""
@@ -474,12 +476,14 @@ class EngineProvider(Struct, frozen=True):
                     hosts[host] = bool(host) and await is_same_host(host, url.host)
                 if not hosts[host]:
                     info.endpoints.remove(rank)
-                    hint = "if that is meant, set other_hosts = true in the engine's table"
-                    info.missing[rank.rank] = f"cannot be followed: {endpoint} is not at {url.host}, which named it; {hint}"
+                    hint = "to allow this, set other_hosts = true in the engine's table"
+                    info.missing_ranks[rank.rank] = (
+                        f"cannot be followed: {endpoint} is not at {url.host}, which named it; {hint}"
+                    )
                     break
 
     async def _models(self, url: BaseUrl, *, is_needed: bool) -> list[_Model]:
-        """Return the models of `/v1/models`. After an error, raise `EngineQueryError` if `is_needed`; else return no model."""
+        """Return the models of `/v1/models`. If that fails, raise `EngineQueryError` if `is_needed`, else return no model."""
         try:
             answer = await self._get(url.join("/v1/models"))
             return [] if answer is None else msgspec.convert(answer, _Models).data
@@ -492,7 +496,7 @@ class EngineProvider(Struct, frozen=True):
 
     def _add_configured_ranks(self, info: EngineInfo) -> None:
         """Mark ranks of the template as missing if the engine does not report them."""
-        reported = info.missing.keys() | {found.rank for found in info.endpoints}
+        reported = info.missing_ranks.keys() | {found.rank for found in info.endpoints}
         first, count = self.template.rank, self.template.ranks
         unreported = set(range(first, first + count)) - reported if count > 1 else ()
-        info.missing |= dict.fromkeys(unreported, "is configured, but the engine does not report it")
+        info.missing_ranks |= dict.fromkeys(unreported, "is configured, but the engine does not report it")

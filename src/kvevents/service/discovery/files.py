@@ -49,11 +49,11 @@ class StaticProvider(Struct, frozen=True):
 
 
 class FileProvider(Struct, frozen=True):
-    """Finds the engines of a watched file. If the file cannot be used, findings have faults and the former engines."""
+    """Finds the engines of a watched file. If the file cannot be used, the finding has a fault and the former engines."""
 
     path: Path
     only_sources: bool = True
-    """Whether the file contains only tables of sources. The service's configuration contains other settings too."""
+    """Whether the file may contain only `[[sources]]`. The service's configuration file also has other settings."""
     interval: float = CHECK_SECONDS
     max_bytes: int = MAX_FILE_BYTES
     clock: Clock = SYSTEM_CLOCK
@@ -101,7 +101,11 @@ def read_sources(path: Path, *, only_sources: bool = True, max_bytes: int = MAX_
     """
     try:
         raw = _read(path, only_sources=only_sources, max_bytes=max_bytes)
-    except (OSError, ValueError, RecursionError) as error:  # also UnicodeDecodeError, TOMLDecodeError and ConfigError
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError includes decoding errors and `ConfigError`.
         reason = f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise ExceptionGroup(f"{path} is invalid", [ConfigError(f"{path}: {reason}")]) from error
     tables: list[SourceTable] = []
@@ -125,7 +129,7 @@ def _read(path: Path, *, only_sources: bool, max_bytes: int) -> list[Any]:
     if not only_sources:
         fields.setdefault("sources", [])
     elif unknown := sorted(fields.keys() - {"sources"}):
-        raise ConfigError(f"unknown key {unknown[0]!r}; a file of sources has [[sources]] tables and nothing else")
+        raise ConfigError(f"unknown key {unknown[0]!r}: a file of sources has [[sources]] tables and nothing else")
     if "sources" not in fields:
         raise ConfigError("the file has no [[sources]]: write sources = [] for an empty list")
     if not isinstance(fields["sources"], list):

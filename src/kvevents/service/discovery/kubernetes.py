@@ -34,7 +34,7 @@ MAX_FAULTS: Final = 16
 
 
 class _Reading(NamedTuple):
-    """The facts that were read from one version of a pod."""
+    """What was read from one version of a pod."""
 
     pod: Pod
     pool: InferencePool | None = None
@@ -65,7 +65,7 @@ class KubernetesProvider:
         return f"kubernetes {settings.selector or ', '.join(settings.pools)}"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield the engines of all namespaces. While the API server does not answer, yield the last engines with a fault."""
+        """Yield the engines of all namespaces. If the API server does not answer, yield the former engines with a fault."""
         changed = asyncio.Event()
         names = self.settings.namespaces or (own_namespace(self.settings.kubeconfig),)
         namespaces = [_Namespace(name, self.settings, self.clock, changed.set) for name in names]
@@ -94,7 +94,7 @@ class KubernetesProvider:
 
 
 class _Namespace:
-    """The pods of one namespace, and the facts that were read from them."""
+    """The pods of one namespace, and the reading of each pod."""
 
     def __init__(self, name: str, settings: KubernetesSettings, clock: Clock, on_change: Callable[[], None]) -> None:
         config = settings.kubeconfig
@@ -143,7 +143,7 @@ class _Namespace:
             engine = read_engine(pod, instance, self.name, ports, self._settings)
         except ConfigError as error:
             return _Reading(pod, pool, fault=str(error))
-        if before is not None and before.engine == engine:  # equal providers are compared faster if they are the same object
+        if before is not None and before.engine == engine:  # Keep the former object: a comparison with itself is fast.
             engine = before.engine
         return _Reading(pod, pool, engine, was_ready, reason)
 
@@ -154,10 +154,12 @@ def _build_finding(namespaces: list[_Namespace]) -> Finding:
     faults = [sentence for namespace in namespaces for sentence in namespace.faults()]
     of_pods = [reading.fault for reading in readings if reading.fault]
     if len(of_pods) > MAX_FAULTS:
-        of_pods[MAX_FAULTS:] = [f"{len(of_pods) - MAX_FAULTS} pods more have a fault"]
+        of_pods[MAX_FAULTS:] = [f"{len(of_pods) - MAX_FAULTS} further pods have a fault"]
     return Finding(
         registrations=tuple(registration for engine in engines for registration in engine.registrations),
         faults=(*faults, *of_pods),
         providers=tuple(provider for engine in engines for provider in engine.providers),
-        unready=tuple((each.engine.source, each.why_not_ready) for each in readings if each.engine and each.why_not_ready),
+        unready_sources=tuple(
+            (each.engine.source, each.why_not_ready) for each in readings if each.engine and each.why_not_ready
+        ),
     )

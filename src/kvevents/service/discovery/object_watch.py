@@ -1,10 +1,10 @@
 """Follows the objects of one kind in one namespace of a Kubernetes API server: it lists them, and then watches for changes.
 
 The watch begins at the version of the list, so it contains every later change, including deletions. When a watch ends, the next
-one begins at the last version that the former watch received. Bookmarks keep this version recent while nothing changes. When
+watch begins at the newest version that the former watch received. Bookmarks keep this version recent if nothing changes. If
 the server no longer has the changes since that version (status 410, after etcd is compacted), the objects are listed again, and
-objects that are no longer listed are removed. So no deletion is missed, even if the server was away for long. While the server
-is away, the objects stay. The section "Efficient detection of changes" of "Kubernetes API Concepts" has the rules.
+objects that are not listed are removed. So no deletion is missed, even if the server was unreachable for long. Until it answers
+again, the objects stay. The section "Efficient detection of changes" of "Kubernetes API Concepts" describes the protocol.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from kvevents.settings import build_decoder_now
 log = logging.getLogger(__name__)
 
 PAGE_SIZE: Final = 500
-"""Maximum number of objects in one answer to a list request; the same as in kubectl."""
+"""Maximum number of objects in one answer to a list request; kubectl uses the same limit."""
 WATCH_SECONDS: Final = 300
 """Seconds after which the server ends a watch, so that connections move to other servers; client-go uses 5 to 10 minutes."""
 SILENCE_SECONDS: Final = 12.0
-"""Seconds without data after which a watch begins again, and seconds without an answer after which the server counts as away.
-Without this a stopped server would look like a server without changes: bookmarks only come about once a minute."""
+"""Seconds without data after which a watch ends; the next watch shows whether the server answers. Without this limit a stopped
+server would look like a server without changes: the server sends a bookmark only about every minute."""
 CONNECT_SECONDS: Final = 10.0
 """Maximum number of seconds to connect for a watch."""
 LIST_SECONDS: Final = 30.0
 """Maximum number of seconds for a list request."""
 STEADY_SECONDS: Final = 5.0
-"""Duration in seconds from which a watch counts as normal, so that the next watch begins without a pause."""
+"""Seconds after which the end of a watch counts as normal, so that the next watch begins without a pause."""
 MAX_PAUSE_SECONDS: Final = 5.0
 """Maximum pause in seconds between two attempts to reach the server."""
 _ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -59,7 +59,7 @@ class Metadata(Struct, frozen=True, rename="camel"):
 
 @build_decoder_now
 class KubernetesObject(Struct, frozen=True):
-    """The fields that objects of all kinds have. Each kind adds the fields to read."""
+    """The fields that objects of all kinds have. Each subclass adds the fields of one kind."""
 
     metadata: Metadata = Metadata()
 
@@ -88,7 +88,7 @@ class _Status(Struct, frozen=True):
 
 
 class ApiServerError(ExternalError):
-    """The API server did not answer a request, or refused it. The error's message is the end of a sentence."""
+    """The API server did not answer a request, or refused it. The message is the second half of a sentence about a watch."""
 
 
 class _ExpiredError(ApiServerError):
@@ -163,7 +163,7 @@ class ObjectWatch(Generic[T]):
         self.objects: dict[str, T] = {}
         """The objects by name, in their last known versions."""
         self.fault: str | None = None
-        """A sentence that says why changes are not followed at present; None while they are followed."""
+        """Why changes are not followed now, as a sentence; None if they are followed."""
         self.is_listed = False
         """Whether the objects were listed at least once."""
         self.namespace: Final = namespace
@@ -249,7 +249,7 @@ class ObjectWatch(Generic[T]):
             if self.fault is not None:
                 self.fault = None
                 self._on_change()
-            with suppress(SocketTimeoutError):  # the next watch shows whether the server answers
+            with suppress(SocketTimeoutError):  # See `SILENCE_SECONDS`.
                 while (line := await response.content.readline()).endswith(b"\n"):
                     self._apply(msgspec.json.decode(line, type=_Event))
                     has_events = True
@@ -260,7 +260,7 @@ class ObjectWatch(Generic[T]):
             _check(msgspec.json.decode(event.object, type=_Status).code, event.object)
         metadata = msgspec.json.decode(event.object, type=KubernetesObject).metadata
         self._version = metadata.resource_version
-        if event.type == "BOOKMARK":  # a bookmark only has a version
+        if event.type == "BOOKMARK":  # A bookmark has a version, but no change.
             return
         if event.type == "DELETED":
             self.objects.pop(metadata.name, None)

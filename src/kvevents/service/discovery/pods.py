@@ -1,8 +1,8 @@
 """Reads what a pod declares about its engine by labels, annotations and ports, in the conventions of deployment projects.
 
 Keys of kvevents begin with `kvevents/` and can be annotations or labels: `model`, `tenant`, `group`, `role`, `zone`,
-`http-port`, `events-port`, `replay-port`, `ranks`, `stores-only` and `drafts`. If a pod lacks a key, the table `CONVENTIONS`
-applies, then the names of container ports. Values that the engine itself reports over HTTP take precedence (`Declaration`).
+`http-port`, `events-port`, `replay-port`, `ranks`, `stores-only` and `drafts`. If a pod lacks a key, the value follows from the
+table `CONVENTIONS`, or else from the names of container ports. Values that the engine itself reports over HTTP take precedence.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = "kvevents/"
 _ZONE: Final = "topology.kubernetes.io/zone"
-"""Label for the zone. Kubernetes copies it from nodes to pods from 1.35 on, from 1.33 with `PodTopologyLabelsAdmission`."""
+"""Label for the zone. Kubernetes 1.35 copies it from nodes to pods; 1.33 and 1.34 need `PodTopologyLabelsAdmission`."""
 _ROLES: Final = frozenset({"encode", "prefill", "decode", "both"})
-"""Parts of known roles, which are joined by hyphens, as in llm-d's `prefill-decode`. Dynamo also has workers without a role."""
+"""Known roles. A label can join several roles by hyphens, as in llm-d's `prefill-decode`; Dynamo has workers without a role."""
 _HTTP_PORTS: Final = ("http", "api", "container-port", "modelserver", "vllm", "sglang", "serve")
-"""Names of the container port of an HTTP server. If no port has such a name, the first port with an unknown name is used."""
+"""Names of the container port of an HTTP server. If a pod has none of these, its first port without a known name is used."""
 _EVENTS_PORTS: Final = ("kv-events", "kv-event", "zmq-kv")
 _REPLAY_PORTS: Final = ("kv-replay", "kv-events-replay")
 _RELAY: Final = "kvevents-relay"
-"""Prefix of the names of containers that relay the engine's events. Their ports have the same names as those of engines."""
+"""Prefix of the names of relays' containers. Their ports have the names in `_EVENTS_PORTS` and `_REPLAY_PORTS`."""
 
 
 class Convention(NamedTuple):
@@ -75,7 +75,7 @@ CONVENTIONS: Final = (
     # SGLang: docker/k8s-sglang-service.yaml (model, containerPort 30000), the gateway's --prefill-selector (component=prefill).
     Convention("SGLang", "", "model", roles=("component",)),
 )  # fmt: skip
-"""The first row whose mark a pod has applies to the pod; the last row is for all other pods."""
+"""For each pod, the first row whose mark begins one of its labels applies. The mark of the final row fits all pods."""
 
 
 class _Port(Struct, frozen=True, rename="camel"):
@@ -219,13 +219,13 @@ def read_engine(pod: Pod, instance: str, namespace: str, ports: Sequence[int], s
     host = bracket_host(pod.status.pod_ip)
     if not convention.is_queried:
         if declared.model is None:
-            raise ConfigError(f"pod {instance} has no annotation {_PREFIX}model, and a worker of Dynamo cannot be asked for it")
+            raise ConfigError(f"pod {instance} needs the annotation {_PREFIX}model: Dynamo's workers cannot be queried for it")
         ranks = [template.registration(instance, declared.model, rank) for rank in declared.endpoints(host, template)]
         return engine._replace(registrations=tuple(ranks))
     stated = facts.number("http-port", MAX_PORT, convention.http_port)
     http_ports = [stated] if stated is not None else ports or [facts.http_port or settings.http_port]
     urls = [f"http://{host}:{port}" for port in http_ports]
-    return engine._replace(providers=tuple(EngineProvider(url, template, instance, declared=declared) for url in urls))
+    return engine._replace(providers=tuple(EngineProvider(url, template, instance, declaration=declared) for url in urls))
 
 
 class _Facts:
@@ -240,17 +240,17 @@ class _Facts:
             if key.startswith(_PREFIX)
         }
 
-    def text(self, name: str, *others: str) -> str:
-        """Return the value of `kvevents/NAME`, or of the first of the keys `others` that the pod has; empty if it has none."""
-        return self._own.get(name) or next((value for key in others if (value := self._value_of(key))), "")
+    def text(self, name: str, *fallbacks: str) -> str:
+        """Return the value of `kvevents/NAME`, or else of the first existing key in `fallbacks`; empty without a value."""
+        return self._own.get(name) or next((value for key in fallbacks if (value := self._value_of(key))), "")
 
     def texts(self, name: str) -> list[str]:
-        """Return the comma-separated parts of a value. Only annotations can contain commas."""
+        """Return the comma-separated texts in the value of `kvevents/NAME`. Only annotations can contain commas."""
         return [part for text in self.text(name).split(",") if (part := text.strip())]
 
     @property
     def drafts(self) -> tuple[int, ...] | None:
-        """The groups of the draft model: `all` means the empty tuple, as in settings. Raises `ConfigError`."""
+        """KV cache groups of the draft model. The text `all` gives the empty tuple, as in settings. Raises `ConfigError`."""
         texts = self.texts("drafts")
         if not texts or texts == ["all"]:
             return () if texts else None
@@ -259,9 +259,9 @@ class _Facts:
             raise ConfigError(f"invalid {_PREFIX}drafts {text!r} of pod {name}: expected all, or 0,1")
         return tuple(map(int, texts))
 
-    def number(self, name: str, maximum: int, *others: str) -> int | None:
-        """Return a value as a number from 1 to `maximum`; None if it is missing. Raises `ConfigError`."""
-        text = self.text(name, *others)
+    def number(self, name: str, maximum: int, *fallbacks: str) -> int | None:
+        """Return what `text` returns as a number from 1 to `maximum`; None without a value. Raises `ConfigError`."""
+        text = self.text(name, *fallbacks)
         if not text:
             return None
         if not (text.isascii() and text.isdecimal() and len(text) < 10 and 0 < int(text) <= maximum):
@@ -279,7 +279,7 @@ class _Facts:
 
     @property
     def http_port(self) -> int | None:
-        """The container port with the HTTP server."""
+        """The container port of the HTTP server; None if no port can be it."""
         if named := self._find_port(_HTTP_PORTS):
             return named
         others = {*_EVENTS_PORTS, *_REPLAY_PORTS}

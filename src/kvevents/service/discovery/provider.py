@@ -25,18 +25,18 @@ from kvevents.settings import Range, build_decoder_now, convert
 
 
 class Finding(Struct, frozen=True):
-    """All that one provider knows at a time. Registrations that are not in the provider's newest finding are removed."""
+    """All engines that a provider knows at one time. Registrations that are not in its newest finding are removed."""
 
     registrations: tuple[Registration, ...] = ()
     faults: tuple[str, ...] = ()
     """Sentences about problems, such as a name that does not resolve, a missing rank or a malformed file."""
     providers: tuple[Provider, ...] = ()
-    """Further providers, such as engines to query. A provider runs for as long as the newest finding contains an equal one."""
+    """Further providers, such as engines to query. Each runs for as long as the newest finding contains an equal provider."""
     adapters: tuple[tuple[Scope, str | None], ...] = ()
     """LoRA adapters that requests can name as their model. Each consists of the engine's scope with the adapter's name as
     `lora`, and the path of the adapter's weights (None if the engine does not list the path)."""
-    unready: tuple[tuple[str, str], ...] = ()
-    """Pairs of the name of a source that should get no requests, and the reason."""
+    unready_sources: tuple[tuple[str, str], ...] = ()
+    """For each source that should get no requests, its name and the reason."""
 
 
 class Provider(Protocol):
@@ -50,8 +50,8 @@ class Provider(Protocol):
     def watch(self) -> AsyncGenerator[Finding, None]:
         """Yield the first finding, and a new finding after each change, until the generator is closed or its task is cancelled.
 
-        The generator does not raise for failures outside of this process. It yields them as faults, with the registrations that
-        it knew before. If the generator ends, its last finding stays valid.
+        After a failure outside of this process, the generator does not raise: it yields a finding with the fault and the former
+        registrations. If the generator ends, its newest finding stays valid.
         """
         ...
 
@@ -91,7 +91,7 @@ def bracket_host(host: str) -> str:
 
 
 def replace_wildcard_host(address: str, host: str) -> str:
-    """Return an endpoint or a URL with `host` in place of a wildcard host; return any other address unchanged."""
+    """Return an endpoint or a URL with `host` in place of a wildcard host. An address without a wildcard stays unchanged."""
     wildcard = _WILDCARD_HOST.match(address)
     return address if wildcard is None else f"{wildcard[1]}{bracket_host(host)}{address[wildcard.end() :]}"
 
@@ -103,7 +103,7 @@ def _on_host_of(address: str, endpoint: str) -> str:
 
 
 def check_endpoint(field: str, endpoint: str, *, bind: bool = False) -> None:
-    """Raise `ConfigError`, which names `field`, if we cannot connect to an endpoint, or with `bind` cannot listen at it."""
+    """Raise `ConfigError`, which names `field`, for an endpoint to which no socket can connect (or bind, if `bind`)."""
     transport, separator, address = tcp_of(endpoint).partition("://")
     if not separator or not address or transport not in _TRANSPORTS:
         raise ConfigError(f"invalid {field} {endpoint!r}: expected tcp://HOST:PORT or ipc://PATH")
@@ -157,10 +157,10 @@ class BaseUrl(Struct, frozen=True):
             raise ConfigError(f"invalid base_url {text!r}: {error}") from error
         if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None or parts.query or parts.fragment:
             raise ConfigError(f"invalid base_url {text!r}: expected http://HOST:PORT or https://HOST:PORT")
-        return cls._of(parts._replace(path=parts.path.rstrip("/")), port)
+        return cls._from_parts(parts._replace(path=parts.path.rstrip("/")), port)
 
     @classmethod
-    def _of(cls, parts: SplitResult, port: int | None) -> Self:
+    def _from_parts(cls, parts: SplitResult, port: int | None) -> Self:
         path = parts.path
         if not (path + parts.query).isascii() or " " in path + parts.query or not (parts.hostname or "").isascii():
             raise ConfigError(f"invalid URL {parts.geturl()!r}: some of its characters must be escaped")
@@ -181,12 +181,12 @@ class BaseUrl(Struct, frozen=True):
     def redirected(self, location: str, *, other_hosts: bool = False) -> Self:
         """Return the target of a redirect.
 
-        Raises `EngineQueryError` if the target is no longer encrypted, or, without `other_hosts`, has another host or port. A
-        redirect from port 80 to HTTPS at port 443 is allowed.
+        Raises `EngineQueryError` for a redirect from HTTPS to HTTP. Unless `other_hosts`, it also raises for another host or
+        port, except from port 80 to HTTPS at port 443.
         """
         try:
             parts = urlsplit(urljoin(str(self), location))
-            target = self._of(parts, parts.port)
+            target = self._from_parts(parts, parts.port)
         except ValueError as error:
             raise EngineQueryError(f"{self} redirects to {location!r}, which is not a valid URL") from error
         is_upgrade = (self.port, target.port) == (_PORTS["http"], _PORTS["https"]) and target.scheme == "https"
@@ -227,7 +227,7 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Raises `ConfigError`, which names the field.
         """
         if self.model is None:
-            raise ConfigError("model is missing; routers ask for the engines of a model")
+            raise ConfigError("model is missing: routers ask for the engines of a model")
         collision = port_collision(endpoint, self.replay_endpoint, self.ranks - 1)
         if collision is not None:
             raise ConfigError(collision)
@@ -263,12 +263,12 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
-        """Return the replay endpoint of a rank that publishes at `endpoint`; its number is the first rank plus `index`."""
+        """Return the replay endpoint of rank `self.rank + index`, which publishes at `endpoint`."""
         replay = offset_endpoint_port(self.replay_endpoint, index)
         return None if replay is None else _on_host_of(replay, endpoint)
 
     def _load_of(self, index: int, endpoint: str) -> str | None:
-        """Return the place of the load of a rank that publishes at `endpoint`; its number is the first rank plus `index`."""
+        """Return the address from which the load of rank `self.rank + index` is read, which publishes at `endpoint`."""
         if self.load is None or self.load == NO_LOAD:
             return self.load
         load = self.load if is_load_url(self.load) else offset_endpoint_port(self.load, index) or self.load
@@ -281,9 +281,9 @@ DEFAULT_TEMPLATE: Final = Template()
 
 @build_decoder_now
 class SourceTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One engine, named by its endpoint, or by the URL of its HTTP server, which is queried for the endpoints.
+    """One engine, named by `endpoint`, or by `base_url`: the URL of its HTTP server, which is queried for the endpoints.
 
-    Raises `ConfigError` if both or neither are set, or if a field is invalid.
+    Raises `ConfigError` for an invalid field, and unless exactly one of `endpoint` and `base_url` is set.
     """
 
     instance: str | None = None
@@ -296,7 +296,7 @@ class SourceTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def __post_init__(self) -> None:
         Template.__post_init__(self)
         if (self.endpoint is None) == (self.base_url is None):
-            raise ConfigError("it needs either endpoint or base_url" + (", not both" if self.endpoint else ""))
+            raise ConfigError("the table needs either endpoint or base_url" + (", not both" if self.endpoint else ""))
         if self.base_url is not None:
             BaseUrl.parse(self.base_url)
         self.static_registrations()

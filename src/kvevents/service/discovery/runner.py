@@ -24,9 +24,9 @@ from kvevents.stream import Checkpoint
 log = logging.getLogger(__name__)
 
 RECONCILE_SECONDS: Final = 2.0
-"""Pause in seconds between two comparisons of engines found and engines followed while no provider yields a new finding."""
+"""Pause in seconds before found engines that are not followed are registered again, if no provider yields a new finding."""
 SETTLE_SECONDS: Final = 0.05
-"""Delay in seconds after a change, so that the answers of a thousand engines are reported together."""
+"""Delay in seconds from a new finding to the report, so that the answers of a thousand engines are reported together."""
 
 
 # --- merging
@@ -46,21 +46,22 @@ class MergedFindings(Struct):
     """For each registration, the name of the provider that found it."""
     adapter_paths: dict[tuple[str, str], str] = {}
     """Paths of adapters by the names of the engine and of the adapter."""
-    unready: dict[str, str] = {}
-    """For each source that should get no requests, by its name, the reason."""
+    unready_sources: dict[str, str] = {}
+    """Why a source should get no requests, by the name of the source."""
 
 
 def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = Limits().max_sources) -> MergedFindings:
-    """Merge findings, given with the names of their providers in order of decreasing precedence. A finding can be None.
+    """Merge findings. They are given with the names of their providers, in order of decreasing precedence.
 
-    If two findings have different registrations of a rank, the first takes effect, and the provider of the second gets a fault.
+    None stands for a provider that has not yielded a finding yet. If two findings have different registrations of a rank, the
+    first takes effect, and the provider of the second gets a fault.
     """
     merged = MergedFindings()
     for name, finding in findings:
         if finding is None:
             merged.waiting += (name,)
             continue
-        merged.unready.update(finding.unready)
+        merged.unready_sources.update(finding.unready_sources)
         for scope, path in finding.adapters:
             merged.adapters.add(scope)
             if path is not None and isinstance(scope.lora, str):
@@ -175,7 +176,7 @@ class ProviderRunner:
                 self._changed.set()
 
     def _adjust_children(self, group: asyncio.TaskGroup, branch: _Branch, providers: Iterable[Provider]) -> int:
-        """Run exactly `providers` below a branch, in this order. Return how many are not run because of `max_sources`."""
+        """Make `providers`, in this order, the children of a branch. Return how many are left out because of `max_sources`."""
         wanted = dict.fromkeys(providers)
         for gone in branch.children.keys() - wanted.keys():
             branch.children.pop(gone).cancel()
@@ -199,7 +200,7 @@ class RegistrationTarget(Protocol):
     """Interface of objects that follow the engines found by discovery: the service's `Fleet`, or a bridge."""
 
     adapters: frozenset[Scope]
-    unready: Mapping[str, str]
+    unready_sources: Mapping[str, str]
     is_discovery_complete: bool
 
     @property
@@ -216,18 +217,18 @@ class EngineDiscovery:
     def __init__(
         self,
         config: EngineSources,
-        watched: Path | None,
+        watched_file: Path | None,
         target: RegistrationTarget,
         resume: Callable[[Key], Checkpoint | None],
         max_sources: int = Limits().max_sources,
     ) -> None:
         self._target = target
         self._resume = resume
-        self._providers = build_providers(config, watched)
+        self._providers = build_providers(config, watched_file)
         self._runner = ProviderRunner(self._providers, self._register, max_sources=max_sources)
         self._merged = MergedFindings(waiting=tuple(provider.name for provider in self._providers))
         self._adapter_paths: dict[tuple[str, str], str] = {}
-        """The last known path of each adapter, including adapters that the engine does not list at present."""
+        """The newest known path of each adapter, including adapters that the engine does not list now."""
         self._refused: list[str] = []
         self._logged: set[str] = set()
         """Sentences of the faults that were logged and still exist."""
@@ -236,13 +237,13 @@ class EngineDiscovery:
         """Run until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._runner.run())
-            while True:  # retry refused engines: other engines may have been unregistered, or endpoints released
+            while True:  # Retry refused engines: the reason may have gone, for example if another engine was unregistered.
                 await asyncio.sleep(RECONCILE_SECONDS)
                 self._register(self._merged)
 
     def _register(self, merged: MergedFindings) -> None:
         self._merged = merged
-        self._target.adapters, self._target.unready = frozenset(merged.adapters), merged.unready
+        self._target.adapters, self._target.unready_sources = frozenset(merged.adapters), merged.unready_sources
         self._target.is_discovery_complete = self.has_completed and not merged.faults
         self._refused = self._target.replace_registrations("discovery", merged.registrations.values(), self._resume)
         self._compare_paths(merged)
@@ -250,7 +251,7 @@ class EngineDiscovery:
         for sentence in sorted(faults - self._logged):
             log.warning("%s", sentence)
         for sentence in sorted(self._logged - faults):
-            log.info("resolved: %s", sentence)
+            log.info("this fault has ended: %s", sentence)
         self._logged = faults
 
     def _compare_paths(self, merged: MergedFindings) -> None:
@@ -258,7 +259,7 @@ class EngineDiscovery:
         for (source, lora), path in merged.adapter_paths.items():
             before = self._adapter_paths.get((source, lora), path)
             if path != before:
-                log.info("adapter %s of %s: loaded from %s, before from %s", lora, names.get(source, source), path, before)
+                log.info("adapter %s of %s: loaded from %s instead of %s", lora, names.get(source, source), path, before)
                 self._target.replace_adapter(source, lora)
         known = {key: path for key, path in self._adapter_paths.items() if key[0] in names}
         self._adapter_paths = known | merged.adapter_paths
@@ -273,37 +274,37 @@ class EngineDiscovery:
         return self._merged.origins.get(key)
 
     def provider_faults(self) -> list[str]:
-        """Return sentences about the faults of the configured providers, but not of engines that these have found."""
+        """Return sentences about the faults of the configured providers, without the faults of engines that they found."""
         return [sentence for provider in self._providers for sentence in self._merged.faults.get(provider.name, ())]
 
     def faults(self) -> dict[str, list[str]]:
-        """Return sentences about all faults, by provider. Those of engines that are not followed have the name `fleet`."""
+        """Return sentences about all faults, by provider. Why found engines are not followed is under the name `fleet`."""
         faults = {name: list(sentences) for name, sentences in self._merged.faults.items()}
         if refused := [*self._refused, *list(self._target.follow_errors.values())]:
             faults["fleet"] = refused
         return faults
 
 
-def build_providers(config: EngineSources, watched: Path | None) -> list[Provider]:
+def build_providers(config: EngineSources, watched_file: Path | None) -> list[Provider]:
     """Return the providers of a configuration in order of decreasing precedence.
 
-    `watched` is a file that also contains other settings than sources. Raises `ConfigError`.
+    `watched_file` is the file of `--config`, whose `[[sources]]` are watched; None without it. Raises `ConfigError`.
     """
     providers: list[Provider] = []
-    if watched is not None:
-        providers.append(FileProvider(watched, only_sources=False))
+    if watched_file is not None:
+        providers.append(FileProvider(watched_file, only_sources=False))
     if config.sources:
         providers.append(StaticProvider(tuple(config.sources)))
     providers += [FileProvider(Path(path)) for path in config.source_files]
     for table in config.dns:
-        from kvevents.service.discovery.dns import DnsProvider  # noqa: PLC0415 - only if it is configured
+        from kvevents.service.discovery.dns import DnsProvider  # noqa: PLC0415 - needs dnspython
 
         try:
             providers.append(DnsProvider(table.target, table))
         except ConfigError as error:
             raise ConfigError(f"dns {table.target}: {error}") from error
     if config.kubernetes is not None:
-        from kvevents.service.discovery.kubernetes import KubernetesProvider  # noqa: PLC0415 - as above
+        from kvevents.service.discovery.kubernetes import KubernetesProvider  # noqa: PLC0415 - needs kubernetes_asyncio
 
         providers.append(KubernetesProvider(config.kubernetes))
     return providers
@@ -312,13 +313,13 @@ def build_providers(config: EngineSources, watched: Path | None) -> list[Provide
 # --- checks before the start
 
 
-def check_engines(config: EngineSources, watched: Path | None) -> None:
-    """Raise `ConfigError` for engines that contradict each other. `watched` is a file with further engines."""
-    build_providers(config, watched)
+def check_engines(config: EngineSources, watched_file: Path | None) -> None:
+    """Raise `ConfigError` for engines that contradict each other, in the settings and in `watched_file`."""
+    build_providers(config, watched_file)
     named: dict[Key, tuple[Registration, str]] = {}
     firsts: dict[str, Registration] = {}
     sockets: dict[tuple[str, str, str], tuple[Registration, str]] = {}
-    for registration, origin in _configured_registrations(config, watched):
+    for registration, origin in _configured_registrations(config, watched_file):
         first, where = named.setdefault(registration.key, (registration, origin))
         if differing := first.differences(registration):
             places = f"in {where}" if where == origin else f"in {where} and in {origin}"
@@ -337,10 +338,10 @@ def check_engines(config: EngineSources, watched: Path | None) -> None:
                 raise ConfigError(f"{problem}; give each rank endpoints of its own")
 
 
-def _configured_registrations(config: EngineSources, watched: Path | None) -> list[tuple[Registration, str]]:
+def _configured_registrations(config: EngineSources, watched_file: Path | None) -> list[tuple[Registration, str]]:
     try:
-        tables = [(table, str(watched)) for table in read_sources(watched, only_sources=False)] if watched is not None else []
-        tables += [(table, "the settings") for table in config.sources]
+        watched = read_sources(watched_file, only_sources=False) if watched_file is not None else []
+        tables = [(table, str(watched_file)) for table in watched] + [(table, "the settings") for table in config.sources]
         tables += [(table, path) for path in config.source_files for table in read_sources(Path(path))]
     except ExceptionGroup as errors:
         raise ConfigError(str(errors.exceptions[0])) from errors

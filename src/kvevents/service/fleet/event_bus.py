@@ -15,8 +15,8 @@ from msgspec import Struct
 from kvevents.client.schemas import TrustStatus
 from kvevents.stream import TrustState
 
-MAX_KEPT: Final = 1_024
-"""Number of events that are kept for clients that are slow or reconnect. Clients receive a count of older events."""
+MAX_STORED: Final = 1_024
+"""Number of events stored for clients that are slow or reconnect. A client that missed older events receives their number."""
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -69,7 +69,7 @@ class EventBus:
         self.name: Final = token_hex(4)
         """Random part of all event ids, because every process counts its events from 0."""
         self._lock: Final = threading.Lock()
-        self._newest: Final = deque[StreamEvent](maxlen=MAX_KEPT)
+        self._newest: Final = deque[StreamEvent](maxlen=MAX_STORED)
         self._count = 0
         """Number of events that have been published."""
         self._subscriptions: Final = set[Subscription]()
@@ -102,7 +102,8 @@ class EventBus:
     def subscribe(self, last_id: str | None = None) -> Iterator[Subscription]:
         """Return a context with a subscription to the events after the event `last_id`. Call it in the event loop.
 
-        If there is no id, it begins with the next event. If the id is from another process, it begins with the first event.
+        If `last_id` is None, the subscription begins with the next event. If another process made the id, the subscription
+        begins with the first event.
         """
         self._loop = asyncio.get_running_loop()
         name, _, number = (last_id or "").partition("-")
@@ -117,7 +118,7 @@ class EventBus:
             self._subscriptions.discard(subscription)
 
     def read(self, position: int) -> StreamEvent | int | None:
-        """Return the event at `position`; None if it is not published yet. If it was dropped, return how many are missing."""
+        """Return the event at `position`; None before it is published; the number of missed events if it was dropped."""
         with self._lock:
             first = self._count - len(self._newest)
             if position < first:
@@ -133,7 +134,7 @@ class Subscription:
         self._position = position
         """Number of the next event that the client receives."""
         self.has_events: Final = asyncio.Event()
-        """It is set when an event arrives, and when the bus is closed."""
+        """Set when an event arrives, and when the bus is closed."""
 
     @property
     def last_id(self) -> str:
@@ -141,7 +142,7 @@ class Subscription:
         return f"{self.bus.name}-{self._position}"
 
     async def get(self, pause: float) -> StreamEvent | int | None:
-        """Return the next event, or the number of events that this client missed; None if none arrives for `pause` seconds."""
+        """Return the next event, or the number of missed events; None if no event arrives for `pause` seconds."""
         self.has_events.clear()
         event = self.bus.read(self._position)
         if event is None:

@@ -34,17 +34,18 @@ log = logging.getLogger(__name__)
 
 DEFAULT_LOAD_SETTINGS: Final = LoadSettings()
 TOPIC: Final = "topic"
-"""Origin of the registrations of engines that have connected and were found by their topic."""
+"""Origin of registrations that follow from an engine's topic, after the engine has connected to the service."""
 TRUST_SECONDS: Final = 0.1
-"""Pause in seconds between two updates of the trust of all members; the longest delay until a lost connection is noticed."""
+"""Pause in seconds between two updates of all members' trust, and so the maximum delay until a lost connection is noticed."""
 LOSS_LOG_SECONDS: Final = 10.0
 """Minimum seconds between two log lines about losses of one stream, so that a network with many losses cannot fill the disk."""
 REFRESH_SECONDS: Final = 0.25
-"""Pause in seconds between two refreshes of the data (blocks, orphans, rejected stores) of members that received events."""
+"""Pause in seconds between two refreshes. A refresh reads the blocks, orphans and rejected stores of some members: of all that
+received events, and of some of the others."""
 REFRESHES_PER_ROUND: Final = 8
-"""Number of refreshes in a round. A round refreshes each member once. It is split because a refresh delays queries."""
+"""Number of refreshes that together read each member at least one time. One refresh of all members would delay queries."""
 MAX_REFRESHED: Final = 64
-"""Maximum number of members without events in one refresh. If there are more than 512 members, rounds have more refreshes."""
+"""Maximum number of members without new events in one refresh. For more than 512 members, a round has more refreshes."""
 MAX_PEERS: Final = 64
 """Maximum number of streams of the same scope from which the initial load of a new stream is averaged."""
 LISTING_HINT: Final = "`kvevents sources` or /v1/sources lists the engines"
@@ -57,14 +58,14 @@ Resume: TypeAlias = Callable[[Key], Checkpoint | None]
 
 
 class Fleet(Listener):
-    """The registered members and their index. Any thread may call every method; the follower changes the subscriber."""
+    """The registered members and their index. Any thread may call the methods; only the follower changes the subscriber."""
 
     adapters: frozenset[Scope] = frozenset()
     """LoRA adapters that requests may name as their model, as engines list them."""
-    unready: Mapping[str, str] = {}
-    """For each source that should get no requests although it is followed, by its name, the reason."""
+    unready_sources: Mapping[str, str] = {}
+    """Why a followed source should get no requests, by the name of the source."""
     is_discovery_complete: bool = False
-    """Whether every provider has answered, and none has a fault."""
+    """Whether every provider has yielded a finding, and no finding has a fault."""
     failure: str | None = None
     """The error that ended the follower; None while the follower runs."""
     _registration_of: Callable[[str], Registration]
@@ -91,14 +92,14 @@ class Fleet(Listener):
         self._endpoints: dict[str, dict[Key, Member]] = {}
         """The members by their endpoints."""
         self.drained: dict[Key, Member] = {}
-        """The drained members, including members found by discovery that are not followed at present."""
+        """The drained members, including members of discovery that are not followed now."""
         self.counts: dict[tuple[str, str], int] = {}
         """Number of rejected events by dialect and reason, for `kvevents_rejected_events`."""
         self.follow_errors: dict[Key, str] = {}
         """Why engines that discovery found are not followed, for example because an endpoint cannot be bound."""
         self._max_sources, self._hide_stale_seconds = max_sources, hide_stale_seconds
         self.curve = curve
-        """CURVE keys for engines whose registration has none. Registrations omit them, because they are written to disk."""
+        """CURVE keys for engines whose registration has no keys. They are not in registrations, which are written to disk."""
         self._clock, self._lock = clock, threading.Lock()
         self.revision: Final = Revision()
         """The number changes after each change of members that is visible in answers."""
@@ -107,22 +108,22 @@ class Fleet(Listener):
         self._published_batches: dict[Key, int] = {}
         self.scopes = Scopes()
         self.why_incomplete: Callable[[], str] = str
-        """Returns why engines of any model may be missing; returns an empty text if all engines are known."""
+        """Returns why engines of any model may be unknown; returns an empty text if all engines are known."""
         self._changed_members: set[Key] = set()
-        """Members that received events since the last refresh."""
+        """Members that received events since the previous refresh."""
         self._reported_members: set[Key] = set()
-        """Members for which the subscriber has reported another trust since the last update of all outdated members."""
+        """Members whose `report` has changed since `_update_outdated_trust` last ran."""
         self._pending_refresh: list[Key] = []
-        """Members that the current round, which refreshes all members, has not refreshed yet."""
+        """Members that the current round of refreshes has not read yet."""
         self._refresh_due = self._trust_due = 0.0
         self.loads: Final = LoadFollower(load, max_reservations)
         self.topic_faults: dict[str, str] = {}
-        """For each engine that has connected but is not followed, by its topic, the reason."""
+        """Why an engine that has connected is not followed, by the topic of the engine."""
         sink = IndexSink(index, self)
         self.follower = Follower(Subscriber(decode=False, sink=sink, on_found=self._on_found), sink)
 
     def replace_index(self, follower: Follower, index: PrefixIndex) -> Follower:
-        """Use another index for answers, to which `follower` writes. Return the previous follower, which the caller must stop.
+        """Answer from `index`, to which `follower` writes. Return the previous follower, which the caller must stop.
 
         The registrations stay. The streams of both indexes must have the same names.
         """
@@ -172,7 +173,7 @@ class Fleet(Listener):
         return list(self._endpoints.get(endpoint, {}).values())
 
     def follow_topics(self, finder: Source, registration_of: Callable[[str], Registration]) -> Future[None]:
-        """Register the engines that connect to the endpoint of `finder`; `registration_of` returns registrations for topics.
+        """Register the engines that connect to the endpoint of `finder`. `registration_of` returns a topic's registration.
 
         The future raises `EndpointError` if the endpoint cannot be bound.
         """
@@ -193,10 +194,10 @@ class Fleet(Listener):
         return self._prepare(member, None)
 
     def _end_topics(self) -> None:
-        """Unregister engines that were found by their topic and have long been disconnected. Retry refused engines."""
+        """Unregister engines whose topic has long had no connection. Retry engines in `topic_faults`."""
         for member in [member for member in list(self.members.values()) if member.origin == TOPIC and member.is_hidden]:
             if self.follower.subscriber.trust(*member.registration.key) == Trust.STALE:
-                log.info("%s: its topic has had no connection for long", member.registration.label)
+                log.info("%s: unregistered, because its topic has long had no connection", member.registration.label)
                 with self._lock:
                     self._drop(member)
                 self._leave(member)
@@ -268,12 +269,12 @@ class Fleet(Listener):
 
     def _refuse(self, member: Member, error: BaseException) -> None:
         sentence = f"cannot follow {member.registration.label}: {error}"
-        if self.follow_errors.get(member.registration.key) != sentence:  # discovery retries all the time
+        if self.follow_errors.get(member.registration.key) != sentence:  # Log only once, because discovery retries regularly.
             log.error("%s", sentence)
         with self._lock:
             if self.members.get(member.registration.key) is member:
                 self._drop(member)
-            if member.origin != HTTP:  # a client receives the error in the answer
+            if member.origin != HTTP:  # A client receives the error in the answer.
                 self.follow_errors[member.registration.key] = sentence
 
     def _drop(self, member: Member) -> None:
@@ -284,10 +285,10 @@ class Fleet(Listener):
         del members[member.registration.key]
         if not members:
             del self._endpoints[member.registration.endpoint]
-        if member.origin in {HTTP, TOPIC}:  # an engine of another origin might be found again
+        if member.origin in {HTTP, TOPIC}:  # Discovery might find an engine again, which then stays drained.
             self.drained.pop(member.registration.key, None)
         self._collect_workers(member.registration.key[0])
-        self.on_change()  # before its blocks are removed, so that no answer shows it as EXACT without blocks
+        self.on_change()  # Publish this before the blocks are removed, so that no answer shows an EXACT member without blocks.
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
@@ -295,7 +296,7 @@ class Fleet(Listener):
         self.loads.leave((name, rank))
         with suppress(LookupError):
             self.follower.subscriber.trust(name, rank)
-            return 0  # a stream of a log has joined again before this task ran
+            return 0  # The index source has added this stream again before this task ran.
         blocks = self.index.remove_worker((name, rank))
         if not self.members_of(name):
             self.index.set_model(name, None)
@@ -313,17 +314,17 @@ class Fleet(Listener):
         for key in self.follow_errors.keys() - targets.keys():
             self.follow_errors.pop(key, None)
         for key, member in list(self.drained.items()):
-            is_known = key in targets or key[0] in self.unready
+            is_known = key in targets or key[0] in self.unready_sources
             if member.origin == origin and not is_known and self.is_discovery_complete:
                 self.drained.pop(key, None)
         for member in [member for member in list(self.members.values()) if member.origin in {origin, HTTP}]:
             target = targets.get(member.registration.key)
             is_equal = target is not None and not member.registration.differences(target)
             if is_equal and member.origin == HTTP:
-                log.info("%s: discovery has found it too, and decides from now on when it ends", member.registration.label)
+                log.info("%s: discovery has found this engine; only discovery can unregister it now", member.registration.label)
                 member.origin, member.lease = origin, None
             elif not is_equal and member.origin == origin:
-                with suppress(NotFoundError):  # already removed
+                with suppress(NotFoundError):  # Another thread has unregistered the member.
                     self.unregister(member.registration.key)
         for key, registration in targets.items():
             if (former := self.members.get(key)) is None or former.origin != origin:
@@ -331,7 +332,7 @@ class Fleet(Listener):
                     self.register(registration, origin, resume=resume)
                 except (ConflictError, TooMuchError) as error:
                     faults.append(f"{error}; {error.hint}")
-        self.on_change()  # the adapters may have changed
+        self.on_change()  # The caller may have changed `adapters`.
         return faults
 
     def replace_adapter(self, source: str, lora: str) -> None:
@@ -341,28 +342,28 @@ class Fleet(Listener):
     # --- answers
 
     def why_unanswered(self, scope: Scope) -> ServiceError:
-        """Return the error for a scope of which a recent routing table has no worker, even if a worker was added since then."""
+        """Return the error for a query whose scope had no worker in the routing table, even if it has one now."""
         if self.failure is not None:
             return UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
         if reason := self.why_incomplete():
             return UnavailableError(reason, "not-followed-yet", "retry in a second; /readyz says when it is ready")
-        return self.scopes.unknown(scope)
+        return self.scopes.unknown_model_error(scope)
 
     # --- callbacks of the follower
 
     def on_received(self, keys: Iterable[Key]) -> None:
-        """Lower the trust in the streams `keys` if their deliveries require it, before the index contains the deliveries."""
+        """Lower the trust of the streams `keys` if their new deliveries require it, before the index applies these."""
         for key in keys:
             member = self.members.get(key)
             if member is None or member.trust != Trust.EXACT:
                 continue
-            with suppress(LookupError):  # the stream was removed before this callback
+            with suppress(LookupError):  # The stream was removed before this callback.
                 if self.follower.subscriber.trust(*key) != Trust.EXACT:
                     self._update_trust(member, self._clock())
         self.on_change()
 
     def on_applied(self, batches: list[RawBatch], losses: list[Reset | Gap]) -> None:
-        """Update the members whose deliveries are now in the index; `batches` has only the newest batch of each stream."""
+        """Update the members whose deliveries the index has applied. `batches` has only the newest batch of each stream."""
         now = self._clock()
         for batch in batches:
             member = self.members.get((batch.source, batch.rank))
@@ -389,7 +390,7 @@ class Fleet(Listener):
             self._refresh(key, now)
             self._update_trust(member, now)
             return
-        with suppress(LookupError):  # the stream was removed before this callback
+        with suppress(LookupError):  # The stream was removed before this callback.
             if member.trust != Trust.EXACT or self.follower.subscriber.trust(*key) != Trust.EXACT:
                 self._update_trust(member, now)
 
@@ -404,7 +405,7 @@ class Fleet(Listener):
             sentence = f"batches {loss.first} to {loss.last} are lost"
         else:
             kind, sentence = "reset", f"its blocks are removed: {loss.reason}"
-            member.evicted = member.info.evicted if member.info is not None else 0
+            member.evicted_before = member.info.evicted if member.info is not None else 0
         if time.monotonic() >= member.log_muted_until:
             log.warning("%s: %s", member.registration.label, sentence)
             member.log_muted_until = time.monotonic() + LOSS_LOG_SECONDS
@@ -418,11 +419,11 @@ class Fleet(Listener):
             self.counts[dialect, rejection.reason] = self.counts.get((dialect, rejection.reason), 0) + rejection.count
 
     def on_tasks_done(self) -> None:
-        """Publish all members that submitted tasks have added or removed at once, before the futures are done."""
+        """Publish, in one change, the members that submitted tasks have added or removed, before the futures are done."""
         self.on_change()
 
     def on_tick(self) -> None:
-        """Update trust and refresh members if their times have come. Called about every `TICK_SECONDS`."""
+        """Update trust every `TRUST_SECONDS`, and refresh members every `REFRESH_SECONDS`. Called every `TICK_SECONDS`."""
         now, instant = self._clock(), time.monotonic()
         if instant >= self._refresh_due:
             self._refresh_due = instant + REFRESH_SECONDS
@@ -433,7 +434,7 @@ class Fleet(Listener):
         self.on_change()
 
     def refresh(self) -> None:
-        """Refresh all members at once. Only the follower's thread may call it."""
+        """Refresh all members now. Only the follower's thread may call this method."""
         now = self._clock()
         for key in list(self.members):
             self._refresh(key, now)
@@ -449,7 +450,7 @@ class Fleet(Listener):
         self.on_change()
 
     def _update_outdated_trust(self, now: float) -> None:
-        """Update each member whose trust or reach might have changed since its last update."""
+        """Update each member whose trust or reachability might have changed since its previous update."""
         reported, self._reported_members = self._reported_members, set()
         changes = dict(self.follower.subscriber.trust_changes())
         for key, member in list(self.members.items()):
@@ -457,7 +458,7 @@ class Fleet(Listener):
                 self._update_trust(member, now, changes.get(key))
 
     def _why_not_ready(self, key: Key, member: Member) -> str:
-        return DRAINING if member.is_draining else self.unready.get(key[0], "")
+        return DRAINING if member.is_draining else self.unready_sources.get(key[0], "")
 
     def _update_trust(self, member: Member, now: float, trust: Trust | None = None) -> None:
         registration = member.registration
@@ -466,19 +467,19 @@ class Fleet(Listener):
             if (report := (trust.name, trust.reason, trust.attested)) != member.report:
                 self._reported_members.add(registration.key)
                 member.report = report
-                member.status = self.follower.subscriber.status(*registration.key)  # has the reasons for this trust
-        except LookupError:  # the task that adds or removes the stream has not run
+                member.status = self.follower.subscriber.status(*registration.key)  # The status has the reasons for this trust.
+        except LookupError:  # The task that adds or removes the stream has not run yet.
             return
         codes, why_not_ready = member.trust_status.reason_codes, self._why_not_ready(registration.key, member)
         former = member.update_trust(trust, now)
-        for worker in (member, *member.carried):
+        for worker in (member, *member.carried_members):
             if worker is not member:
                 worker.status, worker.faults = member.status, member.faults
                 worker.silence_of_server, worker.last_event = member.silence_of_server, member.last_event
                 worker.update_trust(trust, now)
             if worker.update_reach(why_not_ready):
                 log.warning("%s: %s", worker.registration.label, worker.why_unreachable or "it can be reached again")
-        self.on_change()  # called for each member, since listings must not be newer than the routing table for long
+        self.on_change()  # Publish each member at once, so that listings are not newer than the routing table for long.
         if former is not None:
             self._changed_members.add(registration.key)
             is_wrong = trust in {Trust.DEGRADED, Trust.STALE} and not member.is_caught_up
@@ -491,11 +492,11 @@ class Fleet(Listener):
         if not self._pending_refresh:
             self._end_topics()
             self._pending_refresh = list(self.members)
-        share = min(math.ceil(len(self.members) / REFRESHES_PER_ROUND), MAX_REFRESHED)
+        count = min(math.ceil(len(self.members) / REFRESHES_PER_ROUND), MAX_REFRESHED)
         due, self._changed_members = self._changed_members, set()
-        due.update(self._pending_refresh[:share])
+        due.update(self._pending_refresh[:count])
         due.update([key for key, member in list(self.members.items()) if member.status is None])
-        del self._pending_refresh[:share]
+        del self._pending_refresh[:count]
         for key in due:
             self._refresh(key, now)
 
@@ -505,14 +506,14 @@ class Fleet(Listener):
             return
         try:
             status = self.follower.subscriber.status(*key)
-        except LookupError:  # the task that adds or removes the stream has not run
+        except LookupError:  # The task that adds or removes the stream has not run yet.
             return
         info = None
-        with suppress(UnknownSourceError):  # no batch has arrived yet
+        with suppress(UnknownSourceError):  # No batch has arrived yet.
             info = self.index.worker(key)
         hidden_before = now - self._hide_stale_seconds
         member.refresh(status, info, hidden_before=hidden_before)
-        if (info is not None and info.carried_ranks) or member.carried:
+        if (info is not None and info.carried_ranks) or member.carried_members:
             self._refresh_carried(member, status, info, hidden_before)
         if self._published_batches.get(key) != status.counters.delivered and len(self.event_bus):
             self._published_batches[key] = status.counters.delivered
@@ -523,7 +524,7 @@ class Fleet(Listener):
         """Refresh the further ranks that a member's stream carries; add new ranks, and remove ranks that are gone."""
         name, _ = member.registration.key
         ranks = [] if info is None else [rank for rank in info.carried_ranks if (name, rank) not in self.members]
-        carried = {worker.registration.rank: worker for worker in member.carried}
+        carried = {worker.registration.rank: worker for worker in member.carried_members}
         has_changed = ranks != list(carried)
         if has_changed:
             for rank in ranks:
@@ -531,10 +532,10 @@ class Fleet(Listener):
                     registration = msgspec.structs.replace(member.registration, rank=rank, load=None)
                     carried[rank] = Member(registration, member.origin, self._clock(), self.revision)
             with self._lock:
-                member.carried = tuple(carried[rank] for rank in ranks)
+                member.carried_members = tuple(carried[rank] for rank in ranks)
                 self._collect_workers(name)
-        for worker in member.carried:
-            with suppress(UnknownSourceError):  # the index has just removed the stream
+        for worker in member.carried_members:
+            with suppress(UnknownSourceError):  # The index has just removed the stream.
                 worker.refresh(status, self.index.worker(worker.registration.key), hidden_before=hidden_before)
         if has_changed:
             self._update_trust(member, self._clock())
@@ -543,7 +544,7 @@ class Fleet(Listener):
         """Update the workers of a source whose members have changed, and record which workers were added or removed."""
         members = [*self.members_of(name), *new]
         former = self._engines.pop(name, {})
-        engine = {worker.registration.key: worker for member in members for worker in member.carried}
+        engine = {worker.registration.key: worker for member in members for worker in member.carried_members}
         engine.update({member.registration.key: member for member in members})
         if engine:
             self._engines[name] = engine

@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TICK_SECONDS: Final = 0.02
-"""Maximum seconds to wait for the network, and so until submitted tasks run and trust and rates are updated."""
+"""Maximum seconds to wait for deliveries, and so the maximum delay of submitted tasks and of `Listener.on_tick`."""
 MIN_TURN_SECONDS: Final = 0.001
-"""Minimum seconds from the start of a turn with deliveries to the next turn. With hundreds of engines, one turn then receives
-the batches of a dozen engines, which saves about a quarter of the CPU. A single event is received at once (decision record
-0015)."""
+"""Minimum seconds from the start of a turn with deliveries to the next turn. A turn of the follower receives all that has
+arrived. With hundreds of engines, a turn then receives the batches of a dozen engines, which saves about a quarter of the CPU.
+If the follower waits, it receives an event without delay (decision record 0015)."""
 RATE_SECONDS: Final = 10
 """Period in seconds over which the rate of batches is averaged."""
 
@@ -51,15 +51,15 @@ class Listener:
 
 
 class IndexSink:
-    """Writes a subscriber's deliveries to the index, and calls the listener before each write and for rejected events.
+    """The `Sink` of a subscriber: it writes deliveries to the index, and returns the outcomes to the subscriber's streams.
 
-    The object is the `Sink` of the subscriber. It returns the outcomes of batches to the subscriber's streams.
+    It calls the listener before each write, and after a write that rejected events.
     """
 
     def __init__(self, index: PrefixIndex, listener: Listener | None = None) -> None:
         self._index: Final = index
         self.listener = listener or Listener()
-        """Receives the callbacks. It may be replaced at any time."""
+        """Object whose methods are called; any thread may replace it at any time."""
 
     def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> list[ApplyResult]:
         """Apply the deliveries in this order and return one outcome for each."""
@@ -72,7 +72,7 @@ class IndexSink:
 
 
 class StreamSubscriber(Protocol):
-    """The part of a `Subscriber` that a follower and a fleet use. It applies deliveries to a sink before it returns them."""
+    """The methods of a `Subscriber` that follower and fleet use. `receive_many` returns deliveries that a sink has applied."""
 
     def receive_many(self, *, timeout: float | None = None) -> Sequence[RawDelivery]: ...
     def add(self, source: Source, resume: Checkpoint | None = None) -> None: ...
@@ -100,7 +100,7 @@ class Follower(threading.Thread):
         """Number of batches that were applied to the index."""
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in the thread, between two turns. The index then contains everything that the subscriber has received.
+        """Run `work` in the thread, when the index contains all that the subscriber has received, and return its future result.
 
         If the thread has not started or has ended, run `work` in the calling thread.
         """
@@ -135,7 +135,7 @@ class Follower(threading.Thread):
             began = time.monotonic()
             if deliveries:
                 self._count(deliveries)
-            # The index contains all that the subscriber has received, so tasks see both objects in the same state.
+            # Now the index contains all that the subscriber has received, so tasks see both in the same state.
             self._run_tasks()
             now = time.monotonic()
             if now >= due:
@@ -162,10 +162,10 @@ class Follower(threading.Thread):
         while self._tasks and failure is None:
             work, future = self._tasks.popleft()
             if not future.set_running_or_notify_cancel():
-                continue  # it was cancelled
+                continue  # The task was cancelled.
             try:
                 results.append(partial(future.set_result, work()))
-            except BaseException as error:  # noqa: BLE001 - the future has it, and unexpected ones are raised below
+            except BaseException as error:  # noqa: BLE001 - the future gets every error; unexpected errors are raised below
                 results.append(partial(future.set_exception, error))
                 failure = None if isinstance(error, (KVEventsError, OSError)) else error
         try:
@@ -198,19 +198,19 @@ def timestamp_of(payload: bytes) -> float | None:
 
 
 class LoadFollower:
-    """Receives the loads of ranks that report their load. `follow` and `leave` are called in the follower's thread."""
+    """Receives the loads of ranks. `follow`, `watch` and `leave` are called in the follower's thread."""
 
     def __init__(self, settings: LoadSettings, max_reservations: int) -> None:
         self._settings = settings
         self._subscriber: LoadSubscriber | None = None
-        """Opened for the first rank with a load or a server. A server from which no load is read is polled as `_server_of`."""
+        """None before the first rank that has a load or an HTTP server."""
         self.requests: Final = _native.Loads(settings.max_age_seconds, max_reservations)
-        """Loads by the name and rank of the source: the requests that engines report, reservations, and selections."""
+        """Requests by the name and rank of the source, from three origins: engines' reports, reservations, and selections."""
 
     def follow(self, registration: Registration, curve: Curve | None) -> Callable[[], LoadReading | None]:
-        """Receive the load of a rank if its registration has `load`. Return a function that returns the newest load.
+        """Receive the load of a rank if its registration has `load`. Return a function that returns the newest reading.
 
-        `curve` has the keys for registrations without keys. If the endpoint cannot be used, the load has a fault.
+        `curve` has the keys for registrations without keys. If the endpoint cannot be used, the reading has a fault.
         """
         name, rank = registration.key
         if registration.load is None:
@@ -226,7 +226,7 @@ class LoadFollower:
     def watch(self, registration: Registration) -> Callable[[], str]:
         """Poll the server at which a rank takes requests. Return a function that returns why the server is silent, or "".
 
-        A rank without a URL takes requests at the server of its load. That server is polled only once for both purposes.
+        A rank without `url` takes requests at the server from which its load is read. Then the same poll serves both purposes.
         """
         load, worker = registration.load or "", registration.key
         url = registration.url or load
@@ -238,7 +238,7 @@ class LoadFollower:
             try:
                 subscriber = self._add(LoadSource(f"{parts.scheme}://{parts.netloc}", *worker, reads_load=False))
             except KVEventsError as error:
-                log.warning("%s: its server is not watched: %s", registration.label, error)
+                log.warning("%s: cannot poll the server at %s: %s", registration.label, url, error)
         if subscriber is None:
             return str
         return lambda: "" if (reading := subscriber.reading(worker)) is None else reading.silence
@@ -265,5 +265,5 @@ class LoadFollower:
 
 
 def _server_of(worker: tuple[str, int]) -> tuple[str, int]:
-    """Return the name under which the server of a rank is polled if the load of the rank is read elsewhere."""
+    """Return the key in the load subscriber for a rank's server, if the load of the rank is not read from this server."""
     return f"{worker[0]}{SEPARATOR}server", worker[1]

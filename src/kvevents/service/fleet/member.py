@@ -29,16 +29,17 @@ HTTP: Final = "http"
 ENDPOINT_FAULTS: Final = frozenset(
     map(Reason, ("unresolved", "refused", "unanswered", "unreachable", "not-zeromq", "wrong-socket", "keys", "no-peer"))
 )
-"""Faults of an endpoint with which no events can arrive."""
+"""Faults of the endpoint for events that keep all events from arriving."""
 CODES_OF_DEGRADED_REASONS: Final[dict[DegradedReason, Reason]] = {
     reason: Reason(reason.name.lower().replace("_", "-")) for reason in DegradedReason
 }
 _REASON_OF_STATE: Final = {"CONNECTING": Reason.CONNECTING, "REPLAYING": Reason.REPLAYING, "STALE": Reason.DISCONNECTED}
-"""For each state, its reason if there is no other reason."""
+"""The reason of a state that has no other reason, by state."""
 _STALE_WHILE_CONNECTED: Final = frozenset({Reason.SENDER, Reason.SILENT})
-_REGISTERED: Final = ("instance", "rank", "model", "tenant", "group", "endpoint", "replay_endpoint", "url")
-_COUNTED: Final = ("replayed", "lost", "compacted", "resets", "reconnects")
-"""Fields of a registration, and of its counters, that have the same names in answers."""
+_REGISTRATION_FIELDS: Final = ("instance", "rank", "model", "tenant", "group", "endpoint", "replay_endpoint", "url")
+"""Fields of `Registration` that have the same names in `SourceView`."""
+_COUNTER_FIELDS: Final = ("replayed", "lost", "compacted", "resets", "reconnects")
+"""Fields of `StreamCounters` that have the same names in `SourceView`."""
 _CONNECTING: Final = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
 
 
@@ -50,49 +51,49 @@ class SourceFault(NamedTuple):
 
 
 class Revision:
-    """A number that changes after each change of the fleet that is visible in answers. Read it before the fleet."""
+    """A number that changes after each change of the fleet that is visible in answers. A reader reads it before the fleet."""
 
     def __init__(self) -> None:
         self._next = count(1)
         self.number = 0
         self.changed_members: dict[Member, None] = {}
-        """The members that have changed, or were added or removed; a reader removes an entry before it reads the member."""
+        """Members that have changed, or were added or removed. A reader removes an entry before it reads the member."""
 
     def advance(self, member: Member) -> None:
-        """Change the number. `member` is the member that has changed, or was added or removed."""
+        """Change the number, because `member` has changed, or was added or removed."""
         self.changed_members[member] = None
         self.number = next(self._next)
 
 
 class Member(Struct, eq=False):
-    """One registered rank. The follower's thread writes it and any thread reads it: each field is replaced as a whole."""
+    """One registered rank. The follower's thread replaces whole fields, so that any thread may read them."""
 
     registration: Registration
     origin: str
     """Origin of the registration: `http` for clients, `discovery` or `plane`."""
     since: float
-    """Unix time at which the current state began."""
+    """Unix time at which the current trust state began."""
     revision: Revision = field(default_factory=Revision)
     """The revision of the fleet, which advances if this member changes."""
-    carried: tuple[Member, ...] = ()
-    """Further ranks that the stream of this rank carries. They share the rank's trust, and have no registrations."""
+    carried_members: tuple[Member, ...] = ()
+    """Further ranks whose events are in the stream of this rank. They have the trust of this rank, and are not registered."""
     is_hidden: bool = False
     """Whether the rank has long had no connection. HTTP endpoints whose clients might ignore trust then omit the rank."""
     is_draining: bool = False
     """Whether a client has excluded the rank from selections."""
     lease: Lease | None = None
-    """The lease at whose end the registration ends; None if the registration has no lease."""
+    """The lease of the registration; None if the registration does not expire."""
     trust: Trust = Trust.CONNECTING
     trust_status: TrustStatus = _CONNECTING
     """The trust with its reasons, as answers contain it."""
     trust_inputs: tuple[object, ...] = ()
     """The values from which the trust was derived."""
     silence: str = ""
-    """The fault, as of the last update, of the server that takes this rank's requests; empty if it has none."""
+    """What `silence_of_server` returned at the previous update."""
     why_not_ready: str = ""
-    """As of the last update, why the rank should get no requests although it is followed; empty if it should get requests."""
+    """At the previous update, why the followed rank should get no requests; empty if it should get requests."""
     report: tuple[str, str, bool] = ("", "", False)
-    """The subscriber's last report: state, reason, and whether the state was attested."""
+    """The subscriber's newest report: state, reason, and whether the state was attested."""
     faults: Mapping[str, SourceFault] = {}
     """Faults of `endpoint` and `replay_endpoint` that the prober found."""
     status: StreamStatus | None = None
@@ -103,11 +104,11 @@ class Member(Struct, eq=False):
     load: Callable[[], LoadReading | None] = lambda: None
     """Returns the newest load that the rank has reported; None if no load is read."""
     silence_of_server: Callable[[], str] = str
-    """Returns why the server for requests has stopped answering; empty if it answers, or if it has never answered."""
+    """Returns why the rank's HTTP server has stopped answering; empty if it answers, or if it has never answered."""
     why_unreachable: str = ""
-    """Why no requests are routed to the rank although its stream is connected; empty if requests are routed to it."""
-    evicted: int = 0
-    """Number of blocks refused at the memory limit before the current incarnation or the last clearing of the cache."""
+    """Why the rank gets no requests even if its stream is connected; empty if it gets requests."""
+    evicted_before: int = 0
+    """Number of blocks that the index had refused at the memory limit before the newest restart or cleared cache."""
     index_faults: tuple[SourceFault, ...] = ()
     """Faults that the index reports about this stream."""
     log_muted_until: float = 0.0
@@ -120,12 +121,12 @@ class Member(Struct, eq=False):
         return self.registration.instance, self.registration.rank
 
     def is_outdated(self, why_not_ready: str) -> bool:
-        """Return whether trust or reach must be updated even if the subscriber's report is unchanged."""
+        """Return whether trust or reachability must be updated even if the subscriber's report is unchanged."""
         if self.silence != self.silence_of_server() or self.why_not_ready != why_not_ready:
             return True
         if self.trust_inputs[1:] != self._faults:
             return True
-        return bool(self.carried) and any(worker.is_outdated(why_not_ready) for worker in self.carried)
+        return bool(self.carried_members) and any(worker.is_outdated(why_not_ready) for worker in self.carried_members)
 
     @property
     def _faults(self) -> tuple[object, ...]:
@@ -133,7 +134,7 @@ class Member(Struct, eq=False):
         return self.faults, self.index_faults, self.tiers, stream_faults
 
     def update_trust(self, trust: Trust, now: float) -> TrustState | None:
-        """Set the trust from the subscriber's report and all known faults. Return the former state if it has changed."""
+        """Set the trust from the subscriber's report and all known faults. Return the former state if it changed, else None."""
         inputs = ((trust.name, trust.reason, trust.attested), *self._faults)
         if inputs == self.trust_inputs:
             return None
@@ -142,20 +143,20 @@ class Member(Struct, eq=False):
         if trust == Trust.EXACT and self.index_faults:
             trust, sentences = Trust.DEGRADED, [fault.sentence for fault in self.index_faults]
         if trust.attested and any(blocks for tier, blocks in self.tiers.items() if tier != "gpu"):
-            trust = replace(trust, attested=False)  # attestations cover only the GPU, but answers cover all tiers
+            trust = replace(trust, attested=False)  # An attestation covers only the GPU, but an answer covers all tiers.
         fault = self.faults.get("endpoint" if trust in {Trust.CONNECTING, Trust.STALE} else "replay_endpoint")
         faults = [] if fault is None or trust == Trust.EXACT else [fault]
-        if faults and self.status is not None and self.status.error:  # the prober's fault is more precise than `error`
+        if faults and self.status is not None and self.status.error:  # The prober's fault is more precise than `error`.
             sentences = [sentence] if (sentence := trust.reason.removesuffix(self.status.error).removesuffix("; ")) else []
         reasons = self._reasons_of(trust, faults)
-        # Read these tiers from the registration, because a replica reads its streams from a log, which does not contain them.
+        # Read `stores_only` from the registration: a replica reads streams from a log, which does not contain this field.
         if trust == Trust.EXACT and (inexact := self.registration.stores_only):
             reasons += (Reason.STORES_ONLY,)
             sentences.append(f"no removals are announced from {', '.join(inexact)}: what it holds there is not exact")
         return self.set_trust(trust.with_reason("; ".join([*(fault.sentence for fault in faults), *sentences])), reasons, now)
 
     def _reasons_of(self, trust: Trust, faults: list[SourceFault]) -> tuple[Reason, ...]:
-        """Return all reasons for the state; at least one unless it is EXACT. `faults` are those of its endpoints."""
+        """Return the reasons of a state that is not EXACT, at least one. `faults` are the faults of the rank's endpoints."""
         if trust == Trust.EXACT:
             return ()
         degraded_reasons = self.status.degraded_reasons if self.status is not None else ()
@@ -167,10 +168,11 @@ class Member(Struct, eq=False):
         return tuple(dict.fromkeys(reasons)) or (Reason.OTHER,)
 
     def update_reach(self, why_not_ready: str = "") -> bool:
-        """Update `why_unreachable`: why the engine cannot take requests. Return whether it has become reachable or unreachable.
+        """Update `why_unreachable`. Return whether the rank has become reachable or unreachable.
 
-        A connected stream is not enough: the server for requests is another process, and a stopped process keeps its
-        connections. An engine counts as stopped if its replay endpoint has stopped answering and no event arrives.
+        A connected stream does not show that the engine takes requests: the HTTP server is another process, and a stopped
+        process keeps its connections. If the replay endpoint has stopped answering and no event arrives, the engine counts as
+        stopped.
         """
         self._was_exact |= self.trust_status.state == "EXACT"
         self.why_not_ready, self.silence = why_not_ready, self.silence_of_server()
@@ -185,7 +187,7 @@ class Member(Struct, eq=False):
         return has_changed
 
     def set_trust(self, trust: Trust, reasons: tuple[Reason, ...], now: float) -> TrustState | None:
-        """Set state and reasons. Return the former state if it has changed."""
+        """Set the trust state and its reasons. Return the former state if the state has changed, else None."""
         former = self.trust_status
         status = TrustStatus(cast("TrustState", trust.name), trust.reason, reasons, trust.attested)
         if status == former:
@@ -199,7 +201,7 @@ class Member(Struct, eq=False):
         return former.state
 
     def refresh(self, status: StreamStatus, info: WorkerInfo | None, *, hidden_before: float) -> None:
-        """Store the status of the subscriber and the index."""
+        """Store what the subscriber (`status`) and the index (`info`) report about the stream."""
         former = self.is_hidden, self.block_sizes
         self.status, self.info = status, info
         self.index_faults = self._find_index_faults()
@@ -219,7 +221,7 @@ class Member(Struct, eq=False):
         if (estimate := self.info.estimate) is not None:
             reason = _REASONS_OF_ESTIMATES.get(estimate, Reason.ESTIMATED_MATCHES)
             faults.append(SourceFault(reason, describe_estimate(estimate, max(1, self.info.orphans))))
-        if self.info.evicted > self.evicted:
+        if self.info.evicted > self.evicted_before:
             faults.append(SourceFault(Reason.EVICTED, "the index refused some of its blocks at the memory limit"))
         if self.info.orphans_dropped:
             sentence = "more of its blocks wait for their parents than the index stores"
@@ -228,18 +230,18 @@ class Member(Struct, eq=False):
 
     @property
     def engine_load(self) -> EngineLoad | None:
-        """The newest load that the rank has reported; None if it is too old, or the rank has reported no load."""
+        """The newest load that the rank has reported; None if the report is too old, or if no report has arrived."""
         reading = self.load()
         return None if reading is None else reading.load
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether no batch is known to be missing: the state is EXACT, or only a live batch must still confirm the replay."""
+        """Whether no batch is known to be missing: the rank is EXACT, or lacks only a live batch that confirms the replay."""
         return self.trust_status.state == "EXACT" or self.trust_status.reason_codes == (Reason.REPLAY_UNPROVEN,)
 
     @property
     def distance(self) -> int:
-        """Reachability as `kvevents.routing.weights` defines it; lower is better."""
+        """Rank in the order of reachability that `kvevents.routing.weights` defines; 0 is the best rank."""
         state = self.trust_status.state
         if self.why_unreachable:
             return max(DISTANCE_SILENT, distance_of(state))
@@ -248,12 +250,12 @@ class Member(Struct, eq=False):
 
     @property
     def block_sizes(self) -> list[int]:
-        """Numbers of tokens per block in the rank's events."""
+        """The numbers of tokens per block that the rank's events have shown."""
         return self.info.block_sizes if self.info is not None else []
 
     @property
     def expected_block_sizes(self) -> list[int]:
-        """Numbers of tokens per block in the rank's events; as registered if no event has shown them."""
+        """`block_sizes`, or the registered size if no event has shown a size."""
         declared = self.registration.block_size
         return self.block_sizes or ([declared] if declared else [])
 
@@ -280,8 +282,8 @@ class Member(Struct, eq=False):
         if info is not None:
             rejections.update({f"{kind}: {reason}": count for (kind, reason), count in info.rejected.items()})
         return SourceView(
-            **{name: getattr(registration, name) for name in _REGISTERED},
-            **{name: getattr(counters, name) for name in _COUNTED},
+            **{name: getattr(registration, name) for name in _REGISTRATION_FIELDS},
+            **{name: getattr(counters, name) for name in _COUNTER_FIELDS},
             labels=dict(registration.labels),
             origin=self.origin,
             lease_expires_at=None if (lease := self.lease) is None else lease.expires_at,
@@ -313,4 +315,4 @@ class Member(Struct, eq=False):
 
 
 _REASONS_OF_ESTIMATES: Final = {"set-aside": Reason.SET_ASIDE, "unknown-parents": Reason.UNKNOWN_PARENTS}
-"""Codes by the kind of estimate. The other kinds share one code."""
+"""Reasons by the kind of estimate. All other kinds have the reason `ESTIMATED_MATCHES`."""

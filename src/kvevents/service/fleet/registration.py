@@ -22,10 +22,10 @@ MAX_DRAFT_GROUPS: Final = 64
 MAX_SHOWN: Final = 40
 """Maximum number of characters of an invalid value that an error quotes."""
 _SCHEMES: Final = frozenset({"http", "https", "grpc"})
-_NAMES: Final = frozenset({"instance", "endpoint", "model", "tenant", "group"})
+_REQUIRED_TEXTS: Final = frozenset({"instance", "endpoint", "model", "tenant", "group"})
 """Fields of a registration that must not be empty."""
 SEPARATOR: Final = "\x1f"
-"""Separates the parts of a name in the index. No part can contain this character."""
+"""Character between the parts of a name in the index. No part can contain this character."""
 
 
 Key: TypeAlias = tuple[str, int]
@@ -35,14 +35,15 @@ Key: TypeAlias = tuple[str, int]
 class Scope(NamedTuple):
     """The boundary of prefix matches: one model of one tenant and routing group.
 
-    If an engine's events have no LoRA or salt, the engine can be registered with these, and then has a separate scope.
+    If an engine's events do not name their LoRA or salt, the engine's registration can name them. The engine then has a scope
+    of its own.
     """
 
     model: str
     tenant: str = DEFAULT_GROUP
     group: str = DEFAULT_GROUP
     lora: str | int | None = None
-    """Name of the LoRA, or the LoRA's number for engines whose events do not have the name (vLLM before 0.14)."""
+    """Name of the LoRA, or its number for engines whose events lack the name (vLLM before 0.14)."""
     salt: str | None = None
 
     @property
@@ -69,7 +70,7 @@ class GroupFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     curve: Curve | None = None
     """CURVE keys for this engine, which replace the keys for all engines."""
     stores_only: tuple[str, ...] = ()
-    """Tiers, such as `cpu`, for which the engine announces stores but no removals. Blocks on them count, but are not EXACT."""
+    """Tiers, such as `cpu`, for which the engine announces stores but no removals. Their blocks count, but are not EXACT."""
 
 
 class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -134,7 +135,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
                 raise ConfigError(f"{name} has more than {MAX_NAME_BYTES} bytes")
             if not text.isprintable():
                 raise ConfigError(f"{name} {text!r} has unprintable characters")
-            if not text and name in _NAMES:
+            if not text and name in _REQUIRED_TEXTS:
                 raise ConfigError(f"{name} is empty")
 
     @property
@@ -157,7 +158,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
 
         `replay_is_proven` is not compared.
         """
-        if self == other:  # compares the usual case in a tenth of the time
+        if self == other:  # This takes a tenth of the time, and registrations are usually equal.
             return []
         names = (name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name))
         return sorted(name for name in names if name != "replay_is_proven")
@@ -186,24 +187,24 @@ class Lease(NamedTuple):
     """The time at which a registration ends unless the client renews it."""
 
     seconds: int
-    ends: float
-    """The time on the monotonic clock."""
+    ends_at: float
+    """End of the lease on the monotonic clock."""
     expires_at: float
-    """The same time as Unix time, for answers."""
+    """End of the lease as Unix time, for answers."""
 
     @classmethod
-    def of(cls, seconds: int | None) -> "Lease | None":
-        """Return a lease that begins now; None for a registration that does not expire."""
+    def start(cls, seconds: int | None) -> "Lease | None":
+        """Return a lease that begins now; None if `seconds` is None, for a registration that does not expire."""
         return None if seconds is None else cls(seconds, time.monotonic() + seconds, time.time() + seconds)
 
 
 def _check_labels(labels: Mapping[str, str]) -> None:
     if len(labels) > MAX_LABELS:
-        raise ConfigError(f"{len(labels)} labels were given; at most {MAX_LABELS} are allowed")
+        raise ConfigError(f"{len(labels)} labels are too many: expected at most {MAX_LABELS}")
     texts = [*labels, *labels.values()]
     lengths = [len(text.encode("utf-8", "surrogatepass")) for text in texts]
     if sum(lengths) > MAX_LABEL_BYTES:
-        raise ConfigError(f"the labels have {sum(lengths)} bytes together; at most {MAX_LABEL_BYTES} are allowed")
+        raise ConfigError(f"labels of {sum(lengths)} bytes together are too long: expected at most {MAX_LABEL_BYTES} bytes")
     for text, length in zip(texts, lengths, strict=True):
         if not 0 < length <= MAX_NAME_BYTES or not text.isprintable():
             raise ConfigError(f"invalid label {text[:MAX_SHOWN]!r}: expected 1 to {MAX_NAME_BYTES} printable bytes")
@@ -220,4 +221,4 @@ def check_same_engine(registration: Registration, other: "Registration") -> None
         own, different = getattr(registration, name), getattr(other, name)
         if own != different:
             sentence = f"{label} has {what} {own}, and {other.label} {what} {different}"
-            raise ConflictError(sentence, f"other-{name.replace('_', '-')}", f"ranks of one instance have the same {name}")
+            raise ConflictError(sentence, f"other-{name.replace('_', '-')}", f"all ranks of an instance need the same {name}")

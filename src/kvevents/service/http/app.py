@@ -1,12 +1,12 @@
 """The control plane's part of the HTTP server: it handles requests that the data plane forwards, by the table of endpoints.
 
 It uses no framework: dispatch is a dictionary lookup, and a few lines handle the errors of all endpoints. The data plane has
-already determined the endpoint and the caller of a request, and whether the request is refused (`native/server/src/policy.rs`).
+already found the endpoint and the caller of a request, and has decided whether to refuse it (`native/server/src/policy.rs`).
 
 Requests have OpenTelemetry spans if an SDK is configured. The service uses only OpenTelemetry's API, and only if that is
-installed. The service looks for an SDK once, when it creates the application. So the SDK must be configured earlier, as by
-`opentelemetry-instrument kvevents serve`. Without an SDK, tracing costs nothing. A span has the model and the numbers of tokens
-of a lookup. Spans never have token ids, hashes or the caller.
+installed. The service looks for an SDK only when it creates the application. So the SDK must be configured before, as
+`opentelemetry-instrument kvevents serve` does. Without an SDK, tracing costs nothing. A span has the model and the numbers of
+tokens of a lookup. Spans never have token ids, hashes or the caller.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _OpenStream(NamedTuple):
 
 
 class App:
-    """Handles the requests that the data plane forwards, one task each. Only the event loop may use the object."""
+    """Handles the requests that the data plane forwards, each in a task of its own. Only the event loop may use the object."""
 
     def __init__(self, service: Service) -> None:
         self.service = service
@@ -72,7 +72,7 @@ class App:
             response.has_room.set()
 
     async def stop(self, seconds: float) -> None:
-        """Wait for the requests in progress, and cancel requests that are not complete after `seconds`."""
+        """Wait for the requests in progress. After `seconds`, cancel the requests that are not complete."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds)
         for task in self._tasks:
@@ -83,16 +83,16 @@ class App:
         has_body = request.method != "HEAD"
         try:
             response = await self._respond_with_span(request)
-        except asyncio.CancelledError:  # requests are only cancelled when the service stops
+        except asyncio.CancelledError:  # Only `stop` cancels a request that has no response yet.
             response = problem(UnavailableError("the service stopped before the request was complete", "ending", "retry"))
         if isinstance(response, Response):
             headers = [*response.headers]
-            if response.status != HTTPStatus.NOT_MODIFIED:  # status 304 has no body and no headers about a body
+            if response.status != HTTPStatus.NOT_MODIFIED:  # A response 304 has no body, and no headers about a body.
                 headers += [(b"content-type", response.kind), (b"content-length", b"%d" % len(response.body))]
             request.respond(response.status, headers, response.body if has_body else b"")
             return
         try:
-            with suppress(asyncio.CancelledError):  # the client has left, or the service stops
+            with suppress(asyncio.CancelledError):  # The client has left, or the service stops.
                 await self._send_pieces(request, response, has_body=has_body)
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
@@ -147,7 +147,7 @@ class App:
             return problem(ServiceError("internal error", "internal", hint, status=500))
 
     async def _handle(self, endpoint: Route, native: _native.Request, span: Span | None) -> AnyResponse:
-        """Handle a request. Log the request if its caller is refused, or if it is a failed request for a change."""
+        """Handle a request. Log it in the audit log if it is refused, or if it should register engines but fails."""
         headers, path, limits = Headers(native.headers), native.path, self.service.settings.limits
         try:
             if native.refusal is not None:
@@ -187,10 +187,10 @@ class App:
 
 
 def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
-    """Set `request.arguments` from the query string. Raises `RefusedError` for unknown names, but not at public endpoints."""
+    """Set `request.arguments` from the query string. Raises `RefusedError` for unknown names, except at public endpoints."""
     if not request.query or endpoint.role is None:
         return
-    has_body = endpoint.takes is not None and not (endpoint.raw and request.headers.kind == RAW)
+    has_body = endpoint.body is not None and not (endpoint.accepts_raw and request.headers.kind == RAW)
     names = () if has_body else [parameter["name"] for parameter in endpoint.parameters if parameter["in"] == "query"]
     request.arguments = scope_parameters(request.parameters, names, beside=" beside a body of this type" if has_body else "")
 
@@ -200,7 +200,7 @@ def _read_parameters(endpoint: Route, request: HttpRequest) -> None:
 MAX_SHOWN: Final = 80
 """Maximum number of characters of a header that an error quotes."""
 _BROWSER_HINT: Final = "a browser may send requests only from the service's own page"
-_TOKEN_HINT: Final = "send `Authorization: Bearer TOKEN`"  # noqa: S105 - it has none
+_TOKEN_HINT: Final = "send `Authorization: Bearer TOKEN`"  # noqa: S105 - the text contains no token
 _REFUSALS: Final[Mapping[str, tuple[int, str, str, str]]] = {
     # Keys: the reasons in `native/server/src/policy.rs`. Values: status, reason, sentence and hint.
     "unknown-host": (
@@ -218,9 +218,9 @@ _REFUSALS: Final[Mapping[str, tuple[int, str, str, str]]] = {
 }
 
 
-def _refusal_error(why: str, endpoint: Route, headers: Headers, limit: int) -> ServiceError:
-    """Return the error response for a request that the data plane refuses."""
-    status, reason, sentence, hint = _REFUSALS[why]
+def _refusal_error(refusal: str, endpoint: Route, headers: Headers, limit: int) -> ServiceError:
+    """Return the error response for a request that the data plane refuses; `refusal` is a key of `_REFUSALS`."""
+    status, reason, sentence, hint = _REFUSALS[refusal]
     fields = {"host": _quote(headers.host), "origin": _quote(headers.origin), "role": endpoint.role, "limit": limit}
     return ServiceError(sentence.format(**fields), reason, hint.format(**fields), status=status)
 
@@ -234,7 +234,7 @@ def _quote(value: bytes) -> str:
 MAX_PATH: Final = 256
 """Maximum number of characters of a path in a span, since clients choose the path."""
 _OTHER_METHOD: Final = "_OTHER"
-"""Name in OpenTelemetry's conventions for all unknown methods."""
+"""Name that OpenTelemetry's conventions give to all unknown methods."""
 _KNOWN_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
 _UNTRACED: Final = frozenset(path for path, routes in ROUTES.items() if any(route.tag == "probes" for route in routes.values()))
 """Paths without spans: probes, scrapes and the page, which are requested every few seconds."""
@@ -242,7 +242,7 @@ _UNTRACED: Final = frozenset(path for path, routes in ROUTES.items() if any(rout
 
 def find_tracer() -> Tracer | None:
     """Return the tracer of the configured SDK; None if no SDK is configured."""
-    if (trace := sys.modules.get("opentelemetry.trace")) is None:  # configuring an SDK imports this module
+    if (trace := sys.modules.get("opentelemetry.trace")) is None:  # A process that configures an SDK has imported this module.
         return None
     provider: TracerProvider = trace.get_tracer_provider()
     if isinstance(provider, (trace.ProxyTracerProvider, trace.NoOpTracerProvider)):
@@ -251,8 +251,8 @@ def find_tracer() -> Tracer | None:
 
 
 def start_span(tracer: Tracer, request: _native.Request) -> AbstractContextManager[Span]:
-    """Return a span for a request, by OpenTelemetry's conventions for HTTP servers. Its parent is the span in the headers."""
-    from opentelemetry.propagate import extract  # noqa: PLC0415 - it might not be installed
+    """Return a span by OpenTelemetry's conventions for HTTP servers. Its parent is the span in the request's headers."""
+    from opentelemetry.propagate import extract  # noqa: PLC0415 - OpenTelemetry might not be installed
     from opentelemetry.trace import SpanKind  # noqa: PLC0415
 
     known_method, route = request.method if request.method in _KNOWN_METHODS else _OTHER_METHOD, request.endpoint[0]
@@ -266,7 +266,7 @@ def start_span(tracer: Tracer, request: _native.Request) -> AbstractContextManag
 
 def finish_span(span: Span, response: AnyResponse) -> None:
     """Record the status of a response in its span."""
-    from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415 - it might not be installed
+    from opentelemetry.trace import Status, StatusCode  # noqa: PLC0415 - OpenTelemetry might not be installed
 
     status = response.status if isinstance(response, Response) else HTTPStatus.OK
     span.set_attribute("http.response.status_code", int(status))

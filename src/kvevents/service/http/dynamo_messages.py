@@ -25,7 +25,7 @@ class WorkerRank(Struct, frozen=True):
 
 
 class RoutingTokens(Struct, frozen=True):
-    """The tokens of a prompt with images. The service does not read its images, so a match ends before the first image."""
+    """The tokens of a prompt with images. The service does not read the images, so a match ends before the first image."""
 
     routing_token_ids: list[Token]
 
@@ -34,7 +34,7 @@ class RouterOverride(Struct, frozen=True):
     """Settings of Dynamo's router for one request."""
 
     overlap_score_credit: float | None = None
-    """If this is 0, caches do not count; other values have no effect."""
+    """0 if the selection must ignore caches; all other values have no effect."""
     track_prefill_tokens: bool | None = None
     """False for a request that does not wait for its prefill."""
 
@@ -85,7 +85,7 @@ class SelectWorkerRequest(PromptRequest, kw_only=True, forbid_unknown_fields=Tru
 
 
 class BookRequest(PromptRequest, kw_only=True, forbid_unknown_fields=True):
-    """A request to reserve a worker under `selection_id`: `worker_id`, or by default the worker selected under this id."""
+    """A request to reserve the worker `worker_id`; without it, the worker that `/select` chose under `selection_id`."""
 
     selection_id: ReservationId
     worker_id: WorkerId | None = None
@@ -102,7 +102,7 @@ class OutputBlockRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TieredQueryRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A query with the hash of each block, as Dynamo's routers send it to a remote index."""
+    """A query with the hashes of a prompt's blocks, in the form that Dynamo's routers send to a remote index."""
 
     block_hashes: list[Hash]
     model_name: str
@@ -111,7 +111,7 @@ class TieredQueryRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Overlap(Struct, frozen=True, kw_only=True):
-    """Cumulative number of tokens by tier that a worker holds, and the number of tokens that each rank holds on the device."""
+    """Numbers of a prompt's tokens that a worker holds: cumulative by tier, and in `dp` by rank, on the device."""
 
     longest_matched: int
     gpu: int
@@ -156,7 +156,7 @@ class Done(Struct, frozen=True):
 
 
 class PotentialLoad(Struct, kw_only=True):
-    """The load of a rank, as the service's reservations show it."""
+    """The load of a rank, according to the service's open reservations."""
 
     worker_id: int
     dp_rank: int
@@ -176,7 +176,7 @@ class ModelLoad(Struct, frozen=True, kw_only=True):
 
 
 class WorkerOverlap(Struct, frozen=True, kw_only=True):
-    """Numbers of blocks of a prompt that a rank holds, by tier."""
+    """How many blocks of a prompt a rank holds, by tier."""
 
     worker_id: int
     dp_rank: int
@@ -189,7 +189,7 @@ class WorkerOverlap(Struct, frozen=True, kw_only=True):
 
 
 class SharedCache(Struct, frozen=True, kw_only=True):
-    """Constant answer about a shared cache: the service has none."""
+    """The answer about a shared cache, which is constant: the service does not know shared caches."""
 
     enabled: bool = False
     total_hit_blocks: int = 0
@@ -198,7 +198,7 @@ class SharedCache(Struct, frozen=True, kw_only=True):
 
 
 class OverlapScores(Struct, frozen=True, kw_only=True):
-    """Numbers of blocks of a prompt that the ranks of a model hold."""
+    """How many blocks of a prompt each rank of a model holds."""
 
     block_size: int
     num_blocks: int
@@ -265,6 +265,7 @@ _PROMPT: Final = [
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     PromptRequest: {"anyOf": _PROMPT},
     SelectWorkerRequest: {"anyOf": _PROMPT},
-    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # the selection contains the prompt
+    # Without `worker_id`, the stored selection has the prompt.
+    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},
 }
-"""JSON Schema rules that the types of these bodies do not express."""
+"""JSON Schema rules for request bodies that their types do not express."""

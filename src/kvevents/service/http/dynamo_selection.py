@@ -33,7 +33,7 @@ from kvevents.service.service import Service
 Worker: TypeAlias = tuple[str, int]
 """Instance and rank."""
 
-_decode_selection = msgspec.json.Decoder(schemas.Selection).decode  # at import, see `build_decoder_now`
+_decode_selection = msgspec.json.Decoder(schemas.Selection).decode  # Built at import, see `build_decoder_now`.
 _decode_match = msgspec.json.Decoder(schemas.MatchAnswer).decode
 _decode_reservation = msgspec.json.Decoder(schemas.Reservation).decode
 _decode_reservations = msgspec.json.Decoder(schemas.ReservationsAnswer).decode
@@ -41,7 +41,7 @@ _decode_reservations = msgspec.json.Decoder(schemas.ReservationsAnswer).decode
 
 @lru_cache(65_536)
 def worker_id(instance: str) -> int:
-    """Return the number of a worker: its name if the name is a number, else a hash of 63 bits, which all clients can read."""
+    """Return the number of a worker: its name if the name is a number, else a hash. All clients can read the hash's 63 bits."""
     number = id_of(instance)
     if isinstance(number, int) and number < 1 << 64:
         return number
@@ -49,7 +49,7 @@ def worker_id(instance: str) -> int:
 
 
 class _HeldTokens(NamedTuple):
-    """Cumulative number of tokens of a prompt, by tier, that a worker holds."""
+    """How many tokens of a prompt a worker holds: on the device, on device and host, and on all tiers."""
 
     device: int = 0
     host: int = 0
@@ -79,7 +79,8 @@ def _read_prompt(service: Service, body: messages.PromptRequest, tokens: Any) ->
         check_tokens(service, len(tokens))
         return _Prompt(len(tokens), array("I", tokens) if isinstance(tokens, list) else tokens, None)
     if body.isl_tokens is None:
-        raise RefusedError("isl_tokens is required without token_ids", "bad-prompt", "send token_ids, or hashes and isl_tokens")
+        sentence = "the request has neither token_ids nor isl_tokens"
+        raise RefusedError(sentence, "bad-prompt", "send token_ids, or block_hashes and isl_tokens")
     check_tokens(service, body.isl_tokens)
     return _Prompt(body.isl_tokens, None, read_hashes(service, body.block_hashes or []))
 
@@ -90,7 +91,7 @@ def _members_of(service: Service, scope: Scope) -> dict[Worker, Member]:
 
 
 def _block_size(member: Member | None, default: int = 1) -> int:
-    """Return the number of tokens in a worker's block; `default` if the worker has left, 1 if the size is unknown."""
+    """Return the number of tokens in a worker's block; `default` if `member` is None, 1 if the size is unknown."""
     if member is None:
         return default
     return next(iter(member.expected_block_sizes), 1)
@@ -113,7 +114,7 @@ class _Fleet:
         return [worker for worker in self.members if worker_id(worker[0]) == number and rank in {None, worker[1]}]
 
     def fields(self, **others: Any) -> dict[str, Any]:
-        """Return the fields of a query to `/v1`."""
+        """Return the fields of a query to `/v1`: the scope, and those of `others` that are not None."""
         scope_fields = {name: value for name, value in self.scope._asdict().items() if value is not None}
         return scope_fields | {name: value for name, value in others.items() if value is not None}
 
@@ -131,13 +132,16 @@ class _Fleet:
     def match(self, prompt: _Prompt) -> dict[Worker, _HeldTokens]:
         """Return how many tokens of a prompt each worker holds."""
         if prompt.hashes is not None:
-            return self._held_by_hash(prompt.hashes)
+            return self._match_hashes(prompt.hashes)
         body = ask(self.service, self.scope, "/v1/match", self.fields(), prompt.tokens).body
         workers = _decode_match(body).workers
-        return {(worker.instance, worker.rank): _held_by_tier(worker.tiers, worker.tokens) for worker in workers}
+        return {(worker.instance, worker.rank): _tokens_by_tier(worker.tiers, worker.tokens) for worker in workers}
 
-    def _held_by_hash(self, hashes: list[int]) -> dict[Worker, _HeldTokens]:
-        """Return the matches of block hashes. Dynamo's answer has matches on the device by rank, Mooncake's on all tiers."""
+    def _match_hashes(self, hashes: list[int]) -> dict[Worker, _HeldTokens]:
+        """Return how much of a prompt each worker holds, by the hashes of its blocks.
+
+        Of the two queries, Dynamo's has the matches on the device by rank, and Mooncake's the matches on all tiers by rank.
+        """
         if not hashes:
             return {}
         model, tenant, group = self.scope[:3]
@@ -155,7 +159,7 @@ class _Fleet:
         return matches
 
     def names_of(self, worker: Worker) -> dict[str, Any]:
-        """Return the fields of answers that name a worker, with the URL at which it takes requests."""
+        """Return the fields with which answers name a worker, including the URL at which it takes requests."""
         member = self.members.get(worker)
         return {
             "model_name": self.scope.model,
@@ -174,7 +178,7 @@ def _count_blocks(tokens: int, size: int) -> int:
     return -(-tokens // size)
 
 
-def _held_by_tier(tiers: Mapping[str, int], tokens: int) -> _HeldTokens:
+def _tokens_by_tier(tiers: Mapping[str, int], tokens: int) -> _HeldTokens:
     device = tiers.get("gpu", 0)
     host = max(device, tiers.get("cpu", 0))
     return _HeldTokens(device, host, max(host, tokens))
@@ -189,7 +193,7 @@ def _fleet_of(service: Service, body: Any) -> _Fleet:
 
 
 _Choice: TypeAlias = tuple[PendingSelection, Mapping[Worker, _HeldTokens]]
-"""A selected worker, and for each of its ranks the number of tokens of the prompt that the rank holds."""
+"""A selected worker, and how many tokens of the prompt each rank of its instance holds."""
 
 
 class _Chooser:
@@ -209,7 +213,7 @@ class _Chooser:
         }
 
     def choose(self, name: str | None = None) -> _Choice:
-        """Select a worker that can be reached, and reserve it if `name` is given. Raises `ServiceError`."""
+        """Select a worker that can be reached. Reserve it under `name`, unless this is None. Raises `ServiceError`."""
         target = self._body.affinity_target
         if target is not None:
             targets = self._fleet.workers(target.worker_id, target.dp_rank)
@@ -240,7 +244,7 @@ class _Chooser:
         tokens = self._prompt.tokens
         selection = self._select(tokens, workers, name, ignores_cache=self._ignores_cache)
         matches = {
-            (candidate.instance, candidate.rank): _held_by_tier(candidate.tiers, candidate.tokens)
+            (candidate.instance, candidate.rank): _tokens_by_tier(candidate.tiers, candidate.tokens)
             for candidate in selection.considered or ()
             if candidate.instance == selection.instance
         }
@@ -258,10 +262,10 @@ class _Chooser:
         return selection
 
     def _choose_by_hash(self, workers: list[Worker] | None, name: str | None) -> _Choice:
-        """Choose by the scores of a selection that ignores caches, minus the share of the prompt that the hashes match."""
+        """Choose by the scores of a selection that ignores caches, minus the fraction of the prompt that the hashes match."""
         matches = self._fleet.match(self._prompt)
         length = self._prompt.length
-        draft = f"draft-{uuid4()}"  # selections count as load, but ended reservations do not
+        draft = f"draft-{uuid4()}"  # A selection without a reservation would count as load; an ended reservation does not.
         first = self._select(_dummy_tokens(length), workers, draft, ignores_cache=True)
         reservations.ask(self._fleet.service, "DELETE", draft)
 
@@ -298,29 +302,29 @@ def _read(service: Service, request: HttpRequest) -> tuple[Any, _Fleet, _Prompt]
 
 
 def select(service: Service, request: HttpRequest) -> Response:
-    """Select a worker as Dynamo's selection service does; `selection_id` names the selection for `/reservations`."""
+    """Select a worker as Dynamo's selection service does. `/reservations` can reserve the selection by its `selection_id`."""
     body, fleet, prompt = _read(service, request)
     selection, matches = _Chooser(fleet, body, prompt).choose()
     if body.selection_id is None:
-        return answer(_selected(fleet, prompt, selection, matches), request)
+        return answer(_describe_selection(fleet, prompt, selection, matches), request)
     service.selections.add(body.selection_id, selection)
-    return answer(_selected(fleet, prompt, selection, matches, selection_id=body.selection_id), request)
+    return answer(_describe_selection(fleet, prompt, selection, matches, selection_id=body.selection_id), request)
 
 
 def select_and_reserve(service: Service, request: HttpRequest) -> Response:
     """Select a worker, and reserve it under `selection_id` or under a new name."""
     body, fleet, prompt = _read(service, request)
     name = str(uuid4()) if body.selection_id is None else body.selection_id
-    with service.selections.booking:
+    with service.selections.booking_lock:
         _check_free(service, name)
         selection, matches = _Chooser(fleet, body, prompt).choose(name)
-    if not selection.waits:
+    if not selection.is_waiting:
         reservations.ask(service, "POST", name, schemas.ReservationUpdate(first_token=True))
-    fields = {"selection_id": name, "isl_tokens": prompt.length, "track_prefill_tokens": selection.waits}
-    return answer(_selected(fleet, prompt, selection, matches, **fields), request)
+    fields = {"selection_id": name, "isl_tokens": prompt.length, "track_prefill_tokens": selection.is_waiting}
+    return answer(_describe_selection(fleet, prompt, selection, matches, **fields), request)
 
 
-def _selected(
+def _describe_selection(
     fleet: _Fleet, prompt: _Prompt, selection: PendingSelection, matches: Mapping[Worker, _HeldTokens], **fields: Any
 ) -> messages.SelectedWorker:
     worker, size = selection.worker, fleet.block_size_of(selection.worker)
@@ -353,7 +357,8 @@ def _check_free(service: Service, name: str) -> None:
         if error.code != HTTPStatus.NOT_FOUND:
             raise
         return
-    raise ConflictError(f"selection {name} is already reserved", "reserved", "use another selection_id, or end it first")
+    hint = "use another selection_id, or end the reservation first"
+    raise ConflictError(f"selection {name} is already reserved", "reserved", hint)
 
 
 def book(service: Service, request: HttpRequest) -> Response:
@@ -369,17 +374,17 @@ def book(service: Service, request: HttpRequest) -> Response:
     else:
         service.selections.discard(fleet.scope, name)
         pending = _select_named_worker(service, fleet, body, tokens)
-    with service.selections.booking:
+    with service.selections.booking_lock:
         _check_free(service, name)
         refusal = _unknown_worker_error(worker_id(pending.instance), pending.rank, pending.scope)
         if pending.worker not in fleet.members:
             raise refusal
-        fleet = _Fleet(service, pending.scope)  # the request has no LoRA and no salt
+        fleet = _Fleet(service, pending.scope)  # Unlike the request, `pending` has the LoRA and the salt.
         terms = {"reserve": {"id": name}, "ignores_cache": pending.ignores_cache, "session": pending.session}
         if not fleet.select(pending.tokens, [pending.worker], **terms).usable:
             raise refusal
     service.selections.discard(fleet.scope, name)
-    if not pending.waits:
+    if not pending.is_waiting:
         reservations.ask(service, "POST", name, schemas.ReservationUpdate(first_token=True))
     return answer(messages.Booked(selection_id=name, **fleet.names_of(pending.worker)), request, status=201)
 
@@ -398,8 +403,8 @@ def _select_named_worker(service: Service, fleet: _Fleet, body: messages.BookReq
     if uncached_tokens is not None:
         check_tokens(service, uncached_tokens)
     counted_tokens = prompt.tokens if uncached_tokens is None else _dummy_tokens(max(1, min(uncached_tokens, prompt.length)))
-    waits = _is_waiting(body, body.track_prefill_tokens)
-    return PendingSelection(instance, rank, fleet.scope, counted_tokens, uncached_tokens is not None, waits, None)
+    is_waiting = _is_waiting(body, body.track_prefill_tokens)
+    return PendingSelection(instance, rank, fleet.scope, counted_tokens, uncached_tokens is not None, is_waiting, None)
 
 
 def _unknown_worker_error(number: int, rank: int, scope: Scope) -> NotFoundError:
@@ -416,7 +421,7 @@ def prefill_complete(service: Service, request: HttpRequest) -> Response:
 def output_block(service: Service, request: HttpRequest) -> Response:
     """Record that a request has one more block of output."""
     request.read()
-    with service.selections.booking:  # held so that each of several concurrent requests adds a block
+    with service.selections.booking_lock:  # Without the lock, concurrent requests could add only one block.
         now = _decode_reservation(reservations.ask(service, "GET", request.item))
         member = _members_of(service, Scope(now.model, now.tenant, now.group)).get((now.instance, now.rank))
         changes = schemas.ReservationUpdate(output_tokens=now.output_tokens + _block_size(member))
@@ -434,10 +439,10 @@ def free(service: Service, request: HttpRequest) -> Response:
 
 
 def _collect_loads(service: Service, scope: Scope, members: Mapping[Worker, Member]) -> list[messages.PotentialLoad]:
-    """Return the load of each member, as the open reservations of the model show it."""
+    """Return the load of each member, according to the open reservations of the model."""
     body = service.data_plane.reservations(service.settings.limits.max_reservations)
     zeros = {"potential_prefill_tokens": 0, "potential_decode_blocks": 0, "active_requests": 0}
-    sums = {place: messages.PotentialLoad(worker_id=worker_id(place[0]), dp_rank=place[1], **zeros) for place in members}
+    sums = {key: messages.PotentialLoad(worker_id=worker_id(key[0]), dp_rank=key[1], **zeros) for key in members}
     for reservation in _decode_reservations(body).reservations:
         worker = reservation.instance, reservation.rank
         load = sums.get(worker)
@@ -451,7 +456,7 @@ def _collect_loads(service: Service, scope: Scope, members: Mapping[Worker, Memb
 
 
 def loads(service: Service, request: HttpRequest) -> Response:
-    """List, for each model, the load of each rank as the open reservations show it."""
+    """List, for each model, the load of each rank, according to the open reservations."""
     scopes: dict[Scope, dict[Worker, Member]] = {}
     for member in list_members(service, {"tenant": schemas.DEFAULT_GROUP, **request.arguments}):
         scopes.setdefault(Scope(*member.registration.scope[:3]), {})[member.worker] = member
@@ -463,7 +468,7 @@ def loads(service: Service, request: HttpRequest) -> Response:
 
 
 def potential_loads(service: Service, request: HttpRequest) -> Response:
-    """List the load that each rank would have if it got one more prompt."""
+    """List the load that each rank would have if it also got the prompt of this request."""
     body, fleet, prompt = _read(service, request)
     matches = fleet.match(prompt)
     potential = _collect_loads(service, fleet.scope, fleet.members)
@@ -509,14 +514,14 @@ def query_tiered_by_hash(service: Service, request: HttpRequest) -> Response:
     matches = fleet.match(_Prompt(0, None, hashes))
     overlaps = [_overlap_of(fleet, worker, held) for worker, held in matches.items()]
 
-    def hits(field: str) -> list[tuple[messages.WorkerRank, int]]:
+    def list_hits(field: str) -> list[tuple[messages.WorkerRank, int]]:
         counts = [(messages.WorkerRank(item.worker_id, item.dp_rank), getattr(item, field)) for item in overlaps]
         return [(worker, blocks) for worker, blocks in counts if blocks]
 
-    lower = {"host_pinned": hits("host_pinned_extension_blocks"), "disk": hits("disk_extension_blocks")}
+    lower_tiers = {"host_pinned": list_hits("host_pinned_extension_blocks"), "disk": list_hits("disk_extension_blocks")}
     scores = messages.TieredMatch(
-        device=messages.DeviceScores(scores=hits("device_blocks")),
-        lower_tier=[(tier, messages.TierHits(hits=hits_of_tier)) for tier, hits_of_tier in lower.items() if hits_of_tier],
+        device=messages.DeviceScores(scores=list_hits("device_blocks")),
+        lower_tier=[(tier, messages.TierHits(hits=hits)) for tier, hits in lower_tiers.items() if hits],
     )
     return answer(messages.TieredAnswer(block_size=fleet.block_size, tiered=scores), request)
 
@@ -525,7 +530,7 @@ def query_tiered_by_hash(service: Service, request: HttpRequest) -> Response:
 
 
 def ready(service: Service, request: HttpRequest) -> Response:
-    """List the workers, and say whether one can be selected; 503 if none can."""
+    """List the workers, and say whether any worker can be selected; 503 if no worker can be selected."""
     instances: dict[tuple[Any, ...], list[Member]] = {}
     for member in service.members().values():
         instances.setdefault((*member.registration.scope[:3], member.registration.instance), []).append(member)

@@ -1,8 +1,8 @@
 """The indexer API of Dynamo's standalone indexer and of Mooncake Conductor (RFC #1403): registration and queries.
 
 Both APIs derive from one draft and differ in names. A request with `model_name` gets a response in Dynamo's form. A request
-with `model` (`modelname` to register) gets a response in Mooncake's form. Unknown fields are ignored, as in both projects, and
-counted. Unknown fields with a name similar to that of a scope field are rejected (`kvevents.service.scope_fields`).
+with `model` (`modelname` to register) gets a response in Mooncake's form. As in both projects, unknown fields are ignored; the
+service counts them. An unknown field is rejected if its name is similar to a scope field (`kvevents.service.scope_fields`).
 """
 
 # Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
@@ -37,12 +37,12 @@ def _fields_hint() -> str:
 
 
 class IndexerRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
-    """The fields that both kinds of queries have."""
+    """The fields of a query, by token ids or by hashes."""
 
     instance_id: EngineId | None = None
     block_size: Annotated[int, Meta(gt=0, extra_json_schema={"maximum": (1 << 64) - 1})] | None = None
     whole_prompt: bool = False
-    """Look up the last token too, although engines recompute it with its block."""
+    """Whether to look up the final token, although engines recompute the block of the final token."""
 
     ALIASES: ClassVar = ScopeFields.ALIASES | {"additionalsalt"}
 
@@ -57,7 +57,7 @@ class HashQueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True)
     """A query with the hashes of a prompt's blocks.
 
     `block_hashes` (Dynamo) are hashes of single blocks, `seq_hashes` (Mooncake) are rolling hashes. A hash is a signed or
-    unsigned number, or a string with decimal digits, or with `0x` and hexadecimal digits.
+    unsigned number. It can also be a string of decimal digits, or of `0x` and hexadecimal digits.
     """
 
     block_hashes: list[Hash] | None = None
@@ -89,14 +89,14 @@ SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     QueryRequest: _ONE_MODEL,
     HashQueryRequest: {"allOf": [_ONE_MODEL, _ONE_KIND]},
 }
-"""JSON Schema rules that the types of these bodies do not express."""
+"""JSON Schema rules for request bodies that their types do not express."""
 
 
 # --- registration
 
 
 async def register(service: Service, request: HttpRequest) -> Response:
-    """Register a rank of an engine, or all ranks of the engine at a URL; the status is 200 if an equal registration exists."""
+    """Register a rank of an engine, or all ranks of the engine at `url`; the status is 200 if equal registrations exist."""
     body: RegisterRequest = request.read()
     try:
         ranks = (_make_registration(body),) if body.endpoint else await _ask_engine(service, body)
@@ -114,12 +114,12 @@ async def register(service: Service, request: HttpRequest) -> Response:
 
 
 def _shared_fields(body: RegisterRequest) -> dict[str, Any]:
-    """Return the fields of a request that apply to all ranks, under the names that `Registration` and `Template` share."""
+    """Return the fields of a request that apply to all ranks, under their names in `Registration` and `Template`."""
     tenant, group = owner_of(body)
     lora = pick(body, LORA)
     if lora is None and body.lora_id is not None:
         sentence = f"lora_id {body.lora_id} does not name a LoRA"
-        raise RefusedError(sentence, "lora-id", "send its name as lora_name, or leave it out")
+        raise RefusedError(sentence, "lora-id", "send the name of the LoRA as lora_name, or leave out lora_id")
     return {
         "topic": body.topic,
         "block_size": body.block_size,
@@ -135,7 +135,8 @@ def _shared_fields(body: RegisterRequest) -> dict[str, Any]:
 
 
 def _make_registration(body: RegisterRequest) -> Registration:
-    model, facts, replay_endpoint = model_of(body), _shared_fields(body), body.replay_endpoint or None  # Go sends ""
+    model, shared_fields = model_of(body), _shared_fields(body)
+    replay_endpoint = body.replay_endpoint or None  # Clients in Go send "" for a missing text.
     try:
         check_endpoint("endpoint", body.endpoint)
         if replay_endpoint is not None:
@@ -151,29 +152,30 @@ def _make_registration(body: RegisterRequest) -> Registration:
         rank=body.dp_rank or 0,
         replay_endpoint=replay_endpoint,
         url=body.url or None,
-        **facts,
+        **shared_fields,
     )
 
 
 async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registration, ...]:
     """Return the registrations of the ranks that the engine at `url` reports."""
     if not body.url:
-        raise ServiceError("neither endpoint nor url is given", "bad-shape", _fields_hint(), status=422)
+        raise ServiceError("the request has neither endpoint nor url", "bad-shape", _fields_hint(), status=422)
     provider = EngineProvider(body.url, Template(model=pick(body, MODEL), **_shared_fields(body)), str(body.instance_id))
     await check_allowed(service.allow_list, load_target(body.url))
     try:
         finding = await provider.query()
     except EngineQueryError as error:
-        raise UnavailableError(str(error), "engine-silent", "register it when it has started, or send its endpoint") from error
+        hint = "register the engine after it has started, or send its endpoint"
+        raise UnavailableError(str(error), "engine-silent", hint) from error
     ranks = tuple(registration for registration in finding.registrations if body.dp_rank in {None, registration.rank})
     if not ranks:
-        sentence = "; ".join(finding.faults) or f"it has no rank {body.dp_rank}"
+        sentence = "; ".join(finding.faults) or f"the engine at {body.url} has no rank {body.dp_rank}"
         raise RefusedError(sentence, "no-events", "start the engine with KV events, or send its endpoint")
     return ranks
 
 
 async def unregister(service: Service, request: HttpRequest) -> Response:
-    """Unregister a rank of an engine and drop its blocks; if there is no `dp_rank`, unregister all ranks of the instance."""
+    """Unregister a rank of an engine, or without `dp_rank` all ranks of the instance, and drop their blocks."""
     body: UnregisterRequest = request.read()
     scope = pick(body, MODEL), *owner_of(body), pick(body, LORA), pick(body, SALT)
     query = InstanceQuery(str(body.instance_id), body.dp_rank, *scope)
@@ -194,28 +196,29 @@ def query(service: Service, request: HttpRequest) -> Response:
 
 
 def query_by_hash(service: Service, request: HttpRequest) -> Response:
-    """Return how much of a prompt each worker holds. The prompt is given by the hashes of its blocks.
+    """Return how much of a prompt each worker holds; the request has the hashes of the prompt's blocks.
 
-    The hashes include the salt, and the LoRA if the engine's events name it.
+    A hash depends on the salt, and on the LoRA if the engine's events name the LoRA.
     """
     body: HashQueryRequest = request.read()
     queries = {name: hashes for name in _HASHES if (hashes := getattr(body, name)) is not None}
     if len(queries) != 1:
-        raise ServiceError("expected either block_hashes or seq_hashes", "bad-shape", _fields_hint(), status=422)
+        sentence = "invalid query by hash: expected either block_hashes or seq_hashes"
+        raise ServiceError(sentence, "bad-shape", _fields_hint(), status=422)
     ((name, hashes),) = queries.items()
     changes = {name: read_hashes(service, hashes), "instance_id": _instance_of(body)}
     return answer_query(service, request, body, **changes)
 
 
 def _instance_of(body: IndexerRequest) -> str | None:
-    """Return the instance of a query as text, because instances that are numbers may have any length."""
+    """Return the instance of a query as text, because a number of any size can name an instance."""
     return None if body.instance_id is None else str(body.instance_id)
 
 
 def read_hashes(service: Service, hashes: list[int | str]) -> list[int]:
     """Return the hashes of a query as unsigned numbers. Raises `ServiceError` for too many or too large hashes."""
     if len(hashes) > (limit := service.settings.limits.max_hashes):
-        raise TooMuchError(f"{len(hashes)} hashes were sent", "too-many-hashes", f"limits.max_hashes is {limit}")
+        raise TooMuchError(f"the request has {len(hashes)} hashes", "too-many-hashes", f"limits.max_hashes allows {limit}")
     return [_to_unsigned(value) for value in hashes]
 
 

@@ -19,27 +19,27 @@ from kvevents.service.errors import TooMuchError
 from kvevents.service.fleet.member import Member
 from kvevents.service.fleet.registration import Key, Registration
 from kvevents.service.http.messages import JSON, HttpRequest, Response, StreamingResponse, answer
-from kvevents.service.http.pages import cut_page, link_next, matches, tag
+from kvevents.service.http.pages import add_entity_tag, cut_page, link_next, matches
 from kvevents.service.service import Service
 from kvevents.stream import trust_order
 
 _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}
-"""For each trust state, the status in Dynamo's `/workers`."""
+"""Status in Dynamo's `/workers`, by trust state."""
 
 
 def workers(service: Service, request: HttpRequest) -> Response:
-    """List every instance with its ranks; the header `Link` has the address of the next page, if there is one."""
+    """List every instance with its ranks; if a further page exists, its address is in the header `Link`."""
     instances: dict[Key, list[Member]] = {}
-    for member in list_members(service, request.arguments):  # all ranks of an instance serve one model
+    for member in list_members(service, request.arguments):  # A filter selects all ranks of an instance or none.
         instances.setdefault((member.registration.key[0], 0), []).append(member)
     page, cursor = cut_page(instances.items(), request.arguments)
     response = answer([_describe_instance(members) for members in page], request)
     response.headers = link_next(request, cursor)
-    return tag(response, request)
+    return add_entity_tag(response, request)
 
 
 def list_members(service: Service, filters: Mapping[str, str]) -> Iterator[Member]:
-    """Return the workers, in order, that have the model, tenant and group in `filters`; a missing filter accepts any value."""
+    """Return the workers that pass `filters`, in the order of their keys; a missing filter accepts any value."""
     return (member for _, member in sorted(service.members().items()) if matches(member.registration, filters))
 
 
@@ -73,7 +73,7 @@ def _describe_listener(member: Member) -> dict[str, Any]:
 
 
 def id_of(instance: str) -> int | str:
-    """Return an instance id in the form that Dynamo's clients sent: as a number if it is a number."""
+    """Return the name of an instance as Dynamo's clients send it: as a number if it is a decimal number."""
     return int(instance) if instance.isascii() and instance.isdecimal() and str(int(instance)) == instance else instance
 
 
@@ -84,7 +84,7 @@ def services(service: Service, request: HttpRequest) -> Response:
 
 
 def _scope_fields(registration: Registration) -> dict[str, Any]:
-    """Return the scope fields, which separate workers, under Mooncake's names."""
+    """Return the fields that must be equal for two workers to share blocks, under Mooncake's names."""
     return {
         "modelname": registration.model,
         "tenant_id": registration.tenant,
@@ -126,16 +126,16 @@ _DOMAINS: Final = {"gpu": "device", "cpu": "host_pinned", "disk": "disk"}
 async def dump(service: Service, _: HttpRequest) -> StreamingResponse:
     """Return events that rebuild the index, as Dynamo's replicas request them from each other.
 
-    Each event has one block, in no order. The index stores no parents, so `parent_hash` is null. `tokens_hash` is the rolling
-    key, which for a root block is the hash of its tokens. While one client reads its dump, other clients wait.
+    Each event has one block, and the events are not sorted. The index stores no parents, so `parent_hash` is null.
+    `tokens_hash` is the rolling key, which for a root block is the hash of its tokens. Only one client at a time reads a dump.
     """
     total = sum(member.blocks for member in list(service.fleet.workers.values()))
     limit = service.settings.limits.max_dump_blocks
     if total > limit:
         hint = "read /v1/blocks page by page, or raise limits.max_dump_blocks"
         raise TooMuchError(f"the index has {total} blocks, and /dump returns at most {limit}", "too-many-blocks", hint)
-    await service.dump.acquire(service.settings.limits.request_seconds)
-    return StreamingResponse(_dump_pieces(service), JSON, service.dump.release)
+    await service.dump_lock.acquire(service.settings.limits.request_seconds)
+    return StreamingResponse(_dump_pieces(service), JSON, service.dump_lock.release)
 
 
 async def _dump_pieces(service: Service) -> AsyncIterator[bytes]:
@@ -161,7 +161,7 @@ async def _dump_pieces(service: Service) -> AsyncIterator[bytes]:
 def _lowest_trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus]]:
     """Return the trust of each worker, including workers without blocks.
 
-    If several tenants have workers with the same name, the lowest trust counts.
+    If workers of several tenants have the same name, return the lowest of their trusts.
     """
     trusts: dict[str, dict[str, TrustStatus]] = {}
     for member in sorted(members, key=lambda candidate: trust_order(candidate.trust_status.state), reverse=True):
@@ -170,7 +170,7 @@ def _lowest_trusts(members: Iterable[Member]) -> dict[str, dict[str, TrustStatus
 
 
 def _encode(member: Member, blocks: Iterator[tuple[int, Block]]) -> bytes:
-    """Encode events as the inside of a JSON array, without its brackets; empty if there is no event."""
+    """Encode the events of the next `PIECE_BLOCKS` blocks as a JSON array without its brackets; empty without a block."""
     events = [_make_event(member, number, block) for number, block in islice(blocks, PIECE_BLOCKS)]
     return msgspec.json.encode(events)[1:-1]
 

@@ -15,38 +15,38 @@ from kvevents.client.schemas import Problem
 from kvevents.index import extract_token_array
 from kvevents.service.access import Client
 from kvevents.service.errors import RefusedError, ServiceError, TooMuchError
-from kvevents.service.scope_fields import check_unknown
+from kvevents.service.scope_fields import check_unknown_fields
 from kvevents.service.settings import Limits
 from kvevents.settings import fault_of, suggestion, with_path
 from kvevents_native import _native
 
 JSON: Final = b"application/json"
 PROBLEM: Final = b"application/problem+json"
-"""Media type of errors (RFC 9457), regardless of the media types that the request accepts."""
+"""Media type of errors (RFC 9457), whatever media types the request accepts."""
 MSGPACK: Final = b"application/msgpack"
-MSGPACK_BEFORE: Final = b"application/x-msgpack"
-"""Name of the media type of msgpack before it was registered."""
+OLD_MSGPACK: Final = b"application/x-msgpack"
+"""Unregistered media type of msgpack, which older clients send."""
 RAW: Final = b"application/octet-stream"
 _WEIGHT: Final = re.compile(rb"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
 """Matches a weight in an `Accept` header."""
-_REFUSED: Final = (0.0, 0)
-"""Weight and position of a media type that a client does not accept."""
+_NOT_ACCEPTED: Final = (0.0, 0)
+"""Weight and position for a media type that a client does not accept."""
 MAX_ERROR: Final = 800
-"""Maximum number of characters of an error's sentence, which may quote the request. Responses contain the sentence twice."""
+"""Maximum number of characters of an error's sentence, because the sentence can quote the request."""
 
 _encode = msgspec.json.Encoder().encode
 _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class Headers:
-    """The headers that the endpoints use. If a name occurs several times, the first header counts, except for `Accept`."""
+    """The headers that the endpoints use. If a name occurs several times, its first header counts; of `Accept`, all count."""
 
     def __init__(self, headers: Sequence[tuple[str, bytes]]) -> None:
         fields = dict(reversed(headers))
         self.wants_msgpack: Final = prefers_msgpack(b",".join(value for name, value in headers if name == "accept"))
         """Whether the answer should be msgpack instead of JSON."""
         self.kind: Final = fields.get("content-type", b"").partition(b";")[0].strip().lower()
-        """Media type of the body in lower case, without parameters; empty if not given."""
+        """Media type of the body in lower case, without parameters; empty without a header `Content-Type`."""
         self.host: Final = fields.get("host", b"")
         self.if_none_match: Final = fields.get("if-none-match", b"")
         last_event_id = fields.get("last-event-id")
@@ -57,7 +57,7 @@ class Headers:
 def prefers_msgpack(accept: bytes) -> bool:
     """Return whether a client prefers msgpack to JSON, by its `Accept` header (RFC 9110, 12.5.1).
 
-    Wildcards mean JSON. Of two types with the same weight, the first type counts.
+    Wildcards mean JSON. If both types have the same weight, the client prefers the type that it names first.
     """
     ranks: dict[bytes, tuple[float, int]] = {}
     for position, entry in enumerate(accept.lower().split(b",")):
@@ -65,8 +65,8 @@ def prefers_msgpack(accept: bytes) -> bool:
         weight = next((value[2:] for value in parameters if value.startswith(b"q=")), b"1")
         if _WEIGHT.fullmatch(weight):
             ranks.setdefault(kind, (float(weight), -position))
-    msgpack = max((ranks[kind] for kind in (MSGPACK, MSGPACK_BEFORE) if kind in ranks), default=_REFUSED)
-    other = next((ranks[kind] for kind in (JSON, b"application/*", b"*/*") if kind in ranks), _REFUSED)
+    msgpack = max((ranks[kind] for kind in (MSGPACK, OLD_MSGPACK) if kind in ranks), default=_NOT_ACCEPTED)
+    other = next((ranks[kind] for kind in (JSON, b"application/*", b"*/*") if kind in ranks), _NOT_ACCEPTED)
     return msgpack[0] > 0 and msgpack > other
 
 
@@ -76,7 +76,7 @@ class Decoders(msgspec.Struct, frozen=True):
     json: Any = None
     msgpack: Any = None
     known_fields: frozenset[str] | None = None
-    """Names of the known fields, if unknown fields are ignored; None if unknown fields are rejected."""
+    """Names of the known fields, if the endpoint ignores unknown fields; None if it rejects them."""
 
 
 class HttpRequest(Struct, eq=False):
@@ -91,13 +91,13 @@ class HttpRequest(Struct, eq=False):
     """Decoders of the body."""
     limits: Limits
     client: Client
-    """The sender, for the audit log."""
+    """Sender of the request, for the audit log."""
     item: str = ""
     """The part of the path that stands for `{id}` in the route's path."""
     ignored_fields: tuple[str, ...] = ()
     """Unknown fields of the body that were ignored."""
     arguments: Mapping[str, str] = {}
-    """Parameters of the query string that the endpoint knows, by their names in `/v1`."""
+    """Parameters that the endpoint has read from the query string, by their names in `/v1`."""
     span_attributes: dict[str, str | int] = {}
     """Attributes about the query, for the span of the request."""
 
@@ -117,9 +117,9 @@ class HttpRequest(Struct, eq=False):
         return parameters
 
     def read(self) -> Any:
-        """Return the decoded and checked body. Raises `ServiceError`."""
+        """Return the decoded body, checked against the schema. Raises `ServiceError`."""
         kind = self.headers.kind
-        if kind in {MSGPACK, MSGPACK_BEFORE}:
+        if kind in {MSGPACK, OLD_MSGPACK}:
             return self._decode(self.decoders.msgpack, self.body)
         if kind == JSON or kind.endswith(b"+json"):
             return self._decode(self.decoders.json, self.body)
@@ -129,7 +129,7 @@ class HttpRequest(Struct, eq=False):
         raise ServiceError(sentence, "unsupported-media-type", hint, status=415)
 
     def read_tokens(self, name: str) -> tuple[Any, Any]:
-        """Return the body, and the token ids in its field `name`, which are a buffer if possible. Raises `ServiceError`."""
+        """Return the decoded body, and the token ids in its field `name`, as a buffer if possible. Raises `ServiceError`."""
         extracted_parts = extract_token_array(self.body, name) if self.headers.kind == JSON else None
         if extracted_parts is not None:
             return self._decode(self.decoders.json, extracted_parts[0]), extracted_parts[1]
@@ -142,28 +142,28 @@ class HttpRequest(Struct, eq=False):
             raise TooMuchError(f"the body has {len(body)} bytes beside its token ids", "too-large", hint)
         try:
             value = _decode(decoder, body)
-        except ServiceError:  # done only after a failure, since unknown fields and numbers such as 1.0 are rare
+        except ServiceError:  # Accept unknown fields and numbers such as 1.0 only here, because they are rare.
             known = self._drop_unknown_fields(decoder, body)
             if decoder is self.decoders.json and len(known) <= MAX_REWRITTEN:
                 known = _replace_whole_floats(known)
             if known is body:
                 raise
             value = _decode(decoder, known, self.ignored_fields)
-        try:  # programs differ in which of two equal fields counts, and the field can be the tenant
+        try:  # Reject a field that occurs twice: programs differ in which value they use, and the field can be the tenant.
             _native.check_names(body, decoder is self.decoders.msgpack)
         except ValueError as error:
             raise RefusedError(f"malformed body: {error}", "malformed-body", "send each field once") from error
         return value
 
     def _drop_unknown_fields(self, decoder: Any, body: bytes) -> bytes:
-        """Return a body without its unknown fields, if they are ignored."""
+        """Return a body without its unknown fields. If the endpoint rejects unknown fields, return the body unchanged."""
         known, codec = self.decoders.known_fields, msgspec.json if decoder is self.decoders.json else msgspec.msgpack
         try:
             fields = {} if known is None else codec.decode(body, type=dict[str, msgspec.Raw])
         except (ValueError, RecursionError):
             return body
         self.ignored_fields = tuple(name for name in fields if name not in (known or ()))
-        check_unknown(self.ignored_fields, fields)
+        check_unknown_fields(self.ignored_fields, fields)
         known_fields = {name: value for name, value in fields.items() if name not in self.ignored_fields}
         return codec.encode(known_fields) if self.ignored_fields else body
 
@@ -189,14 +189,14 @@ AnyResponse: TypeAlias = Response | StreamingResponse
 
 
 def answer(value: Any, request: HttpRequest | None = None, *, status: int = 200) -> Response:
-    """Return a value as JSON, or as msgpack if the request prefers it."""
+    """Return a response with a value as JSON, or as msgpack if the request prefers msgpack."""
     if request is not None and request.headers.wants_msgpack:
         return Response(_encode_msgpack(value), status=status, kind=MSGPACK)
     return Response(_encode(value), status=status)
 
 
 def answer_json(body: bytes, request: HttpRequest) -> Response:
-    """Return a value that is encoded as JSON, or as msgpack if the request prefers it."""
+    """Return a response with `body`, which is JSON; convert it to msgpack if the request prefers msgpack."""
     return answer(msgspec.json.decode(body), request) if request.headers.wants_msgpack else Response(body)
 
 
@@ -211,34 +211,35 @@ def _shorten(text: str) -> str:
 
 
 MAX_REWRITTEN: Final = 1 << 16
-"""Maximum size in bytes of JSON in which numbers such as `1.0` are replaced, which takes about 10 ms for this size."""
+"""Maximum size in bytes of JSON in which numbers such as `1.0` are replaced. For this size it takes about 10 ms."""
 
 
 def _replace_whole_floats(body: bytes) -> bytes:
-    """Return JSON in which integers replace numbers such as `1.0`, which are integers by JSON Schema."""
+    """Return JSON with integers in place of numbers such as `1.0`, which JSON Schema also counts as integers."""
 
-    def read(text: str) -> int | msgspec.Raw:
-        return int(value) if (value := float(text)).is_integer() and abs(value) < 1 << 63 else raw(text)
+    def replace_whole(text: str) -> int | msgspec.Raw:
+        return int(value) if (value := float(text)).is_integer() and abs(value) < 1 << 63 else keep(text)
 
-    def raw(text: str) -> msgspec.Raw:
+    def keep(text: str) -> msgspec.Raw:
         return msgspec.Raw(text.encode())
 
     try:
-        return msgspec.json.encode(json.loads(body.decode(), parse_float=read, parse_int=raw, parse_constant=raw))
+        return msgspec.json.encode(json.loads(body.decode(), parse_float=replace_whole, parse_int=keep, parse_constant=keep))
     except (ValueError, RecursionError):
         return body
 
 
 def _decode(decoder: Any, body: bytes, ignored_fields: Iterable[str] = ()) -> Any:
-    """Return a decoded body. If a field is missing, the error names an ignored field with a similar name."""
+    """Return a decoded body. If a required field is missing, the error suggests it for an ignored field with a similar name."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         sentence = str(error)
         if isinstance(decoder.type, type):
             fault = fault_of(error, decoder.type)
-            meant = [fault.missing] if fault.missing and not fault.place else []
-            sentences = [f"unknown field {name!r}{text}" for name in ignored_fields if (text := suggestion(name, meant)) != ";"]
+            missing = [fault.missing] if fault.missing and not fault.place else []
+            suggestions = [(name, suggestion(name, missing)) for name in ignored_fields]
+            sentences = [f"unknown field {name!r}{text}" for name, text in suggestions if text != ";"]
             sentence = sentences[0] if sentences else with_path(fault, decoder.type)
         raise ServiceError(f"invalid body: {sentence}", "bad-shape", "see /openapi.json", status=422) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Pages of listings, and entity tags, which show clients that poll a listing that the listing has not changed."""
+"""Pages of listings, and entity tags. By its tag, a client that polls a listing learns that the listing is unchanged."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvevents.service.http.messages import HttpRequest, Response
 T = TypeVar("T")
 
 MAX_LISTED: Final = 10_000
-"""Maximum number of items on a page, and the default of `limit` in listings of the fleet. It is more than twice the default of
-`max_sources`."""
+"""Maximum number of items on a page, and the default of `limit` in listings of the fleet. By default, a fleet has less than
+half as many sources (`max_sources`)."""
 CURSOR: Final = re.compile(r"^((?:[0-9a-f]{2})+\.[0-9]{1,10})?$")
-"""Pattern of the cursor in listings of the fleet: the key of the last item before the page; empty for the first page."""
+"""Pattern of the cursor in listings of the fleet: the key of the item before the page; empty for the first page."""
 _FILTERS: Final = ("instance", "model", "tenant", "group")
 
 
@@ -28,7 +28,7 @@ def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: 
     text = arguments.get(name)
     if text is None:
         return default
-    # Python raises an error for very long numbers.
+    # Check the length first: `int` raises an error for very long numbers.
     if not text.isascii() or not text.isdecimal() or len(text) > 10 or not minimum <= int(text) <= maximum:
         sentence = f"invalid {name} {text[:MAX_SHOWN]!r}: expected a number from {minimum} to {maximum}"
         raise RefusedError(sentence, "bad-parameter", "see /openapi.json")
@@ -49,7 +49,7 @@ def matches(item: Registration | StreamEvent, filters: Mapping[str, str]) -> boo
 
 
 def cut_page(items: Iterable[tuple[Key, T]], arguments: Mapping[str, str]) -> tuple[list[T], str | None]:
-    """Return the items of the page that `limit` and `cursor` name, in the order of their keys, and the next cursor."""
+    """Return the items of the requested page, in the order of their keys, and the cursor of the next page (None without)."""
     limit = read_number(arguments, "limit", MAX_LISTED, MAX_LISTED)
     name, _, rank = read_cursor(arguments, CURSOR).partition(".")
     position = (bytes.fromhex(name).decode("utf-8", "replace"), int(rank)) if name else None
@@ -60,15 +60,15 @@ def cut_page(items: Iterable[tuple[Key, T]], arguments: Mapping[str, str]) -> tu
 
 
 def link_next(request: HttpRequest, cursor: str | None) -> tuple[tuple[bytes, bytes], ...]:
-    """Return the header with the address of the next page, for answers without a field for the cursor."""
+    """Return the header `Link` with the address of the next page, for answers without a field `next`."""
     if cursor is None:
         return ()
     query = urlencode({**request.parameters, "cursor": cursor})
     return ((b"link", f'<{request.path}?{query}>; rel="next"'.encode()),)
 
 
-def tag(response: Response, request: HttpRequest) -> Response:
-    """Return a response with an entity tag, or 304 if the client already has a response with this tag."""
+def add_entity_tag(response: Response, request: HttpRequest) -> Response:
+    """Return a response with an entity tag, or 304 if the request names this tag in `If-None-Match`."""
     etag = b'"%b"' % blake2b(response.body, digest_size=16).hexdigest().encode()
     headers = (*response.headers, (b"etag", etag), (b"cache-control", b"private, no-cache"), (b"vary", b"accept"))
     tags = [entry.strip(b" \t").removeprefix(b"W/") for entry in request.headers.if_none_match.split(b",")]

@@ -1,7 +1,8 @@
 """Queries that the data plane has forwarded. This module checks a query, and then the data plane answers it.
 
-The data plane answers a query itself if it understands all of the request. All other queries arrive here: those with an error,
-those from browsers, those whose content type or fields only this plane reads, and every query if spans are recorded.
+The data plane answers a query itself if it understands the whole request. All other queries arrive here: queries with an error,
+queries from browsers, and queries with a content type or fields that only this plane reads. If spans are recorded, all queries
+arrive here.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from kvevents.service.scope_fields import scope_of
 from kvevents.service.service import Service
 
 _PROMPTS: Final = frozenset({"tokens", "token_ids"})
-"""Fields with the token ids of one prompt, which are passed to the data plane separately."""
+"""Fields with the token ids of one prompt. The data plane gets the token ids apart from the other fields."""
 
 
 def check_tokens(service: Service, count: int) -> None:
-    """Raise `TooMuchError` if `count` is more tokens than one request may have."""
+    """Raise `TooMuchError` if a request has more tokens than `limits.max_tokens`."""
     if count > (limit := service.settings.limits.max_tokens):
-        raise TooMuchError(f"{count} tokens were sent", "too-many-tokens", f"limits.max_tokens allows {limit}")
+        raise TooMuchError(f"the request has {count} tokens", "too-many-tokens", f"limits.max_tokens allows {limit}")
 
 
 def answer_query(service: Service, request: HttpRequest, query: Struct, tokens: Any = (), **changes: Any) -> Response:
-    """Answer a query, given by its decoded body, and by the token ids of its prompt if it has a prompt.
+    """Answer a query. `query` is its decoded body, and `tokens` are the token ids of its prompt, if it has one prompt.
 
-    `changes` replace fields of the body. Raises `ServiceError`.
+    `changes` are values that replace fields of the body. Raises `ServiceError`.
     """
     scope = scope_of(query)
     values = {name: getattr(query, name) for name in query.__struct_fields__ if name not in _PROMPTS} | changes
     fields = {name: value for name, value in values.items() if value is not None and value is not UNSET}
     wants_msgpack = request.path.startswith("/v1/") and request.headers.wants_msgpack
     response = ask(service, scope, request.path, fields, tokens, wants_msgpack=wants_msgpack)
-    request.span_attributes = {"kvevents.model": scope.model, "kvevents.longest_matched": response.longest}
-    if count := sum(map(len, fields["prompts"])) if "prompts" in fields else len(tokens):  # unknown for hashes
+    request.span_attributes = {"kvevents.model": scope.model, "kvevents.longest_matched": response.longest_match}
+    if count := sum(map(len, fields["prompts"])) if "prompts" in fields else len(tokens):  # A query by hash has no tokens.
         request.span_attributes["kvevents.prompt_tokens"] = count
     return Response(response.body, kind=MSGPACK if wants_msgpack else JSON)
 
@@ -47,7 +48,7 @@ def answer_query(service: Service, request: HttpRequest, query: Struct, tokens: 
 def ask(
     service: Service, scope: Scope, path: str, fields: Mapping[str, Any], tokens: Any = (), *, wants_msgpack: bool = False
 ) -> QueryAnswer:
-    """Return the data plane's answer to a query that is sent by `POST` with these fields. Raises `ServiceError`."""
+    """Return the data plane's answer to a `POST` request with these fields. Raises `ServiceError`."""
     check_tokens(service, len(tokens))
     try:
         response = service.data_plane.answer("POST", path, fields, tokens, wants_msgpack=wants_msgpack)

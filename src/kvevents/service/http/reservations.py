@@ -27,7 +27,7 @@ def update(service: Service, request: HttpRequest) -> Response:
 
 
 def finish(service: Service, request: HttpRequest) -> Response:
-    """End a reservation, because its request was answered, failed or was cancelled. Return the reservation as it was."""
+    """End a reservation, because its request was answered, failed or was cancelled. Return the ended reservation."""
     return _answer(service, request, _UNCHANGED)
 
 
@@ -37,18 +37,18 @@ def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) 
 
 
 def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _UNCHANGED) -> bytes:
-    """Read, change or end a reservation, and return it as JSON. Raises `NotFoundError` if it is not open."""
+    """Read (GET), change (POST) or end (DELETE) a reservation; return its JSON. Raises `NotFoundError` if it is not open."""
     if len(name) > MAX_RESERVATION_ID or not re.fullmatch(RESERVATION_ID, name):
         sentence = f"no reservation {name[:MAX_RESERVATION_ID]!r} is open"
         raise NotFoundError(sentence, "no-such-reservation", "use the `id` of the reservation")
     response = service.data_plane.answer(method, f"/v1/reservations/{name}", msgspec.structs.asdict(changes), ())
     if response is None:
-        raise UnavailableError("the service is ending", "ending", "ask another replica")
+        raise UnavailableError("the service is ending", "ending", "send the request to another replica")
     return response.body
 
 
 def list_open(service: Service, request: HttpRequest) -> Response:
-    """List open reservations, in the order in which they expire."""
+    """List open reservations; those that expire first come first."""
     limit = read_number(request.arguments, "limit", 1_000, MAX_LISTED)
     return answer_json(service.data_plane.reservations(limit), request)
 

@@ -1,7 +1,7 @@
 """The table of HTTP endpoints, and the OpenAPI document that is generated from it.
 
-Dispatch, roles, metrics and `/openapi.json` all read the table. The handlers of probes, of metrics and of the page are here
-too; those of other endpoints are in the modules of their APIs.
+Dispatch, roles, metrics and `/openapi.json` all read the table. This module has the handlers of probes, of metrics and of the
+page. The handlers of other endpoints are in the modules of their APIs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvevents.service.service import Service
 from kvevents.stream import TrustState
 
 Handler: TypeAlias = "Callable[[Service, HttpRequest], AnyResponse | Awaitable[AnyResponse]]"
-"""Function that handles a request, in the thread pool of its route or in the event loop."""
+"""Function that handles a request. The thread pool of the route, or without a pool the event loop, runs it."""
 
 
 class Route(Struct, frozen=True):
@@ -40,19 +40,19 @@ class Route(Struct, frozen=True):
     role: Role | None
     """Role that a caller needs; None if the endpoint is public."""
     tag: str
-    takes: Any = None
-    """Type of the request body."""
-    gives: Any = None
-    """Type of the response body."""
+    body: Any = None
+    """Type of the request body; None for a request without a body."""
+    answer: Any = None
+    """Type of the body of a successful response."""
     status: int = 200
     statuses: Mapping[int, str] = {}
-    """Further statuses of responses with this type, each with its condition."""
-    raw: bool = False
-    """Whether the body may also be raw token ids: 32-bit unsigned little-endian numbers."""
-    probe: bool = False
+    """Further statuses of responses with `answer`, each with its condition."""
+    accepts_raw: bool = False
+    """Whether the body may be raw token ids instead: 32-bit unsigned little-endian numbers."""
+    is_probe: bool = False
     """Whether orchestrators send this request. It may have any host name, and is accepted even if `max_clients` is reached."""
     pool: PoolName | None = None
-    """The thread pool that runs the handler, if the handler may take longer than a match; None if the event loop runs it."""
+    """The thread pool that runs a handler that may take longer than a match; None if the event loop runs the handler."""
     parameters: tuple[Mapping[str, Any], ...] = ()
     """Parameters of the query string, and headers that change the response, in the form of OpenAPI documents.
 
@@ -66,16 +66,16 @@ class Route(Struct, frozen=True):
 
     @property
     def known_fields(self) -> frozenset[str] | None:
-        """Fields of the body, if unknown fields are ignored, as Dynamo and Mooncake do; None if these are rejected."""
-        return None if self.takes is None or self.tag == "v1" else frozenset(self.takes.__struct_fields__)
+        """Fields of the body, if unknown fields are ignored, as Dynamo and Mooncake do; None if unknown fields are rejected."""
+        return None if self.body is None or self.tag == "v1" else frozenset(self.body.__struct_fields__)
 
     def __post_init__(self) -> None:
-        decoders = Decoders(msgspec.json.Decoder(self.takes), msgspec.msgpack.Decoder(self.takes), self.known_fields)
-        msgspec.structs.force_setattr(self, "decoders", decoders)  # at import, see `build_decoder_now`
+        decoders = Decoders(msgspec.json.Decoder(self.body), msgspec.msgpack.Decoder(self.body), self.known_fields)
+        msgspec.structs.force_setattr(self, "decoders", decoders)  # Built at import, see `build_decoder_now`.
 
 
 def _make_param(name: str, description: str, place: str = "query", *, required: bool = False, **schema: Any) -> dict[str, Any]:
-    """Return a parameter in the form of OpenAPI documents. If `schema` is missing, its value is any text."""
+    """Return a parameter in the form of OpenAPI documents. Without `schema`, its value can be any text."""
     fields = {"name": name, "in": place, "required": required, "description": description}
     return fields | {"schema": schema or {"type": "string"}}
 
@@ -124,7 +124,7 @@ _EVENTS: Final = (
 )
 METRICS_TYPE: Final = b"text/plain; version=0.0.4; charset=utf-8"
 _FAILED: Final = {503: "the process failed and must be restarted"}
-_REGISTERED: Final = {200: "an equal registration was there before, or the request is of Mooncake's API"}
+_REGISTERED: Final = {200: "an equal registration existed before, or the request has the form of Mooncake's API"}
 
 
 def health(service: Service, request: HttpRequest) -> Response:
@@ -134,21 +134,21 @@ def health(service: Service, request: HttpRequest) -> Response:
 
 
 def ready(service: Service, request: HttpRequest) -> Response:
-    """Return whether enough sources are EXACT, or the deadline has passed, so that the service can be queried; else 503."""
+    """Return whether the service can be queried: enough sources are EXACT, or the deadline has passed; 503 if it cannot."""
     readiness = service.readiness()
     return answer(readiness, request, status=200 if readiness.ready else 503)
 
 
 def metrics(service: Service, _request: HttpRequest) -> Response:
     """Return the metrics in Prometheus' text format."""
-    from kvevents.service.exposition import exposition  # noqa: PLC0415 - prometheus_client takes a while, and is not always needed
+    from kvevents.service.exposition import exposition  # noqa: PLC0415 - a slow import, only for scrapes
 
     return Response(exposition(service), kind=METRICS_TYPE)
 
 
 @cache
 def _read_page() -> bytes:
-    from importlib.resources import files  # noqa: PLC0415 - many services have no visitor
+    from importlib.resources import files  # noqa: PLC0415 - needed only if a browser requests the page
 
     folder = files("kvevents.service")
     text = (folder / "page.html").read_text(encoding="utf-8")
@@ -185,70 +185,70 @@ def _encode_openapi() -> bytes:
 
 _Object: TypeAlias = dict[str, Any]
 _indexer: Final = partial(Route, role="read", tag="indexer")
-_matching: Final = partial(_indexer, "POST", gives=dict[str, _Object | list[int]], pool="queries")
+_matching: Final = partial(_indexer, "POST", answer=dict[str, _Object | list[int]], pool="queries")
 _listing: Final = partial(_indexer, "GET", pool="fleet")
 _registering: Final = partial(Route, "POST", role="register", tag="indexer")
-_changing: Final = partial(_registering, gives=schemas.RegistrationAnswer)
+_changing: Final = partial(_registering, answer=schemas.RegistrationAnswer)
 _selection: Final = partial(Route, role="read", tag="selection")
 _selecting: Final = partial(_selection, "POST", pool="queries")
 _v1: Final = partial(Route, role="read", tag="v1")
 _querying: Final = partial(_v1, "POST", pool="queries")
 _public: Final = partial(Route, "GET", role=None, tag="probes")
-_probe: Final = partial(_public, probe=True)
+_probe: Final = partial(_public, is_probe=True)
 
 ENDPOINTS: Final[tuple[Route, ...]] = (
     # The indexer API of Dynamo and Mooncake
-    _changing("/register", indexer_api.register, takes=schemas.RegisterRequest, status=201, statuses=_REGISTERED),
-    _changing("/unregister", indexer_api.unregister, takes=schemas.UnregisterRequest),
-    _matching("/query", indexer_api.query, takes=indexer_api.QueryRequest),
-    _matching("/query_by_hash", indexer_api.query_by_hash, takes=indexer_api.HashQueryRequest),
-    _listing("/workers", indexer_listings.workers, gives=list[_Object], parameters=(*_SCOPE_FILTERS, *_PAGE)),
-    _listing("/services", indexer_listings.services, gives=dict[str, list[_Object] | int], parameters=_SCOPE_FILTERS),
-    _listing("/global_view", indexer_listings.global_view, gives=dict[str, list[_Object]], parameters=_SCOPE_FILTERS),
-    _indexer("GET", "/dump", indexer_listings.dump, gives=dict[str, _Object]),
+    _changing("/register", indexer_api.register, body=schemas.RegisterRequest, status=201, statuses=_REGISTERED),
+    _changing("/unregister", indexer_api.unregister, body=schemas.UnregisterRequest),
+    _matching("/query", indexer_api.query, body=indexer_api.QueryRequest),
+    _matching("/query_by_hash", indexer_api.query_by_hash, body=indexer_api.HashQueryRequest),
+    _listing("/workers", indexer_listings.workers, answer=list[_Object], parameters=(*_SCOPE_FILTERS, *_PAGE)),
+    _listing("/services", indexer_listings.services, answer=dict[str, list[_Object] | int], parameters=_SCOPE_FILTERS),
+    _listing("/global_view", indexer_listings.global_view, answer=dict[str, list[_Object]], parameters=_SCOPE_FILTERS),
+    _indexer("GET", "/dump", indexer_listings.dump, answer=dict[str, _Object]),
     _selecting(
         "/query_tiered_by_hash",
         selection.query_tiered_by_hash,
         tag="indexer",
-        takes=dynamo.TieredQueryRequest,
-        gives=dynamo.TieredAnswer,
+        body=dynamo.TieredQueryRequest,
+        answer=dynamo.TieredAnswer,
     ),
     # The API of Dynamo's selection service
-    _selecting("/select", selection.select, takes=dynamo.SelectWorkerRequest, gives=dynamo.SelectedWorker),
+    _selecting("/select", selection.select, body=dynamo.SelectWorkerRequest, answer=dynamo.SelectedWorker),
     _selecting(
-        "/select_and_reserve", selection.select_and_reserve, takes=dynamo.SelectWorkerRequest, gives=dynamo.SelectedWorker
+        "/select_and_reserve", selection.select_and_reserve, body=dynamo.SelectWorkerRequest, answer=dynamo.SelectedWorker
     ),
-    _selecting("/reservations", selection.book, takes=dynamo.BookRequest, gives=dynamo.Booked, status=201),
-    _selecting("/potential_loads", selection.potential_loads, takes=dynamo.PromptRequest, gives=list[dynamo.PotentialLoad]),
-    _selecting("/overlap_scores", selection.overlap_scores, takes=dynamo.PromptRequest, gives=dynamo.OverlapScores),
-    _selecting("/reservations/{id}/output_block", selection.output_block, takes=dynamo.OutputBlockRequest, gives=dynamo.Done),
-    _selection("POST", "/reservations/{id}/prefill_complete", selection.prefill_complete, gives=dynamo.Done),
-    _selection("DELETE", "/reservations/{id}", selection.free, gives=dynamo.Done),
-    _selection("GET", "/loads", selection.loads, gives=list[dynamo.ModelLoad], pool="fleet", parameters=_SCOPE_FILTERS),
+    _selecting("/reservations", selection.book, body=dynamo.BookRequest, answer=dynamo.Booked, status=201),
+    _selecting("/potential_loads", selection.potential_loads, body=dynamo.PromptRequest, answer=list[dynamo.PotentialLoad]),
+    _selecting("/overlap_scores", selection.overlap_scores, body=dynamo.PromptRequest, answer=dynamo.OverlapScores),
+    _selecting("/reservations/{id}/output_block", selection.output_block, body=dynamo.OutputBlockRequest, answer=dynamo.Done),
+    _selection("POST", "/reservations/{id}/prefill_complete", selection.prefill_complete, answer=dynamo.Done),
+    _selection("DELETE", "/reservations/{id}", selection.free, answer=dynamo.Done),
+    _selection("GET", "/loads", selection.loads, answer=list[dynamo.ModelLoad], pool="fleet", parameters=_SCOPE_FILTERS),
     _selection(
-        "GET", "/ready", selection.ready, gives=dynamo.ReadyWorkers, statuses={503: "no worker can be selected"}, pool="fleet"
+        "GET", "/ready", selection.ready, answer=dynamo.ReadyWorkers, statuses={503: "no worker can be selected"}, pool="fleet"
     ),
     # The API of kvevents
-    _querying("/v1/match", v1.match, takes=schemas.MatchRequest, gives=schemas.MatchAnswer, raw=True, parameters=_RAW),
-    _querying("/v1/match_many", v1.match_many, takes=schemas.MatchManyRequest, gives=schemas.MatchManyAnswer),
-    _querying("/v1/select", v1.select, takes=schemas.SelectRequest, gives=schemas.Selection),
-    _v1("GET", "/v1/select/explain", reservations.explain, gives=schemas.DecisionsAnswer),
-    _v1("GET", "/v1/reservations", reservations.list_open, gives=schemas.ReservationsAnswer, parameters=(_limit_parameter(),)),
-    _v1("GET", "/v1/reservations/{id}", reservations.show, gives=schemas.Reservation),
-    _v1("POST", "/v1/reservations/{id}", reservations.update, takes=schemas.ReservationUpdate, gives=schemas.Reservation),
-    _v1("DELETE", "/v1/reservations/{id}", reservations.finish, gives=schemas.Reservation),
-    _v1("GET", "/v1/sources", v1.sources, gives=schemas.SourcesAnswer, pool="fleet", parameters=(*_FILTERS, *_PAGE)),
-    _registering("/v1/drain", v1.drain, tag="v1", takes=schemas.DrainRequest, gives=schemas.DrainAnswer),
-    _v1("GET", "/v1/stats", v1.stats, gives=schemas.StatsAnswer, pool="fleet"),
-    _v1("GET", "/v1/blocks", v1.blocks, gives=schemas.BlocksAnswer, pool="listing", parameters=_BLOCKS),
-    _v1("GET", "/v1/events", v1.events, gives=str, parameters=_EVENTS, media="text/event-stream"),
+    _querying("/v1/match", v1.match, body=schemas.MatchRequest, answer=schemas.MatchAnswer, accepts_raw=True, parameters=_RAW),
+    _querying("/v1/match_many", v1.match_many, body=schemas.MatchManyRequest, answer=schemas.MatchManyAnswer),
+    _querying("/v1/select", v1.select, body=schemas.SelectRequest, answer=schemas.Selection),
+    _v1("GET", "/v1/select/explain", reservations.explain, answer=schemas.DecisionsAnswer),
+    _v1("GET", "/v1/reservations", reservations.list_open, answer=schemas.ReservationsAnswer, parameters=(_limit_parameter(),)),
+    _v1("GET", "/v1/reservations/{id}", reservations.show, answer=schemas.Reservation),
+    _v1("POST", "/v1/reservations/{id}", reservations.update, body=schemas.ReservationUpdate, answer=schemas.Reservation),
+    _v1("DELETE", "/v1/reservations/{id}", reservations.finish, answer=schemas.Reservation),
+    _v1("GET", "/v1/sources", v1.sources, answer=schemas.SourcesAnswer, pool="fleet", parameters=(*_FILTERS, *_PAGE)),
+    _registering("/v1/drain", v1.drain, tag="v1", body=schemas.DrainRequest, answer=schemas.DrainAnswer),
+    _v1("GET", "/v1/stats", v1.stats, answer=schemas.StatsAnswer, pool="fleet"),
+    _v1("GET", "/v1/blocks", v1.blocks, answer=schemas.BlocksAnswer, pool="listing", parameters=_BLOCKS),
+    _v1("GET", "/v1/events", v1.events, answer=str, parameters=_EVENTS, media="text/event-stream"),
     # Probes, metrics, documentation and the page
-    _probe("/health", health, gives=schemas.HealthAnswer, statuses=_FAILED),
-    _probe("/livez", health, gives=schemas.HealthAnswer, statuses=_FAILED),
-    _probe("/readyz", ready, gives=schemas.ReadyAnswer, statuses={503: "the service is not ready"}),
-    _public("/metrics", metrics, gives=str, role="read", media="text/plain", pool="metrics"),
-    _public("/openapi.json", openapi, gives=_Object),
-    _public("/", page, gives=str, media="text/html"),
+    _probe("/health", health, answer=schemas.HealthAnswer, statuses=_FAILED),
+    _probe("/livez", health, answer=schemas.HealthAnswer, statuses=_FAILED),
+    _probe("/readyz", ready, answer=schemas.ReadyAnswer, statuses={503: "the service is not ready"}),
+    _public("/metrics", metrics, answer=str, role="read", media="text/plain", pool="metrics"),
+    _public("/openapi.json", openapi, answer=_Object),
+    _public("/", page, answer=str, media="text/html"),
 )
 
 ROUTES: Final[dict[str, dict[str, Route]]] = {}
@@ -257,11 +257,11 @@ for _endpoint in ENDPOINTS:
     ROUTES.setdefault(_endpoint.path, {})[_endpoint.method] = _endpoint
 
 ITEM: Final = "{id}"
-"""The placeholder for a name in the path of a route."""
+"""Placeholder in the path of a route, in place of the name of a reservation."""
 
 
 def item_of(path: str, path_of_request: str) -> str:
-    """Return the part of a requested path that stands for `{id}` in the path of the route; empty if the route has no `{id}`."""
+    """Return the text that a request's path has in place of `{id}` in the route's path; empty if the route has no `{id}`."""
     prefix, _, suffix = path.partition(ITEM)
     return path_of_request.removeprefix(prefix).removesuffix(suffix)
 
@@ -287,13 +287,13 @@ _ERRORS: Final = {
 
 def openapi_document() -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the table."""
-    kinds = [kind for endpoint in ENDPOINTS for kind in (endpoint.takes, endpoint.gives) if kind is not None]
+    kinds = [kind for endpoint in ENDPOINTS for kind in (endpoint.body, endpoint.answer) if kind is not None]
     schemas, components = msgspec.json.schema_components([*kinds, Problem], ref_template="#/components/schemas/{name}")
     for kind, rules in (indexer_api.SCHEMA_RULES | dynamo.SCHEMA_RULES).items():
         components[kind.__name__] |= rules
     for endpoint in ENDPOINTS:
         if endpoint.known_fields is not None:
-            components[endpoint.takes.__name__]["additionalProperties"] = True
+            components[endpoint.body.__name__]["additionalProperties"] = True
     for kind in kinds:
         for alias in getattr(kind, "ALIASES", ()):
             components[kind.__name__]["properties"].pop(alias, None)
@@ -330,16 +330,16 @@ def _describe_operation(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, A
         "responses": _describe_responses(endpoint, by_kind),
         "security": [] if endpoint.role is None else [{}, {"bearer": []}],
     }
-    if endpoint.takes is not None:
-        content: dict[str, Any] = {"application/json": {"schema": by_kind[id(endpoint.takes)]}}
-        if endpoint.raw:
+    if endpoint.body is not None:
+        content: dict[str, Any] = {"application/json": {"schema": by_kind[id(endpoint.body)]}}
+        if endpoint.accepts_raw:
             content["application/octet-stream"] = {"schema": {"type": "string", "format": "binary"}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 
 def _describe_responses(endpoint: Route, by_kind: dict[int, Any]) -> dict[str, Any]:
-    content = {endpoint.media: {"schema": by_kind[id(endpoint.gives)]}}
+    content = {endpoint.media: {"schema": by_kind[id(endpoint.answer)]}}
     responses: dict[str, Any] = {
         str(status): {"description": description, "content": content}
         for status, description in {endpoint.status: "success", **endpoint.statuses}.items()

@@ -14,11 +14,12 @@ T = TypeVar("T")
 
 PoolName: TypeAlias = Literal["listing", "queries", "fleet", "metrics"]
 _THREADS: Final[dict[PoolName, int]] = {
-    "listing": 1,  # reads all blocks of a worker
-    "queries": 4,  # reads and answers the queries that the data plane has forwarded
-    "fleet": 2,  # lists all members of the fleet
-    "metrics": 1,  # writes the metrics, which no request of another kind may delay
+    "listing": 1,  # Reads all blocks of a worker.
+    "queries": 4,  # Checks and answers the queries that the data plane has forwarded.
+    "fleet": 2,  # Lists all members of the fleet.
+    "metrics": 1,  # Writes the metrics. A pool of its own, so that no other request delays a scrape.
 }
+"""Number of threads of each pool."""
 
 
 class ThreadPool:
@@ -33,10 +34,10 @@ class ThreadPool:
     async def run(self, call: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread, and return its result.
 
-        Raises `UnavailableError` if too many calls wait already.
+        Raises `UnavailableError` if `max_waiting` calls already wait.
         """
         if self._count >= self._limit:
-            sentence = f"{self._count} requests of kind {self._name!r} are in progress or waiting"
+            sentence = f"{self._count} requests of kind {self._name!r} are in progress or wait"
             raise UnavailableError(sentence, "busy", "retry in a second, or raise limits.max_waiting")
         self._count += 1
         work = asyncio.get_running_loop().run_in_executor(self._executor, lambda: call(*arguments))
@@ -53,7 +54,7 @@ def thread_pools(max_waiting: int) -> dict[PoolName, ThreadPool]:
 
 
 class BoundedLock:
-    """A lock for work that is done for one client at a time. At most `max_waiting` clients wait, each for a bounded time."""
+    """A lock for work that only one client at a time may request. At most `max_waiting` clients wait for the lock."""
 
     def __init__(self, name: str, max_waiting: int) -> None:
         self._name: Final = name
@@ -62,7 +63,7 @@ class BoundedLock:
         self._lock: Final = asyncio.Lock()
 
     async def acquire(self, seconds: float) -> None:
-        """Acquire the lock within `seconds`. Raises `UnavailableError` after this time, or if too many clients wait."""
+        """Acquire the lock. Raises `UnavailableError` after `seconds`, or if `max_waiting` clients already wait."""
         if self._waiting < self._max_waiting or not self._lock.locked():
             self._waiting += 1
             try:
@@ -75,5 +76,5 @@ class BoundedLock:
         raise UnavailableError(f"another client is reading a {self._name}", "busy", "retry in a few seconds")
 
     def release(self) -> None:
-        """Release the lock, so that the next client can acquire it."""
+        """Release the lock for the next client."""
         self._lock.release()

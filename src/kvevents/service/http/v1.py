@@ -16,7 +16,7 @@ from kvevents.service.errors import NotFoundError, RefusedError, TooMuchError, U
 from kvevents.service.fleet.event_bus import Subscription
 from kvevents.service.fleet.registration import source_name
 from kvevents.service.http.messages import RAW, HttpRequest, Response, StreamingResponse, answer
-from kvevents.service.http.pages import MAX_LISTED, cut_page, matches, read_cursor, read_number, tag
+from kvevents.service.http.pages import MAX_LISTED, add_entity_tag, cut_page, matches, read_cursor, read_number
 from kvevents.service.http.queries import answer_query, check_tokens
 from kvevents.service.registrations import InstanceQuery
 from kvevents.service.service import Service
@@ -24,15 +24,15 @@ from kvevents.service.service import Service
 CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
 """Pattern of the cursor of `/v1/blocks`; empty for the first page."""
 HEARTBEAT_SECONDS: Final = 15.0
-"""Maximum pause in seconds of `/v1/events`, after which a comment is sent. The comment keeps proxies from closing the
-connection, reveals clients that have left, and advances the last id of a client for which no event has passed the filters."""
+"""Seconds without an event after which `/v1/events` sends a comment. The comment keeps proxies from closing the connection and
+reveals clients that have left. Its id replaces the client's last id, even if no event has passed the client's filters."""
 
 
 # --- prompts
 
 
 def match(service: Service, request: HttpRequest) -> Response:
-    """Return the length of the longest prefix of a prompt that each worker holds.
+    """Return how many tokens of a prompt each worker holds: the length of the longest prefix.
 
     The body is a `MatchRequest` as JSON or msgpack, or raw token ids: unsigned 32-bit little-endian numbers with content type
     `application/octet-stream`, and all other fields in the query string.
@@ -47,18 +47,18 @@ def match(service: Service, request: HttpRequest) -> Response:
 def _raw_prompt(request: HttpRequest) -> tuple[schemas.ScopedRequest, Any]:
     if len(request.body) % 4:
         sentence = f"invalid raw body of {len(request.body)} bytes: expected 4 bytes for each token"
-        raise RefusedError(sentence, "malformed-body", "send 32-bit numbers")
+        raise RefusedError(sentence, "malformed-body", "send 32-bit little-endian numbers")
     try:
         query = msgspec.convert(dict(request.arguments), schemas.ScopedRequest, strict=False)
     except msgspec.ValidationError as error:
         raise RefusedError(f"invalid query string: {error}", "bad-parameter", "see /openapi.json") from error
     if not query.model:
-        raise RefusedError("parameter model is missing", "missing-model", "send it in the query string")
+        raise RefusedError("parameter model is missing", "missing-model", "send the model in the query string")
     return query, memoryview(request.body).cast("I")
 
 
 def match_many(service: Service, request: HttpRequest) -> Response:
-    """Return, for several prompts of one scope, the length of the longest prefix of each that each worker holds."""
+    """Return, for several prompts of one scope, how many tokens of each prompt each worker holds."""
     query: schemas.MatchManyRequest = request.read()
     check_tokens(service, sum(map(len, query.prompts)))
     return answer_query(service, request, query)
@@ -88,11 +88,11 @@ def sources(service: Service, request: HttpRequest) -> Response:
     members = [item for item in service.members().items() if matches(item[1].registration, request.arguments)]
     page, cursor = cut_page(members, request.arguments)
     listing = schemas.SourcesAnswer(sources=[member.view() for member in page], faults=service.faults(), next=cursor)
-    return tag(answer(listing, request), request)
+    return add_entity_tag(answer(listing, request), request)
 
 
 async def drain(service: Service, request: HttpRequest) -> Response:
-    """Exclude an engine, or one rank of it, from selections; `draining: false` includes it again. Its stream stays followed."""
+    """Exclude an engine, or one of its ranks, from selections, or include it again; its streams are followed in both cases."""
     body: schemas.DrainRequest = request.read()
     query = InstanceQuery(str(body.instance), body.rank, body.model, body.tenant, body.group)
     ranks = await service.registrations.drain(query, request.client, is_draining=body.draining)
@@ -106,7 +106,7 @@ def stats(service: Service, request: HttpRequest) -> Response:
 
 
 def blocks(service: Service, request: HttpRequest) -> Response:
-    """List the blocks that one worker holds at one moment, in pages and in no order."""
+    """List the blocks that one worker holds at one moment, in pages; the blocks are not sorted."""
     arguments = request.arguments
     if (instance := arguments.get("instance")) is None:
         raise RefusedError("parameter instance is missing", "bad-parameter", "send an instance of /v1/sources")
@@ -117,23 +117,24 @@ def blocks(service: Service, request: HttpRequest) -> Response:
         raise NotFoundError(f"{instance} rank {rank} is not registered", "not-registered", "see /v1/sources")
     limit = read_number(arguments, "limit", 1_000, MAX_LISTED)
     if cursor := read_cursor(arguments, CURSOR):
-        return answer(service.block_listings.next(key, cursor, limit), request)
-    return answer(service.block_listings.first(key, service.blocks(key), limit, lambda: member.trust_status), request)
+        return answer(service.block_listings.next_page(key, cursor, limit), request)
+    return answer(service.block_listings.first_page(key, service.blocks(key), limit, lambda: member.trust_status), request)
 
 
 # --- events
 
 
 def events(service: Service, request: HttpRequest) -> StreamingResponse:
-    """Stream server-sent events: changes of trust, losses, and up to four times a second the batches of each source.
+    """Stream server-sent events: changes of trust, losses, and up to four times a second the number of each source's batches.
 
-    Events have ids. If `Last-Event-ID` is sent, the stream continues after that event, or reports how many events were missed.
+    Events have ids. If a client sends `Last-Event-ID`, the stream continues after that event. If the next event is not stored
+    any more, the stream first reports how many events the client has missed.
     """
     if len(service.fleet.event_bus) >= (limit := service.settings.limits.max_listeners):
-        sentence = f"{limit} clients are connected to /v1/events already"
+        sentence = f"{limit} clients are already connected to /v1/events"
         raise UnavailableError(sentence, "too-many-listeners", "raise limits.max_listeners, or poll /v1/sources")
     context = ExitStack()
-    # Subscribe before the generator starts, so that the limit above counts this client.
+    # Subscribe before the generator starts, so that `len(event_bus)` counts this client at once.
     subscription = context.enter_context(service.fleet.event_bus.subscribe(request.headers.last_event_id))
     return StreamingResponse(_events(subscription, request.arguments), b"text/event-stream", release=context.close)
 
@@ -150,6 +151,6 @@ async def _events(subscription: Subscription, filters: Mapping[str, str]) -> Asy
         elif time.monotonic() - sent_at >= HEARTBEAT_SECONDS:
             lines = b": still here"
         else:
-            continue  # there was no event, or the filters exclude it
+            continue  # No event arrived, or the filters exclude the event.
         yield b"%b\nid: %b\n\n" % (lines, subscription.last_id.encode())
         sent_at = time.monotonic()
