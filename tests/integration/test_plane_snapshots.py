@@ -262,7 +262,7 @@ def test_a_snapshot_from_a_clock_that_is_ahead_does_not_prevent_later_ones(
                 Snapshotter("good", ConsistencyCheck("good", 20.0), 60.0),
             )
             generation: Any = SimpleNamespace(record=id, newest={})
-            assert not await snapshotter._is_fresh(0, snapshots_with_clock, generation)
+            assert not await snapshotter._is_new_enough(0, snapshots_with_clock, generation)
             fill_index(1).snapshot(path)
             with monkeypatch.context() as ahead:
                 ahead.setattr(time, "time", lambda: 1e11)
@@ -270,9 +270,9 @@ def test_a_snapshot_from_a_clock_that_is_ahead_does_not_prevent_later_ones(
                     SnapshotBody(VERSION, 0, PartitionState().encode(), {}, {}), path, 1, "ahead", created_id
                 )
             assert saved.taken_at == 1e11
-            assert await snapshotter._is_fresh(0, snapshots_with_clock, generation)
+            assert await snapshotter._is_new_enough(0, snapshots_with_clock, generation)
             clock.now += 59
-            assert not await snapshotter._is_fresh(0, snapshots_with_clock, generation)
+            assert not await snapshotter._is_new_enough(0, snapshots_with_clock, generation)
             assert snapshots_with_clock.newest_age(0) == 59
 
     with nats_server(tmp_path / "nats") as server:

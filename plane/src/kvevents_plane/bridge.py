@@ -1,4 +1,4 @@
-"""The bridge: writes the events of engines to the log, each batch once and in order, even if other bridges write them too.
+"""The bridge: writes the batches of engines to the log, each one once and in order, even if several bridges follow an engine.
 
 Theory of operation. One thread follows the engines and passes on records (`engine_reader`). All other parts run in one event
 loop, in which each partition is read and written independently (`partition_writer`). Any number of bridges can follow an
@@ -75,7 +75,7 @@ MISSING_CHECK_SECONDS: Final = 1.0
 MISSING_SECONDS: Final = 2.0
 """Seconds from a replica's report of missing pages until the partition starts over."""
 SNAPSHOT_WAIT_SECONDS: Final = 30.0
-"""Used instead of `MISSING_SECONDS` if another replica has the pages, so that it can write a snapshot that contains them."""
+"""Replaces `MISSING_SECONDS` if another replica has the missing pages. That replica then has time to write a snapshot."""
 BUCKET_CHECK_SECONDS: Final = 10.0
 """Seconds between two searches for missing buckets."""
 ENGINE_CHECK_SECONDS: Final = 0.5
@@ -104,14 +104,14 @@ class Bridge:
         self.id: Final = f"{settings.name}#{secrets.token_hex(4)}"
         """Id of this process in the log."""
         self.resyncs = 0
-        """Number of times that a stream was followed again because it had diverged from the log."""
+        """Number of times that the bridge followed a stream again because the stream had diverged from the log."""
         self.name_conflict = ""
         """Process and host that also write under this bridge's name; empty if there is no such conflict."""
         self.partitions: list[PartitionWriter] = []
         self.liveness: Final = EngineLiveness(settings.dead_seconds)
         self.unclaimed: Final = UnclaimedEngines(settings.unclaimed_seconds)
         self.ready = asyncio.Event()
-        """Set as soon as every partition was once read to its end, and the engines are followed."""
+        """Set as soon as every partition has been read to its end, and the engines are followed."""
         self._watches: Final = {watch.key: watch.validated() for watch in watches}
         self._layout = Layout(plane.name, plane.partitions)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -119,7 +119,7 @@ class Bridge:
         self._client: PlaneClient | None = None
         self._follow_ids: dict[StreamKey, int] = {}
         self._last_follow_id = 0
-        # Numbers of bytes in records. The reader's thread writes the first counter, and the event loop the second one.
+        # Numbers of bytes in records. The reader's thread changes only the first counter, the event loop only the second.
         self._handed_over = self._taken_over = 0
         self._unread_since: float | None = None
         """Time at which the reader's thread stopped reading because the queues were full, or None while it reads."""
@@ -182,7 +182,7 @@ class Bridge:
         """Create the plane. Raises `PlaneError`, `ConfigError`."""
         loop = asyncio.get_running_loop()
         end = loop.time() + START_SECONDS
-        transient = {"timeout"}  # faults that can end without an operator's action
+        transient = {"timeout"}  # faults that can end without action by an operator
         while True:
             try:
                 await require_jetstream(client)
@@ -224,13 +224,13 @@ class Bridge:
 
     async def _drain(self) -> None:
         await asyncio.to_thread(self._reader.stop)
-        while any(partition.builder.queued_records for partition in self.partitions):  # noqa: ASYNC110 - many tasks
+        while any(partition.builder.queued_records for partition in self.partitions):  # noqa: ASYNC110 - tasks change it
             await asyncio.sleep(POLL_SECONDS)
 
     # --- followed engines
 
     def watch(self, watches: Sequence[Watch]) -> None:
-        """Follow exactly these ranks from now on. Call this in the event loop. A `ConfigError` leaves everything unchanged."""
+        """Follow exactly these ranks from now on. Call this in the event loop. Changes nothing if it raises `ConfigError`."""
         wanted = {watch.key: watch.validated() for watch in watches}
         for key in [key for key in self._watches if key not in wanted]:
             del self._watches[key]
@@ -335,7 +335,7 @@ class Bridge:
                 self._withdraw_report(writer, key)
 
     def _on_diverged(self, keys: Sequence[StreamKey]) -> None:
-        """Follow streams that have diverged from the log again."""
+        """Follow again the streams that have diverged from the log."""
         for key in keys:
             if key not in self._watches:
                 self._partition_of(key).builder.forget(key)
@@ -363,7 +363,7 @@ class Bridge:
             # This thread counts the bytes itself: it could read a whole burst before the event loop counts the first record.
             size = sum(record_size(engine_record.record) for engine_record in records)
             self._handed_over += size
-            with suppress(RuntimeError):  # the event loop has ended
+            with suppress(RuntimeError):  # the event loop may have ended
                 loop.call_soon_threadsafe(self._queue_records, records, size)
 
     def _queue_records(self, records: list[EngineRecord], size: int) -> None:
@@ -460,7 +460,7 @@ class Bridge:
         return ""
 
     def _lag(self, partition: PartitionWriter, now: float) -> float:
-        """Return for how many seconds the oldest record has waited, or nothing was read; the longer of the two."""
+        """Return the longer of two times in seconds: since when the oldest record waits, and since when nothing was read."""
         if not partition.paused:
             partition.paused_since = None
         since = (self._unread_since, partition.paused_since)
@@ -480,7 +480,7 @@ class Bridge:
                     partition.enqueue(report)
             is_idle = not partition.builder.has_queued(key) and key not in partition.builder.diverged
             if is_idle and self._is_lost(partition, key):
-                partition.mark_diverged(key)  # another bridge has removed or replaced it, but this one reaches it
+                partition.mark_diverged(key)  # another bridge has removed or replaced a stream that this bridge reaches
         for key in self.liveness.dead_streams(joined, now):
             partition = self._partition_of(key)
             if not partition.builder.has_queued(key) and not self._is_reached_by_others(partition, key):

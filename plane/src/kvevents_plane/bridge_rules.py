@@ -104,12 +104,12 @@ def can_report_trust(end: StreamEnd, followed: int | None) -> bool:
 
 
 def _may_be_followed(end: StreamEnd) -> bool:
-    """Return whether the log's incarnation can be the one that the bridge follows. Before its first batch, it always can."""
+    """Return whether the bridge might follow the log's incarnation. An incarnation without a batch can be any incarnation."""
     return end.is_joined and (end.agrees or end.last_seq < 0)
 
 
 def _is_newest(end: StreamEnd, record: BatchRecord) -> bool:
-    """Return whether a batch equals the log's newest one. If the log ends with a gap, return an earlier comparison's result."""
+    """Return whether a batch equals the log's newest batch; if the log ends with a gap, the result of an earlier comparison."""
     if end.newest is not None:
         return record.payload == end.newest
     return end.agrees if end.digest is None else end.digest == payload_digest(record.payload)
@@ -138,7 +138,7 @@ def advance_end(end: StreamEnd, record: StreamRecord, verdict: RecordVerdict) ->
             return StreamEnd(end.registration, record.incarnation, -1, has_ended=False, agrees=False, newest=None)
         case JoinRecord():
             return replace(end, registration=record.registration)
-    return replace(end, registration=None, has_ended=True)  # it has left
+    return replace(end, registration=None, has_ended=True)  # a `LeaveRecord`
 
 
 # --- engines and other bridges
@@ -150,7 +150,7 @@ MIN_ABSENT_ENGINES: Final = 2
 
 
 def _suspicion(joined: Collection[StreamKey], absent: Collection[StreamKey], text: str) -> str:
-    """If suspiciously many engines are absent, return `text` with the numbers of absent engines and of all; else ""."""
+    """Return `text` with the numbers of absent engines and of all engines. Return "" unless suspiciously many are absent."""
     engines, missing = len({source for source, _ in joined}), len({source for source, _ in absent})
     return text.format(missing, engines) if missing >= MIN_ABSENT_ENGINES and missing * 2 > engines else ""
 
@@ -181,7 +181,7 @@ class EngineLiveness:
         since = self._unreachable_since
         unreachable = [key for key in joined if not self.is_reached(key) and (key in self.reports or key in since)]
         since = {key: since.get(key, now) for key in unreachable}
-        # A short outage is no reason to suspect the network, because it does not remove an engine.
+        # A short outage removes no engine, so only a long outage makes the bridge suspect its network.
         is_long = max((now - began for began in since.values()), default=0.0) > self._dead_seconds / 2
         suspicion = _suspicion(joined, unreachable, "{} of {} engines are unreachable") if is_long else ""
         if bool(suspicion) != bool(self.suspicion):
@@ -204,7 +204,7 @@ class UnclaimedEngines:
         self._since: dict[StreamKey, float] = {}
 
     def clear(self) -> None:
-        """Forget since when engines are unclaimed, because the bridge cannot know at the moment which engines are claimed."""
+        """Start the times of all unclaimed engines again, because the bridge cannot know now which engines are claimed."""
         self._since.clear()
 
     def expired_streams(self, joined: Collection[StreamKey], unclaimed: Collection[StreamKey], now: float) -> list[StreamKey]:

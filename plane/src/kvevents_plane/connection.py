@@ -41,7 +41,7 @@ _FIRST_HINTS: Final[dict[PlaneFault, str]] = {
 _NO_JETSTREAM_CODES: Final = frozenset({None, 10035, 10039, 10076})
 """Error codes of an account without JetStream: no responder, JSNoAccountErr, JSNotEnabledForAccountErr, JSNotEnabledErr."""
 _NATS_EXCEPTIONS: Final = (errors.Error, OSError, ValueError)
-"""Exceptions of nats-py, and others that it does not catch, for an unreachable server or one that is no NATS server."""
+"""Exceptions that show that a server is unreachable or speaks another protocol. nats-py raises them or does not catch them."""
 _STATES: Final = {
     "connected": (logging.INFO, "%s: connected to %s"),
     "reconnecting": (logging.WARNING, "%s: lost the connection to %s; reconnecting"),
@@ -106,7 +106,7 @@ async def require_jetstream(client: Client) -> AccountInfo:
     Raises `PlaneError` if JetStream is disabled or unreachable, or the server is older than `MIN_VERSION`.
     """
     version = client.connected_server_version
-    with suppress(ValueError):  # a custom build
+    with suppress(ValueError):  # a custom build of the server can have a version without numbers
         if (version.major, version.minor) < MIN_VERSION:
             raise PlaneError(
                 f"the NATS server{_at_server(client)} has version {version.major}.{version.minor}.{version.patch}; a plane "
@@ -140,7 +140,7 @@ async def _open(settings: PlaneSettings, options: dict[str, Any], address: str, 
     try:
         await client.connect([address], **options, **states.callbacks(client))
         if not client.is_connected:  # the server has closed the connection instead of answering the first PING
-            raise errors.UnexpectedEOF  # noqa: TRY301 - nats-py does not raise it
+            raise errors.UnexpectedEOF  # noqa: TRY301 - nats-py raises nothing in this case
     except BaseException:
         states.stop_logging()
         await close(client, settings.connection.close_seconds)
@@ -228,7 +228,7 @@ def _sign(seed: str, nonce: str) -> bytes:
 
 
 class ReconnectPolicy:
-    """Selects the next server: goes through all servers in random order and, after a growing pause, through all again."""
+    """Selects the next server: tries all servers in random order and, after a growing pause, all servers again."""
 
     def __init__(self, limits: ConnectionLimits, addresses: Iterable[str] = ()) -> None:
         """`addresses` are the servers in the settings. These servers belong to the cluster even if no INFO lists them."""
@@ -245,7 +245,7 @@ class ReconnectPolicy:
     def choose(self, servers: list[Server], info: Any) -> tuple[Server, float]:
         """Return one of `servers` and the seconds to wait before connecting to it.
 
-        `info` is the last INFO of a server and can have any content. Servers that INFO no longer lists have left the cluster.
+        `info` is the newest INFO of a server and can have any content. Servers that INFO no longer lists have left the cluster.
         """
         urls: Any = info.get("connect_urls") if isinstance(info, dict) else ()
         present = self._configured | {*map(str, urls if isinstance(urls, list) else ())}
@@ -255,7 +255,7 @@ class ReconnectPolicy:
         if not self._tried or not left:
             self._tried.clear()
             left, pause = servers, self._backoff.next_delay()
-        chosen = random.choice(left)  # noqa: S311 - no secret
+        chosen = random.choice(left)  # noqa: S311 - not secret
         self._tried.add(chosen.uri.netloc)
         return chosen, pause
 
@@ -306,7 +306,7 @@ class ConnectionLog:
         self._state = "closed"
 
     async def _on_error(self, error: Exception) -> None:
-        if self._state is None:  # the first connection: `connect` reports the error
+        if self._state is None:  # `connect` reports errors of the first connection
             raise error
         text = error_text(error)
         if self._state != "closed" and text not in self._logged and len(self._logged) < MAX_LOGGED_ERRORS:

@@ -1,6 +1,6 @@
-"""Digests of an index by partition. By these, the replicas of a plane verify that their indexes are equal after the same pages.
+"""Digests of an index by partition. The replicas of a plane compare them to verify that equal pages gave equal indexes.
 
-Replicas publish them in a separate bucket, where the key is the replica's name. One digest covers all streams of a partition.
+Replicas publish their digests in a separate bucket, each under its name. One digest covers all streams of a partition.
 The size of a digest does not depend on the number of streams, so it fits into a message and can be sent every few seconds.
 """
 
@@ -55,8 +55,8 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
     partitions: dict[int, list[PartitionDigest]]
     """The digests of each partition that was read to its end. The list of a partition is empty until enough pages were read."""
     missing: dict[int, int] = {}
-    """For each partition that the replica cannot read, the first page after the missing ones. No readable snapshot contains
-    these. Another replica writes a snapshot that contains them, or a bridge starts the partition over."""
+    """For each partition that the replica cannot read, the first page after the missing pages. No readable snapshot contains
+    the missing pages. Another replica writes a snapshot that contains them, or a bridge starts the partition over."""
     positions: dict[int, int] = {}
     """Position of the newest page that is in the index, by partition."""
 
@@ -84,7 +84,7 @@ class ReplicaDigests(msgspec.Struct, frozen=True):
 
 
 def missing_pages(replicas: Iterable[ReplicaDigests]) -> dict[int, int]:
-    """Return the partitions that any replica cannot read, each with the first page after its last missing one."""
+    """Return the partitions that any replica cannot read, each with the first page after all missing pages."""
     first_pages: dict[int, int] = {}
     for replica in replicas:
         for partition, first in replica.missing.items():
@@ -121,7 +121,7 @@ class ConsistencyCheck:
         self.disagreements = 0
         """Number of times that another replica's index differed from this one at the same position."""
         self.write_fault = ""
-        """Why this replica cannot publish its digests, for example because it has no permission; empty if it can."""
+        """Why this replica cannot publish its digests, for example because it has no permission; empty if it can publish."""
         self.others: tuple[str, ...] = ()
         """The other replicas that published digests recently."""
         self.complete_replicas: tuple[str, ...] = ()
@@ -130,17 +130,18 @@ class ConsistencyCheck:
         """Partitions that another replica cannot read, each with the first page after its missing ones."""
         self._name: Final = name
         self.differs_since: float | None = None
-        """Time since which another replica's index has differed from this one, or None if none differs. Either can be wrong."""
+        """Time since which another replica's index has differed from this one; None if all are equal. Any of them can be wrong.
+        """
 
-    async def compare(self, client: PlaneClient, layout: Layout, own: ReplicaDigests, built_at: float) -> str:
+    async def compare(self, client: PlaneClient, layout: Layout, own_digests: ReplicaDigests, built_at: float) -> str:
         """Compare digests with the other replicas. Return why the index must be rebuilt; empty if no rebuild is needed."""
         try:
-            others = await self._exchange(client, layout, own)
+            others = await self._exchange(client, layout, own_digests)
         except PlaneError as error:
             log.debug("cannot query the other replicas: %s", error)
             return ""
         now = time.monotonic()
-        against = Counter(own.agrees(replica_digests) for replica_digests in others.values())
+        against = Counter(own_digests.agrees(replica_digests) for replica_digests in others.values())
         if not against[False]:
             if against[True] or not others:
                 self.differs_since = None
@@ -155,15 +156,15 @@ class ConsistencyCheck:
         is_due = (outvoted or in_turn) and now - built_at > self._turn_seconds
         return "the other replicas have other contents" if is_due else ""
 
-    async def _exchange(self, client: PlaneClient, layout: Layout, own: ReplicaDigests) -> dict[str, ReplicaDigests]:
-        """Publish the digests of this replica, and return those of the others.
+    async def _exchange(self, client: PlaneClient, layout: Layout, own_digests: ReplicaDigests) -> dict[str, ReplicaDigests]:
+        """Publish the digests of this replica, and return the digests of the other replicas.
 
         A replica without permission to write continues without publishing.
         """
         js = client.jetstream()
         try:
             with map_errors("publishing the digests of this replica"):
-                await (await js.key_value(layout.digests)).put(self._name, own.encode())
+                await (await js.key_value(layout.digests)).put(self._name, own_digests.encode())
         except PlaneError as error:
             if error.fault != "denied":
                 raise

@@ -80,7 +80,7 @@ class EngineRecord(NamedTuple):
 
     record: StreamRecord
     follow_id: int
-    """Number of the call of `follow` that led to the record. Records from a stream's earlier calls are void."""
+    """Number of the call of `follow` that led to the record. If a later call followed the stream again, the record is void."""
 
 
 class EngineReader(threading.Thread):
@@ -218,7 +218,7 @@ class EngineReader(threading.Thread):
             followed.log_incarnation = start.incarnation_offset + (0 if start.resume is None else followed.incarnation)
         except KVEventsError as error:
             # The bridge continues to follow all other engines.
-            log.error("cannot follow %s: %s", stream_text(key), error)  # noqa: TRY400 - not our error
+            log.error("cannot follow %s: %s", stream_text(key), error)  # noqa: TRY400 - no traceback
             record = TrustRecord(*key, self._bridge, Trust.CONNECTING.name, str(error)[:MAX_REASON_CHARACTERS], {})
             self._records.append(EngineRecord(record, follow_id))
 
@@ -231,7 +231,7 @@ class EngineReader(threading.Thread):
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """Computes a batch's report when the subscriber reads it: reports of earlier batches change the degraded reasons."""
+    """Computes the report of a batch when the subscriber reads `report`, because earlier reports change degraded reasons."""
 
     reader: EngineReader
     delivery: Batch | RawBatch | Reset | Gap

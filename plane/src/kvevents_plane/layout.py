@@ -61,7 +61,7 @@ class PartitionMetadata(msgspec.Struct, frozen=True):
             return None
 
 
-HEAL_STREAM: Final = "restore its settings, or delete it: a bridge creates it again"
+REPAIR_ADVICE: Final = "restore its settings, or delete it: a bridge creates it again"
 """Advice to an operator whose stream cannot be a partition."""
 
 
@@ -207,12 +207,12 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
     elif (fault := _stream_fault(info, layout, partition)) is not None:
         raise ConfigError(
             f"stream {info.config.name} {fault}, so it cannot be a partition of plane {layout.name!r}: "
-            f"{HEAL_STREAM}, or choose another name for the plane"
+            f"{REPAIR_ADVICE}, or choose another name for the plane"
         )
 
 
 def _advice(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str | None:
-    """Return which settings a server could accept if it has refused to create a partition, or None if unknown."""
+    """Return which settings an operator can change after a server has refused to create a partition, or None if unknown."""
     if error.fault == "full":
         room = layout.partitions * settings.partition_bytes >> 20
         return (
@@ -258,14 +258,17 @@ async def partition_info(js: JetStreamContext, layout: Layout, partition: int) -
 
 
 async def fetch_message(
-    js: JetStreamContext, layout: Layout, partition: int, position: int, *, or_next: bool = False
+    js: JetStreamContext, layout: Layout, partition: int, position: int, *, allows_later: bool = False
 ) -> ReceivedMessage | None:
-    """Return the message of a partition at `position`, or the first one after it, or None without one. Raises `PlaneError`."""
-    subject = layout.subject(partition) if or_next else None
+    """Return the message of a partition at `position`, or None if it does not exist. Raises `PlaneError`.
+
+    If `allows_later`, return the first message at `position` or later.
+    """
+    subject = layout.subject(partition) if allows_later else None
     try:
         with map_errors(f"reading page {position} of partition {partition}"):
             async with asyncio.timeout(FETCH_SECONDS):
-                stored = await js.get_msg(layout.stream(partition), position, subject, next=or_next)
+                stored = await js.get_msg(layout.stream(partition), position, subject, next=allows_later)
     except PlaneError as error:
         if error.fault != "missing":
             raise
@@ -277,9 +280,9 @@ async def fetch_message(
 
 
 async def has_tail(js: JetStreamContext, layout: Layout, partition: int, info: PartitionInfo, tail: Tail) -> bool:
-    """Return whether a partition still holds the messages that a reader has read. Only the messages around `tail` are checked.
+    """Return whether a partition holds the messages up to `tail`, which a reader has read.
 
-    Raises `PlaneError` if they cannot be read.
+    Only the message at `tail` and the message after it are checked. Raises `PlaneError` if they cannot be read.
     """
     if tail.position > info.last:
         return False

@@ -44,7 +44,8 @@ PAGES_PER_TURN: Final = 16
 """Maximum number of pages that are applied before their deliveries are returned."""
 DEFAULT_LIMITS: Final = ReaderLimits()
 DELAY_SECONDS: Final = 20.0
-"""Seconds in which a measured delay decays by two thirds. If the delay stays constant, the bridge's clock had stopped."""
+"""Seconds in which a measured delay decays by two thirds. A constant delay is forgotten in this way, because it shows only that
+the bridge's clock has stopped for a time, and not that heartbeats are late."""
 _STATES_BEST_FIRST: Final = ("EXACT", "DEGRADED", "REPLAYING", "STALE", "CONNECTING")
 _CURRENT_STATES: Final = frozenset({"EXACT", "DEGRADED"})
 """Reported trust states of a stream that a bridge follows up to the newest batch."""
@@ -60,7 +61,8 @@ _REASONS: Final[Mapping[DegradedReason, str]] = {
 class _QueuedMessage(NamedTuple):
     partition: int
     state: PartitionState | None
-    """The state of the partition for which the message was read. If the partition is added again, it has another state."""
+    """The state of the partition for which the message was read. If the partition is added again, its state is another object.
+    """
     message: ReceivedMessage
     received_at: float
 
@@ -76,16 +78,17 @@ class PartitionProgress(NamedTuple):
     stored_at: float | None
     """Time at which the servers stored the newest page, by the servers' clock."""
     awaited: int = 0
-    """Position of the newest page that the servers had at the time `awaited_since`; set again when this page was read."""
+    """Position of the newest page that the servers had at the time `awaited_since`. When that page is read, both are set again.
+    """
     awaited_since: float = 0.0
     is_complete: bool = False
-    """Whether the partition was once read to its end."""
+    """Whether the partition has been read to its end at any time."""
     is_broken: bool = False
     """Whether pages that were read may be wrong. If so, `fault` remains until the partition is added again."""
 
 
 class _Heartbeat(NamedTuple):
-    """The last heartbeat of a bridge in a partition."""
+    """The newest heartbeat of a bridge in a partition."""
 
     position: int
     received_at: float
@@ -97,7 +100,7 @@ class _Heartbeat(NamedTuple):
     """Whether the heartbeat arrived after the partition was first read to its end. Any earlier heartbeat can be old."""
 
     def follow(self, position: int, received_at: float, uptime: float, *, is_live: bool) -> _Heartbeat:
-        """Return the next heartbeat's state. After a stop of a server or replica, heartbeats arrive late and then catch up."""
+        """Return the state of the next heartbeat. After a stop of a server or replica, some heartbeats arrive late."""
         passed = received_at - self.received_at
         delay = 0.0
         if uptime and self.uptime:
@@ -120,8 +123,9 @@ class _ObservedIncarnation:
     def add_report(self, seq: int, report: BatchReport) -> bool:
         """Add the report about batch `seq`. Return whether the index differs from the engine for no known reason.
 
-        As in `kvevents.stream`, a clear, a matching digest or a matching attestation ends only the reasons of earlier batches,
-        even if it is reported late. If the digest matches, the index is right, and a mismatched attestation has another cause.
+        As in `kvevents.stream`, a clear, a matching digest or a matching attestation ends only the reasons of batches before
+        `seq`, even if the report arrives late. If the digest matches, the index is right, and a mismatched attestation has
+        another cause.
         """
         ledger = self.ledger
         if report.cleared:
@@ -181,20 +185,20 @@ class LogSubscriber:
         self._clock: Final = clock
         self._limits: Final = limits
         self._queue: deque[_QueuedMessage] = deque()
-        # Only one thread changes each of these two counters.
+        # The thread of the readers changes only the first counter, the thread of the deliveries only the second.
         self._put_bytes = self._taken_bytes = 0
         self._wake = threading.Event()
         self._is_closed = self._has_membership_changed = False
         self.partitions: dict[int, PartitionProgress] = {}
         """Progress of each partition."""
         self._partitions_lock: Final = threading.Lock()
-        """Held while `partitions` changes, because two threads change it: that of the deliveries and that of the readers."""
+        """Held while `partitions` changes, because the thread of the deliveries and the thread of the readers change it."""
         self._partition_of: dict[StreamKey, int] = {}
         self._observed: dict[StreamKey, _ObservedIncarnation] = {}
         """What this subscriber has seen of the current incarnation of each stream that had a delivery."""
         self._counters: dict[StreamKey, StreamCounters] = {}
         self._heartbeats: dict[tuple[int, str], _Heartbeat] = {}
-        """The last heartbeat for each partition and bridge."""
+        """The newest heartbeat for each partition and bridge."""
         self._complete_at: dict[int, float] = {}
         """Arrival time of the message with which a partition was first read to its end."""
 
@@ -239,7 +243,7 @@ class LogSubscriber:
         return len({bridge for partition, bridge in list(self._heartbeats) if self._is_alive(partition, bridge)})
 
     def is_complete(self, partition: int) -> bool:
-        """Return whether a partition was once read to its end. Call this in the follower's thread after an index update."""
+        """Return whether a partition has been read to its end. Call this in the follower's thread after an index update."""
         known = self.partitions.get(partition)
         return known is not None and known.is_complete
 
@@ -278,10 +282,10 @@ class LogSubscriber:
 
     # --- deliveries
 
-    def receive_many(self, timeout: float | None = None, limit: int | None = None) -> list[RawDelivery]:  # noqa: ARG002 - as a subscriber
+    def receive_many(self, timeout: float | None = None, limit: int | None = None) -> list[RawDelivery]:  # noqa: ARG002 - an interface
         """Return new deliveries in order; an empty list if none arrives within `timeout` seconds."""
         if self._is_closed:
-            raise ClosedError("LogSubscriber is closed")
+            raise ClosedError("cannot receive: the LogSubscriber is closed")
         self._compute_digests()
         if not self._queue:
             self._wake.wait(timeout)
@@ -517,7 +521,7 @@ class LogSubscriber:
         return []
 
     def close(self) -> None:
-        """Return no more deliveries."""
+        """Make `receive_many` raise `ClosedError` from now on, and end a call that waits."""
         self._is_closed = True
         self._wake.set()
 

@@ -47,7 +47,7 @@ HINTS: Final[dict[PlaneFault, str]] = {
 
 _FAULTS_BY_CODE: Final[dict[int, PlaneFault]] = {
     10002: "full",  # JSAccountResourcesExceededErr
-    10005: "away",  # JSClusterNoPeersErrF: too few servers, or one has just started; `_is_without_space` is its other meaning
+    10005: "away",  # JSClusterNoPeersErrF: too few servers, or one has just started (or no space: see `_is_without_space`)
     10009: "away",  # JSClusterNotLeaderErr
     10023: "full",  # JSInsufficientResourcesErr
     10026: "full",  # JSMaximumConsumersLimitErr
@@ -89,7 +89,7 @@ _FAULTS_BY_TYPE: Final[tuple[tuple[type[Exception], PlaneFault], ...]] = (
     (errors.SecureConnWantedError, "tls"),
     (ssl.SSLError, "tls"),
     (errors.StaleConnectionError, "away"),
-    (TimeoutError, "timeout"),  # the base class of nats-py's timeouts too
+    (TimeoutError, "timeout"),  # also the base class of nats-py's timeouts
     (errors.Error, "refused"),
     (OSError, "away"),
 )
@@ -134,7 +134,7 @@ def keep_cancellation() -> Iterator[None]:
 def _count_cancellations() -> int:
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # no event loop
+    except RuntimeError:  # the caller is not in an event loop
         return 0
     return 0 if task is None else task.cancelling()
 

@@ -67,8 +67,8 @@ class _StreamQueue:
     followed_incarnation: int | None = None
     """The incarnation that the bridge follows; None after the stream has left the log. If the log has a later incarnation, the
     bridge has not seen it, and the bridge's trust says nothing about it."""
-    agreed: int | None = None
-    """The incarnation in the log that is known to equal the followed one, or None if it is unknown."""
+    agreed_incarnation: int | None = None
+    """The log's incarnation, if it is known to equal the followed incarnation; else None."""
 
 
 @dataclass(slots=True)
@@ -82,7 +82,7 @@ class _Selection:
     room: int
     """Number of unused bytes in the page."""
     records: list[StreamRecord] = field(default_factory=list)
-    done: int = 0
+    covered_records: int = 0
     """Number of queued records that the log will have after the page is written."""
     trust: TrustRecord | None = None
     """The queued trust report, if it is one of `records`; else None."""
@@ -136,7 +136,7 @@ class PageBuilder:
         # The queue is a new object, so that an acknowledgement of the page in flight drops none of its records.
         self._queues[key] = _StreamQueue(
             followed_incarnation=self.state.min_incarnation if stream is None else stream.incarnation,
-            agreed=None if stream is None or stream.last_seq < 0 else stream.incarnation,
+            agreed_incarnation=None if stream is None or stream.last_seq < 0 else stream.incarnation,
         )
         self.diverged.pop(key, None)
 
@@ -157,7 +157,7 @@ class PageBuilder:
             queue.trust = record
             return
         if isinstance(record, IncarnationRecord):
-            queue.trust = None  # the queued trust was about the previous incarnation
+            queue.trust = None  # the queued report is about the previous incarnation
             queue.followed_incarnation = record.incarnation
         size = record_size(record)
         queue.records.append(_QueuedRecord(due, record, size))
@@ -225,7 +225,7 @@ class PageBuilder:
         selections: list[_Selection] = []
         room = self._page_bytes
         if reason := self.state.unknown_prefix or self.reset_reason:
-            # This is higher than any incarnation: each began with a record, and all earlier pages together have fewer records.
+            # The number is higher than any incarnation: each began with a record, and all earlier pages have fewer records.
             records.append(ResetRecord((self.state.position + 1) * MAX_RECORDS, reason))
         else:
             for key in list(self._active):
@@ -266,7 +266,7 @@ class PageBuilder:
             if not self._add(selection, record, size, verdict):
                 break
         trust = queue.trust
-        is_all = selection.done == len(queue.records) and can_report_trust(selection.end, queue.followed_incarnation)
+        is_all = selection.covered_records == len(queue.records) and can_report_trust(selection.end, queue.followed_incarnation)
         if is_all and trust is not None and (size := record_size(trust)) <= selection.room and len(selection.records) < count:
             selection.add(trust, size)
             selection.trust = trust
@@ -293,11 +293,11 @@ class PageBuilder:
                 return False
             selection.add(trimmed, size)
         selection.end = advance_end(selection.end, record, verdict)
-        selection.done += 1
+        selection.covered_records += 1
         return True
 
     def _add_fragment(self, selection: _Selection, record: BatchRecord) -> None:
-        """Select the next fragment of a batch that is larger than a page. It continues the fragments in the log."""
+        """Select the fragment that follows the fragments in the log, of a batch that is larger than a page."""
         partial, offset, total = selection.end.partial_batch, 0, len(record.payload)
         if partial is not None and (partial.seq, partial.total) == (record.seq, total):
             offset = partial.size if record.payload.startswith(b"".join(partial.fragments)) else 0
@@ -306,7 +306,7 @@ class PageBuilder:
         selection.add(fragment, selection.room)
         if offset + len(part) == total:
             selection.end = advance_end(selection.end, record, RecordVerdict.APPEND)
-            selection.done += 1
+            selection.covered_records += 1
 
     def _end_of(self, key: StreamKey, queue: _StreamQueue) -> StreamEnd:
         stream = self.state.streams.get(key)
@@ -317,7 +317,7 @@ class PageBuilder:
             stream.incarnation,
             stream.last_seq,
             stream.has_ended or stream.registration is None,
-            queue.agreed == stream.incarnation,
+            queue.agreed_incarnation == stream.incarnation,
             self.state.newest.get(key),
             stream.digest,
             stream.partial_batch,
@@ -347,10 +347,10 @@ class PageBuilder:
         key, queue = selection.key, selection.queue
         if self._queues.get(key) is not queue:
             return  # the stream was resynced or removed while the page was in flight
-        for _ in range(selection.done):
+        for _ in range(selection.covered_records):
             self.queued_bytes -= queue.records.popleft().size
         if selection.end.agrees:
-            queue.agreed = selection.end.incarnation
+            queue.agreed_incarnation = selection.end.incarnation
         if queue.trust is selection.trust:
             queue.trust = None
         self._active.pop(key, None)

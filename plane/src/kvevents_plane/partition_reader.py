@@ -11,10 +11,10 @@ requests the next message. If the answer shows a hole, reading can continue only
 Servers can lose messages that they have acknowledged, and then use the sequence numbers again. So a reader verifies its *tail*,
 the newest message that it has read: by name with each new consumer, and by the history in each page (`partition_state`).
 
-The reader of a bridge also has a *writer*, which already knows its own pages. While other bridges write few pages to the
-partition, the reader *polls*: it has no consumer, counts the pages that the writer knows as read, and requests pages of other
-bridges one by one. The reader requests these at once when a page of the writer was rejected, because another bridge's page must
-be the reason, and periodically while the writer writes nothing.
+The reader of a bridge also has a *writer*, which already knows its own pages. If other bridges write few pages to the
+partition, the reader *polls*: it has no consumer, skips the pages that the writer knows, and requests pages of other bridges
+one by one. It requests these at once if a page of the writer is rejected, because another bridge has then written a page. It
+also requests them periodically if the writer writes nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ReadFailure(NamedTuple):
     reason: str
     """`recreated`: the stream was deleted and created again. `purged`: unread pages no longer exist, after a purge or damage.
     `truncated`: pages that were read no longer exist. `rewritten`: other pages have the positions of pages that were read.
-    `disputed`: the writer of a page had read other pages before it than this reader."""
+    `disputed`: the writer of the next page had read other pages before that page than this reader has read."""
     first: int = 1
     """Position of the first page at which reading can begin again."""
 
@@ -89,14 +89,14 @@ class LocalWriter(Protocol):
 class PartitionReader:
     """Reads one partition after `tail`. `run` ends only if reading cannot continue, or if `on_messages` raises an exception.
 
-    If the partition's stream is missing, the reader calls `recreate`; if that is None, it waits until another process creates
-    the stream. If there is a `writer`, the reader can poll, and it counts pages that the writer knows as read.
+    If the partition's stream is missing, the reader calls `recreate`. If `recreate` is None, the reader waits until another
+    process creates the stream. A reader with a `writer` can poll, and skips the pages that the writer knows.
     """
 
     lag: int | None = None
     """Number of pages on the servers that were not passed on yet, or None if unknown."""
     info: PartitionInfo | None = None
-    """The state of the partition that the servers reported last, or None before the first query."""
+    """The newest state of the partition that the servers have reported, or None before the first query."""
     resolves_disputes = False
     """Whether the partition is being read again because of a dispute. If so, disputed pages are void and do not end `run`."""
     fault = ""
@@ -104,7 +104,7 @@ class PartitionReader:
     _void = 0
     """Position of a page that is known to be void because of a dispute."""
 
-    def __init__(  # noqa: PLR0913, PLR0917 - a partition, its position, and its sink
+    def __init__(  # noqa: PLR0913, PLR0917 - parameters for the source, the position and the sink
         self,
         client: Client,
         layout: Layout,
@@ -134,23 +134,24 @@ class PartitionReader:
         self._limits: Final = limits
         self._polls = False
         self._own_pages = self._foreign_pages = self._quiet_heartbeats = 0
-        """Numbers of pages since the last heartbeat or idle poll, and of consecutive heartbeats with few foreign pages."""
+        """Numbers of own and foreign pages since the newest heartbeat or idle poll, and number of consecutive heartbeats with
+        few foreign pages."""
         self._is_urgent = False
-        """Whether the next check follows the current one without a pause."""
+        """Whether the next check begins without a pause after the current check."""
         self._poll_requested = False
         self._dispute: ReceivedMessage | None = None
-        """The page after the tail, if its writer had read other pages before it than this reader."""
+        """The page after the tail, if its writer had read other pages before that page than this reader has read."""
         self._verified: asyncio.Future[bool] | None = None
         """Whether the partition still had the tail after the current consumer was created."""
-        self._is_short = False
-        """Whether a consumer has not sent the page after the tail, although the partition has later ones."""
+        self._is_page_missing = False
+        """Whether a consumer has not sent the page after the tail, although the partition has later pages."""
         self._failure: BaseException | None = None
         self._received: list[ReceivedMessage] = []
         self._delivered = 0
         self._interrupted = asyncio.Event()
         """Set if the consumer must be replaced or the poll must end."""
         self._check_requests = 0
-        """Number of requests for a check. This number shows whether a check began before or after the last request."""
+        """Number of requests for a check. This number shows whether a check began before or after the newest request."""
         self._alive_at = 0.0
 
     @property
@@ -222,7 +223,7 @@ class PartitionReader:
             return failure
         if requests == self._check_requests:
             self.checked.set()
-        is_short, self._is_short = self._is_short, False
+        is_short, self._is_page_missing = self._is_page_missing, False
         if self.position < info.last:
             return await self._find_hole(info) if is_short or self.position + 1 < info.first else None
         self.lag = 0
@@ -233,7 +234,7 @@ class PartitionReader:
         """Return a failure if the log lacks the page after the tail. If only the consumer lacks it, pass the page on."""
         if self.position + 1 < info.first:
             return ReadFailure("purged", info.first)
-        following = await fetch_message(self._js, self._layout, self._partition, self.position + 1, or_next=True)
+        following = await fetch_message(self._js, self._layout, self._partition, self.position + 1, allows_later=True)
         if following is None or following.position > self.position + 1:
             return ReadFailure("purged", info.last + 1 if following is None else following.position)
         await self._fetch_to(min(info.last, self.position + MAX_POLLED_PAGES))
@@ -256,16 +257,16 @@ class PartitionReader:
         return None
 
     async def _has_page_of(self, tail: Tail, info: PartitionInfo) -> bool:
-        """Return whether the partition still holds `tail`. The page after the tail is not checked."""
+        """Return whether the partition holds `tail` and has not lost it. The page after the tail is not checked."""
         return await has_tail(self._js, self._layout, self._partition, info, tail._replace(history=None))
 
     def _skip_known(self) -> None:
-        """Count the pages that the writer knows as read."""
+        """Skip the pages that the writer knows."""
         if self._writer is not None and self._writer.tail.position > self.position:
             self.tail = self._writer.tail
 
     def _advance(self, message: ReceivedMessage) -> bool:
-        """Make the message the tail and return True. Return False if the message's writer expected other pages before it."""
+        """Make the message the tail and return True. Return False if the message is disputed."""
         history = EMPTY_HISTORY if message.begins_history else self.tail.history
         expected = None if message.history == NEW_HISTORY else message.history
         if expected and history is not None and expected != history.hex() and message.position != self._void:
@@ -281,7 +282,7 @@ class PartitionReader:
             return
         try:
             self._on_messages(received)
-        except BaseException as error:  # noqa: BLE001 - raised by `run`
+        except BaseException as error:  # noqa: BLE001 - `run` raises the exception again
             self._failure = error
             self._interrupted.set()
             return
@@ -312,7 +313,7 @@ class PartitionReader:
         return None
 
     async def _fetch_to(self, last: int) -> bool:
-        """Pass on all pages up to `last` and return True. Return False if this needs a consumer."""
+        """Pass on all pages up to position `last` and return True. Return False if only a consumer can read them."""
         while self.position < last:
             try:
                 message = await fetch_message(self._js, self._layout, self._partition, self.position + 1)
@@ -332,7 +333,7 @@ class PartitionReader:
     # --- consume
 
     async def _consume(self) -> ReadFailure | None:
-        """Read with a new consumer until it must be replaced."""
+        """Read with a new consumer until the consumer must be replaced."""
         client, inbox = self._client, self._client.new_inbox()
         self._verified = verified = asyncio.get_running_loop().create_future()
         self._received.clear()
@@ -380,7 +381,7 @@ class PartitionReader:
     def _note_end(self) -> None:
         """Record that the consumer has sent all its pages. Request a check if the partition has later pages."""
         if self.info is not None and self.position < self.info.last:
-            self._is_short = True
+            self._is_page_missing = True
             self._interrupted.set()
 
     async def _watch(self) -> None:
@@ -400,13 +401,13 @@ class PartitionReader:
                 raise PlaneError(f"partition {self._partition}: the server has been silent", fault="timeout")
 
     async def _compare(self, last: int) -> int:
-        """Request a check unless the consumer has sent the pages up to `last`. Return the partition's current last position."""
+        """Request a check unless the consumer has sent the pages up to position `last`. Return the newest page's position."""
         info = await self._fetch_info()
         if self.position < last or not await self._has_page_of(self.tail, info):
             log.warning(
                 "partition %d: the consumer has stopped, or has sent other pages than the partition holds", self._partition
             )
-            self._is_short = True
+            self._is_page_missing = True
             self.request_check()
         return info.last
 
@@ -437,7 +438,7 @@ class PartitionReader:
         position, delivered, pending = metadata.sequence.stream, metadata.sequence.consumer, metadata.num_pending
         if self._interrupted.is_set() or delivered != self._delivered + 1 or position != self.position + 1:
             if delivered == self._delivered + 1 and position > self.position + 1:
-                self._is_short = True
+                self._is_page_missing = True
             self._interrupted.set()
             return
         headers = message.headers or {}

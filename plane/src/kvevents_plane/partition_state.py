@@ -1,4 +1,4 @@
-"""State of one partition of the log: its streams, the last batch of each, and each bridge's trust in it.
+"""State of one partition of the log: its streams, and for each stream the newest batch and the trust of each bridge.
 
 Theory of operation. Several bridges can write the same stream, and any of them can be killed, stopped or disconnected at any
 moment. The log stays consistent. The server accepts a page only from a bridge that has read every earlier page
@@ -9,7 +9,7 @@ moment. The log stays consistent. The server accepts a page only from a bridge t
 - A batch whose number is already written is ignored, and so are records of incarnations that have ended.
 - Any other record is *invalid*: no bridge writes it. The state counts it, marks the stream, and does not apply it.
 
-The fragments of a large batch are in order, possibly with other records between. A batch begins again at offset 0.
+The fragments of a large batch are in order; other records can be between them. A fragment at offset 0 begins the batch again.
 
 Each page carries a digest of the names of all messages that its writer expects before it, and is void if other messages precede
 it. The server compares only sequence numbers. These can match by chance after the server has lost acknowledged pages and has
@@ -142,7 +142,7 @@ class ResumePoint(NamedTuple):
 
 
 class LastHeartbeat(NamedTuple):
-    """The last heartbeat of a bridge."""
+    """The newest heartbeat of a bridge."""
 
     record: HeartbeatRecord
     position: int
@@ -173,7 +173,7 @@ class PartitionState:
         self.unknown_prefix = ""
         """Why no page can be applied before a `ResetRecord`; empty if the whole partition was read."""
         self.first_page = 1
-        """Position of the page from which all streams last started: the first page, or a page with a `ResetRecord`."""
+        """Position of the page at which all streams start: the newest page with a `ResetRecord` or, without one, page 1."""
         self.newest: dict[StreamKey, bytes] = {}
         """Payload of the newest batch of each stream. Snapshots do not contain these."""
         self._writer = ""
@@ -268,7 +268,7 @@ class PartitionState:
         yield StreamLeft(record.key, record.reason, known.incarnation)
 
     def _apply_batch(self, record: BatchRecord) -> Iterable[PartitionEvent]:
-        stream = self._current(record.key, record.incarnation)
+        stream = self._find_current(record.key, record.incarnation)
         if stream is None:
             return
         if (reason := _invalid_reason(stream, record)) is not None:
@@ -287,7 +287,7 @@ class PartitionState:
         return RawBatch(record.source, record.rank, record.incarnation, record.seq, record.replayed, payload)
 
     def _apply_fragment(self, record: FragmentRecord) -> Iterable[PartitionEvent]:
-        stream = self._current(record.key, record.incarnation)
+        stream = self._find_current(record.key, record.incarnation)
         if stream is None or record.seq <= stream.last_seq:
             return
         partial = PartialBatch(record.seq, record.total) if record.offset == 0 else stream.partial_batch
@@ -315,7 +315,7 @@ class PartitionState:
         yield Reset(record.source, record.rank, record.incarnation, record.reason)
 
     def _apply_gap(self, record: GapRecord) -> Iterable[PartitionEvent]:
-        stream = self._current(record.key, record.incarnation)
+        stream = self._find_current(record.key, record.incarnation)
         if stream is None:
             return
         if record.last <= stream.last_seq:
@@ -341,7 +341,7 @@ class PartitionState:
         heartbeat = self.heartbeats.get(bridge)
         return 0 if heartbeat is None else heartbeat.position
 
-    def _current(self, key: StreamKey, incarnation: int) -> StreamState | None:
+    def _find_current(self, key: StreamKey, incarnation: int) -> StreamState | None:
         """Return the stream if `incarnation` has not ended. If it has, count a duplicate and return None."""
         stream = self.streams.get(key)
         if stream is None or stream.registration is None or incarnation < stream.incarnation:
@@ -366,7 +366,7 @@ class PartitionState:
         return {key: stream.registration for key, stream in self.streams.items() if stream.registration is not None}
 
     def resume_point(self, key: StreamKey, bridge: str) -> ResumePoint:
-        """Return where a bridge continues a stream, with the degraded reasons of its own report or, if none, the latest."""
+        """Return where a bridge continues a stream, with the degraded reasons of its own report or else the newest report."""
         stream = self.streams.get(key)
         if stream is None:
             return ResumePoint(None, self.min_incarnation)
@@ -434,11 +434,11 @@ def _invalid_reason(stream: StreamState, record: BatchRecord | FragmentRecord | 
 
 
 _RULES: Final[dict[type[Record], Callable[[PartitionState, Any], Iterable[PartitionEvent]]]] = {
-    JoinRecord: PartitionState._apply_join,  # noqa: SLF001 - the table of its own methods
-    LeaveRecord: PartitionState._apply_leave,  # noqa: SLF001 - as above
-    BatchRecord: PartitionState._apply_batch,  # noqa: SLF001 - as above
-    FragmentRecord: PartitionState._apply_fragment,  # noqa: SLF001 - as above
-    IncarnationRecord: PartitionState._apply_incarnation,  # noqa: SLF001 - as above
-    GapRecord: PartitionState._apply_gap,  # noqa: SLF001 - as above
-    TrustRecord: PartitionState._apply_trust,  # noqa: SLF001 - as above
+    JoinRecord: PartitionState._apply_join,  # noqa: SLF001 - the table of this class
+    LeaveRecord: PartitionState._apply_leave,  # noqa: SLF001 - the table of this class
+    BatchRecord: PartitionState._apply_batch,  # noqa: SLF001 - the table of this class
+    FragmentRecord: PartitionState._apply_fragment,  # noqa: SLF001 - the table of this class
+    IncarnationRecord: PartitionState._apply_incarnation,  # noqa: SLF001 - the table of this class
+    GapRecord: PartitionState._apply_gap,  # noqa: SLF001 - the table of this class
+    TrustRecord: PartitionState._apply_trust,  # noqa: SLF001 - the table of this class
 }

@@ -79,7 +79,7 @@ class PartitionWriter:
         on_ready: Callable[[PartitionWriter], None],
         on_diverged: Callable[[Sequence[StreamKey]], None],
     ) -> None:
-        """`on_ready` follows the partition's streams from the end of the log; `on_diverged` follows given streams again."""
+        """`on_ready` must follow the partition's streams from the log's end. `on_diverged` must follow its streams again."""
         self.partition: Final = partition
         self.builder = PageBuilder(PartitionState(), bridge, page_bytes, secrets.token_hex(4))
         self.peers: Final = BridgePeers(bridge, lambda: self.builder.state.heartbeats)
@@ -142,7 +142,7 @@ class PartitionWriter:
     def start_over(self, first: int) -> None:
         """Let all streams start over, because replicas cannot read the pages before `first`.
 
-        Do nothing if the streams have already started over since, or if the partition was recreated and never had these pages.
+        Do nothing if all streams started over at `first` or later, or if the partition was recreated and never had these pages.
         """
         state = self.builder.state
         if state.first_page < first <= state.position + 1 and self.ready.is_set():
@@ -207,7 +207,7 @@ class PartitionWriter:
                 state = await self._snapshots.load_state(self.partition, info) or state
                 break
             except PlaneError as error:
-                if error.fault == "missing":  # the reader creates the stream
+                if error.fault == "missing":  # the partition's reader will create the stream
                     break
                 self._set_write_fault(error)
                 await asyncio.sleep(self._plane.reader.retry_seconds)
@@ -312,7 +312,7 @@ class PartitionWriter:
 
     def _on_answer(self, answer: asyncio.Task[None]) -> None:
         if not answer.cancelled():
-            answer.exception()  # retrieve the exception, so that asyncio does not log it for a page that was given up
+            answer.exception()  # so that asyncio does not log the exception of a page that was given up
             self._wake.set()
 
     async def _idle(self) -> None:

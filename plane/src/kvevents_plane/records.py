@@ -17,12 +17,12 @@ from kvevents.wire import MAX_SEQ
 VERSION: Final = 4
 """Version of the page format; readers reject other versions."""
 EMPTY_HISTORY: Final = bytes(8)
-"""Value of the history of a partition that has no message yet."""
+"""The history of an empty partition."""
 MISSED_HEARTBEATS: Final = 3
 """Number of consecutive missing heartbeats after which a bridge counts as dead."""
 CONFLICT_INTERVALS: Final = 2.0
-"""Multiple of `HeartbeatRecord.alive_seconds` for which a bridge that follows another engine under the same name counts as
-alive, so that a late heartbeat does not make the stream EXACT."""
+"""A bridge that follows another engine under the same name counts as alive for this multiple of
+`HeartbeatRecord.alive_seconds`. So a late heartbeat does not make the stream EXACT."""
 MAX_HEARTBEAT_SECONDS: Final = 60.0
 """Maximum heartbeat interval that readers accept, in seconds. A bridge counts as alive for `MISSED_HEARTBEATS` intervals."""
 PAGE_HEADER: Final = "Kvevents-Page"
@@ -137,7 +137,8 @@ class TrustRecord(_StreamRecord, frozen=True, array_like=True, tag="t", gc=False
     """Name of the trust state. Empty if the bridge no longer follows the stream; its earlier reports are then void."""
     reason: str
     degraded_reasons: dict[str, _Last]
-    """Number of the last affected batch by name of `DegradedReason`; the newest number if checkpoints omit the reason."""
+    """By name of `DegradedReason`, the number of the last batch that the reason affects. For a reason that checkpoints omit,
+    this is the newest number."""
 
 
 class ResetRecord(msgspec.Struct, frozen=True, array_like=True, tag="v", gc=False):

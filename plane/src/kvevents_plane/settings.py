@@ -16,7 +16,7 @@ from kvevents_plane.records import MAX_HEARTBEAT_SECONDS
 
 MAX_PARTITIONS: Final = 256
 RECEIVE_QUEUE: Final = 256
-"""Default of `BridgeSettings.receive_queue`, about the number of batches that a bridge reads from one engine at a time."""
+"""Default of `BridgeSettings.receive_queue`. A bridge reads about as many batches from one engine at a time."""
 MAX_SECRET_BYTES: Final = 64 << 10
 """Maximum size in bytes of a file with credentials (usually a few thousand bytes) or with a seed (58 bytes)."""
 MAX_INBOX_CHARACTERS: Final = 64
@@ -67,7 +67,7 @@ class ConnectionLimits(Settings, frozen=True, kw_only=True, forbid_unknown_field
     max_reconnect_seconds: Seconds = 5.0
     """Maximum pause between two rounds of attempts to connect to all servers."""
     pending_bytes: Bytes = 8 << 20
-    """Maximum number of bytes that wait to be sent. At the limit, publishing waits or, if there is no connection, fails."""
+    """Maximum number of bytes that wait to be sent. At the limit, publishing waits; without a connection it fails."""
     close_seconds: Seconds = 5.0
     """Timeout for sending published messages to the server when a program ends."""
 
@@ -97,7 +97,7 @@ class ReaderLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def digest_intervals(self) -> tuple[int, int, int]:
-        """Intervals in pages. A replica publishes its newest digest for each interval, so that slow replicas share one."""
+        """Intervals in pages. A replica publishes its digest at the newest multiple of each, for comparisons with slow ones."""
         return self.digest_pages, self.digest_pages * 16, self.digest_pages * 256
 
 
@@ -109,7 +109,7 @@ class ReplicaTimers(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     compare_seconds: Seconds = 1.0
     """Seconds between two comparisons of digests with the other replicas."""
     turn_seconds: Seconds = 20.0
-    """Seconds for which a replica waits until another one has rebuilt, if their digests differ and neither has a majority."""
+    """Seconds for which a replica waits until another one has rebuilt its index, if no digest has a majority."""
     rebuild_seconds: Seconds = 60.0
     """Minimum number of seconds between two rebuilds that are caused by an engine's digest."""
 
@@ -121,8 +121,8 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Settings that exclude each other, because the client logs in with only one of them."""
 
     servers: tuple[Url, ...]
-    """NATS server of the plane: nats://HOST:4222 or tls://HOST:4222; one of a cluster is enough. The client tries others when
-    it is unreachable. `USER:PASSWORD@` or `TOKEN@` may be before the host. With `tls://` nothing is sent without TLS."""
+    """NATS server of the plane: nats://HOST:4222 or tls://HOST:4222; one of a cluster is enough. If it is unreachable, the
+    client tries others. `USER:PASSWORD@` or `TOKEN@` may be before the host. With `tls://` nothing is sent without TLS."""
     name: Annotated[Name, "--plane"] = "default"
     """Name of the plane; planes of different names share servers and nothing else. 1 to 32 letters, digits, `-` and `_`."""
     partitions: Annotated[int, "--partitions", Range(1, MAX_PARTITIONS)] = 8
@@ -138,7 +138,7 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     token: Secret | None = None
     """Token of the servers, instead of credentials or an NKey."""
     tls_ca: Annotated[FilePath, "--tls-ca"] | None = None
-    """PEM file of the CA certificates for the servers (default: the system's); enables TLS."""
+    """PEM file of the CA certificates for the servers (default: certificates of the system); enables TLS."""
     tls_certificate: Annotated[FilePath, "--tls-cert"] | None = None
     """PEM file of the client certificate, for servers that require one."""
     tls_key: Annotated[FilePath, "--tls-key"] | None = None
@@ -146,8 +146,8 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     tls_hostname: Host | None = None
     """Host name that the servers' certificates must have, if it differs from the URL."""
     inbox_prefix: Annotated[Subject, "--inbox-prefix"] = "_INBOX"
-    """Prefix of the subjects that receive replies. A prefix that only this user may subscribe to prevents other users of the
-    account from reading them."""
+    """Prefix of the subjects that receive replies. If only this user may subscribe to the prefix, other users of the account
+    cannot read the replies."""
     connection: ConnectionLimits = ConnectionLimits()
     reader: ReaderLimits = ReaderLimits()
     replicas: ReplicaTimers = ReplicaTimers()
@@ -185,8 +185,8 @@ class PlaneSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def _check_tls(self) -> None:
         if (self.tls_certificate is None) != (self.tls_key is None):
-            given, wanting = ("tls_certificate", "tls_key") if self.tls_key is None else ("tls_key", "tls_certificate")
-            raise ConfigError(f"{given} is set but {wanting} is not; set both or neither")
+            name, missing_name = ("tls_certificate", "tls_key") if self.tls_key is None else ("tls_key", "tls_certificate")
+            raise ConfigError(f"{name} is set but {missing_name} is not; set both or neither")
         for name in _TLS_FILES:
             if (path := getattr(self, name)) is not None:
                 _read_start(name, path)
@@ -252,17 +252,17 @@ class BridgeSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=
     dead_seconds: Seconds = 30.0
     """Drop an engine from the log after this many seconds without a connection to any bridge."""
     unclaimed_seconds: Seconds = 600.0
-    """Drop an engine from the log that no bridge has claimed for this many seconds; a restart of bridges must be shorter."""
+    """Drop an engine from the log that no bridge has claimed for this many seconds; set more than bridges need to restart."""
     heartbeat_seconds: Annotated[float, Unit.SECONDS, Range(0, MAX_HEARTBEAT_SECONDS, is_open=True)] = 0.5
-    """Seconds between two heartbeats in each partition, at most 60. Replicas report no state as EXACT that is older than three
-    heartbeats and half a second."""
+    """Seconds between two heartbeats in each partition, at most 60. A state that replicas report as EXACT is at most three
+    heartbeats and half a second old."""
     max_lag_seconds: Seconds = 1.0
-    """Seconds that events may wait in the bridge before replicas trust none of its streams."""
+    """Maximum number of seconds for which events wait in the bridge until replicas stop trusting its streams."""
     receive_queue: Positive = RECEIVE_QUEUE
     """Number of batches of each engine that wait in its connection while the bridge reads nothing. Further batches
     wait at the engine, or are dropped."""
     max_queued_bytes: Bytes = 64 << 20
-    """Bytes that may wait for the servers; above that the bridge stops reading."""
+    """Maximum number of bytes that wait for the servers; at this limit the bridge stops reading."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)

@@ -191,7 +191,7 @@ class Snapshots:
     def newest_age(self, partition: int) -> float | None:
         """Return the seconds since this process first found the newest snapshot of a partition, by its monotonic clock.
 
-        Return None if the last query found no snapshot.
+        Return None if the newest query found no snapshot.
         """
         name, since = self._newest.get(partition, ("", 0.0))
         return self._clock() - since if name else None
@@ -202,7 +202,7 @@ class Snapshots:
             self._newest[partition] = name, self._clock()
 
     async def _entry(self, partition: int) -> tuple[list[SnapshotInfo], int]:
-        """Return the valid snapshots and the revision of the entry that lists them; 0 if there is no entry."""
+        """Return the valid snapshots, and the revision of the entry that lists them (0 if the entry does not exist)."""
         try:
             with map_errors(f"reading the list of snapshots of partition {partition}"):
                 bucket = await self._js.key_value(self._layout.bucket)
@@ -215,7 +215,7 @@ class Snapshots:
         try:
             snapshot_list = msgspec.json.decode(entry.value or b"", type=SnapshotList)
         except msgspec.MsgspecError as error:
-            log.error("ignoring the unreadable list of snapshots of partition %d: %s", partition, error)  # noqa: TRY400 - not our error
+            log.error("ignoring the unreadable list of snapshots of partition %d: %s", partition, error)  # noqa: TRY400 - no traceback
             return [], revision
         return (snapshot_list.snapshots if snapshot_list.version == VERSION else []), revision
 
@@ -224,7 +224,8 @@ class Snapshots:
     async def load_state(self, partition: int, info: PartitionInfo) -> PartitionState | None:
         """Return a partition's state from its newest readable snapshot, or None if no snapshot is readable.
 
-        Raises `PlaneError`, also if a request for a snapshot times out and no other is readable, because it may be intact.
+        Raises `PlaneError`. If a request for a snapshot times out and no other snapshot is readable, the error is raised too,
+        because the snapshot may be intact.
         """
         timeout_error: PlaneError | None = None
         for snapshot in await self.list_matching(partition, info):
@@ -272,7 +273,8 @@ class Snapshots:
     async def _get(self, name: str, writeinto: BinaryIO | None = None) -> bytes:
         """Return an object's bytes. If `writeinto` is given, write them to that file and return b"".
 
-        Raises `SnapshotError` for a damaged object, also for one with a missing chunk: nats-py would wait forever for it.
+        Raises `SnapshotError` for a damaged object. An object with a missing chunk is recognised first, because nats-py would
+        wait forever for the chunk.
         """
         store = await self._js.object_store(self._layout.snapshots)
         try:
@@ -335,7 +337,7 @@ class Snapshots:
     async def _put(self, snapshot: SnapshotInfo, body: SnapshotBody, path: Path) -> None:
         with map_errors(f"writing snapshot {snapshot.name}"):
             store = await self._js.object_store(self._layout.snapshots)
-            chunk = min(CHUNK_BYTES, self._js._nc.max_payload)  # noqa: SLF001 - the client of the context
+            chunk = min(CHUNK_BYTES, self._js._nc.max_payload)  # noqa: SLF001 - the context does not expose its client
             for suffix in _SUFFIXES:
                 meta = api.ObjectMeta(options=api.ObjectMetaOptions(max_chunk_size=chunk))
                 if suffix == "streams":
@@ -376,7 +378,7 @@ class Snapshots:
                 await store.delete(name)
 
     async def _sweep(self) -> None:
-        """Purge subjects of objects that no entry lists, after a time in which a living writer would have listed them.
+        """Purge subjects of objects that no entry lists, after a time in which a running writer would have listed them.
 
         Such subjects include chunks of an object whose writer was killed before the object was complete.
         """

@@ -13,7 +13,7 @@ from nats.js import JetStreamContext
 from kvevents.errors import PlaneError
 from kvevents.stream import printable
 from kvevents_plane.digests import ReplicaDigests, read_digests
-from kvevents_plane.layout import HEAL_STREAM, Layout, fetch_message, partition_info
+from kvevents_plane.layout import REPAIR_ADVICE, Layout, fetch_message, partition_info
 from kvevents_plane.records import HeartbeatRecord, ReceivedMessage, bridge_name, decode_page
 from kvevents_plane.snapshots import SnapshotInfo, Snapshots
 
@@ -49,13 +49,13 @@ class PartitionView(msgspec.Struct, frozen=True):
     """Bridges that did not write within `alive_seconds` while the status was queried."""
     fault: str = ""
     stream_fault: str = ""
-    """Why bridges that start refuse the partition's stream; empty if they accept it."""
+    """Why a bridge refuses the partition's stream when the bridge starts; empty if it accepts the stream."""
     shared: list[str] = []
     """Bridge names under which several processes write alternately."""
     missing: int = 0
     """Number of positions between the first and the last page that have no message any more."""
     conflicts: list[str] = []
-    """Conflicts from the heartbeats of bridges. Each is about a name that another bridge uses for another engine."""
+    """Sentences from the heartbeats of bridges, each about a name that two bridges use for different engines."""
     unsaved_seconds: float = 0.0
     """Seconds from the oldest page that no snapshot contains to the newest page."""
     newest_at: float = 0.0
@@ -66,7 +66,7 @@ class PartitionView(msgspec.Struct, frozen=True):
         """The faults of the partition, as sentences."""
         if self.fault:
             return [self.fault]
-        faults = [f"{self.stream_fault}; bridges refuse it when they start: {HEAL_STREAM}"] if self.stream_fault else []
+        faults = [f"{self.stream_fault}; bridges refuse it when they start: {REPAIR_ADVICE}"] if self.stream_fault else []
         faults += [] if self.bridges else ["no bridge writes"]
         check = f"for {self.alive_seconds:g} s; check that the bridges run"
         if self.bridges and len(self.silent) == len(self.bridges):
@@ -147,8 +147,8 @@ def format_partitions(partitions: Collection[int]) -> str:
 async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     """Query the status of a plane. Raises `PlaneError` if the servers do not answer.
 
-    The call waits until each bridge has written another page to each partition, at the latest its next heartbeat, because pages
-    do not show reliably how old they are: clocks can differ.
+    The call waits until each bridge has written another page to each partition; the next heartbeat is such a page. The pages
+    that exist do not show whether a bridge is alive, because clocks can differ.
     """
     snapshots = Snapshots(js, layout)
     valid = [snapshot for partition in range(layout.partitions) for snapshot in await snapshots.list_valid(partition)]
@@ -164,7 +164,7 @@ async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     try:
         digests = await read_digests(js, layout)
     except PlaneError as error:
-        if error.fault != "missing":  # a bridge was killed after it had created the partitions but no bucket
+        if error.fault != "missing":  # the bucket is missing if a bridge was killed while it created the plane
             raise
     replicas = [await _replica_view(js, layout, name, digests, partitions) for name in sorted(digests)]
     return PlaneView(layout.name, partitions, valid, replicas)
@@ -194,15 +194,15 @@ class _Scan:
         return {bridge_name(page.bridge)}
 
 
-async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: int, saved: int) -> PartitionView:
-    """Return the status of a partition whose newest snapshot contains the pages up to `saved`."""
+async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: int, snapshot_end: int) -> PartitionView:
+    """Return the status of a partition whose newest snapshot contains the pages up to `snapshot_end`."""
     scan = _Scan()
     try:
         info = await partition_info(js, layout, partition)
         for position in range(max(info.first, info.last - BRIDGE_SCAN_PAGES + 1, 1), info.last + 1):
             scan.add(await fetch_message(js, layout, partition, position))
         silent = await _find_silent(js, layout, partition, info.last, scan)
-        oldest = await _stored_at(js, layout, partition, saved + 1)
+        oldest = await _stored_at(js, layout, partition, snapshot_end + 1)
     except PlaneError as error:
         return PartitionView(partition, 0, 0, 0, None, {}, fault=str(error))
     return PartitionView(
@@ -224,12 +224,12 @@ async def _inspect_partition(js: JetStreamContext, layout: Layout, partition: in
 
 
 async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, position: int, scan: _Scan) -> list[str]:
-    """Wait until the bridges in `scan` have written after `position`. Return the bridges that have not done so in time."""
+    """Wait until the bridges in `scan` have written after `position`. Return the bridges that have not written in time."""
     waiting = {bridge_name(bridge) for bridge, _ in scan.written}
     began = time.monotonic()
     while waiting:
         waited = time.monotonic() - began
-        while (message := await fetch_message(js, layout, partition, position + 1, or_next=True)) is not None:
+        while (message := await fetch_message(js, layout, partition, position + 1, allows_later=True)) is not None:
             position = message.position
             waiting -= scan.add(message)
         if waited >= scan.alive_seconds:
@@ -239,13 +239,13 @@ async def _find_silent(js: JetStreamContext, layout: Layout, partition: int, pos
 
 
 async def _stored_at(js: JetStreamContext, layout: Layout, partition: int, position: int) -> float | None:
-    """Return the time at which the servers stored the first message at `position` or later, or None if no message is there."""
-    message = await fetch_message(js, layout, partition, max(1, position), or_next=True)
+    """Return the time at which the servers stored the first message at `position` or later, or None without a message."""
+    message = await fetch_message(js, layout, partition, max(1, position), allows_later=True)
     return None if message is None else message.stored_at
 
 
 def _shared_names(bridges: Iterable[str]) -> list[str]:
-    """Return the names under which a process has written again after another process had written under the same name."""
+    """Return the names under which two processes write alternately: a process wrote again after another process's page."""
     turns: dict[str, list[str]] = {}
     for bridge in bridges:
         processes = turns.setdefault(bridge_name(bridge), [])

@@ -237,7 +237,7 @@ class BridgeProcess:
         for key, trust in self.bridge.trusts().items():
             if trust is not None and key in labels:
                 state = f"{trust.trust} ({trust.reason})" if trust.reason else trust.trust
-                # The second case occurs for an idle engine after a start of the bridge.
+                # After a start of the bridge, an idle engine is DEGRADED for the reason REPLAY_UNPROVEN, which is normal.
                 is_normal = trust.trust in _NORMAL_TRUST or trust.reason == DegradedReason.REPLAY_UNPROVEN.value
                 yield labels[key], state, logging.INFO if is_normal else logging.WARNING
         partitions, settings, process = self.bridge.partitions, self._config.bridge, self.bridge.name_conflict
@@ -261,11 +261,11 @@ class BridgeSubscriptions:
         self.labels: dict[Key, str] = {}
         """The name of the registered engine, by the key of its stream in the log."""
         self.follow_errors: dict[Key, str] = {}
-        """Part of `RegistrationTarget`; a bridge refuses nothing."""
+        """Empty, because a bridge refuses no engine; `RegistrationTarget` requires this member."""
         self.adapters: frozenset[Scope] = frozenset()
         self.unready_sources: Mapping[str, str] = {}
         self.is_discovery_complete = False
-        """Part of `RegistrationTarget`; only queries need these settings."""
+        """Not read by a bridge, like the two settings above; `RegistrationTarget` requires these members for queries."""
         self._bridge: Final = bridge
         self._curve: Final = curve
 
@@ -297,7 +297,7 @@ class BridgeSubscriptions:
         return faults
 
     def replace_adapter(self, _source: str, _lora: str, /) -> None:
-        """Part of `RegistrationTarget`; only an index needs it."""
+        """Do nothing, because only an index needs adapters."""
 
 
 def encode_registration(registration: Registration) -> bytes:
@@ -310,7 +310,7 @@ def encode_registration(registration: Registration) -> bytes:
 _TRUSTS: Final = ("CONNECTING", "REPLAYING", "EXACT", "DEGRADED", "STALE")
 
 
-def _by_partition(read: Callable[[PartitionWriter], float]) -> Callable[[BridgeProcess], Samples]:
+def _samples_by_partition(read: Callable[[PartitionWriter], float]) -> Callable[[BridgeProcess], Samples]:
     return lambda process: [({"partition": str(each.partition)}, read(each)) for each in process.bridge.partitions]
 
 
@@ -336,17 +336,20 @@ _METRICS: Final[Table[BridgeProcess]] = {
     "invalid_records_total": ("Records in the log that no bridge writes; stays at 0.", lambda p: p.bridge.invalid_records),
     "partition_position": (
         "Number of the newest page that the bridge read.",
-        _by_partition(lambda p: p.builder.state.position),
+        _samples_by_partition(lambda p: p.builder.state.position),
     ),
     "partition_queued_records": (
         "Records that the log has not acknowledged yet.",
-        _by_partition(lambda p: p.builder.queued_records),
+        _samples_by_partition(lambda p: p.builder.queued_records),
     ),
     "partition_queued_bytes": (
         "Bytes of records that the log has not acknowledged yet.",
-        _by_partition(lambda p: p.builder.queued_bytes),
+        _samples_by_partition(lambda p: p.builder.queued_bytes),
     ),
-    "partition_blocked": ("1 while the bridge cannot read or write the partition.", _by_partition(lambda p: bool(p.fault))),
+    "partition_blocked": (
+        "1 while the bridge cannot read or write the partition.",
+        _samples_by_partition(lambda p: bool(p.fault)),
+    ),
     "streams": (
         "Followed streams by trust state.",
         lambda p: samples_by_label("state", dict.fromkeys(_TRUSTS, 0) | p.count_trusts()),

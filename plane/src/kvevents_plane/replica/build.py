@@ -69,18 +69,18 @@ class IndexBuild:
         """Name of the snapshot with which the reading of each partition began."""
         self.complete: Final = set[int]()
         """Partitions that were read to their ends."""
-        self._once_complete: Final = set[int]()
+        self._ever_complete: Final = set[int]()
         """Partitions that were in `complete` at any time."""
         self.newest: dict[int, SnapshotInfo] = {}
         """Newest known snapshot of each partition."""
         self.missing: Final = dict[int, int]()
-        """The first page after the missing ones, by partition, where no readable snapshot contains the missing pages."""
+        """By partition, the first page after missing pages that no readable snapshot contains."""
         self.rereads = 0
         """Number of times that the reading of a partition began again because it could not continue."""
         self.rebuild_reason = ""
         """Why this build must be replaced; empty if it can be kept."""
         self.disputed: Final = set[int]()
-        """Partitions that were read again because of a dispute (`PartitionReader`), or must be."""
+        """Partitions of which a page was disputed (`ReadFailure`), so that they were read again or must be read again."""
         self._client: Final = client
         self._limits: Final = limits
         self._layout: Final = layout
@@ -97,7 +97,7 @@ class IndexBuild:
         self._known_snapshots: Final = dict[int, set[str]]()
         """Names of the snapshots that existed when the reading of a partition began, by partition."""
         self._unreadable: dict[int, dict[str, str]] = {}
-        """Why snapshots could not be read that are newer than the one with which reading began, by partition and name."""
+        """By partition and snapshot name, why a snapshot could not be read. Reading began with an older snapshot."""
         self._logged: Final = set[str]()
         self.follower.start()
 
@@ -154,7 +154,7 @@ class IndexBuild:
             )
             if is_complete:
                 self.complete.add(partition)
-                self._once_complete.add(partition)
+                self._ever_complete.add(partition)
             if is_complete or not self._fault_of(partition):
                 self._blocked_since.pop(partition, None)
             else:
@@ -216,7 +216,7 @@ class IndexBuild:
         return PartitionState(), {}
 
     async def _find_reset(self, partition: int, state: PartitionState, info: PartitionInfo) -> None:
-        """Read the pages after the missing ones up to a page at which all streams start over. Wait until such a page exists.
+        """Read the pages after the missing pages until a page at which all streams start over. Wait if none exists yet.
 
         Raises `PlaneError` if a snapshot has been written, because reading can then begin with this snapshot.
         """
@@ -262,7 +262,7 @@ class IndexBuild:
         if (state := self.subscriber.states.get(partition)) is None:
             return
         self._forget(state.streams)
-        if partition not in self._once_complete:
+        if partition not in self._ever_complete:
             fault = self._fault_of(partition)
             self.subscriber.add_partition(partition, PartitionState(), {})
             self.subscriber.mark_broken(partition, fault)
@@ -300,7 +300,7 @@ class IndexBuild:
                 with suppress(asyncio.CancelledError):
                     await reading
             tail = reader.tail
-            while subscriber.queued_bytes > MAX_QUEUED_BYTES // 2:  # noqa: ASYNC110 - a thread takes it away
+            while subscriber.queued_bytes > MAX_QUEUED_BYTES // 2:  # noqa: ASYNC110 - a thread takes the queued pages
                 await asyncio.sleep(CHECK_SECONDS)
 
     def _note_failure(self, partition: int, failure: ReadFailure) -> None:
@@ -379,7 +379,7 @@ class Snapshotter:
     longer than its predecessor, which may be alive but unable to write. Two replicas that know different names can both write.
     In this case, the second one finds that the list of snapshots has changed, and discards its own snapshot.
 
-    If another replica misses pages that this one has, a snapshot is due at once.
+    If another replica misses pages that this replica has, a snapshot is due at once.
     """
 
     def __init__(self, name: str, consistency: ConsistencyCheck, seconds: float) -> None:
@@ -419,15 +419,15 @@ class Snapshotter:
                     await self._write_if_due(partition, snapshots, build)
 
     def _is_missed(self, partition: int, build: IndexBuild) -> bool:
-        """Return whether another replica misses pages of a partition that this one has, and no known snapshot has them."""
+        """Return whether another replica misses pages of a partition that this replica has and no known snapshot contains."""
         newest = build.newest.get(partition)
         return 1 + (0 if newest is None else newest.position) < self._consistency.missing.get(partition, 0)
 
     async def _write_if_due(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> None:
         """Write a snapshot if it is this replica's turn. An error is reported in `fault`. The next interval retries."""
         try:
-            if not await self._is_fresh(partition, snapshots, build):
-                if self._consistency.write_fault:  # for example a router, which must not write snapshots either
+            if not await self._is_new_enough(partition, snapshots, build):
+                if self._consistency.write_fault:  # without permission for digests, snapshots are forbidden too
                     raise PlaneError(self._consistency.write_fault, fault="denied")
                 stream_id = build.stream_ids[partition]
                 with temporary_file() as path:
@@ -438,7 +438,7 @@ class Snapshotter:
         else:
             self._faults.pop(partition, None)
 
-    async def _is_fresh(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> bool:
+    async def _is_new_enough(self, partition: int, snapshots: Snapshots, build: IndexBuild) -> bool:
         """Return whether the newest valid snapshot of any replica is new enough for this replica's turn."""
         valid = await snapshots.list_valid(partition)
         if valid:

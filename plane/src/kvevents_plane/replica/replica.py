@@ -3,7 +3,8 @@
 Theory of operation. An *index build* is an index with everything that fills it: ledgers, readers of the partitions, and a
 thread that applies their events. It begins with the newest snapshot of each partition and reads the partitions to their ends.
 The fleet then answers queries from this build. A build cannot continue if a partition was deleted or purged, or if the index
-differs from that of other replicas or from an engine. A new build then runs beside the old one, and replaces it when complete.
+differs from that of other replicas or from an engine. A new build then runs beside the old one, and replaces it as soon as the
+new build has read all partitions to their ends.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Replica:
         self._memory_limit: Final = memory_limit
         self.build: IndexBuild | None = None
         """The index build that queries are answered from."""
-        self._applied: Mapping[StreamKey, bytes] | None = None
+        self._applied_registrations: Mapping[StreamKey, bytes] | None = None
         """The registrations with which the fleet was last updated, or None before the first update."""
         self._built_at = float("-inf")
         self.consistency: Final = ConsistencyCheck(name, plane.replicas.turn_seconds)
@@ -82,7 +83,7 @@ class Replica:
 
     @property
     def why_incomplete(self) -> str:
-        """Why engines can be missing in answers; empty if all partitions of the log were read to their ends."""
+        """Why answers can lack engines; empty if all partitions of the log were read to their ends."""
         return "" if self.is_complete else self.fault or "the log is being read"
 
     @property
@@ -189,7 +190,7 @@ class Replica:
     def _registrations(self, build: IndexBuild) -> list[Registration]:
         """Return the registrations of the engines in the log."""
         registrations = []
-        registrations_by_key = self._applied = build.subscriber.registrations
+        registrations_by_key = self._applied_registrations = build.subscriber.registrations
         for key, encoded in registrations_by_key.items():
             try:
                 registration = msgspec.json.decode(encoded, type=Registration)
@@ -221,7 +222,7 @@ class Replica:
         while not build.rebuild_reason:
             await asyncio.sleep(CHECK_SECONDS)
             await build.advance()
-            if self._applied is not build.subscriber.registrations:
+            if self._applied_registrations is not build.subscriber.registrations:
                 await self._register(build, self._registrations(build))
             if build.subscriber.diverged and time.monotonic() - self._built_at > self.plane.replicas.rebuild_seconds:
                 build.rebuild_reason = "the digest or the attestation of an engine differs from this index"
@@ -252,7 +253,7 @@ def _sum_partitions(count: Callable[[PartitionState], int]) -> Callable[[IndexBu
     return lambda build: sum(map(count, list(build.subscriber.states.values())))
 
 
-def _by_partition(read: Callable[[PartitionProgress], float | None]) -> Callable[[IndexBuild], Samples]:
+def _samples_by_partition(read: Callable[[PartitionProgress], float | None]) -> Callable[[IndexBuild], Samples]:
     return lambda build: samples_by_label(
         "partition", {str(number): read(partition) for number, partition in dict(build.subscriber.partitions).items()}
     )
@@ -272,14 +273,14 @@ _BUILD: Final[Table[IndexBuild]] = {
         _sum_partitions(lambda s: s.void_pages),
     ),
     "bridges": ("Bridges whose heartbeats arrive.", lambda b: b.subscriber.bridges()),
-    "partition_position": ("Number of the newest page in the index.", _by_partition(lambda p: p.position)),
+    "partition_position": ("Number of the newest page in the index.", _samples_by_partition(lambda p: p.position)),
     "partition_lag_pages": (
         "Pages in the log that are not in the index yet; absent while unknown.",
-        _by_partition(lambda p: p.lag),
+        _samples_by_partition(lambda p: p.lag),
     ),
     "partition_last_page_timestamp_seconds": (
         "Unix time at which the servers stored the newest page in the index, by their clock.",
-        _by_partition(lambda p: p.stored_at),
+        _samples_by_partition(lambda p: p.stored_at),
     ),
     "partition_snapshot_timestamp_seconds": (
         "Unix time at which this replica found the newest snapshot; absent before the first.",

@@ -49,9 +49,9 @@ def index_source(config: ReplicaSettings) -> OpenIndexSource | None:
     plane = config.plane
     if plane is None:
         return None
-    try:  # the import is here, because a service that follows engines needs no NATS client
-        from kvevents_plane.connection import client_options  # noqa: PLC0415 - as above
-        from kvevents_plane.replica.replica import Replica  # noqa: PLC0415 - as above
+    try:  # imported here, because a service that follows engines needs no NATS client
+        from kvevents_plane.connection import client_options  # noqa: PLC0415 - only replicas need it
+        from kvevents_plane.replica.replica import Replica  # noqa: PLC0415 - only replicas need it
     except ImportError as error:
         raise MissingDependencyError(f"a replica of a plane needs the package {error.name}", "plane") from error
     client_options(plane)
