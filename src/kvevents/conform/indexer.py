@@ -66,14 +66,14 @@ class _Worker(msgspec.Struct):
 class Indexer(Target):
     """An indexer at a URL, with the API of NVIDIA Dynamo.
 
-    Workers get the instance ids from `first` on. So scenarios can share an indexer if their values of `first` differ.
+    Workers get instance ids from `first_instance` on, so that scenarios which share an indexer can use different ids.
     """
 
-    def __init__(self, url: str, model: str = "m", first: int = 1, answer_seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self, url: str, model: str = "m", first_instance: int = 1, answer_seconds: float = ANSWER_SECONDS) -> None:
         self._url = url.rstrip("/")
         self._answer_seconds = answer_seconds
         self._model = model
-        self._first = first
+        self._first_instance = first_instance
         self._instances: dict[str, int] = {}
         self._registrations: list[EngineRegistration] = []
         self._caveats: dict[str, str] = {}
@@ -82,7 +82,7 @@ class Indexer(Target):
     # --- following
 
     def register(self, registration: EngineRegistration) -> None:
-        self._instances.setdefault(registration.worker, self._first + len(self._instances))
+        self._instances.setdefault(registration.worker, self._first_instance + len(self._instances))
         body = {
             **self._identity(registration),
             "block_size": registration.block_size,
@@ -151,12 +151,12 @@ class Indexer(Target):
         return answer.decode(_Matches).instances
 
     def reports(self) -> dict[str, str | None]:
-        listed = self._listed()
+        listed = self._list_problems()
         problems = {name: listed.get(str(instance), ["not listed"]) for name, instance in self._instances.items()}
         return {name: "; ".join(dict.fromkeys(texts)) or self._caveats.get(name) for name, texts in problems.items()}
 
-    def _listed(self) -> dict[str, list[str]]:
-        """Return each listed instance's problems, by id: a status other than `active`, and the last errors of its listeners."""
+    def _list_problems(self) -> dict[str, list[str]]:
+        """Return, by instance id, the problems of each instance: a status other than `active`, and errors of its listeners."""
         problems: dict[str, list[str]] = {}
         for worker in self.ask("GET", f"/workers?model_name={self._model}").decode(list[_Worker]):
             texts = problems[str(worker.instance_id)] = [] if worker.status == "active" else [f"status {worker.status}"]
@@ -211,7 +211,7 @@ class MooncakeIndexer(Indexer):
         tenants = answer.decode(dict[str, dict[str, _MooncakeMatch]])
         return {instance: match for instances in tenants.values() for instance, match in instances.items()}
 
-    def _listed(self) -> dict[str, list[str]]:
+    def _list_problems(self) -> dict[str, list[str]]:
         problems: dict[str, list[str]] = {}
         for rank in self.ask("GET", "/services").decode(_Services).services:
             texts = problems.setdefault(rank.instance_id, [])
@@ -222,7 +222,8 @@ class MooncakeIndexer(Indexer):
 
 DYNAMO: Final = ("ai-dynamo-runtime", "1.6.1")
 SNAPSHOT_SECONDS: Final = 0.5
-"""Time between two snapshots of `kvevents serve`; short because the driver waits for a snapshot before it kills the process."""
+"""Seconds between two snapshots of `kvevents serve`. The time is short, because the driver waits for a snapshot before it kills
+the process."""
 SNAPSHOT_WAIT_SECONDS: Final = 20.0
 
 FIRST_INSTANCE: Final = 1_000_000

@@ -72,7 +72,7 @@ class ScriptedEngine:
         self.endpoint: Final = self._advertised_endpoint(ends[0])
         self.replay_endpoint: Final = self._unused_port() if self.settings.replay == "dead" else next(iter(ends[1:]), None)
 
-    def _advertised_endpoint(self, own: str) -> str:
+    def _advertised_endpoint(self, own_endpoint: str) -> str:
         if self.settings.address == "unreachable":
             return self._unused_port()
         if self.settings.address == "unresolvable":
@@ -80,7 +80,7 @@ class ScriptedEngine:
         if self.settings.address == "silent":
             listener = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        return own
+        return own_endpoint
 
     def _unused_port(self) -> str:
         port = reserve_port(ANY_LOCAL_PORT)
@@ -88,7 +88,7 @@ class ScriptedEngine:
         return port.endpoint
 
     def publish(self, times: int, *, lost: bool) -> None:
-        """Publish the scenario's next `times` batches of this engine."""
+        """Publish the next `times` batches that the scenario has for this engine. If `lost`, they are not sent live."""
         self.tape.faults = replace(self.tape.faults, drop=1.0 if lost else (), skipped=())
         self.tape.play(times)
 
@@ -244,7 +244,7 @@ def registration_of(step: steps.Register, scenario: Scenario, engines: Mapping[s
 
 
 def play(scenario: Scenario, driver: Driver) -> Result:
-    """Play a scenario against a fresh target of a driver. A `TargetError` becomes the verdict `UNANSWERED`."""
+    """Play a scenario against a new target of a driver. A `TargetError` becomes the verdict `UNANSWERED`."""
     began = time.monotonic()
 
     def result(verdict: Verdict, detail: str, silent_seconds: float = 0.0) -> Result:
@@ -270,7 +270,10 @@ def play(scenario: Scenario, driver: Driver) -> Result:
 def play_all(
     plays: Iterable[Callable[[], Result]], jobs: int, on_result: Callable[[Result], None] = lambda _: None
 ) -> Iterator[Result]:
-    """Play scenarios, `jobs` at a time, and yield the results in their order."""
+    """Call the functions in `plays`, each of which plays a scenario, and yield the results in their order.
+
+    `jobs` scenarios are played at the same time.
+    """
     with ThreadPoolExecutor(jobs, "kvevents-conform") as pool:
         played = [pool.submit(scenario_play) for scenario_play in plays]
         for future in played:

@@ -55,26 +55,29 @@ class ReceivedStream(NamedTuple):
     """A sentence that describes invalid frames or a missing end marker, or None if neither was found."""
 
 
-def given_hash(incarnation: int, number: int) -> int:
-    """Return the hash of the block that batch `number` of an incarnation stores."""
+def fed_hash(incarnation: int, number: int) -> int:
+    """Return the hash of the block that batch `number`, fed to an incarnation of the publisher, stores."""
     return block_hash(incarnation + 1, 0, number)
 
 
-def apply(held: set[int], payload: bytes) -> str | None:
-    """Apply a batch to a consumer's blocks. Return why one of the batch's events cannot be decoded, or None if all can."""
+def apply(blocks: set[int], payload: bytes) -> str | None:
+    """Apply a batch to a consumer's blocks. Return why an event of the batch cannot be decoded, or None if all were decoded."""
     decoded = decode_batch(payload)
     for event in decoded.batch.events:
         if isinstance(event, AllBlocksCleared):
-            held.clear()
+            blocks.clear()
         elif isinstance(event, BlockStored):
-            held.update(hash_ for hash_ in event.block_hashes if isinstance(hash_, int))
+            blocks.update(hash_ for hash_ in event.block_hashes if isinstance(hash_, int))
         elif isinstance(event, BlockRemoved):
-            held.difference_update(event.block_hashes)
+            blocks.difference_update(event.block_hashes)
     return decoded.rejected[0].detail if decoded.rejected else None
 
 
-def judge_stream(stream: ReceivedStream, start: int, wanted: set[int], possible: set[int]) -> ScenarioOutcome:
-    """Return the verdict about batches from `start` on: a consumer must then hold `wanted`, and only blocks of `possible`."""
+def judge_stream(stream: ReceivedStream, start: int, required: set[int], allowed: set[int]) -> ScenarioOutcome:
+    """Return the verdict about batches from number `start` on.
+
+    A consumer that applies the batches must hold all `required` blocks, and only `allowed` blocks.
+    """
     held, last, gaps = set[int](), start - 1, list[str]()
     for number, payload in stream.batches:
         if number <= last and not (held == set() and begins_with_clear(payload)):
@@ -84,13 +87,13 @@ def judge_stream(stream: ReceivedStream, start: int, wanted: set[int], possible:
         last = number
         if (fault := apply(held, payload)) is not None:
             return ScenarioOutcome(Verdict.SILENT, f"number {number} cannot be read: {fault}")
-    missing, foreign = len(wanted - held), len(held - possible)
+    missing, foreign = len(required - held), len(held - allowed)
     if foreign:
         return ScenarioOutcome(Verdict.SILENT, f"{foreign} blocks that were not given")
     if not missing:
         return ScenarioOutcome(Verdict.CORRECT if stream.fault is None else Verdict.REPORTED, stream.fault or "")
     reports = [*gaps[:3], stream.fault] if stream.fault else gaps[:3]
-    detail = f"{missing} of {len(wanted)} blocks are missing"
+    detail = f"{missing} of {len(required)} blocks are missing"
     return ScenarioOutcome(Verdict.REPORTED if reports else Verdict.SILENT, "; ".join([detail, *reports]))
 
 
@@ -173,7 +176,7 @@ class PublisherPlayer:
                     if time.monotonic() > deadline:
                         raise TargetError(f"no connection to {endpoint} within {CONNECT_SECONDS:g} s")
             finally:
-                disable_monitor(socket)  # before the socket closes, or libzmq waits forever to report to the monitor
+                disable_monitor(socket)  # if the socket closes first, libzmq waits forever to report to the monitor
 
     @do.register
     def _send_request(self, step: steps.SendRequest) -> None:
@@ -188,8 +191,8 @@ class PublisherPlayer:
     def _check_live(self, step: steps.CheckLive) -> None:
         numbers = range(step.first, step.last + 1)
         stream = self._read_live(step.reader, len(numbers), step.within)
-        wanted = {given_hash(self._incarnation, number) for number in numbers}
-        self.outcomes.append(judge_stream(stream, step.first, wanted, wanted))
+        required = {fed_hash(self._incarnation, number) for number in numbers}
+        self.outcomes.append(judge_stream(stream, step.first, required, required))
 
     def _read_live(self, reader: str, count: int, seconds: float) -> ReceivedStream:
         socket, deadline, batches = self._readers[reader], time.monotonic() + seconds, list[tuple[int, bytes]]()
@@ -208,13 +211,16 @@ class PublisherPlayer:
                 self._connect(dealer, self._publisher.replay_endpoint)
                 send_request(dealer, step.start)
             time.sleep(step.delay)
-            possible = {given_hash(self._incarnation, number) for number in range(self._given)}
-            wanted = {given_hash(self._incarnation, number) for number in range(step.start, self._given)}
+            allowed = {fed_hash(self._incarnation, number) for number in range(self._given)}
+            required = {fed_hash(self._incarnation, number) for number in range(step.start, self._given)}
             for dealer in dealers:
-                self.outcomes.append(judge_stream(self._read_reply(dealer, step.within), step.start, wanted, possible))
+                self.outcomes.append(judge_stream(self._read_reply(dealer, step.within), step.start, required, allowed))
 
     def _read_reply(self, dealer: zmq.Socket[bytes], seconds: float) -> ReceivedStream:
-        """Read a reply, for `seconds` at most; it also ends after a silence. Raise `TargetError` if the publisher has ended."""
+        """Read a reply until its end marker, until `SILENCE_SECONDS` pass without a message, or for `seconds` at most.
+
+        Raise `TargetError` if the publisher has ended.
+        """
         sample, fault = ReplaySample(), None
         sample.read(dealer, Patience(SILENCE_SECONDS, seconds), is_strict=True)
         if sample.malformed:

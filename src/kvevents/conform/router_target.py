@@ -1,9 +1,9 @@
 """Targets that choose a worker for a prompt: routers with an OpenAI endpoint.
 
 The referee plays the workers: small OpenAI servers beside the engines' event sockets. The referee adds one more worker, the
-control, whose engine has no faults. The control first holds one block of a prompt less than the best worker of the scenario,
-and then one block more. A router that misses blocks chooses the control in the first case. A router that counts removed blocks
-does not choose it in the second.
+control, whose engine has no faults. The control first holds one block of a prompt less than the best worker of the scenario. A
+router that misses blocks then chooses the control. After that, the control holds one block more than the best worker. A router
+that counts removed blocks then chooses another worker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from kvevents.testing.tape import ANY_LOCAL_PORT
 MODEL: Final = "m"
 CONTROL: Final = "control"
 REQUESTS: Final = 3
-"""Number of requests per prompt and state of the control. All must reach a right worker: one could do so by chance."""
+"""Number of requests for each prompt and state of the control. All must reach a right worker, because a single request can
+reach one by chance."""
 CONTROL_SECONDS: Final = 0.2
 """Time for the router to read the events of the control."""
 VLLM_ROUTER: Final = ("vllm-router", "0.1.17")
@@ -57,7 +58,7 @@ class FakeWorker:
 
             def _answer(self) -> None:
                 text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                if worker.is_closed:  # the client has kept a connection open
+                if worker.is_closed:  # the client uses a connection that it has kept open
                     self.close_connection = True
                     return
                 answer = worker.answer(self.command, self.path, text)
@@ -114,7 +115,7 @@ def tokens_of(prompt: str | list[int]) -> list[int]:
 
 
 class Control:
-    """The engine of the control. The referee sets how many blocks of each prompt it holds, and it announces every change."""
+    """The engine of the control. The referee changes how many blocks of a prompt it holds, and it announces the changes."""
 
     def __init__(self, block_size: int) -> None:
         self._size = block_size
@@ -174,7 +175,7 @@ class PlayedWorker(Protocol):
 
 
 class Ports(NamedTuple):
-    """The ports at which a router listens for requests and for readers of its metrics."""
+    """The ports of a router: for requests, and for scrapes of its metrics."""
 
     requests: int
     metrics: int
@@ -291,10 +292,10 @@ class RouterDriver(Driver):
             yield self.kind(program, Ports(program.port, metrics_port), workers, control, scenario.block_size)
 
     def _play_workers(
-        self, scenario: Scenario, followed: Sequence[EngineRegistration], stack: ExitStack
+        self, scenario: Scenario, registrations: Sequence[EngineRegistration], stack: ExitStack
     ) -> Mapping[str, PlayedWorker]:
         del scenario
-        workers = {name: FakeWorker(name) for name in dict.fromkeys(registration.worker for registration in followed)}
+        workers = {name: FakeWorker(name) for name in dict.fromkeys(registration.worker for registration in registrations)}
         for worker in workers.values():
             stack.callback(worker.close)
         return workers
@@ -317,10 +318,11 @@ def vllm_router(folder: Path) -> Driver:
 
 
 def command_router(template: str) -> Driver:
-    """Return the driver of the router that a command starts. Raise `ConfigError` if it cannot be split or has other fields.
+    """Return the driver of the router that a command starts.
 
-    The fields are `{port}`, `{block_size}`, `{urls}`, `{endpoints}`, `{replays}` and `{metrics_port}`. The plural ones are
-    comma-separated lists with an entry for each worker. An entry of `{replays}` can be empty.
+    The fields of the command are `{port}`, `{block_size}`, `{urls}`, `{endpoints}`, `{replays}` and `{metrics_port}`. The
+    fields `{urls}`, `{endpoints}` and `{replays}` become comma-separated lists with an entry for each worker. An entry of
+    `{replays}` can be empty. Raise `ConfigError` if the command cannot be split into words or has other fields.
     """
 
     def command(ports: Ports, block_size: int, members: Sequence[RouterWorker]) -> list[str]:

@@ -5,7 +5,7 @@ sends: macros, which become events in the forms of a release, JSON values, or by
 which workers may be reported, how long a player waits, the rule from which the right answers follow, and the rule's source.
 The page `reference/conformance.md` of the documentation explains the format; `schema.json` beside this module is its schema.
 
-A scenario has the forms of the newest vLLM unless it states others. `in_dialect` returns it with the forms of another release,
+A scenario has the forms of the newest vLLM unless it states others. `in_dialect` gives a scenario the forms of another release,
 so that every fault can be played with every release.
 """
 
@@ -21,7 +21,7 @@ from msgspec import Meta, Struct
 from kvevents.errors import ConfigError
 
 VERSION: Final = 2
-"""Version of the format. A change of the format that older players would misunderstand increases it."""
+"""Version of the format. If older players would misunderstand a change of the format, the change increases this number."""
 
 Hex = Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", description="bytes as hexadecimal digits")]
 PlainName = Annotated[str, Meta(pattern="^[a-z0-9.-]+$")]
@@ -62,9 +62,10 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     rank: Annotated[int, Meta(ge=0, le=1023)] = 0
     topic: str = ""
     replay: Literal["answers", "none", "dead", "silent"] = "answers"
-    """`none`: the target gets no replay endpoint. `dead`: nothing listens at the endpoint. `silent`: nothing answers there."""
+    """`none`: the target gets no replay endpoint. `dead`: no process listens at the endpoint. `silent`: requests to the
+    endpoint get no replies."""
     replay_of: PlainName | None = None
-    """Name of another engine whose replay endpoint the target gets, as if an operator had set the wrong one."""
+    """Name of another engine whose replay endpoint the target gets, as if an operator had set the wrong endpoint."""
     address: Literal["engine", "unreachable", "unresolvable", "silent"] = "engine"
     """The endpoint that the target gets: the engine's endpoint, a port where nothing listens, a host name that does not exist,
     or a port that accepts connections and sends nothing."""
@@ -83,7 +84,8 @@ class ScenarioEngine(Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     is_endless: bool = False
     """Whether a reply repeats its batches and never ends."""
     faulty_replies: Annotated[int, Meta(ge=0)] | None = None
-    """Number of requests, counted from the first one, whose replies have the faults above. None means all requests."""
+    """Number of replay requests, from the first one on, whose replies have the faults that the fields from
+    `replay_send_limit` to `is_endless` describe. None means all requests."""
 
 
 class Forms(Struct, frozen=True, forbid_unknown_fields=True):
@@ -111,7 +113,7 @@ class Forms(Struct, frozen=True, forbid_unknown_fields=True):
     hashes: Literal["unsigned", "signed", "bytes"] = "unsigned"
     """Form of a hash: an integer of 64 bits, or 32 bytes that end with the integer, big-endian."""
 
-    def has(self, event: Any) -> bool:
+    def can_express(self, event: Any) -> bool:
         """Return whether an event is a macro that changes only fields that the macro's form has."""
         for macro, form in (("$store", self.store), ("$remove", self.remove), ("$clear", self.clear)):
             if isinstance(event, dict) and macro in event:
@@ -130,7 +132,7 @@ class _EngineStep(_Step, frozen=True):
 
 
 class Register(_EngineStep, frozen=True, tag="register"):
-    """Register the engine with the target, and wait until it subscribes, unless the target rejects it."""
+    """Register the engine with the target, and wait until the target subscribes, unless the target rejects the engine."""
 
     tenant: str | None = None
     block_size: int | None = None
@@ -199,7 +201,7 @@ class Stall(_EngineStep, frozen=True, tag="stall"):
 
 
 class HalfOpen(_EngineStep, frozen=True, tag="half-open"):
-    """Let the connections that are open now deliver nothing from now on, as if a peer were replaced without closing them."""
+    """Let the open connections deliver nothing from now on, as if a peer were replaced without closing its connections."""
 
 
 class Heal(_EngineStep, frozen=True, tag="heal"):
@@ -215,7 +217,7 @@ class Kill(_Step, frozen=True, tag="kill"):
 
 
 class Start(_Step, frozen=True, tag="start"):
-    """Start the killed target, and register the engines again that the target has not stored."""
+    """Start the killed target. Register again those engines that the target has not stored."""
 
 
 class Pause(_Step, frozen=True, tag="pause"):
@@ -315,7 +317,7 @@ class Subscribe(_Step, frozen=True, tag="subscribe"):
 
 
 class SendRequest(_Step, frozen=True, tag="send-request"):
-    """Send a message with the given frames from a DEALER socket to the replay endpoint, and wait for no reply."""
+    """Send a message with the given frames from a DEALER socket to the replay endpoint, without waiting for a reply."""
 
     frames: list[Hex]
 
@@ -338,7 +340,7 @@ class CheckLive(_Step, frozen=True, tag="check-live"):
 
 
 class CheckReplay(_Step, frozen=True, tag="check-replay"):
-    """Request all batches from `start` on. After applying the reply, consumers must hold these batches' blocks."""
+    """Request all batches from `start` on. Consumers that apply the reply must hold the blocks that these batches store."""
 
     start: int
     within: WaitSeconds
@@ -349,7 +351,7 @@ class CheckReplay(_Step, frozen=True, tag="check-replay"):
 
 
 class CheckWatched(_Step, frozen=True, tag="check-watched"):
-    """Give the publisher 10 batches if it accepts any. Then read live batches and compare them with their replay."""
+    """Give the publisher 10 batches if it accepts batches. Then read live batches, and compare them with their replay."""
 
     seconds: WaitSeconds
 
@@ -398,7 +400,7 @@ class Macros:
         """Return the payload that a step publishes if the scenario has published `number` batches before."""
         if step.payload is not None:
             return bytes.fromhex(step.payload)
-        time = 1_760_000_000.0 + number / 16  # so that no two batches of a scenario have the same bytes
+        time = 1_760_000_000.0 + number / 16  # a time of its own, so that no two batches of a scenario have the same bytes
         names = {"$time": time, "$milliseconds": int(time * 1000), "$rank": self._rank}
         if step.events is None:
             return msgspec.msgpack.encode(self.expand(step.batch, names))
@@ -512,13 +514,13 @@ def json_schema() -> dict[str, Any]:
 
 
 def in_dialect(scenario: Scenario, release: Scenario) -> Scenario | None:
-    """Return `scenario` with the forms and the reply shape of another release, which `release`, a scenario, demonstrates.
+    """Return `scenario` with the forms and the reply shape of the scenario `release`, which has those of another release.
 
     Return None if these forms cannot express the scenario, because it contains whole batches, or fields that events of that
     release do not have. Payloads that are given as bytes are not changed.
     """
     for step in scenario.steps:
-        if isinstance(step, Publish) and (step.batch is not None or not all(map(release.forms.has, step.events or ()))):
+        if isinstance(step, Publish) and (step.batch is not None or not all(map(release.forms.can_express, step.events or ()))):
             return None
     shape = next(iter(release.engines.values())).reply_shape
     engines = {

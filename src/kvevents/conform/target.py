@@ -93,10 +93,10 @@ class RejectedError(ExternalError):
     """The target rejected a registration. The message is the target's answer."""
 
 
-def wait_until(reached: Callable[[], bool], seconds: float) -> bool:
-    """Wait until a condition is true, and return True. Return False if it is not true within `seconds` seconds."""
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until `condition` returns True, and return True. Return False if it does not within `seconds` seconds."""
     deadline = time.monotonic() + seconds
-    while not reached():
+    while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(POLL_SECONDS)
@@ -143,7 +143,7 @@ class Target(ABC):
         """Handle the end of a worker's engine: stop everything else that the referee simulates for this worker."""
 
     def engine_restarting(self, worker: str) -> AbstractContextManager[None]:
-        """Return a context for a restart of a worker's engine. It also restarts what else is in the engine's process."""
+        """Return a context in which a worker's engine restarts, with all other parts of the engine's process."""
         del worker
         return nullcontext()
 
@@ -156,7 +156,7 @@ class Target(ABC):
         raise NotImplementedError
 
     def start(self, registrations: Sequence[EngineRegistration]) -> None:
-        """Start the process again, and register the engines again that the process has not stored."""
+        """Start the process again. Register again those engines that the process has not stored."""
         raise NotImplementedError
 
 
@@ -166,7 +166,8 @@ class Driver(ABC):
     title: str
     """Name and version."""
     abilities: frozenset[Ability]
-    """Abilities of the driver's targets. All targets follow the engines that they know from their start, and answer queries."""
+    """Abilities of the driver's targets, besides those of all targets: to follow the engines of their start, and to answer
+    queries."""
 
     @abstractmethod
     def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> AbstractContextManager[Target]:
@@ -186,7 +187,7 @@ class Program:
     """A program in its own process group, with a reserved port, a folder for its state, and a log."""
 
     def __init__(self, title: str, command: Callable[[int, Path], Sequence[str]], *, is_fed: bool = False) -> None:
-        """Create the program. `command` returns its command line for a port and a folder. If `is_fed`, it reads its stdin."""
+        """Create the program. `command` returns the command line for a port and a folder. If `is_fed`, stdin is a pipe."""
         self.title: Final = title
         self._is_fed = is_fed
         self._folder = tempfile.TemporaryDirectory(prefix="kvevents-conform-")

@@ -43,7 +43,8 @@ class ConformRun(msgspec.Struct, frozen=True):
     def has_failed(self, max_needless: int | None = None) -> bool:
         """Return whether an answer was silently wrong or missing, or too many scenarios have the verdict `NEEDLESS`.
 
-        At most `max_needless` may have it: by default one for each `SCENARIOS_PER_NEEDLESS` played, and none of `healthy`.
+        The limit is `max_needless` or, if that is None, one scenario for each `SCENARIOS_PER_NEEDLESS` scenarios that were
+        played. No scenario of the group `healthy` may have this verdict.
         """
         needless = [result.group for result in self.results if result.verdict is Verdict.NEEDLESS]
         played = len(self.results) - self.counts[Verdict.NOT_APPLICABLE]
@@ -119,7 +120,8 @@ class Verdict(StrEnum):
 
 
 SCENARIOS_PER_NEEDLESS: Final = 20
-"""By default, one played scenario in this many may have the verdict `NEEDLESS`: 5 of the 116 scenarios for readers."""
+"""Number of played scenarios for each scenario that may have the verdict `NEEDLESS`, by default. So 5 of the 116 scenarios for
+readers may have it."""
 
 
 class WrongAnswer(NamedTuple):
@@ -129,7 +131,7 @@ class WrongAnswer(NamedTuple):
     text: str
     """The answer and the truth, as text."""
     report: str | None = None
-    """The problem that the answer reports for this worker, or None if it reports none."""
+    """The problem that the answer reports for this worker; None if the answer reports no problem."""
 
 
 class ScenarioOutcome(NamedTuple):
@@ -181,7 +183,7 @@ def judge(check: Check, differences: Sequence[WrongAnswer], reports: Mapping[str
 
 
 def worst(outcomes: Sequence[ScenarioOutcome]) -> ScenarioOutcome:
-    """Return the outcome with the worst verdict; the last one if several are equal. Return `CORRECT` if `outcomes` is empty."""
+    """Return the outcome with the worst verdict; of equal verdicts, the latest. Return `CORRECT` if `outcomes` is empty."""
     order = list(Verdict)
     return max(
         reversed(outcomes), key=lambda outcome: order.index(outcome.verdict), default=ScenarioOutcome(Verdict.CORRECT, "")

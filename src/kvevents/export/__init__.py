@@ -10,8 +10,8 @@ without them.
 """
 
 try:
-    import duckdb as _duckdb  # noqa: F401 - imported here to raise one readable error if it is missing
-    import pyarrow as pa  # type: ignore[import-untyped]  # noqa: F401 - as above; it has no types
+    import duckdb as _duckdb  # noqa: F401 - this import raises the error below if DuckDB is missing
+    import pyarrow as pa  # type: ignore[import-untyped]  # noqa: F401 - as for DuckDB
 except ImportError as error:
     from kvevents.errors import MissingDependencyError
 

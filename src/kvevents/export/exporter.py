@@ -54,7 +54,7 @@ class ExportSummary:
     """Total size of the files in bytes."""
     seconds: float
     counts: dict[str, int]
-    """Sum over all workers of each counter in `COUNTED`; number of `malformed` messages and of `unplaced` replayed batches."""
+    """Sum over all workers of each counter in `COUNTERS`; number of `malformed` messages and of `unplaced` replayed batches."""
     reject_reasons: dict[str, int]
     """Number of events that could not be decoded, by reason."""
     truncated: list[str] = field(default_factory=list)
@@ -120,12 +120,12 @@ class _Worker:
         self.counts["duplicates"] = stream.duplicates
         self.counts.update(self.cache.counts)
         about = (self.number, self.recording, stream.source, stream.rank or 0, stream.endpoint)
-        counts = (len(self.incarnations), self.batches, *(self.counts[name] for name in COUNTED))
+        counts = (len(self.incarnations), self.batches, *(self.counts[name] for name in COUNTERS))
         return (*about, *counts, self.first_at, self.last_at)
 
 
-COUNTED: Final = tuple(column.name for column in WORKERS.columns[7:-2])
-"""Names of the columns of `workers` that are counters."""
+COUNTERS: Final = tuple(column.name for column in WORKERS.columns[7:-2])
+"""Names of those columns of `workers` that are counters."""
 
 
 class _Export:
@@ -194,7 +194,7 @@ class _Export:
         except OSError as error:
             raise RecordingError(f"cannot write to {self._folder}: {error.strerror or error}") from error
         for worker in self._workers:
-            self._totals.update({name: worker.counts[name] for name in COUNTED})
+            self._totals.update({name: worker.counts[name] for name in COUNTERS})
         rows = {name: writer.rows for name, writer in self._writers.items()}
         seconds = time.monotonic() - self._start
         return ExportSummary(self._folder, rows, size, seconds, dict(self._totals), dict(self._reasons), self._truncations)
@@ -229,7 +229,7 @@ class _Export:
         self._lifetimes.add(cache.take_ended())
 
     def _end_residencies(self, workers: list[_Worker]) -> None:
-        """End the residencies of workers: at the recording's end if it was followed until then, or else at its last batch."""
+        """End the residencies of each worker: at the end of the recording, or at the newest batch of a worker that had left."""
         ends = [worker.last_at for worker in workers if worker.last_at is not None]
         for worker in workers:
             worker.cache.finish(max(ends) if ends and worker.stream.is_followed else None)
@@ -266,6 +266,6 @@ def _create_folder(folder: Path, *, force: bool) -> Iterator[None]:
         yield
     except BaseException:
         if is_new:
-            with suppress(OSError):  # another process has put a file into the folder
+            with suppress(OSError):  # another process may have put a file into the folder
                 folder.rmdir()
         raise

@@ -55,9 +55,9 @@ class BatchPosition(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Residency:
-    """A block in one placement, from its first store to its last removal."""
+    """A block in one placement, from the store of its first copy to the removal of its last copy."""
 
-    facts: Row
+    columns: Row
     """The columns of `lifetimes` from the block's hash to its salt."""
     stored_step: int
     stored_at: float | None
@@ -94,7 +94,7 @@ class WorkerCache:
         self._time: float | None = None
         self._blocks: dict[int, _Block] = {}
         self._grouped_placements: set[tuple[str, str | None]] = set()
-        """Tiers and localities of stores that named a group. There, a second store of a block adds a copy."""
+        """Tiers and localities for which a store named a group. In these, a second store of a block adds a copy."""
         self._apply: dict[type[KVEvent], Callable[[Any, BatchPosition, int], list[Row]]] = {
             BlockStored: self._store,
             BlockRemoved: self._remove,
@@ -102,12 +102,12 @@ class WorkerCache:
         }
 
     def take_ended(self) -> list[Row]:
-        """Return the rows of `lifetimes` of the residencies that ended since the last call."""
+        """Return the rows of `lifetimes` of the residencies that ended since the previous call."""
         rows, self._ended_rows = self._ended_rows, []
         return rows
 
     def begin_batch(self, batch: BatchPosition, gap: int) -> None:
-        """Begin a batch. `gap` batches were lost directly before it. If it begins an incarnation, all residencies end."""
+        """Begin a batch, before which `gap` batches were lost. If the batch begins an incarnation, all residencies end."""
         if batch.incarnation != self._incarnation:
             self._end_all("restart", self._time)
             self._incarnation = batch.incarnation
@@ -124,10 +124,10 @@ class WorkerCache:
 
     def drop_oldest(self) -> int:
         """End the residencies of the oldest block to save memory, and return their number."""
-        value = next(iter(self._blocks))
-        placements = list(self._blocks[value].residencies)
+        block_hash = next(iter(self._blocks))
+        placements = list(self._blocks[block_hash].residencies)
         for placement in placements:
-            self._end_residency(value, placement, "dropped", self._time)
+            self._end_residency(block_hash, placement, "dropped", self._time)
         self.counts["dropped"] += len(placements)
         return len(placements)
 
@@ -146,17 +146,17 @@ class WorkerCache:
         salt = former.salt if keys.salt is None else keys.salt
         digest = self._salt_digest(salt)
         rows: list[Row] = []
-        for index, value in enumerate(event.block_hashes):
+        for index, block_hash in enumerate(event.block_hashes):
             block, keyless_reason = self._stored_block(event, index, parent, former._replace(salt=salt), keys)
             key, depth, _ = block.chain
-            facts = (value, block.parent, key, depth, block.tokens, placement.tier, medium, *placement[1:], lora, digest)
+            columns = (block_hash, block.parent, key, depth, block.tokens, placement.tier, medium, *placement[1:], lora, digest)
             is_held = placement in block.residencies
-            row = (self._worker, *batch[:2], position, index, self._step, batch.at, "stored", *facts, is_held, keyless_reason)
+            row = (self._worker, *batch[:2], position, index, self._step, batch.at, "stored", *columns, is_held, keyless_reason)
             rows.append(row + self._token_ids(event, index))
             self.counts["unkeyed"] += keyless_reason is not None
-            self._add_copy(value, block, placement, _Residency(facts, self._step, batch.at, self._gaps))
+            self._add_copy(block_hash, block, placement, _Residency(columns, self._step, batch.at, self._gaps))
             self._step += 1
-            parent = value
+            parent = block_hash
         return rows or [self._row_without_block("stored", batch, position, (placement.tier, medium, *placement[1:]))]
 
     def _salt_digest(self, salt: int) -> str | None:
@@ -172,26 +172,29 @@ class WorkerCache:
         return ChainState(None, None, 0) if parent is None else parent.chain
 
     def _stored_block(
-        self, event: BlockStored, index: int, parent: int | None, former: ChainState, keys: StoredKeys
+        self, event: BlockStored, index: int, parent: int | None, chain: ChainState, keys: StoredKeys
     ) -> tuple[_Block, str | None]:
-        """Return the block at `index` of a store, with its earlier residencies; and the reason if it has no key, else None."""
+        """Return the block at `index` of a store with its earlier residencies, and why it has no key (None if it has one).
+
+        `chain` is the state of the chain before the store.
+        """
         known_block = self._blocks.get(event.block_hashes[index])
         key, keyless_reason = (keys.keys[index], None) if index < len(keys.keys) else (None, keys.unkeyed)
         if key is None and known_block is not None and known_block.chain.key is not None:
-            return known_block, None  # a copy on another tier or in another group: equal hashes identify the block
-        # Such stores can leave out blocks of the chain, and a store by key can have an unknown parent.
+            return known_block, None  # the event stores a copy on another tier or in another group
+        # Stores of these kinds can leave out blocks of the chain, and a store by key can have an unknown parent.
         is_chain = keys.unkeyed not in {"other-group", "no-tokens", "length-mismatch"} and event.block_keys is None
-        depth = former.depth + index + 1 if is_chain and former.depth is not None else None
+        depth = chain.depth + index + 1 if is_chain and chain.depth is not None else None
         if not is_chain:
             parent = event.parent_block_hash if index == 0 else None
         tokens = event.block_size if 0 < event.block_size < _I64_END else None
-        block = _Block(ChainState(key, depth, former.salt), parent, tokens)
+        block = _Block(ChainState(key, depth, chain.salt), parent, tokens)
         if known_block is not None:
             block.residencies = known_block.residencies
         return block, keyless_reason
 
-    def _add_copy(self, value: int, block: _Block, placement: Placement, residency: _Residency) -> None:
-        self._blocks[value] = block
+    def _add_copy(self, block_hash: int, block: _Block, placement: Placement, residency: _Residency) -> None:
+        self._blocks[block_hash] = block
         existing = block.residencies.get(placement)
         if existing is None:
             block.residencies[placement] = residency
@@ -201,7 +204,9 @@ class WorkerCache:
             existing.max_copies = max(existing.max_copies, existing.copies)
 
     def _token_ids(self, event: BlockStored, index: int) -> Row:
-        """Return a row with a block's token ids if they are exported. The ids are None if one is too large or a digest.
+        """Return a row with a block's token ids, or an empty row if token ids are not exported.
+
+        The ids are None if any of them is too large or is the digest of a multimodal item.
 
         If the numbers of hashes and tokens do not match, the first block gets all tokens.
         """
@@ -221,21 +226,21 @@ class WorkerCache:
     def _remove(self, event: BlockRemoved, batch: BatchPosition, position: int) -> list[Row]:
         placement = _placement_of(event)
         rows: list[Row] = []
-        for index, value in enumerate(event.block_hashes):
-            block = self._blocks.get(value)
+        for index, block_hash in enumerate(event.block_hashes):
+            block = self._blocks.get(block_hash)
             residency = None if block is None else block.residencies.get(placement)
             if residency is None:
-                facts: Row = (value, *(None,) * 4, placement.tier, event.medium, *placement[1:], None, None)
+                columns: Row = (block_hash, *(None,) * 4, placement.tier, event.medium, *placement[1:], None, None)
             else:
-                facts = residency.facts
+                columns = residency.columns
             head = (self._worker, *batch[:2], position, index, self._step, batch.at, "removed")
-            rows.append((*head, *facts, residency is not None, None, *self._no_tokens))
+            rows.append((*head, *columns, residency is not None, None, *self._no_tokens))
             if residency is None:
                 self.counts["unknown_removals"] += 1
             elif residency.copies > 1:
                 residency.copies -= 1
             else:
-                self._end_residency(value, placement, "removed", batch.at)
+                self._end_residency(block_hash, placement, "removed", batch.at)
             self._step += 1
         return rows or [self._row_without_block("removed", batch, position, (placement.tier, event.medium, *placement[1:]))]
 
@@ -248,24 +253,24 @@ class WorkerCache:
         return [self._row_without_block("cleared", batch, position, (tier, fields.get("medium"), group, None, None))]
 
     def _end_all(self, reason: str, time: float | None, tier: str | None = None, group: int | None = None) -> None:
-        for value in list(self._blocks):
-            for placement in list(self._blocks[value].residencies):
+        for block_hash in list(self._blocks):
+            for placement in list(self._blocks[block_hash].residencies):
                 if tier in {None, placement.tier} and group in {None, placement.group}:
-                    self._end_residency(value, placement, reason, time)
+                    self._end_residency(block_hash, placement, reason, time)
 
-    def _end_residency(self, value: int, placement: Placement, reason: str, time: float | None) -> None:
-        block = self._blocks[value]
+    def _end_residency(self, block_hash: int, placement: Placement, reason: str, time: float | None) -> None:
+        block = self._blocks[block_hash]
         residency = block.residencies.pop(placement)
         if not block.residencies:
-            del self._blocks[value]
+            del self._blocks[block_hash]
         self.residencies -= 1
         gap = residency.gaps != self._gaps
-        head = (self._worker, self._incarnation, *residency.facts, residency.max_copies)
+        head = (self._worker, self._incarnation, *residency.columns, residency.max_copies)
         self._ended_rows.append((*head, residency.stored_step, residency.stored_at, reason, self._step, time, gap))
 
     def _row_without_block(self, kind: str, batch: BatchPosition, position: int, placement: Row) -> Row:
-        facts = (*(None,) * 5, *placement, None, None)
-        row = (self._worker, *batch[:2], position, 0, self._step, batch.at, kind, *facts, False, None, *self._no_tokens)
+        columns = (*(None,) * 5, *placement, None, None)
+        row = (self._worker, *batch[:2], position, 0, self._step, batch.at, kind, *columns, False, None, *self._no_tokens)
         self._step += 1
         return row
 

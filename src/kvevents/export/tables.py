@@ -107,8 +107,8 @@ class ExportLimits(Settings, frozen=True, kw_only=True):
     tokens: Positive = 1 << 20
     """Number of token ids in a row group above which the row group is written early, because token ids make rows long."""
     resident_blocks: Positive = 4_000_000
-    """Maximum number of current residencies in one export, about 700 bytes each. Above it, the oldest blocks of the worker that
-    stores a block are counted as `dropped`. The device memory of a fleet of 100 engines holds fewer blocks."""
+    """Maximum number of current residencies in one export, about 700 bytes each. At this limit, a worker that stores a block
+    drops its oldest blocks, and counts them as `dropped`. The device memory of a fleet of 100 engines holds fewer blocks."""
 
 
 DEFAULT_EXPORT_LIMITS: Final = ExportLimits()
@@ -257,7 +257,7 @@ class TableWriter:
         self.table: Final = table
         self.partial_path: Final = folder / f"{table.file}.partial"
         self.rows = 0
-        """Rows added."""
+        """Number of rows that were added."""
         self._limits = limits
         self._schema = table.schema(tokens=tokens)
         self._pending_rows: list[Row] = []

@@ -161,7 +161,7 @@ class FakeConnection:
         self._arrivals.append(feed)
 
     def read_into(self, stream: Stream, now: float, limit: int) -> bool:
-        """Feed arrived messages and connection changes to `stream`. Return True if some remain."""
+        """Feed at most `limit` arrived messages and connection changes to `stream`. Return True if further ones remain."""
         for _ in range(min(limit, len(self._arrivals))):
             self._arrivals.popleft()(stream, now)
         if self._arrivals and self.replies and stream.expected_run(1):
@@ -199,7 +199,7 @@ class FakeConnection:
 
 
 class FakeTransport:
-    """A `kvevents.subscriber.Transport` between subscribers and `FakeEngine`s. Pass `clock` to the subscriber too."""
+    """A `kvevents.subscriber.Transport` between subscribers and `FakeEngine`s. The subscribers must have its `clock`."""
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.clock = clock or VirtualClock()

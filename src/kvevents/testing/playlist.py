@@ -34,7 +34,7 @@ def as_batch(item: tuple[bytes, int, bytes] | LiveBatch) -> LiveBatch:
 def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:
     """Return the batches of a tape.
 
-    For a recording, return those of the first stream of `run` or, if `run` is None, of the first stream of the recording.
+    Of a recording, return the batches of the first stream; if `run` is not None, of the first stream in this run.
 
     Raise `RecordingError` for a file that cannot be read, `ConfigError` for a file without such a stream.
     """
@@ -166,7 +166,7 @@ class Faults:
     replay_junk: Sequence[Sequence[bytes]] = ()
     """Messages that are sent unchanged before each reply; the identity frame is added."""
     faulty_replies: int | None = None
-    """Number of requests, counted from the first one, whose replies have the faults above. None means all requests."""
+    """Number of replay requests, from the first one on, whose replies have faults. None means all requests."""
 
     def __post_init__(self) -> None:
         for name in ("drop", "replay_holes"):

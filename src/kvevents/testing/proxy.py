@@ -140,8 +140,8 @@ class FaultProxy(Closeable):
     def reorder(self, share: float, *, direction: Direction = "down", seed: int = 0) -> None:
         """Swap each message of a share with the message after it, if the two arrive together.
 
-        TCP never reorders data, but a device between two sockets may. The messages are selected at random, with `seed`. Raise
-        `ConfigError` for a share outside 0.0 to 1.0.
+        TCP never reorders data, but a device between two sockets may reorder messages. The messages are selected at random,
+        with `seed`. Raise `ConfigError` for a share outside 0.0 to 1.0.
         """
         if not 0.0 <= share <= 1.0:
             raise ConfigError(f"invalid reorder share {share}: expected 0.0 to 1.0")
@@ -157,7 +157,7 @@ class FaultProxy(Closeable):
         self._run_in_loop(lambda: self._directions[direction].inject(message(frames)))
 
     def delay(self, seconds: float | None = None, *, direction: Direction = "down") -> None:
-        """Hold every message, in order, for `seconds` seconds or, if None, until `release`. 0 holds no later messages."""
+        """Hold every later message, in order, for `seconds` seconds or, if None, until `release`. 0 ends the delay."""
         if seconds is not None and seconds < 0:
             raise ConfigError(f"invalid delay {seconds}: expected 0 or more seconds, or None")
         self._run_in_loop(lambda: self._directions[direction].set_delay(seconds))
@@ -171,7 +171,7 @@ class FaultProxy(Closeable):
         self._run_in_loop(self._flow.clear)
 
     def half_open(self) -> None:
-        """Stall the connections that are open now, but not new ones, as if a peer had been replaced without closing them.
+        """Stall the open connections, but not new ones, as if a peer had been replaced without closing its connections.
 
         `heal` does not resume the stalled connections; `cut` ends them.
         """

@@ -185,7 +185,7 @@ class TapePlayer(Closeable):
         """Publish the next `n` batches; if None, this round and `times - 1` further ones. Return how many were published.
 
         A tape starts again at its end. `rate` is in batches per second, `recorded` for the recorded times, None for as fast as
-        possible. If the tape is stopped or closed during the call, it returns early. Raise `UsageError` for a stopped tape.
+        possible. If the tape is stopped or closed during the call, the call ends early. Raise `UsageError` for a stopped tape.
         """
         return self.start_playing(n, rate=rate, times=times).result()
 

@@ -30,7 +30,7 @@ RETRY_SECONDS: Final = 0.005
 REPLY_QUEUE: Final = 1_000
 """Maximum number of queued reply messages for one consumer. Further messages wait, so that endless replies are bounded."""
 MAX_WAITING_REPLIES: Final = 100
-"""Maximum number of requests from one consumer that wait for the end of the reply to an earlier one. Others are refused."""
+"""Maximum number of requests from one consumer that wait while an earlier request is answered. Further ones are refused."""
 
 SendOutcome: TypeAlias = Literal["live", "dropped", "skipped", "unseen"]
 """`live`: the batch was sent and stored for replay. `dropped`: it was only stored. `skipped`: it was neither sent nor stored.
@@ -142,7 +142,7 @@ class TapeSockets:
             limit = self.faults.replay_sndhwm
             self._router = self._context.socket(zmq.ROUTER)
             self._router.setsockopt(zmq.SNDHWM, REPLY_QUEUE if limit is None else limit)
-            # With this option, a ROUTER reports messages that it cannot queue. Engines do not set it, so it drops them there.
+            # With this option, a ROUTER reports messages that it cannot queue. Without it, as in engines, they are dropped.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, limit is None)
             addresses.append(_bind(self._router, self._ports[1]))
         self._ports = [ReservedPort(name, port.holder) for name, port in zip(addresses, self._ports, strict=True)]
@@ -206,7 +206,7 @@ class TapeSockets:
         return "dropped" if self.faults.drops(seq) else "live"
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Send a message from the PUB socket. Raise `UsageError` while it is closed."""
+        """Send a message from the PUB socket. Raise `UsageError` if the socket is closed."""
         if self._pub is None:
             raise UsageError("the tape is stopped: restart() opens its sockets again")
         self._pub.send_multipart(frames)

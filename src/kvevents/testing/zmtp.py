@@ -62,7 +62,7 @@ class ZmtpSplitter:
         self._is_opaque = False
 
     def feed(self, data: bytes) -> list[Segment]:
-        """Add bytes and return the complete segments. Parts of a greeting are returned at once, since peers negotiate in it."""
+        """Add bytes and return the complete segments. Parts of a greeting are returned at once: a peer may wait for them."""
         segments: list[Segment] = []
         bytes_left = GREETING_BYTES - len(self._greeting)
         if bytes_left and not self._is_opaque:
@@ -83,7 +83,7 @@ class ZmtpSplitter:
         return remainder
 
     def _is_null_greeting(self) -> bool:
-        """Return whether the greeting, as far as it was received, can be that of ZMTP 3 with the NULL mechanism."""
+        """Return whether the received part of the greeting is consistent with ZMTP 3 and the NULL mechanism."""
         greeting = self._greeting
         if greeting and greeting[0] != SIGNATURE:
             return False
