@@ -1,4 +1,5 @@
-//! Announcements: stores with the same location, the same kind of group and the same form, whose copies are counted together.
+//! Announcements: groups of stores with the same location, kind of KV cache group, and form. The copies of an announcement are counted
+//! together.
 
 use std::borrow::Cow;
 
@@ -7,32 +8,32 @@ use kvevents_index::rules::location::owned;
 
 use super::event::{Location, Store, Text};
 
-/// Maximum number of different announcements of a stream: a block has one bit for each announcement. An engine needs only a few.
+/// Maximum number of announcements of a stream: each block has one bit for each announcement. An engine uses only a few.
 pub const MAX_ANNOUNCEMENTS: usize = 64;
 
-/// The common part of stores whose copies are counted together.
+/// The properties that all stores of one announcement have.
 #[derive(Clone, Debug)]
 pub struct Announcement {
     /// Location of the copies.
     pub location: Location<'static>,
-    /// Placement of the copies: removals and clears do not distinguish copies on the same placement.
+    /// Placement of the copies. Removals and clears do not distinguish copies on one placement.
     pub placement: Placement,
-    /// The announcements on the same placement, as bits.
+    /// All announcements with this placement, as bits.
     together: u64,
     /// Kind of attention of the group.
     pub kind: Text<'static>,
-    /// Sliding window of the announced group.
+    /// Sliding window of the group, in tokens; None if the group has no window.
     pub window: Option<i64>,
-    /// The block size of stores without tokens; None if the stores have tokens or keys.
+    /// The block size, if the stores have neither tokens nor keys; None if they have.
     pub tokenless_size: Option<u64>,
 }
 
-/// Announcements to which a removal applies, as bits.
+/// The announcements from which a removal takes copies, as bits.
 #[derive(Clone, Copy, Debug)]
 pub struct Removable {
-    /// Announcements at exactly this location.
+    /// Announcements with exactly the location of the removal.
     pub exact: u64,
-    /// Announcements at any location on the same placement.
+    /// Announcements with any location on the same placement.
     pub placement: u64,
 }
 
@@ -40,11 +41,11 @@ pub struct Removable {
 #[derive(Debug, Default)]
 pub struct Announcements {
     all: Vec<Announcement>,
-    /// The ID that was returned last.
+    /// The ID that was returned by the previous call.
     last: usize,
 }
 
-/// Positions of the set bits.
+/// The positions of the set bits, in ascending order.
 pub fn bits(mut mask: u64) -> impl Iterator<Item = u8> {
     std::iter::from_fn(move || {
         let bit = mask.trailing_zeros();
@@ -120,17 +121,17 @@ impl Announcements {
         numbers.fold(0, |bits, number| bits | 1 << number)
     }
 
-    /// The announcements on the same placement as this announcement, as bits.
+    /// All announcements on the placement of this announcement, as bits.
     pub fn on_placement_of(&self, number: u8) -> u64 {
         self.get(number).together
     }
 
-    /// Announcements with tokens or keys, as bits.
+    /// Announcements of stores with tokens or keys, as bits.
     pub fn dense(&self) -> u64 {
         self.select(|known| known.tokenless_size.is_none())
     }
 
-    /// The announcements that a removal at `location` removes.
+    /// The announcements from which a removal at `location` takes copies.
     pub fn removable(&self, location: &Location<'_>) -> Removable {
         let exact = self.select(|known| known.location == *location);
         let placement = match self.all.get(exact.trailing_zeros() as usize) {
@@ -143,7 +144,7 @@ impl Announcements {
         }
     }
 
-    /// The announcements that a clear of a tier or of a group removes, as bits.
+    /// The announcements whose copies a clear of a tier or of a group removes, as bits.
     pub fn clearable(&self, tier: Option<&str>, group: Option<i64>) -> u64 {
         self.select(|known| known.placement.is_cleared_by(tier, group))
     }
@@ -153,18 +154,18 @@ impl Announcements {
         self.get(number).placement.level() == 0
     }
 
-    /// The levels of the given announcements, as bits.
+    /// The levels of these announcements, as bits.
     pub fn levels_of(&self, announcements: u64) -> u8 {
         let meant = bits(announcements).map_while(|number| self.all.get(usize::from(number)));
         meant.fold(0, |levels, known| levels | 1 << known.placement.level())
     }
 
-    /// The announcements on the given levels, as bits.
+    /// The announcements on these levels, as bits.
     pub fn on_levels(&self, levels: u8) -> u64 {
         self.select(|known| levels >> known.placement.level() & 1 != 0)
     }
 
-    /// The IDs of all announcements, the fastest tier first, in an order that does not depend on the order of their first use.
+    /// The IDs of all announcements, those on the fastest tier first. The order does not depend on the history of the stream.
     pub fn ranked(&self) -> Vec<u8> {
         let mut numbers: Vec<u8> = (0..self.all.len() as u8).collect();
         numbers.sort_by_key(|&number| {

@@ -1,17 +1,18 @@
-//! Blocks by ID. Each block has a record of fixed size, and its tokens. Blocks with equally many tokens share chunks of memory.
+//! Stores blocks by ID. Each block has a record of fixed size, and its tokens. Blocks with the same number of tokens share chunks of
+//! memory.
 
 use super::examined_blocks;
 
-/// Number of low bits of a block's ID that select the slot in a chunk.
+/// Number of low bits of a block's ID that select its slot in a chunk.
 const SLOT_BITS: u32 = 8;
 /// Maximum number of blocks in a chunk.
 const MAX_CHUNK_BLOCKS: usize = 1 << SLOT_BITS;
-/// Number of tokens of a chunk, unless a single block has more.
+/// Number of tokens of a chunk; a chunk of a single block can have more.
 const CHUNK_TOKENS: usize = 8192;
 /// Number of bits of a word of `Chunk::free`.
 const WORD_BITS: usize = u64::BITS as usize;
 
-/// The record of one block, without its tokens. The record is packed into 28 bytes instead of 32, because every block has one.
+/// The record of one block, without its tokens. The record has no padding: every block has a record, and 28 bytes are less than 32.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, packed(4))]
 pub struct Record {
@@ -33,24 +34,25 @@ struct Chunk {
     tokens: Box<[u32]>,
     /// Tokens per block.
     width: usize,
-    /// A bit for each free slot.
+    /// A bit mask of free slots.
     free: [u64; MAX_CHUNK_BLOCKS / WORD_BITS],
     used: usize,
 }
 
-/// Chunks with free slots for blocks of `width` tokens. Blocks are added to the last chunk; only this chunk can be empty.
+/// The chunks that have free slots for blocks of `width` tokens. Blocks are added to the last of these chunks; only this chunk can be
+/// empty.
 #[derive(Debug)]
 struct Open {
     width: usize,
     chunks: Vec<u32>,
 }
 
-/// See the module.
+/// Blocks by ID; see `arena`.
 #[derive(Debug, Default)]
 pub struct Arena {
     chunks: Vec<Chunk>,
     open: Vec<Open>,
-    /// IDs of chunks without memory.
+    /// IDs of chunks that have no memory.
     vacant: Vec<u32>,
     used: usize,
     chunk_bytes: usize,
@@ -97,12 +99,12 @@ impl Arena {
             + (lists + self.vacant.capacity()) * size_of::<u32>()
     }
 
-    /// An upper bound of the block IDs in use: every ID is below it.
+    /// An upper bound of the IDs in use: all of them are below it.
     pub fn bound(&self) -> usize {
         self.chunks.len() << SLOT_BITS
     }
 
-    /// Number of different block sizes that the arena has had after it was last empty.
+    /// Number of different block sizes since the arena was last empty.
     pub fn widths(&self) -> usize {
         self.open.len()
     }
@@ -138,7 +140,7 @@ impl Arena {
         &chunk.tokens[slot * chunk.width..][..chunk.width]
     }
 
-    /// Adds a block. Returns its number.
+    /// Adds a block. Returns the ID of the block.
     #[inline]
     pub fn insert(&mut self, record: Record, tokens: &[u32]) -> u32 {
         let width = tokens.len();
@@ -175,7 +177,7 @@ impl Arena {
     fn add_chunk(&mut self, open: usize) -> usize {
         let at = match self.vacant.pop() {
             Some(at) => at as usize,
-            // The limits of a state leave some IDs unused, such as `ROOT`: chunks of one block for all IDs would take 500 GB.
+            // The limits of a state keep the IDs below `ROOT`: chunks of one block for all IDs would take 500 GB.
             None => {
                 self.chunks.push(Chunk::default());
                 self.chunks.len() - 1
@@ -219,7 +221,7 @@ impl Arena {
 mod tests {
     use super::*;
 
-    /// Blocks keep their contents while other blocks are added and removed, and the last removal frees all memory.
+    /// Blocks keep their contents while other blocks are added and removed. The last removal frees all memory.
     #[test]
     fn blocks_are_apart() {
         let (mut arena, mut live, mut random) = (Arena::default(), Vec::new(), 7_usize);
@@ -259,7 +261,7 @@ mod tests {
         assert!(tokens.len() == width && tokens.iter().all(|&token| token == value));
     }
 
-    /// Chunks that become empty one after another free their memory, except for one chunk.
+    /// Of the chunks that become empty one after another, all except one free their memory.
     #[test]
     fn empty_chunks_have_no_memory() {
         let mut arena = Arena::default();

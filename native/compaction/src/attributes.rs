@@ -1,4 +1,4 @@
-//! Attributes that many blocks share, each stored once.
+//! Attributes that many blocks have in common; each combination is stored only once.
 
 use std::hash::{BuildHasher, RandomState};
 
@@ -8,16 +8,16 @@ use kvevents_index::holders::contexts::Context;
 
 use super::event::Namespace;
 
-/// Attributes of blocks.
+/// Attributes that blocks can have in common.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Attributes<'a> {
-    /// Block size, LoRA and salt; the salt can be inherited from the parent. The context, the hash and the key together identify a block.
+    /// Block size, LoRA and salt; the salt can be that of the parent. A block is identified by its context, hash and key.
     pub context: Context,
     /// The namespace as an engine announced it.
     pub namespace: Namespace<'a>,
-    /// A bit for each announcement of which the block has copies; no bit is set if the block is only an ancestor of other blocks.
+    /// The announcements of which the block has copies, as bits; 0 if the block is only an ancestor of other blocks.
     pub copies: u64,
-    /// ID of the announcement with which the block was first stored.
+    /// ID of the announcement of the first store of the block.
     pub origin: u8,
 }
 
@@ -34,7 +34,7 @@ pub struct AttributeTable {
     free: Vec<u32>,
     lookup: HashTable<u32>,
     state: RandomState,
-    /// The ID that was returned last.
+    /// The ID that was returned by the previous call.
     last: u32,
     /// Number of bytes of texts and extra keys.
     text_bytes: usize,
@@ -46,13 +46,13 @@ fn find(entries: &[Option<Entry>], number: u32) -> Option<&Attributes<'static>> 
 }
 
 impl AttributeTable {
-    /// Attributes in use.
+    /// The attributes with this ID, which must be in use.
     #[inline]
     pub fn get(&self, number: u32) -> &Attributes<'static> {
         find(&self.entries, number).expect("attributes in use are in the table")
     }
 
-    /// Returns the ID of these attributes, and counts one more block that has them.
+    /// Returns the ID of these attributes, and counts one more block with them.
     #[inline]
     pub fn retain(&mut self, wanted: &Attributes<'_>) -> u32 {
         if find(&self.entries, self.last) != Some(wanted) {
@@ -87,7 +87,7 @@ impl AttributeTable {
         number
     }
 
-    /// Decrements the number of blocks with these attributes.
+    /// Counts one block fewer with these attributes.
     #[inline]
     pub fn release(&mut self, number: u32) {
         let Some(Some(entry)) = self.entries.get_mut(number as usize) else {
@@ -120,7 +120,7 @@ impl AttributeTable {
         }
     }
 
-    /// Moves one block from the attributes `number` to attributes that differ only in `copies`. Returns the ID of the new attributes.
+    /// Gives one block other attributes, which differ from its attributes `number` only in `copies`. Returns the ID of the new attributes.
     pub fn replace_copies(&mut self, number: u32, copies: u64) -> u32 {
         let attributes = Attributes {
             copies,

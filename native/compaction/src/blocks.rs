@@ -1,5 +1,5 @@
-//! The blocks of a stream as a tree. Besides the blocks with copies ("live") it has their ancestors without copies ("dead"), because a
-//! snapshot must announce the tokens of ancestors as well.
+//! The blocks of a stream, as a tree. It contains the blocks that have copies ("live"), and their ancestors that have no copies ("dead"): a
+//! snapshot must announce the tokens of all ancestors.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -17,10 +17,10 @@ use super::arena::{Arena, Record};
 use super::attributes::{AttributeTable, Attributes};
 use super::event::Namespace;
 
-/// The value that replaces the parent's ID in a block without a parent.
+/// The value in place of the parent's ID, if a block has no parent.
 pub const ROOT: u32 = u32::MAX;
 
-/// A block to store.
+/// One block of a store.
 #[derive(Clone, Copy, Debug)]
 #[allow(missing_docs)]
 pub struct NewBlock<'a> {
@@ -32,24 +32,24 @@ pub struct NewBlock<'a> {
     pub namespace: &'a Namespace<'a>,
     /// Tokens that the block's hash covers; empty if the block was announced by its key.
     pub tokens: &'a [u32],
-    /// ID of the block's announcement.
+    /// ID of the store's announcement.
     pub announcement: u8,
-    /// A set of announcements, as bits, in which a block has at most one copy in total; 0 if each store adds a copy.
+    /// Announcements, as bits, in which the block has at most one copy in total; 0 if each store adds a copy.
     pub single: u64,
 }
 
 /// The outcome of storing a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stored {
-    /// The block is the only one with its hash that has copies.
+    /// The block has its first copy, and no other block with copies has its hash.
     New(u32),
-    /// The store added another copy of a block, or another block with the same hash.
+    /// The store has added a copy of a block with copies, or another block with the same hash.
     Known(u32),
     /// Too many blocks have the same hash.
     Refused,
 }
 
-/// See the module.
+/// The blocks of a stream, live and dead.
 #[derive(Debug, Default)]
 pub struct Blocks {
     arena: Arena,
@@ -58,17 +58,17 @@ pub struct Blocks {
     live: HashTable<u32>,
     /// Blocks without copies, by hash and key.
     dead: HashTable<u32>,
-    /// Blocks with copies whose hash several blocks share, and the amount of work that these blocks may still cause.
+    /// The hashes that several live blocks share, and the number of examinations that such blocks may still cause.
     pub collisions: Collisions,
-    /// Number of copies beyond the first copy, by block and announcement.
+    /// Number of copies in excess of one, by block and announcement.
     extra_copies: HashMap<(u32, u8), u32>,
     extra_count: usize,
-    /// Pairs of block and announcement of which, by the rules of an index, a copy might not exist: one of several copies was removed, or
-    /// `State::end_payload` has found that a store might have repeated a copy.
+    /// Pairs of block and announcement in which a copy might not exist, by the rules of the index. Either one of several copies was
+    /// removed, or `State::end_payload` has found that a store might have repeated a copy.
     uncertain: HashSet<(u32, u8)>,
-    /// Blocks of LoRAs that were stored on the device, by key, except some outdated blocks.
+    /// The blocks with a LoRA that were stored on the device, by key; some outdated blocks are missing.
     of_loras: HashTable<u32>,
-    /// Replaced LoRAs, and the blocks that, by the rules of an index, might have been computed with replaced weights.
+    /// The replaced LoRAs, and which blocks might have been computed with replaced weights, by the rules of the index.
     loras: ReplacedLoras,
     secret: Secret,
 }
@@ -84,12 +84,12 @@ fn dead_place(arena: &Arena, secret: Secret) -> impl Fn(&u32) -> u64 {
     }
 }
 
-/// Returns the hash by which `Blocks::of_loras` places a LoRA's block.
+/// Returns the hash by which `Blocks::of_loras` places a block.
 fn lora_place(arena: &Arena, secret: Secret) -> impl Fn(&u32) -> u64 {
     move |&number| secret.place(arena.get(number).key)
 }
 
-/// The LoRA's part of the seed; None if the block has no LoRA.
+/// The part of the seed that the LoRA contributes; None without a LoRA.
 fn lora_of(context: Context) -> Option<u64> {
     (context.lora != 0 && !context.is_keyed()).then_some(context.lora)
 }
@@ -105,12 +105,12 @@ impl Blocks {
         self.dead.len()
     }
 
-    /// Number of copies beyond the first copy of each block and announcement.
+    /// Number of copies in excess of one per block and announcement.
     pub fn extra_copies(&self) -> usize {
         self.extra_count
     }
 
-    /// Number of bytes of names, salts and extra keys.
+    /// Number of bytes of LoRA names, salts and extra keys.
     pub fn text_bytes(&self) -> usize {
         self.attributes.text_bytes()
     }
@@ -133,7 +133,7 @@ impl Blocks {
             + self.loras.bytes()
     }
 
-    /// An upper bound of the block IDs in use: every ID is below it.
+    /// An upper bound of the IDs in use: all of them are below it.
     pub fn bound(&self) -> usize {
         self.arena.bound()
     }
@@ -143,7 +143,7 @@ impl Blocks {
         self.arena.numbers()
     }
 
-    /// The block `number`.
+    /// The block with this ID.
     #[inline]
     pub fn get(&self, number: u32) -> &Record {
         self.arena.get(number)
@@ -188,7 +188,7 @@ impl Blocks {
         copies != 0 && !bits(copies).any(|announcement| self.is_uncertain(number, announcement))
     }
 
-    /// Marks the copies of the block with this `hash` as uncertain in these announcements.
+    /// Marks the copies of the block with this hash, in these announcements, as uncertain.
     pub fn mark_uncertain(&mut self, hash: u64, announcements: u64) {
         if let Some(number) = self.find(hash)
             && let Some(announcement) = bits(self.attributes(number).copies & announcements).next()
@@ -206,7 +206,7 @@ impl Blocks {
         }
     }
 
-    /// Marks the copies of each block as uncertain, once for each placement.
+    /// Marks the copies of each block as uncertain, in one announcement for each placement.
     pub fn doubt_all(&mut self, known: &Announcements) {
         for &number in &self.live {
             let mut copies = self.attributes(number).copies;
@@ -218,18 +218,18 @@ impl Blocks {
         }
     }
 
-    /// The announcements of all copies, as bits.
+    /// The announcements that have copies, as bits.
     pub fn all_copies(&self) -> u64 {
         let copies = self.live.iter().map(|&number| self.attributes(number).copies);
         copies.fold(0, |all, copies| all | copies)
     }
 
-    /// Blocks without copies.
+    /// The dead blocks.
     pub fn iter_dead(&self) -> impl Iterator<Item = u32> + '_ {
         self.dead.iter().copied()
     }
 
-    /// Returns the block that has copies and this hash; if several blocks do, the block that was stored last.
+    /// Returns the live block with this hash. If several live blocks have the hash, returns the latest.
     #[inline]
     pub fn find(&self, hash: u64) -> Option<u32> {
         if let Some(list) = self.collisions.get(hash) {
@@ -303,7 +303,7 @@ impl Blocks {
         self.arena.insert(record, block.tokens)
     }
 
-    /// Adds a copy to the dead ancestor that equals this block, if there is one. Returns the ID of the ancestor.
+    /// If a dead ancestor equals this block, adds a copy to the ancestor. Returns the ID of the ancestor.
     fn revive(&mut self, block: &NewBlock<'_>) -> Option<u32> {
         if self.dead.is_empty() {
             return None;
@@ -321,8 +321,8 @@ impl Blocks {
         Some(number)
     }
 
-    /// Adds one copy of a block, unless the block has a copy in the announcements `single`. If the block's first announcement is in
-    /// `single`, it gets the copy: an export must begin with that announcement, which then announces the only copy.
+    /// Adds a copy of a block, unless the block has a copy in the announcements `single`. If the first announcement of the block is in
+    /// `single`, the copy is added to that announcement: an export begins with it, and it then announces the only copy.
     pub fn add_copy(&mut self, number: u32, announcement: u8, single: u64) {
         let Attributes { copies, origin, .. } = *self.attributes(number);
         if copies & single != 0 {
@@ -349,7 +349,7 @@ impl Blocks {
     // --- LoRAs
 
     /// Records whether a stored block of a LoRA belongs to the weights that are loaded now, as `ReplacedLoras::note` decides. `parent` is a
-    /// block or `ROOT`. `on_device` are the announcements on the store's placement if the placement is on the device.
+    /// block or `ROOT`. `on_device` are the announcements on the placement of the store, if this placement is on the device.
     pub fn note_lora(&mut self, number: u32, parent: u32, is_known: bool, on_device: Option<u64>) -> bool {
         let Some(lora) = lora_of(self.attributes(number).context) else {
             return true;
@@ -365,8 +365,8 @@ impl Blocks {
         })
     }
 
-    /// Lists a block of a LoRA by its key, and unlists outdated blocks with that key. Returns whether another block with that key, which
-    /// is not outdated, has a copy in these announcements.
+    /// Lists a block of a LoRA by its key, and removes outdated blocks with that key from the list. Returns whether another block with that
+    /// key has a copy in these announcements and is not outdated.
     fn list_of_lora(&mut self, number: u32, lora: u64, announcements: u64) -> bool {
         let (key, context) = (self.get(number).key, self.attributes(number).context);
         let (mut is_listed, mut has_twin, mut outdated, mut looks) = (false, false, Vec::new(), 0);
@@ -401,7 +401,8 @@ impl Blocks {
         lora_of(self.attributes(number).context).is_some_and(|lora| self.loras.is_outdated(lora, number))
     }
 
-    /// The replaced LoRAs that have outdated blocks, each with one of these blocks. The choice of the block does not depend on the history.
+    /// The replaced LoRAs that have outdated blocks, each with the ID of one of these blocks. The choice of the block does not depend on
+    /// the history of the stream.
     pub fn replaced_loras(&self) -> BTreeMap<u64, u32> {
         let mut found = BTreeMap::new();
         if !self.loras.is_empty() {
@@ -418,7 +419,7 @@ impl Blocks {
 
     // --- removals
 
-    /// Removes one copy from the oldest block that has this `hash` and a copy on the placement. Prefers a copy at the exact location.
+    /// Removes one copy of the oldest block that has this hash and a copy on the placement. A copy at the exact location is removed first.
     /// Returns whether such a copy existed.
     pub fn remove(&mut self, hash: u64, removable: Removable) -> bool {
         let has_copy = |number: &u32| self.attributes(*number).copies & removable.placement != 0;
@@ -458,7 +459,7 @@ impl Blocks {
         let mut found: Vec<u32> = (self.live.iter().copied())
             .filter(|&number| self.attributes(number).copies & announcements != 0)
             .collect();
-        found.sort_unstable(); // so that equal histories take equal memory
+        found.sort_unstable(); // so that equal states take equal memory
         for number in found {
             let copies = self.attributes(number).copies;
             for announcement in bits(copies & announcements) {
@@ -478,7 +479,7 @@ impl Blocks {
         }
     }
 
-    /// Removes all copies of a block except `copies`. A block without copies is removed, or becomes dead if it has children.
+    /// Removes all copies of a block except `copies`. If the block has no copy then, it is removed, or becomes dead if it has children.
     fn keep_copies(&mut self, number: u32, copies: u64) {
         if self.has_uncertain_copies() {
             self.make_certain(number, self.attributes(number).copies & !copies);
@@ -503,7 +504,7 @@ impl Blocks {
         hash_table::insert(&mut self.dead, number, dead_place(&self.arena, self.secret));
     }
 
-    /// Removes a block, and the dead ancestors that only this block needed.
+    /// Removes a block, and all dead ancestors that only this block needed.
     fn free(&mut self, mut number: u32) {
         loop {
             let Record { parent, attributes, .. } = *self.get(number);

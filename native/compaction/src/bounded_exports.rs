@@ -1,4 +1,4 @@
-//! Searches for events after which an export, or the application of the exported events, examines more blocks than the bound.
+//! Searches for events that make an export, or the application of the exported events, examine more blocks than a bound.
 
 use std::borrow::Cow;
 
@@ -11,16 +11,15 @@ use super::state::State;
 
 /// Maximum number of steps of an export for each block and for each copy of a block.
 const STEPS_PER_BLOCK: usize = 60;
-/// Maximum number of steps that do not depend on the number of blocks: applying the exported events may take these steps for blocks that
-/// share a hash.
+/// Maximum number of further steps, which the application of exported events may take for blocks that share a hash.
 const FREE_STEPS: usize = 3 << 20;
 
-/// An event, and the number of times that the event is repeated.
+/// An event, and how many times it is repeated.
 #[derive(Clone, Debug)]
 struct RepeatedEvent {
     kind: u8,
     times: u64,
-    /// The first hash, the number of hashes, and the difference between consecutive hashes.
+    /// The first hash, the number of hashes, and the difference between a hash and the next one.
     first: u64,
     count: u64,
     rise: u64,
@@ -98,7 +97,7 @@ impl RepeatedEvent {
     }
 }
 
-/// Asserts that an export of the state stays within the bound.
+/// Asserts that an export of the state is within the bound.
 fn check(state: &State) {
     let blocks = &state.blocks;
     let copies = |number| blocks.count_on(number, u64::MAX) as usize + 1;
@@ -169,7 +168,7 @@ fn a_hash_that_no_ancestor_has() {
     check(&state);
 }
 
-/// All small hashes belong to blocks, and many LoRAs were replaced; a sign is exported for each of these LoRAs.
+/// All small hashes belong to blocks, and many LoRAs were replaced. For each of these LoRAs, a sign of the replacement is exported.
 #[test]
 fn a_sign_for_each_of_many_loras() {
     let mut state = State::default();
@@ -188,7 +187,8 @@ fn a_sign_for_each_of_many_loras() {
     check(&state);
 }
 
-/// In each pair of blocks with one hash, the second block waits for the first. The block that has waited longest can be exported first.
+/// Pairs of blocks with one hash. In each pair, the second block waits for the first. Of the waiting blocks, the one that has waited
+/// longest can be exported first.
 #[test]
 fn twins_that_end_their_wait_in_the_order_in_which_they_began_it() {
     let mut state = State::default();

@@ -1,7 +1,7 @@
 //! Encodes exported events as payloads that `Compactor::restore` reads.
 //!
 //! Events are maps with the names of `kvevents.events`, without nil fields. An event that does not fit in a payload is split before one of
-//! its blocks; the second part names the last block of the first part as its parent.
+//! its blocks. The second part names the last block of the first part as its parent.
 
 use kvevents_index::apply::EVERY_TIER;
 use kvevents_index::wire::msgpack::{write_array, write_integer, write_text, write_unsigned};
@@ -12,10 +12,10 @@ use super::event::{ExportedEvent, Location, Store, encode_extra_keys, split_extr
 const HEAD: usize = 1 + 9 + 5;
 /// Maximum number of bytes of a rank.
 const RANK_BYTES: usize = 9;
-/// Number of bytes of a clear without a tier.
+/// Number of bytes of a clear that names no tier.
 const CLEAR_BYTES: usize = 32;
 
-/// Writes the payloads of a rank one after the other. The first payload clears everything, and has no other event.
+/// Writes the payloads of one rank, one after the other. The first payload has only one event, which clears everything.
 pub struct PayloadWriter {
     limit: usize,
     ts: f64,
@@ -26,7 +26,7 @@ pub struct PayloadWriter {
 }
 
 impl PayloadWriter {
-    /// Creates a writer of a rank's payloads. A payload has at most `limit` bytes, unless a single block takes more.
+    /// Creates a writer of the payloads of one rank. A payload has at most `limit` bytes, unless one block alone takes more.
     pub fn new(limit: usize, ts: f64, rank: Option<i64>) -> Self {
         let mut writer = Self {
             limit: limit.saturating_sub(CLEAR_BYTES + RANK_BYTES),
@@ -54,12 +54,12 @@ impl PayloadWriter {
                     write_removal(&hashes[first..end], location, out)
                 });
             }
-            // `limit` leaves room for this event: a payload that begins with a clear would look like the beginning of another history.
+            // `limit` has room for this event: in a payload of its own, the clear would look like the beginning of another history.
             ExportedEvent::Cleared => self.write(|out| write_clear(None, out)),
         }
     }
 
-    /// All payloads.
+    /// Ends the last payload, and returns all payloads.
     pub fn finish(mut self) -> Vec<Vec<u8>> {
         if self.events > 0 {
             self.end_payload();
@@ -74,7 +74,7 @@ impl PayloadWriter {
             write_integer(rank.into(), &mut full);
         }
         self.events = 0;
-        full.shrink_to(2 * full.len()); // an event that did not fit has been written to it
+        full.shrink_to(2 * full.len()); // its capacity is large if an event was written to it that did not fit
         self.done.push(full);
     }
 
@@ -83,7 +83,7 @@ impl PayloadWriter {
         self.events += 1;
     }
 
-    /// Writes an event if the payload has room for the whole event. If not, returns the number of bytes of the event.
+    /// Writes an event, if the payload has room for it. Otherwise writes nothing, and returns the number of bytes of the event.
     fn try_write(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> Result<(), usize> {
         let start = self.out.len();
         self.write(write);
@@ -96,18 +96,18 @@ impl PayloadWriter {
         Err(bytes)
     }
 
-    /// Writes the blocks `first..end` of an event, divided until each part fits. A block that does not fit gets a separate payload.
+    /// Writes the blocks `first..end` of an event, in parts that fit. A single block that does not fit gets a payload of its own.
     fn add_blocks(&mut self, first: usize, end: usize, write: &impl Fn(usize, usize, &mut Vec<u8>)) {
         let Err(bytes) = self.try_write(|out| write(first, end, out)) else {
             return;
         };
         let count = end - first;
-        // Smaller parts would fill the remaining bytes of a payload, but more parts take more bytes in total.
+        // Smaller parts would fill payloads better, but more parts take more bytes in total.
         if self.events > 0 && (count <= 1 || self.out.len() > self.limit / 2) {
             self.end_payload();
             self.add_blocks(first, end, write);
         } else if count > 1 {
-            // The number of parts is one more than is needed if all blocks have the same size.
+            // The number of parts is one more than would suffice for blocks of equal size.
             let parts = bytes / self.limit.max(1) + 2;
             let step = count.div_ceil(parts);
             for start in (first..end).step_by(step) {
@@ -119,11 +119,11 @@ impl PayloadWriter {
     }
 }
 
-/// Writes a store, or some of its blocks.
+/// Writes a store, or a store of some of its blocks.
 struct StoreWriter<'a> {
     store: &'a Store<'a>,
     extra_keys: Vec<Option<&'a [u8]>>,
-    /// Number of values in the tokens of one block.
+    /// Number of elements of `Store::tokens` for one block.
     width: usize,
 }
 
@@ -140,14 +140,15 @@ impl<'a> StoreWriter<'a> {
         &self.store.tokens[first * self.width..end * self.width]
     }
 
-    /// Tokens after a block that its hash also covers: the first tokens of the next block. None are known for the last block.
+    /// The tokens after a block that its hash also covers, which are the first tokens of the next block. For the last block, no such tokens
+    /// are known.
     fn lookahead(&self, at: usize, end: usize) -> &'a [u32] {
         let behind = (at + 1) * self.width;
         let count = if at + 1 < end { self.store.lookahead } else { 0 };
         self.store.tokens.get(behind..behind + count).unwrap_or_default()
     }
 
-    /// Writes an event with the blocks `first..end`.
+    /// Writes a store with the blocks `first..end`.
     fn write(&self, first: usize, end: usize, out: &mut Vec<u8>) {
         let store = self.store;
         let parent = if first > 0 && self.width > 0 {
@@ -169,8 +170,8 @@ impl<'a> StoreWriter<'a> {
         write_unsigned(store.block_size, fields.out);
         fields.integer("lora_id", store.namespace.lora_id);
         fields.text("lora_name", store.namespace.lora_name.as_deref());
-        // The store of a first block always has this field, even if the block has no extra keys: below the device, extra keys are unknown
-        // if the field is missing.
+        // The store of a prompt's first block always has this field, even without extra keys. If it were missing in a store below the
+        // device, the extra keys would count as unknown.
         if extra_keys.iter().any(Option::is_some) || (first == 0 && !extra_keys.is_empty()) {
             fields.name("extra_keys");
             fields.out.extend_from_slice(&encode_extra_keys(extra_keys.iter().copied()));
@@ -206,7 +207,7 @@ fn write_removal(hashes: &[u64], location: &Location<'_>, out: &mut Vec<u8>) {
 
 // --- msgpack
 
-/// Writes the fields of an event that is a map, and counts them.
+/// Writes a map event field by field, and counts the fields.
 struct Fields<'a> {
     out: &'a mut Vec<u8>,
     start: usize,
@@ -259,7 +260,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Writes `[ts, [`; the number of events is filled in later. A rank follows the events.
+/// Writes `[ts, [`. The number of events is written later, at the end of the payload. The rank, if any, follows the events.
 fn head(ts: f64, rank: Option<i64>) -> Vec<u8> {
     let mut out = vec![if rank.is_some() { 0x93 } else { 0x92 }, 0xCB];
     out.extend_from_slice(&ts.to_be_bytes());
@@ -267,7 +268,7 @@ fn head(ts: f64, rank: Option<i64>) -> Vec<u8> {
     out
 }
 
-/// Token ids or, under EAGLE, pairs of token ids.
+/// Writes token ids or, under EAGLE, pairs of token ids.
 fn tokens(out: &mut Vec<u8>, values: &[u32], pairs: bool) {
     if !pairs {
         write_array(values.len(), out);

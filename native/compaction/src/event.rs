@@ -1,4 +1,4 @@
-//! Events with everything that a snapshot must contain: borrowed from a payload, or owned for export.
+//! Events with all data that a snapshot must contain. Their data are borrowed from a payload, or owned in an export.
 
 use std::borrow::Cow;
 
@@ -9,7 +9,7 @@ pub use kvevents_index::rules::location::{Location, Text};
 use kvevents_index::wire::msgpack::{Reader, write_array};
 use kvevents_index::wire::scan::{Event, first_ints};
 
-/// Number of levels of containers in the extra keys of one block.
+/// Maximum number of nested containers in the extra keys of one block.
 const EXTRA_NESTING: usize = 4;
 
 fn borrowed<'a>(text: &'a Text<'_>) -> Text<'a> {
@@ -23,12 +23,12 @@ pub struct Namespace<'a> {
     pub lora_id: Option<i64>,
     pub lora_name: Text<'a>,
     pub cache_salt: Text<'a>,
-    /// The list of this block's extra keys, as msgpack.
+    /// The extra keys of this block, as a list in msgpack.
     pub extra_keys: Text<'a>,
 }
 
 impl Namespace<'_> {
-    /// Returns a copy that owns its texts.
+    /// Returns a copy with owned data.
     pub fn to_static(&self) -> Namespace<'static> {
         Namespace {
             lora_id: self.lora_id,
@@ -61,7 +61,7 @@ impl Namespace<'_> {
 pub struct Store<'a> {
     pub hashes: Cow<'a, [u64]>,
     pub parent: Option<u64>,
-    /// Token ids; under EAGLE, the two ids of each pair follow one another.
+    /// Token ids; under EAGLE, pairs of token ids, one after another.
     pub tokens: Cow<'a, [u32]>,
     pub pairs: bool,
     /// Number of leading blocks whose keys can be computed. None if the number of tokens or keys does not match the number of hashes.
@@ -72,18 +72,18 @@ pub struct Store<'a> {
     pub location: Location<'a>,
     /// Kind of attention of the group.
     pub kind: Text<'a>,
-    /// Sliding window of the group.
+    /// Sliding window of the group, in tokens.
     pub window: Option<i64>,
     /// The namespace of the blocks, without their extra keys.
     pub namespace: Namespace<'a>,
     /// The extra keys as msgpack: a list or nil for each block.
     pub extra_keys: Text<'a>,
-    /// Number of tokens after each block that the block's hash also covers; 0 if the store has no such field.
+    /// Number of tokens after each block that the block's hash also covers; 0 if the store does not list them.
     pub lookahead: usize,
 }
 
 impl Store<'_> {
-    /// Whether the store has the tokens or the keys of its blocks.
+    /// Whether the store has tokens or keys for its blocks.
     pub fn has_content(&self) -> bool {
         !self.tokens.is_empty() || self.keys.is_some()
     }
@@ -95,18 +95,18 @@ impl Store<'_> {
 pub enum ExportedEvent {
     /// A store of blocks, each of which is the parent of the next block.
     Stored(Store<'static>),
-    /// A removal of these hashes at this location.
+    /// A removal of one copy of each of these hashes at this location.
     Removed(Vec<u64>, Location<'static>),
-    /// A clear without a tier: copies below the device that were stored before this event might be gone.
+    /// A clear that names no tier: earlier copies below the device might be gone.
     Cleared,
 }
 
-/// Returns a store event of a payload.
+/// Returns the store that an event of a payload describes.
 pub fn store_of<'a>(read: &'a Read<'_>, event: &Event) -> Store<'a> {
     let text = |span| read.bytes(span).map(Cow::Borrowed);
     let mut location = read.location(event);
     if event.may_be_copy() {
-        // The group is set even if the engine named none: in the exported map only a group shows that a repeated store is another copy. A
+        // The group is set even if the engine names none. In exported maps, only a group shows that a repeated store is another copy. A
         // block without a group is in group 0.
         location.group.get_or_insert(0);
     }
@@ -138,7 +138,7 @@ fn lookahead_of(raw: Option<&[u8]>) -> usize {
     first.len().min(MAX_LOOKAHEAD)
 }
 
-/// The extra keys of each block, None for nil. The function returns None if `raw` is nested too deeply.
+/// Returns the extra keys of each block; None for a block whose entry is nil. Returns None if `raw` is nested too deeply.
 pub fn split_extra_keys(raw: Option<&[u8]>) -> Option<Vec<Option<&[u8]>>> {
     let mut found = Vec::new();
     let Some(raw) = raw else { return Some(found) };
@@ -155,12 +155,12 @@ pub fn split_extra_keys(raw: Option<&[u8]>) -> Option<Vec<Option<&[u8]>>> {
     Some(found)
 }
 
-/// The extra keys of several blocks, as one event carries them; None if no block has extra keys.
+/// Encodes the extra keys of several blocks as the field of one event; None if no block has extra keys.
 pub fn join_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]>> + Clone) -> Option<Vec<u8>> {
     blocks.clone().any(|block| block.is_some()).then(|| encode_extra_keys(blocks))
 }
 
-/// The extra keys of each block, as an event states them; nil for a block that has none.
+/// Encodes the extra keys of each block; nil for a block without extra keys.
 pub fn encode_extra_keys<'a>(blocks: impl ExactSizeIterator<Item = Option<&'a [u8]>>) -> Vec<u8> {
     let mut raw = Vec::new();
     write_array(blocks.len(), &mut raw);

@@ -5,14 +5,14 @@ thread_local! {
     static TAKEN: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
-/// Counts steps.
+/// Counts examined blocks.
 #[inline(always)]
 pub fn count(_steps: usize) {
     #[cfg(test)]
     TAKEN.set(TAKEN.get() + _steps);
 }
 
-/// Returns the number of blocks that this thread has examined since the last call.
+/// Returns the number of blocks that this thread has examined since the last call of this function.
 #[cfg(test)]
 pub fn taken() -> usize {
     TAKEN.take()

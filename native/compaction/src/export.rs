@@ -1,16 +1,16 @@
-//! The events that rebuild a state after a clear.
+//! Exports the events that rebuild a state after a clear.
 //!
-//! Blocks are exported in runs: chains in which each block is the parent of the next. If no other block has the hash of a run's parent, the
-//! run can be exported at any time after that parent. If several blocks share a hash ("twins"), a parent hash refers to the twin that was
-//! stored last. So each twin is exported alone, in the order in which the twins were stored, and all children of a twin are exported before
-//! the next twin. Dead ancestors, which have no copies, are stored as if they had a copy, and the last events remove this copy again. Among
-//! twins the dead blocks come first, since a removal takes the oldest block. For some artificial histories, no order rebuilds the state. So
-//! if there are twins, or pending blocks that these events might not leave pending, the events are applied to an empty state. If the result
-//! differs from `state`, nothing is exported.
+//! Blocks are exported in runs: chains in which each block after the first is the child of the block before it. If only one block has the
+//! hash of a run's parent, the run can be exported at any time after that block. If several blocks share a hash ("twins"), the hash of a
+//! parent means the twin that was stored latest. So twins are exported one by one, in the order in which they were stored, and all children
+//! of a twin are exported before the next twin. Dead ancestors, which have no copies, are stored with a copy, which the last events remove
+//! again. Of twins, the dead ones are exported first, since a removal takes the oldest block. Some artificial histories lead to states that
+//! no order of events rebuilds. So the events are applied to an empty state if there are twins, or pending blocks that the events might
+//! place. If the result differs from `state`, nothing is exported.
 //!
-//! The outdated blocks of a replaced LoRA come first. A sign follows: events from which consumers conclude that the LoRA's weights were
-//! replaced. After the sign come the blocks that were stored after the replacement. If no such order rebuilds the state, all blocks of the
-//! LoRA come before the sign, and consumers then count every block of the LoRA as uncertain.
+//! The outdated blocks of a replaced LoRA come first. Then a sign follows: events from which consumers conclude that the weights of the
+//! LoRA were replaced. After the sign, the blocks that were stored after the replacement are exported. If this order does not rebuild the
+//! state, all blocks of the LoRA are exported before the sign, so that consumers count each of them as uncertain.
 
 mod order;
 
@@ -30,14 +30,14 @@ use super::state::{Content, State};
 
 use order::{Phases, Runs, Twins};
 
-/// Calls `emit` with the events that rebuild `state` after a clear. Returns None if no events can rebuild the state.
+/// Calls `emit` with the events that rebuild `state` after a clear. Returns None if no order of events is known that rebuilds the state.
 pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> {
     if state.invalid.is_some() {
         return None;
     }
     let twins = Twins::new(&state.blocks);
-    // On tiers below the device, a block whose hash is known gets the key of that hash. So a pending block on such a tier would not wait
-    // again if its hash has become known.
+    // On tiers below the device, a stored block gets the key of a known block with its hash. So if the hash of a pending block on such a
+    // tier has become known, the block would not wait again.
     let is_known = |item: &Waiting<Content<'static>>| {
         !state.announcements.is_on_device(item.placement as u8) && state.blocks.find(item.hash).is_some()
     };
@@ -61,29 +61,30 @@ pub fn export(state: &State, mut emit: impl FnMut(ExportedEvent)) -> Option<()> 
     Some(())
 }
 
-/// The medium on which a first block without extra keys is announced as a sign.
+/// The medium of a sign that consists of a first block without extra keys.
 const LOWER_MEDIUM: &str = "CPU";
 
 struct Exporter<'a> {
     state: &'a State,
     twins: &'a Twins,
     emit: &'a mut dyn FnMut(ExportedEvent),
-    /// Announcements in the order in which copies are exported. A rebuilt state has the same order.
+    /// Announcements in the order in which their copies are exported; a rebuilt state has them in the same order. A rebuilt state has the
+    /// same order.
     ranked: Vec<u8>,
-    /// Matching rules of groups that the exported stores announce.
+    /// The matching rules that the exported stores have announced.
     exported_rules: GroupRules,
-    /// Hashes and announcements of exported copies that the state does not have: the last events remove them.
+    /// Hashes and announcements of exported copies that the state does not have; the last events remove these copies.
     surplus: Vec<(u64, u8)>,
-    /// Whether a consumer still needs a store with extra keys to conclude `Evidence::has_extra_keys` or `Evidence::unknown_levels`.
+    /// Whether a consumer still needs a store with extra keys to set `Evidence::has_extra_keys` or `Evidence::unknown_levels`.
     needs_extra_keys: bool,
-    /// Whether a consumer still needs a store with a LoRA to conclude `Evidence::has_loras`.
+    /// Whether a consumer still needs a store with a LoRA to set `Evidence::has_loras`.
     needs_loras: bool,
-    /// Whether a consumer needs an unkeyed root (`is_unkeyed_root`) to conclude `Evidence::has_unkeyed_root` or `Evidence::unknown_levels`;
-    /// also whether such a root, and whether one without a LoRA, was exported.
+    /// Whether a consumer needs an unkeyed root (`is_unkeyed_root`) to set `Evidence::has_unkeyed_root` or `Evidence::unknown_levels`. The
+    /// two fields below are whether an unkeyed root was exported, and whether one without a LoRA was.
     needs_unkeyed_root: bool,
     has_unkeyed_root: bool,
     has_bare_root: bool,
-    /// The two smallest hashes above 0 that no block has and for which no block waits.
+    /// The two smallest hashes above 0 that neither a block nor a waiting copy names.
     unused_hashes: OnceCell<[u64; 2]>,
 }
 
@@ -122,7 +123,7 @@ impl<'a> Exporter<'a> {
         for &example in phases.loras.values() {
             self.export_lora_change(example);
         }
-        // A store whose parent is outdated is also a sign. So this store must come before other blocks of the present weights.
+        // A store whose parent is outdated is a sign too. So it must be exported before other blocks of the present weights.
         later.sort_by_key(|part| !phases.is_after_outdated(&self.state.blocks, part[0]));
         for part in later {
             self.export_run(&part, !self.doubtful(part[0]));
@@ -130,7 +131,7 @@ impl<'a> Exporter<'a> {
         self.remove_surplus();
         self.export_waiting();
         self.export_rules();
-        // From the following stores together, a consumer concludes that it cannot know exactly which blocks tiers below the device hold.
+        // From all of the following stores, a consumer concludes that it does not know exactly which blocks tiers below the device hold.
         let extra_keys = join_extra_keys([Some(&b"\x91\xA1-"[..])].into_iter()).map(Cow::Owned);
         if self.needs_extra_keys {
             let store = self.first_block("GPU");
@@ -149,8 +150,8 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// Exports the copies that might be gone because of a clear without a tier, and then a clear without a tier. The events after this
-    /// clear announce the blocks of these copies and their ancestors again.
+    /// Exports the copies that might be gone because of a clear that named no tier, and then such a clear. The events after the clear
+    /// announce these blocks and their ancestors again.
     fn export_doubtful(&mut self) {
         let blocks = &self.state.blocks;
         let mut is_needed = vec![false; blocks.bound()];
@@ -174,7 +175,7 @@ impl<'a> Exporter<'a> {
         (self.emit)(ExportedEvent::Cleared);
     }
 
-    /// The announcements, as bits, in which a block has a copy that might be gone, on levels where a further store is not another copy.
+    /// The announcements, as bits, in which a block has a copy that might be gone, if further stores do not add copies on their levels.
     fn doubtful(&self, number: u32) -> u64 {
         let (blocks, announcements) = (&self.state.blocks, &self.state.announcements);
         if !blocks.has_uncertain_copies() {
@@ -189,7 +190,7 @@ impl<'a> Exporter<'a> {
             .fold(0, |all, announcement| all | 1 << announcement)
     }
 
-    /// Announces a block under `count` unused hashes, and removes it again.
+    /// Announces a block under `count` unused hashes, and then removes it.
     fn export_removed(&mut self, store: &Store<'static>, count: usize) {
         let hashes = &self.unused_hashes()[..count];
         for &hash in hashes {
@@ -199,7 +200,7 @@ impl<'a> Exporter<'a> {
         (self.emit)(ExportedEvent::Removed(hashes.to_vec(), store.location.clone()));
     }
 
-    /// Announces a first block under two hashes, and removes it again. The block's LoRA is that of the block `example`.
+    /// Announces a prompt's first block under two hashes, and then removes it. The LoRA is that of the block `example`.
     fn export_lora_change(&mut self, example: u32) {
         let Namespace { lora_id, lora_name, .. } = self.state.blocks.attributes(example).namespace.to_static();
         let mut store = self.first_block("GPU");
@@ -207,7 +208,7 @@ impl<'a> Exporter<'a> {
         self.export_removed(&store, 2);
     }
 
-    /// A first block without a hash, of a group with full attention.
+    /// Returns the first block of a prompt, without a hash, in a group with full attention.
     fn first_block(&self, medium: &'static str) -> Store<'static> {
         let is_dense = |known: &&GroupRule| known.rule.kind.is_full();
         let dense = self.state.group_rules.iter().filter(is_dense).min_by_key(|known| known.group);
@@ -221,7 +222,7 @@ impl<'a> Exporter<'a> {
             ..Store::default()
         };
         store.location.medium = Some(Cow::Borrowed(medium.as_bytes()));
-        // If the engine names groups, all stores of the engine name groups.
+        // If an engine names groups, all of its stores name groups.
         store.location.group = dense.filter(|_| self.state.copied_levels & 1 != 0).map(|known| known.group);
         store
     }
@@ -232,8 +233,8 @@ impl<'a> Exporter<'a> {
         (self.emit)(ExportedEvent::Stored(store));
     }
 
-    /// Exports the copies of a run in these announcements. If the run has no copy, its blocks are stored only as parents; they are not
-    /// stored if doubtful copies of them have already been exported.
+    /// Exports the copies of a run in these announcements. If the run has no such copy, its blocks are stored as parents, unless doubtful
+    /// copies of them were already exported.
     fn export_run(&mut self, run: &[u32], announcements: u64) {
         let blocks = &self.state.blocks;
         let is_twin = self.twins.contain(blocks.get(run[0]).hash);
@@ -252,9 +253,9 @@ impl<'a> Exporter<'a> {
         }
         let mut copies = Vec::new();
         for &announcement in self.ranked.iter().filter(|&number| exported >> number & 1 != 0) {
-            // The last events remove the extra copy again. The consumer is then uncertain of the remaining copies, as other consumers are
-            // after the original removal. If several blocks share a hash, only the oldest can be uncertain, and the removal takes the copy
-            // from that block.
+            // The last events remove this additional copy again. Then the consumer is uncertain of the remaining copies, as other consumers
+            // are after the original removal. Of blocks that share a hash, only the oldest can be uncertain, and the removal takes the copy
+            // of this block.
             let is_uncertain = blocks.is_uncertain(run[0], announcement) && doubtful >> announcement & 1 == 0;
             if is_uncertain {
                 let hashes = run.iter().rev().map(|&number| blocks.get(number).hash);
@@ -319,7 +320,8 @@ impl<'a> Exporter<'a> {
             ..store
         };
         if !self.needs_unkeyed_root && is_unkeyed_root(&store) {
-            // The block was first announced on the device. A consumer does not see this, and must not count its extra keys as unknown.
+            // The block was first announced on the device. The consumer cannot know this, and must not count the extra keys of the block as
+            // unknown.
             store.extra_keys = Some(Cow::Owned(encode_extra_keys(store.hashes.iter().map(|_| None))));
         }
         store
@@ -334,7 +336,7 @@ impl<'a> Exporter<'a> {
         self.announced(announcement, store)
     }
 
-    /// Removes the dead ancestors, which were stored only as parents.
+    /// Removes the surplus copies: those of dead ancestors, and additional copies of uncertain blocks.
     fn remove_surplus(&mut self) {
         let surplus = std::mem::take(&mut self.surplus);
         for copies in surplus.chunk_by(|one, other| one.1 == other.1) {
@@ -344,13 +346,13 @@ impl<'a> Exporter<'a> {
         }
     }
 
-    /// Exports blocks of groups of unknown kinds. The caller must do this before other exports, since the last store of a group determines
-    /// the group's rule.
+    /// Exports the blocks of groups of unknown kinds. This must be exported first, since the last store of a group determines the rule of
+    /// the group.
     fn export_unkept(&mut self) {
         for placement in self.state.unkept.sorted() {
             let mut stored = placement.hashes(1);
             if stored.is_empty() {
-                stored.push(Vec::new()); // it names the kind of the group
+                stored.push(Vec::new()); // a store without blocks names the kind of the group
             }
             for hashes in stored {
                 self.export_store(Store {
@@ -418,7 +420,7 @@ impl<'a> Exporter<'a> {
                 self.export_store(store);
                 continue;
             }
-            // Only a store of a block can announce such a rule, so a block is stored and removed again.
+            // Only a store with blocks can announce such a rule, so a block is stored and then removed.
             if let Some(keys) = &mut store.keys {
                 *keys = vec![0].into();
             } else {
@@ -444,13 +446,13 @@ fn has_lora(store: &Store<'_>) -> bool {
     store.namespace.lora_id.is_some() || store.namespace.lora_name.is_some()
 }
 
-/// Whether a store is an unkeyed root: it stores a first block below the device and does not say whether the block has extra keys.
+/// Whether a store is an unkeyed root: the first block of a prompt, on a tier below the device, without the field for extra keys.
 fn is_unkeyed_root(store: &Store<'_>) -> bool {
     let is_root = store.parent.is_none() && !store.tokens.is_empty() && !store.location.is_on_device();
     is_root && store.extra_keys.is_none() && store.namespace.cache_salt.is_none()
 }
 
-/// Whether two consecutive pending blocks can be exported in one event.
+/// Whether one event can store both of two consecutive pending blocks.
 fn is_continued(one: &Waiting<Content<'_>>, other: &Waiting<Content<'_>>) -> bool {
     one.placement == other.placement
         && match (&one.content, &other.content) {
@@ -464,7 +466,7 @@ fn is_continued(one: &Waiting<Content<'_>>, other: &Waiting<Content<'_>>) -> boo
         }
 }
 
-/// Appends tokens; under EAGLE as pairs, each token with the next.
+/// Appends tokens; under EAGLE, appends pairs of each token and the next one.
 fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
     if is_eagle {
         out.extend(tokens.windows(2).flatten());
@@ -475,7 +477,7 @@ fn push_tokens(out: &mut Vec<u32>, tokens: &[u32], is_eagle: bool) {
 
 // --- several blocks with one hash
 
-/// Returns the state to which these events lead after a clear; None if a consumer could distinguish that state from `state`.
+/// Returns the state that these events create after a clear; None if a consumer could distinguish it from `state`.
 fn rebuilt(events: &[ExportedEvent], state: &State) -> Option<State> {
     let mut rebuilt = State::default();
     rebuilt.copied_levels = state.copied_levels;
@@ -501,10 +503,10 @@ pub(super) fn outdated(state: &State) -> BTreeSet<(u64, u64)> {
         .collect()
 }
 
-/// A copy: hash, key and context of the block, and digest and group of the placement.
+/// A copy: the hash, the key and the context of its block, and the digest and the group of its placement.
 pub(super) type Copy = (u64, u64, Context, u64, i64);
 
-/// Number of copies by the properties that a consumer distinguishes.
+/// Number of copies with each combination of properties that a consumer can distinguish.
 pub(super) fn copies_of(state: &State) -> HashMap<Copy, u32> {
     let mut found = HashMap::new();
     let placements = state.announcements.iter().map(|known| &known.placement);
@@ -520,7 +522,7 @@ pub(super) fn copies_of(state: &State) -> HashMap<Copy, u32> {
     found
 }
 
-/// For each hash that twins with copies share, the keys of these twins, in the order of the twins.
+/// The keys of all live twins with each shared hash, in the order of the twins.
 pub(super) fn twin_keys(blocks: &Blocks) -> HashMap<u64, Vec<u64>> {
     let keys = |list: &[u32]| list.iter().map(|&number| blocks.get(number).key).collect();
     blocks.collisions.iter().map(|(hash, list)| (hash, keys(list))).collect()

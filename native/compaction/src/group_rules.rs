@@ -1,4 +1,4 @@
-//! Matching rules of the groups of a stream, and the stores that announced them.
+//! The matching rules of a stream's groups, each with the store that announced it.
 
 use std::borrow::Cow;
 
@@ -7,30 +7,30 @@ use kvevents_index::rules::location::owned;
 
 use super::event::{Store, Text};
 
-/// Maximum number of groups with a known rule. An engine has one group or a few.
+/// Maximum number of groups with a rule. An engine has only a few groups.
 pub const MAX_GROUPS: usize = 64;
 
-/// The rule by which the blocks of a group are looked up.
+/// The rule by which lookups search the blocks of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rule {
     /// The blocks of a prefix that the group needs.
     pub kind: GroupKind,
-    /// Tokens per block of a group that needs only some blocks of a prefix; 0 for other kinds.
+    /// Number of tokens per block, if the group needs only some blocks of a prefix; otherwise 0.
     size: u64,
 }
 
 /// The rule of one group.
 #[derive(Clone, Debug)]
 pub struct GroupRule {
-    /// The group.
+    /// Number of the group.
     pub group: i64,
-    /// Rule by which the group's blocks are looked up.
+    /// The rule by which lookups search the group's blocks.
     pub rule: Rule,
-    /// The store that announced the rule, without its blocks.
+    /// The store that announced the rule, without blocks.
     pub example: Store<'static>,
 }
 
-/// For each group, the rule that was announced last.
+/// The rule of each group that was announced latest.
 #[derive(Clone, Debug, Default)]
 pub struct GroupRules(Vec<GroupRule>);
 
@@ -39,13 +39,13 @@ pub fn kind_of(store: &Store<'_>) -> GroupKind {
     GroupKind::from_spec(store.kind.as_deref(), store.window).unwrap_or(GroupKind::Unknown)
 }
 
-/// Returns the rule that a store announces, if it announces one. The blocks of the store might still be refused.
+/// Returns the rule that a store announces, if any. The state can still refuse the blocks of the store.
 fn rule_of(store: &Store<'_>) -> Option<Rule> {
     let kind = kind_of(store);
     let (is_announced, size) = match kind {
         GroupKind::Unknown => (true, 0),
         GroupKind::Window(_) | GroupKind::State => (store.block_size > 0, store.block_size),
-        // On other tiers, connectors announce chunks of a size that they choose.
+        // On other tiers, connectors announce chunks whose size they choose.
         GroupKind::Full(_) => (store.has_content() && store.location.is_on_device(), 0),
     };
     is_announced.then_some(Rule { kind, size })
@@ -63,13 +63,13 @@ impl GroupRules {
         self.0.len()
     }
 
-    /// The announced kind of a group whose rule is `Unknown`; None for any other group.
+    /// The kind that was announced for a group, if its rule is `Unknown`; otherwise None.
     pub fn unknown_kind(&self, group: i64) -> Option<&Text<'static>> {
         let known = self.get(group).filter(|known| known.rule.kind == GroupKind::Unknown);
         known.map(|known| &known.example.kind)
     }
 
-    /// Records the rule that a store announces, if it announces one. Returns None if there are too many groups.
+    /// Records the rule that a store announces, if any. Returns None if there are too many groups.
     #[inline]
     pub fn learn(&mut self, store: &Store<'_>) -> Option<()> {
         let Some(rule) = rule_of(store) else { return Some(()) };
@@ -83,7 +83,7 @@ impl GroupRules {
         Some(())
     }
 
-    /// All of them.
+    /// All rules.
     pub fn iter(&self) -> impl Iterator<Item = &GroupRule> {
         self.0.iter()
     }

@@ -1,10 +1,10 @@
-//! Bounds the memory of `hashbrown`'s tables, which do not shrink on their own.
+//! Bounds the memory of `hashbrown` tables, which do not shrink by themselves.
 
 use hashbrown::HashTable;
 
-/// Capacity in entries that is never released, to avoid frequent resizing.
+/// Capacity, in entries, up to which a table is not shrunk, to avoid frequent resizing.
 const KEPT_CAPACITY: usize = 448;
-/// Capacity per entry above which a table is shrunk.
+/// Capacity divided by the number of entries above which a table is shrunk.
 const MAX_CAPACITY_PER_ENTRY: usize = 8;
 
 /// Inserts the ID of a block that is not in the table.
@@ -14,7 +14,7 @@ pub fn insert(table: &mut HashTable<u32>, number: u32, place_of: impl Fn(&u32) -
     table.insert_unique(place_of(&number), number, &place_of);
 }
 
-/// Removes the ID of a block if the ID is in the table.
+/// Removes the ID of a block, if the table contains it.
 #[inline]
 pub fn remove(table: &mut HashTable<u32>, number: u32, place_of: impl Fn(&u32) -> u64) {
     if let Ok(found) = table.find_entry(place_of(&number), |&other| other == number) {
@@ -23,7 +23,7 @@ pub fn remove(table: &mut HashTable<u32>, number: u32, place_of: impl Fn(&u32) -
     }
 }
 
-/// Reserves capacity for another entry.
+/// Reserves capacity for one more entry.
 #[inline]
 fn reserve<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     if table.capacity() == table.len() {
@@ -31,7 +31,8 @@ fn reserve<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     }
 }
 
-/// If a table is full only because of the marks of removed entries, rebuilds it at its present size. `hashbrown` would double its size.
+/// Rebuilds a table that is full. If it is full only because of marks of removed entries, it keeps its size. `hashbrown` itself would
+/// double the size.
 #[cold]
 fn renew<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     let (needed, whole) = (table.len() + 1, table.num_buckets() / 8 * 7);
@@ -47,7 +48,7 @@ fn renew<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     *table = fresh;
 }
 
-/// Releases memory that is not needed any more.
+/// Releases capacity that a table does not need any more.
 #[inline]
 fn shrink<T>(table: &mut HashTable<T>, place_of: impl Fn(&T) -> u64) {
     let (length, whole) = (table.len(), table.num_buckets() / 8 * 7);
@@ -74,7 +75,7 @@ mod tests {
         (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9)
     }
 
-    /// A table takes memory for the entries that it has, loses no entry, and frees all memory with the last entry.
+    /// The memory of a table depends on the entries that it has. A table loses no entry, and frees all memory with the last entry.
     #[test]
     fn a_table_that_is_used_stays_small() {
         let mut table: HashTable<u64> = HashTable::new();
@@ -87,7 +88,7 @@ mod tests {
                     found.expect("it was put there").remove();
                     shrink(&mut table, place_of);
                 }
-                // The memory of a slot is an entry and a tag; the remaining bytes are for vector instructions.
+                // Each slot takes an entry and a tag; the remaining bytes are for vector instructions.
                 assert!(
                     table.allocation_size() <= table.len().max(KEPT_CAPACITY) * 9 * 4 + 64,
                     "{} {table:?}",
@@ -105,7 +106,7 @@ mod tests {
         }
     }
 
-    /// Marks of removed entries do not make a table grow, however many entries are added and removed.
+    /// Marks of removed entries do not make a table grow, however many entries were added and removed.
     #[test]
     fn a_table_stays_as_large_as_it_is() {
         const LIVE: u64 = 5_300;

@@ -1,4 +1,4 @@
-//! Compacts the history of one stream: payloads go in, and events that store the live blocks come out.
+//! Compacts the history of one stream: it applies payloads, and returns events that store the live blocks.
 
 mod announcements;
 mod arena;
@@ -30,13 +30,13 @@ use kvevents_index::wire::scan::{Event, Kind, Schema, Scratch};
 use encode::PayloadWriter;
 use state::{Reason, State};
 
-/// See the module. If the payloads of the stream state several ranks, each rank has its own state, as in the index: a batch with a rank
-/// concerns that rank alone, and a batch without a rank concerns all ranks.
+/// Compacts the history of one stream. If payloads of the stream state several ranks, each rank has its own state, as in the index: a batch
+/// with a rank concerns only that rank, and a batch without a rank concerns all ranks.
 #[derive(Debug, Default)]
 pub struct Compactor {
     /// The state of the first rank.
     state: State,
-    /// The first rank that payloads have stated; None if the payloads have stated no rank.
+    /// The first rank that a payload has stated; None if no payload has stated a rank.
     rank: Option<i64>,
     /// The states of all ranks except the first.
     others: BTreeMap<i64, State>,
@@ -45,24 +45,24 @@ pub struct Compactor {
 }
 
 impl Compactor {
-    /// Applies one payload. A payload with unreadable events makes the state invalid.
+    /// Applies one payload. A payload with an unreadable event makes the state invalid.
     pub fn apply(&mut self, payload: &[u8], schema: &Schema) {
         let batch = read(payload, schema, &mut self.scratch);
         self.apply_read(&batch);
         self.scratch.shrink();
     }
 
-    /// Applies a payload that `payloads` has returned. A repeated store in it is another copy, not another announcement of a copy.
+    /// Applies a payload that the method `payloads` has returned. In such a payload, a repeated store is always another copy.
     pub fn restore(&mut self, payload: &[u8], schema: &Schema) {
         self.is_restoring = true;
         self.apply(payload, schema);
         self.is_restoring = false;
     }
 
-    /// Applies the events that were read into `scratch`, as an index does.
+    /// Applies the events in the scratch, as the index does.
     fn apply_read(&mut self, batch: &ReadPayload<'_>) {
         if self.scratch.digests {
-            // An export has hashes as numbers, so consumers that store digests would not recognise these hashes.
+            // An export contains hashes as numbers, which consumers that store digests would not recognise.
             return self.invalidate("digests");
         }
         let stated = self.scratch.stated_rank();
@@ -74,7 +74,7 @@ impl Compactor {
         }
         let is_attested = batch.heartbeat.as_ref().is_some_and(|beat| beat.attestation.is_some());
         let is_single = self.others.is_empty();
-        // As in the index, each rank attests its own blocks.
+        // Each rank attests its own blocks, as in the index.
         for (_, state) in self
             .states_mut()
             .filter(|(rank, _)| is_attested && (is_single || *rank == stated))
@@ -105,7 +105,7 @@ impl Compactor {
                 return self.invalidate("ranks");
             }
             let mut state = State::default();
-            // The batches that were lost can have belonged to this rank.
+            // Lost batches can have belonged to this rank.
             state.evidence.is_whole = !self.is_partial();
             if let Some(reason) = self.invalid_reason() {
                 state.invalidate(reason);
@@ -116,7 +116,7 @@ impl Compactor {
         apply_to(state, bytes, &self.scratch, has_reports, |_| true);
     }
 
-    /// The state of each rank.
+    /// The states of all ranks.
     fn states(&self) -> impl Iterator<Item = (Option<i64>, &State)> {
         let others = self.others.iter().map(|(&rank, state)| (Some(rank), state));
         std::iter::once((self.rank, &self.state)).chain(others)
@@ -127,7 +127,7 @@ impl Compactor {
         std::iter::once((self.rank, &mut self.state)).chain(others)
     }
 
-    /// Applies payloads. The beginning of the next payload is prefetched.
+    /// Applies payloads, and prefetches the beginning of the next one.
     pub fn apply_many(&mut self, payloads: &[&[u8]], schema: &Schema) {
         let mut next = payloads.iter().skip(1);
         for payload in payloads {
@@ -136,8 +136,9 @@ impl Compactor {
         }
     }
 
-    /// Returns the events that rebuild the state, as payloads of at most `limit` bytes, unless a single block takes more. Each rank has
-    /// separate payloads, the first of which only clears everything. Returns None if the state is invalid, or if no events can rebuild it.
+    /// Returns payloads with the events that rebuild the state. A payload has at most `limit` bytes, unless one block alone takes more.
+    /// Each rank has its own payloads; the first of them only clears everything. Returns None if the state is invalid, or if no order of
+    /// events is known that rebuilds it.
     pub fn payloads(&self, limit: usize, ts: f64) -> Option<Vec<Vec<u8>>> {
         let mut payloads = Vec::new();
         for (rank, state) in self.states() {
@@ -148,22 +149,22 @@ impl Compactor {
         Some(payloads)
     }
 
-    /// Records that a part of the stream was not received. The known state is kept and exported.
+    /// Records that a part of the stream was not received. The state stays valid, and can be exported.
     pub fn mark_partial(&mut self) {
         self.states_mut().for_each(|(_, state)| state.evidence.is_whole = false);
     }
 
-    /// Whether a part of the stream that follows the last clear of everything was not received.
+    /// Whether a part of the stream was not received after the last clear of everything.
     pub fn is_partial(&self) -> bool {
         self.states().any(|(_, state)| !state.evidence.is_whole)
     }
 
-    /// Drops the state, and ignores all events until the stream is cleared.
+    /// Drops the state, and ignores all events until the next clear of everything.
     fn invalidate(&mut self, reason: Reason) {
         self.states_mut().for_each(|(_, state)| state.invalidate(reason));
     }
 
-    /// The reason why the state is invalid until the stream is cleared: the exceeded limit, or the input that could not be read.
+    /// The reason why the state is invalid until the next clear of everything: the exceeded limit, or the unreadable input.
     pub fn invalid_reason(&self) -> Option<Reason> {
         self.states().find_map(|(_, state)| state.invalid)
     }
@@ -179,13 +180,13 @@ impl Compactor {
         self.states().map(|(_, state)| nodes(state)).sum()
     }
 
-    /// Approximate number of heap bytes, not counting the scratch for the last payload.
+    /// Approximate number of heap bytes, without the scratch for the last payload.
     pub fn bytes(&self) -> usize {
         self.states().map(|(_, state)| state.bytes()).sum()
     }
 }
 
-/// Applies the events for which `is_meant` returns true. `has_reports` is as in `State::end_payload`.
+/// Applies the events that `is_meant` accepts. `has_reports` is as in `State::end_payload`.
 #[inline]
 fn apply_to(state: &mut State, bytes: &[u8], scratch: &Scratch, has_reports: bool, is_meant: impl Fn(&Event) -> bool) {
     state.blocks.collisions.grant(scratch.payload_bytes);

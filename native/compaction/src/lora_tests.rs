@@ -1,5 +1,6 @@
-//! Tests with LoRAs whose names move to other weights. The tests compare three indexes with an engine that hashes paths and announces
-//! names: the first reads all events, the second restores a snapshot, and the third starts from a compacted history.
+//! Tests of LoRAs whose names begin to mean other weights. An engine that hashes the paths of LoRAs, but announces only their names, is
+//! compared with three indexes: the first applies all events, the second restores a snapshot, and the third starts from a compacted
+//! history.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,10 +12,10 @@ use kvevents_index::keys::lora_name;
 use kvevents_index::prefix_index::PrefixIndex;
 use kvevents_index::wire::scan::Limits;
 
-/// A cached block: the path of the weights, and the prompt up to and including this block.
+/// A cached block: the path of its weights, and the prompt up to the end of the block.
 type Cached = (u8, Vec<u8>);
 
-/// Names of LoRAs; the empty name stands for prompts without a LoRA.
+/// Names of LoRAs; the empty name is for prompts without a LoRA.
 const NAMES: [&str; 3] = ["one", "two", ""];
 const PATHS: u8 = 3;
 const SYMBOLS: u8 = 2;
@@ -93,13 +94,13 @@ fn store(name: usize, path: u8, prompt: &[u8], known: usize) -> Vec<u8> {
     event("BlockStored", &fields)
 }
 
-/// An engine, and the knowledge about its LoRAs that follows from its events.
+/// An engine, and what its events show about its LoRAs.
 #[derive(Clone, Default)]
 struct Engine {
-    /// Paths of the weights that are loaded.
+    /// The path of the loaded weights of each name.
     paths: [u8; NAMES.len()],
     cached: [BTreeSet<Cached>; NAMES.len()],
-    /// Blocks of LoRAs that were stored after the last sign that the weights were replaced; None if there was no sign.
+    /// For each name, the blocks that were stored after the last sign that the weights were replaced; None without a sign.
     current: [Option<BTreeSet<Cached>>; NAMES.len()],
 }
 
@@ -108,14 +109,14 @@ impl Engine {
         self.current[name].as_ref().is_none_or(|current| current.contains(block))
     }
 
-    /// Computes a prompt with the weights at a path. Returns the event, if the engine sends one.
+    /// Computes a prompt with the weights at a path. Returns the event that the engine sends, if any.
     fn compute(&mut self, name: usize, path: u8, prompt: &[u8]) -> Option<Vec<u8>> {
         let path = if NAMES[name].is_empty() { 0 } else { path };
         let block = |length: usize| (path, prompt[..length].to_vec());
         let known = (1..=prompt.len())
             .take_while(|&length| self.cached[name].contains(&block(length)))
             .count();
-        // If an earlier block of the prompt was evicted, the engine still has the blocks after that one, and does not announce these again.
+        // If an earlier block of the prompt was evicted, the engine still has the later blocks, and does not announce them again.
         let fresh = (known + 1..=prompt.len())
             .take_while(|&length| !self.cached[name].contains(&block(length)))
             .count();
@@ -133,7 +134,7 @@ impl Engine {
         (fresh > 0).then(|| store(name, path, &prompt[..known + fresh], known))
     }
 
-    /// Evicts a block; if `is_leaf`, only a block that no other block follows.
+    /// Evicts a block. If `is_leaf`, evicts it only if no other block follows it.
     fn evict(&mut self, name: usize, at: usize, is_leaf: bool) -> Option<Vec<u8>> {
         let cached = &self.cached[name];
         let has_next = |block: &Cached| {
@@ -153,13 +154,13 @@ impl Engine {
         Some(removal(&[hash_of(name, block.0, &block.1)]))
     }
 
-    /// Number of blocks of a prompt that the engine finds.
+    /// Number of blocks of a prompt that the engine finds cached.
     fn truth(&self, name: usize, prompt: &[u8]) -> usize {
         let held = |&length: &usize| self.cached[name].contains(&(self.paths[name], prompt[..length].to_vec()));
         (1..=prompt.len()).take_while(held).count()
     }
 
-    /// Numbers of blocks of a prompt that the engine, according to its events, certainly finds and might find.
+    /// Numbers of blocks of a prompt that the engine certainly finds, and might find, as far as its events show.
     fn known(&self, name: usize, prompt: &[u8]) -> (usize, usize) {
         let count = |meant: &dyn Fn(&Cached) -> bool| {
             let held = |&length: &usize| {
@@ -173,7 +174,7 @@ impl Engine {
         (count(&is_certain), count(&|_| true))
     }
 
-    /// Whether all blocks that count as computed with the present weights were computed with them.
+    /// Whether each block that counts as one of the present weights was computed with these weights.
     fn is_sign_seen(&self, name: usize) -> bool {
         let mut current = self.cached[name].iter().filter(|block| self.is_current(name, block));
         current.all(|block| block.0 == self.paths[name])
@@ -191,7 +192,7 @@ fn prompts() -> Vec<Vec<u8>> {
     found
 }
 
-/// The numbers of certain and of possible blocks of a prompt on the only worker of an index.
+/// The numbers of blocks of a prompt that an index with one worker counts as certain, and as possible.
 fn answer(index: &PrefixIndex, name: usize, prompt: &[u8]) -> (usize, usize) {
     let lora = if NAMES[name].is_empty() {
         0
@@ -228,7 +229,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..60)
 }
 
-/// Applies the steps to an engine. Returns the engine, and its events, each with the engine's state after it.
+/// Applies the steps to an engine. Returns the engine, and its events, each with the state of the engine after it.
 fn run(steps: &[Step], is_leaf: bool) -> (Engine, Vec<(Engine, Vec<u8>)>) {
     let (mut engine, mut events, prompts) = (Engine::default(), Vec::new(), prompts());
     for step in steps {
@@ -272,8 +273,8 @@ fn estimate_of(index: &PrefixIndex) -> bool {
 }
 
 proptest! {
-    /// After each event the index has the answers that follow from the events. If the events have shown every replacement of weights, no
-    /// certain block is missing in the engine, and no block of the engine is missing in the index.
+    /// After each event, the index has the answers that follow from the events. If the events have shown each replacement of weights, the
+    /// engine has every certain block, and the index has every block of the engine.
     #[test]
     fn certain_blocks_are_those_of_the_present_weights(steps in steps()) {
         let (index, mut seq) = (index(), 0);
@@ -293,8 +294,7 @@ proptest! {
         }
     }
 
-    /// A snapshot and a compacted history, made at any time, lead to the same answers as all events, immediately and after all later
-    /// events.
+    /// A snapshot and a compacted history, made at any time, give the same answers as all events, immediately and after each later event.
     #[test]
     fn late_consumers_have_the_same_answers(steps in steps(), cut in any::<prop::sample::Index>()) {
         let payloads: Vec<Vec<u8>> = run(&steps, true).1.into_iter().map(|(_, event)| event).collect();
@@ -325,7 +325,7 @@ proptest! {
         prop_assert!(!estimate_of(&late));
     }
 
-    /// If inner blocks of chains can be evicted before leaves, a late consumer may be less certain than others, but never more certain.
+    /// If blocks inside of chains can be evicted before leaves, a late consumer can be less certain than others, but never more certain.
     #[test]
     fn late_consumers_are_not_more_certain(steps in steps(), cut in any::<prop::sample::Index>()) {
         let payloads: Vec<Vec<u8>> = run(&steps, false).1.into_iter().map(|(_, event)| event).collect();
@@ -343,7 +343,8 @@ proptest! {
     }
 }
 
-/// Blocks of 1,000 versions of an adapter: blocks of the newest version are certain, no limit is reached, and all blocks can be removed.
+/// Blocks of 1,000 versions of an adapter: only blocks of the newest version are certain, no limit is reached, and all blocks can be
+/// removed.
 #[test]
 fn a_thousand_versions_of_an_adapter_fill_no_limit() {
     const LENGTH: usize = 20;
@@ -395,8 +396,8 @@ fn a_thousand_versions_of_an_adapter_fill_no_limit() {
     assert!(!estimate_of(&index));
 }
 
-/// If two blocks without a LoRA have equal keys and different hashes, they differ in a property that no event announces: neither block is
-/// certain while both exist.
+/// Two blocks without a LoRA that have equal keys and different hashes differ in a property that no event contains. While both exist,
+/// neither is certain.
 #[test]
 fn blocks_that_differ_by_their_hashes_alone_are_uncertain() {
     let (index, mut seq) = (index(), 0);

@@ -1,4 +1,4 @@
-//! Applies events to the state of a stream, as the index does, but keeps everything that a snapshot must contain.
+//! Applies events to the state of a stream, as the index does, but keeps all data that a snapshot must contain.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -22,35 +22,35 @@ use super::unkept::Unkept;
 
 /// Maximum number of blocks with copies: about 2 GB at 16 tokens per block.
 pub const MAX_LIVE: usize = 1 << 24;
-/// Maximum number of blocks and hashes that wait for an unknown parent or for tokens.
+/// Maximum number of blocks and hashes that wait for a parent or for tokens.
 pub const MAX_WAITING: usize = 1 << 16;
-/// Maximum number by which dead ancestors may outnumber the blocks with copies.
+/// Maximum number by which dead blocks may exceed the blocks with copies.
 pub const MAX_DEAD: usize = 1 << 16;
-/// Maximum number by which further copies (beyond the first of each block) may outnumber the blocks with copies.
+/// Maximum number by which copies in excess of one per block may exceed the blocks with copies.
 pub const MAX_EXTRA: usize = 1 << 20;
-/// Maximum number of bytes of LoRA names, salts and extra keys, each counted once.
+/// Maximum number of bytes of LoRA names, salts and extra keys, each of which counts only once.
 pub const MAX_TEXT_BYTES: usize = 64 << 20;
-/// Maximum number of different block sizes in tokens; blocks of each size have separate memory.
+/// Maximum number of different block sizes in tokens; the blocks of each size have their own memory.
 pub const MAX_WIDTHS: usize = 64;
 
 /// Maximum number of copies of blocks of groups of unknown kinds.
 pub const MAX_UNKEPT: usize = 1 << 22;
 
-/// Why a state is invalid: which limit was exceeded, or which events could not be read.
+/// Why a state is invalid: the exceeded limit, or the unreadable events.
 pub type Reason = &'static str;
 
-/// A block with its tokens and namespace, but without its hash.
+/// A pending block with its tokens and its namespace, but without its hash.
 #[derive(Clone, Debug)]
 pub struct Content<'a> {
     /// Tokens that the block's hash covers.
     pub tokens: Cow<'a, [u32]>,
     /// Hashes of the block's extra keys.
     pub extras: Vec<u64>,
-    /// How the tokens were split into blocks.
+    /// The rule by which the prompt's tokens were divided into blocks.
     pub scheme: Scheme,
     /// Part of the seed that the block's LoRA contributes.
     pub lora: u64,
-    /// Part of the seed that the block's own salt contributes; None if the block has its parent's salt.
+    /// Part of the seed that the block's own salt contributes; None if the salt is that of the parent.
     pub salt: Option<u64>,
     /// Namespace of the block as announced.
     pub namespace: Namespace<'a>,
@@ -65,28 +65,28 @@ impl Weight for Content<'static> {
 /// The state of one stream.
 #[derive(Debug, Default)]
 pub struct State {
-    /// Blocks of the stream.
+    /// The blocks of the stream.
     pub blocks: Blocks,
-    /// Announcements of the blocks.
+    /// The announcements of the stream.
     pub announcements: Announcements,
     /// The matching rules of the stream's groups.
     pub group_rules: GroupRules,
-    /// Copies of blocks whose parents, or tokens, are unknown. Here the ID of a copy's placement is the ID of its announcement.
+    /// Pending copies, of blocks whose parents or tokens are unknown. In this queue, the placement of a copy is the ID of its announcement.
     pub waiting: Queue<Content<'static>>,
     /// Copies of blocks of groups of unknown kinds.
     pub unkept: Unkept,
-    /// The hash and the announcement of each store of the current payload that might not have added a copy.
+    /// Stores of the current payload that might be reports of hits, by hash and announcement.
     hit_reports: HitReports<u64, u8>,
     /// Number of tokens after each block that the block's hash also covers.
     pub lookahead: usize,
-    /// The levels, as bits, on which a second store of a block is another copy, like `Groups::copied_levels` in the index.
+    /// The levels, as bits, on which a second store of a block is another copy, as `Groups::copied_levels` in the index.
     pub copied_levels: u8,
-    /// Evidence about the completeness of the stream's blocks. An invalid state counts as one store that was set aside.
+    /// What events show about the completeness of the stream's blocks. If the state is invalid, one store counts as unusable.
     pub evidence: Evidence,
-    /// Why the state is invalid until everything is cleared.
+    /// Why the state is invalid until the next clear of everything; None if it is valid.
     pub invalid: Option<Reason>,
     clear_budget: ClearBudget,
-    /// Extra keys of the last store, kept to avoid allocations.
+    /// Buffer for the extra keys of one store, to avoid allocations.
     extras: Vec<(usize, u64)>,
 }
 
@@ -108,7 +108,8 @@ impl State {
         }
     }
 
-    /// Ends a payload. `has_reports` is whether repeated stores in the payload can be reports of hits instead of copies.
+    /// Finishes a payload, after its last event. `has_reports` is whether repeated stores in the payload might be reports of hits instead
+    /// of further copies.
     pub fn end_payload(&mut self, has_reports: bool) {
         for (hash, announcement) in self.hit_reports.take_uncertain() {
             if has_reports {
@@ -225,7 +226,7 @@ impl State {
         self.check_limits()
     }
 
-    /// The set of announcements, as bits, in which a block has at most one copy in total; 0 if each store adds a copy.
+    /// The announcements, as bits, in which a block has at most one copy in total; 0 if each store adds a copy.
     fn single(&self, announcement: u8) -> u64 {
         let level = self.announcements.get(announcement).placement.level();
         if self.copied_levels >> level & 1 != 0 {
@@ -235,7 +236,7 @@ impl State {
         }
     }
 
-    /// Records a store of a block that might repeat a copy which the block already had on the same placement.
+    /// Records a store that might repeat a copy which the block already had on the same placement.
     fn note_repeated(&mut self, hash: u64, number: u32, announcement: u8) {
         if self.group_rules.len() > 1 {
             let same_placement = self.announcements.on_placement_of(announcement);
@@ -245,7 +246,7 @@ impl State {
         }
     }
 
-    /// Applies a store of keys. A key identifies a block together with its namespace and all blocks before it.
+    /// Applies a store of keys. A key identifies a block together with its namespace and all earlier blocks.
     fn store_with_keys(&mut self, hashes: &[u64], keys: &[u64], size: u32, announcement: u8) -> Result<(), Reason> {
         let single = self.single(announcement);
         for (&hash, &key) in hashes.iter().zip(keys) {
@@ -266,7 +267,7 @@ impl State {
         Ok(())
     }
 
-    /// Ends the store of a block. Returns the ID of the block, or None if the block was refused.
+    /// Completes the store of a block. Returns the ID of the block; None if the block was refused.
     fn number_of(&mut self, stored: Stored, hash: u64, announcement: u8) -> Result<Option<u32>, Reason> {
         self.check_examinations()?;
         let (Stored::New(number) | Stored::Known(number)) = stored else {
@@ -280,7 +281,7 @@ impl State {
         Ok(Some(number))
     }
 
-    /// Applies a store of tokens: its first `count` blocks.
+    /// Applies the first `count` blocks of a store with tokens.
     fn store_with_tokens(&mut self, store: &Store<'_>, count: usize, size: u32, announcement: u8) -> Result<(), Reason> {
         let lora = match (&store.namespace.lora_name, store.namespace.lora_id) {
             (Some(name), _) => keys::lora_name(name),
@@ -311,7 +312,7 @@ impl State {
         let mut awaited = store.parent;
         let mut parent = if is_root { Some(ROOT) } else { None };
         for (at, &hash) in store.hashes[..count].iter().enumerate() {
-            // As in the index, on tiers below the device a block whose hash is known gets the key of that hash.
+            // As in the index, a stored block on a tier below the device gets the key of a known block with its hash.
             if let Some(number) = self.known_block(hash, content.scheme).filter(|_| is_below_device) {
                 self.blocks.add_copy(number, announcement, self.single(announcement));
                 self.note_repeated(hash, number, announcement);
@@ -325,7 +326,8 @@ impl State {
             content.extras.clear();
             content.extras.extend(extras_at(&extras, at));
             content.namespace.extra_keys = extra_keys.get(at).copied().flatten().map(Cow::Borrowed);
-            // Until a parent is known, parents are looked up by their hashes. After that each block is the parent of the next.
+            // The parent of a block is looked up by its hash as long as no parent is known. From then on, each block is the parent of the
+            // next.
             let known = parent.or_else(|| awaited.and_then(|hash| self.blocks.find(hash)));
             let Some(above) = known else {
                 self.wait(hash, announcement, awaited.unwrap_or(0), Some(content.to_static()));
@@ -385,7 +387,7 @@ impl State {
         self.waiting.push(waiting, usize::MAX);
     }
 
-    /// Stores the blocks that waited for a block, and recursively the blocks that waited for these blocks.
+    /// Stores the blocks that waited for a block, then the blocks that waited for the stored ones, and so on.
     fn link(&mut self, hash: u64, number: u32) -> Result<(), Reason> {
         if self.waiting.is_empty() {
             return Ok(());
@@ -411,7 +413,7 @@ impl State {
         Ok(())
     }
 
-    /// The newest block with this hash, if its prompt was divided into blocks by this scheme.
+    /// The latest block with this hash; None if its prompt was divided into blocks by another scheme.
     fn known_block(&self, hash: u64, scheme: Scheme) -> Option<u32> {
         let number = self.blocks.find(hash)?;
         let context = self.blocks.attributes(number).context;
@@ -420,7 +422,7 @@ impl State {
 
     // --- removals
 
-    /// Applies a removal. A removal in a group of an unknown kind removes no block that prompts match.
+    /// Applies a removal. Groups of unknown kinds have no blocks that prompts match, so a removal there only changes their copies.
     pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>) -> Result<(), Reason> {
         if self.invalid.is_some() {
             return Ok(());
@@ -441,7 +443,7 @@ impl State {
         self.check_limits()
     }
 
-    /// Applies a clear of everything, or of a tier or a group.
+    /// Applies a clear of everything, of a tier, or of a group.
     pub fn clear(&mut self, medium: Option<&[u8]>, group: Option<i64>) -> Result<(), Reason> {
         if medium.is_none() && group.is_none() {
             self.clear_all();
@@ -471,12 +473,12 @@ impl State {
         Ok(())
     }
 
-    /// Whether clears are so rare that all blocks may be examined again.
+    /// Whether clears are rare enough that all blocks may be examined again.
     fn may_examine(&mut self) -> bool {
         self.clear_budget.try_spend(self.blocks.live() + self.waiting.len())
     }
 
-    /// Applies a clear that names no tier. As in the index, blocks on lower tiers stay, but might be gone.
+    /// Applies a clear that names no tier. As in the index, blocks on lower tiers remain, but might be gone.
     fn clear_all(&mut self) {
         let lower = self.announcements.on_levels(!self.evidence.emptied_levels());
         let waiting = self.waiting.iter().fold(0, |bits, item| bits | 1 << item.placement);
@@ -490,7 +492,7 @@ impl State {
         let keeps = may_keep && held != 0;
         let dropped = waiting & lower | if keeps { 0 } else { held };
         self.evidence.begin(self.announcements.levels_of(dropped), keeps);
-        // If the stream had too many groups, the state stays invalid, although the blocks of these groups are removed.
+        // If the state is invalid because of too many groups, it stays invalid, although the blocks of these groups are removed.
         let invalid = self.invalid.filter(|&reason| reason == "groups");
         self.evidence.set_aside = u64::from(invalid.is_some());
         let mut cleared = Self {
@@ -525,7 +527,7 @@ impl Content<'_> {
     }
 }
 
-/// Tokens that the hash of block `at` covers.
+/// The tokens that the hash of the block `at` covers.
 fn tokens_of<'a>(store: &'a Store<'_>, at: usize, size: usize) -> Cow<'a, [u32]> {
     if !store.pairs {
         return store.tokens[at * size..][..size].into();

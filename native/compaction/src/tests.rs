@@ -1,4 +1,4 @@
-//! Compares the compactor with a model that is simple enough to check by eye: it has one block per hash, and the whole history.
+//! Compares the compactor with a simple model, which has one block per hash and the whole history.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -42,12 +42,12 @@ fn exported(state: &State) -> Option<Vec<ExportedEvent>> {
     Some(events)
 }
 
-/// Blocks that are announced by their keys.
+/// Whether the block with this hash is announced by its key.
 fn is_keyed(hash: u64) -> bool {
     hash.is_multiple_of(5)
 }
 
-/// A block tree in which hash 1 + n has the parent n / 2, and its own tokens, or a key.
+/// Stores a block of a tree in which the parent of the hash 1 + n is n / 2. Each block has its own tokens, or a key.
 fn put(state: &mut State, hash: u64, location: &Location<'_>) {
     if is_keyed(hash) {
         let (hashes, keys) = ([hash], [1000 + hash]);
@@ -69,7 +69,7 @@ fn take(state: &mut State, hash: u64, location: &Location<'_>) {
     state.remove(&[hash], location).expect("within limits");
 }
 
-/// The number of copies by hash and medium, and the pending blocks in the order in which they were stored.
+/// The number of copies by hash and medium, and the pending blocks in the order of their stores.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Model {
     live: BTreeMap<(u64, bool), u32>,
@@ -82,7 +82,7 @@ impl Model {
     }
 
     fn put(&mut self, hash: u64, gpu: bool) {
-        // On a tier below the device a block whose hash is known needs no parent.
+        // On a tier below the device, a block with a known hash needs no parent.
         if hash > 1 && !is_keyed(hash) && !self.knows(hash / 2) && (gpu || !self.knows(hash)) {
             return self.waiting.push((hash, gpu));
         }
@@ -108,12 +108,12 @@ impl Model {
     }
 }
 
-/// Whether a block is stored only to announce the rule of its group, because no block with tokens is left that announces the rule.
+/// Whether a store only announces the rule of its group, since no block with tokens remains that announces the rule.
 fn says_rule(store: &Store) -> bool {
     store.keys.as_deref().map_or(*store.tokens == [0, 0], |keys| keys == [0])
 }
 
-/// The state of a consumer that started with no blocks and has applied these events.
+/// The state of a consumer that has started without blocks and applied these events.
 fn applied(events: &[ExportedEvent]) -> Model {
     let mut model = Model::default();
     let mut left = events;
@@ -162,12 +162,12 @@ fn read_all() -> Schema {
     Schema::new(limits).expect("the limits are high enough")
 }
 
-/// The events of a stream without ranks.
+/// The exported events of a stream without ranks.
 fn events_of(compactor: &Compactor) -> Option<Vec<ExportedEvent>> {
     exported(&compactor.state)
 }
 
-/// Applies events, encoded as payloads of at most `limit` bytes.
+/// Encodes events as payloads of at most `limit` bytes, and applies the payloads.
 fn refolded(events: &[ExportedEvent], limit: usize) -> Compactor {
     let (mut compactor, schema, mut writer) = (Compactor::default(), read_all(), PayloadWriter::new(limit, 1.5, None));
     events.iter().for_each(|event| writer.add(event));
@@ -185,8 +185,8 @@ fn refolded(events: &[ExportedEvent], limit: usize) -> Compactor {
 }
 
 proptest! {
-    /// After any stores and removals of blocks of a tree, some of them by keys, the export leads a consumer to the state of the model, and
-    /// no data of removed blocks is kept.
+    /// After any stores and removals of blocks of a tree, some of them by keys, the export leads a consumer to the state of the model. No
+    /// data of removed blocks remain.
     #[test]
     fn what_is_exported_rebuilds_what_is_live(steps in prop::collection::vec((1..40_u64, any::<bool>(), 0..5_u8), 1..300)) {
         let (mut state, mut model) = (State::default(), Model::default());
@@ -228,8 +228,8 @@ proptest! {
     }
 }
 
-/// A chain is exported as one event. The chain's removed blocks are stored as parents, and removed again. A walk to the root for each block
-/// would take minutes.
+/// A chain is exported as one event. The removed blocks of the chain are stored as parents, and then removed. A walk to the root for each
+/// block would take minutes.
 #[test]
 fn a_long_chain_of_dead_ancestors_that_share_hashes_is_exported() {
     const BLOCKS: u64 = 60_000;
@@ -261,7 +261,8 @@ fn a_chain_is_exported_as_one_run_with_its_dead_ancestors() {
     assert_eq!(events.last(), Some(&ExportedEvent::Removed(vec![2, 1], GPU.clone())));
 }
 
-/// Blocks with equal hashes and different parents are exported in order: children belong to the newest block, a removal takes the oldest.
+/// Blocks with equal hashes and different parents are exported in order, since children belong to the newest block, and a removal takes the
+/// oldest.
 #[test]
 fn twins_are_exported_with_their_children_in_the_order_in_which_they_came() {
     let mut state = State::default();
@@ -289,7 +290,7 @@ fn twins_are_exported_with_their_children_in_the_order_in_which_they_came() {
     assert!(at(9) < at(10) && at(10) < second && second < at(11), "{order:?}");
 }
 
-/// If a limit is exceeded, nothing is kept or exported until the stream clears everything.
+/// After a limit was exceeded, nothing is stored or exported until the next clear of everything.
 #[test]
 fn too_many_orphans_are_lost_until_a_clear() {
     let mut state = State::default();
@@ -305,7 +306,7 @@ fn too_many_orphans_are_lost_until_a_clear() {
     assert_eq!(exported(&state).map(|events| events.len()), Some(1));
 }
 
-/// If events of a payload are missing, the history is invalid until the stream is cleared.
+/// If a payload cannot be read completely, the history is invalid until the next clear of everything.
 #[test]
 fn a_payload_that_is_not_read_is_lost() {
     let schema = Schema::new(Limits::default()).expect("the limits are high enough");
@@ -320,7 +321,7 @@ fn a_payload_that_is_not_read_is_lost() {
     }
 }
 
-/// The scanner refuses a payload whose timestamp is a text, but no event is lost.
+/// The scanner refuses a payload whose timestamp is a text, but its events are not lost.
 #[test]
 fn a_payload_that_is_decoded_is_applied() {
     let schema = Schema::new(Limits::default()).expect("the limits are high enough");
@@ -331,7 +332,7 @@ fn a_payload_that_is_decoded_is_applied() {
     assert_eq!((compactor.live(), compactor.invalid_reason()), (1, None));
 }
 
-/// A history keeps as many blocks of one hash as an index with default limits, and keeps the same blocks.
+/// A history stores the same blocks of one hash, and as many of them, as an index with default limits.
 #[test]
 fn as_many_blocks_of_one_hash_are_kept_as_an_index_holds() {
     let count = BLOCKS_PER_HASH as u32 + 10;
@@ -359,7 +360,8 @@ fn index() -> PrefixIndex {
     PrefixIndex::new(read_all(), kvevents_index::limits::Limits::default())
 }
 
-/// Each removal searches for the oldest block that has the removal's hash and location; here this is always the last of a thousand blocks.
+/// Each removal searches for the oldest block that has its hash and location. In this test, that block is always the last of a thousand
+/// blocks.
 #[test]
 fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
     let mut state = State::default();
@@ -376,7 +378,7 @@ fn removals_that_look_at_too_many_blocks_lose_the_history_of_their_stream() {
     assert_eq!(state.remove(&hashes[..100], &CPU), Ok(()));
 }
 
-/// Clears of a tier with few blocks examine all blocks, so a stream that sends many such clears has no history.
+/// A clear of a tier with few blocks examines all blocks. So a stream with many such clears loses its history.
 #[test]
 fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
     let mut state = State::default();
@@ -396,7 +398,7 @@ fn clears_that_cost_too_much_lose_the_history_of_their_stream() {
     assert_eq!(state.clear(Some(b"CPU"), None), Ok(()));
 }
 
-/// Every field that a store can have, numbers of every width, and a chain that is cut into several payloads.
+/// Every field that a store can have, numbers of every width, and a chain that is split into several payloads.
 #[test]
 fn what_is_encoded_is_read_again() {
     let widths = [0, 1 << 7, 1 << 8, 1 << 16, u64::from(u32::MAX), 1 << 32, u64::MAX];
@@ -443,7 +445,7 @@ fn what_is_encoded_is_read_again() {
     }
 }
 
-/// Blocks with keys are stored one by one but exported together. A child with tokens continues from the key of such a block, and is
+/// Blocks with keys are stored one by one but exported together. A child with tokens continues from the key of a block with a key, and is
 /// exported after it.
 #[test]
 fn blocks_with_keys_are_exported_together() {
@@ -498,7 +500,7 @@ fn blocks_with_keys_are_exported_together() {
     );
 }
 
-/// Known blocks are exported even if other blocks were never received. After a clear of everything the history is complete again.
+/// Known blocks are exported even if other blocks were not received. The history is complete again after a clear of everything.
 #[test]
 fn what_is_missed_is_known_until_everything_is_cleared() {
     let mut compactor = Compactor::default();
@@ -515,8 +517,8 @@ fn what_is_missed_is_known_until_everything_is_cleared() {
     assert_eq!((compactor.is_partial(), compactor.invalid_reason()), (false, None));
 }
 
-/// A clear without a tier examines the blocks of lower tiers, which stay. If no store comes between the clears, further clears soon drop
-/// these blocks instead.
+/// A clear without a tier examines the blocks of lower tiers, which stay. If no store comes between such clears, these blocks are soon
+/// dropped instead.
 #[test]
 fn clears_without_a_tier_take_a_bounded_time() {
     let mut state = State::default();
@@ -534,11 +536,11 @@ fn clears_without_a_tier_take_a_bounded_time() {
     assert_eq!(state.evidence.unknown_levels, 0b10);
 }
 
-/// An action on a cache, described by small numbers.
+/// An action on a cache, encoded as small numbers.
 type Step = (u8, u8, u8, u8);
 
-/// Applies a step. Stores can be long, and can repeat hashes: at other locations, with other tokens, in the middle of other stores, and
-/// after removals.
+/// Applies a step. Stores can be long. They can repeat hashes at other locations, with other tokens, inside of other stores, and after
+/// removals.
 fn step(state: &mut State, (what, hash, count, variant): Step) {
     let first = u64::from(hash) * 8;
     let location = if variant.is_multiple_of(11) { &CPU } else { &GPU };
@@ -589,7 +591,7 @@ fn step(state: &mut State, (what, hash, count, variant): Step) {
     outcome.expect("within limits");
 }
 
-/// Hashes of blocks with copies that might be gone, with their placements.
+/// Hashes of blocks that have copies which might be gone, with their placements.
 fn doubtful_hashes(state: &State) -> BTreeSet<(u64, u64, u64)> {
     let blocks = &state.blocks;
     let doubtful = blocks.numbers().flat_map(|number| {
@@ -611,8 +613,8 @@ fn doubtful_hashes(state: &State) -> BTreeSet<(u64, u64, u64)> {
 }
 
 proptest! {
-    /// For any input, an empty state to which the exported events are applied has the same copies of the same blocks, and the same twins in
-    /// the same order. No data of cleared blocks is kept.
+    /// For any input: if the exported events are applied to an empty state, the result has the same copies of the same blocks, and the same
+    /// twins in the same order. No data of cleared blocks remain.
     #[test]
     fn what_is_exported_rebuilds_the_same_blocks(steps in prop::collection::vec(any::<Step>(), 1..250), every in 1..40_usize) {
         let mut state = State::default();
@@ -647,10 +649,10 @@ proptest! {
     }
 }
 
-/// Number of bytes of a block's tokens and hash in these tests, plus the maximum number of other bytes that are kept for a block.
+/// Number of bytes of a block's tokens and hash in these tests, plus the maximum number of further bytes for a block.
 const BLOCK_BYTES: usize = 16 + 150;
 
-/// A state with this many chains of 512 blocks, reduced to the positions for which `stays` returns true.
+/// A state with `chains` chains of 512 blocks, of which only the positions that `stays` accepts remain.
 fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
     let mut state = State::default();
     for first in (0..chains).map(|chain| chain << 9) {
@@ -663,8 +665,8 @@ fn thinned(chains: u64, stays: impl Fn(u64) -> bool) -> State {
     state
 }
 
-/// One block of each store remains, and needs all its ancestors. Only needed blocks take memory, and no block takes memory after the last
-/// removal.
+/// One block of each store remains, which needs all its ancestors. Only needed blocks take memory. After the last removal, no block takes
+/// memory.
 #[test]
 fn memory_is_that_of_what_is_needed() {
     for (last, needed) in [(0, 1), (15, 16), (63, 64), (64, 65), (200, 201)] {
@@ -679,7 +681,7 @@ fn memory_is_that_of_what_is_needed() {
     }
 }
 
-/// Chains that grow block by block, many concurrently and with a common beginning, take as little memory as long stores.
+/// Chains that grow block by block, in turn and with a common beginning, take as little memory as long stores.
 #[test]
 fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
     let mut state = State::default();
@@ -697,7 +699,7 @@ fn memory_of_blocks_that_come_alone_is_that_of_long_stores() {
     assert!(state.bytes() < 4900 * 70 + 16_384, "{} bytes", state.bytes());
 }
 
-/// Consecutive removals that have one hash each and differ only in the hash become one event; all other events stay.
+/// Consecutive removals of one hash each that differ only in the hash become one event. All other events stay separate.
 #[test]
 fn removals_in_a_row_are_joined() {
     let removal = |hash: u64, medium: u8| {
@@ -755,8 +757,8 @@ fn removals_in_a_row_are_joined() {
     }
 }
 
-/// If no block of a group is left, the export stores and removes a block only to announce the group's rule. The export does this whether
-/// the last block was stored with tokens or with a key.
+/// If no block of a group remains, the export stores and removes a block only to announce the rule of the group. It does this whether the
+/// last block of the group was stored with tokens or with a key.
 #[test]
 fn rules_outlive_their_blocks() {
     for hash in [37, 5] {

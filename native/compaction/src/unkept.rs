@@ -1,5 +1,5 @@
-//! Copies of blocks of groups of unknown kinds. No prompt matches them, but an engine's attestation counts them, so a consumer must know
-//! their hashes.
+//! Copies of blocks in groups of unknown kinds. No prompt matches these blocks, but an engine's attestation counts them, so consumers must
+//! know their hashes.
 
 use std::collections::HashMap;
 
@@ -8,24 +8,25 @@ use kvevents_index::rules::location::owned;
 
 use super::event::{Location, Store, Text};
 
-/// Maximum number of different placements of blocks in groups of unknown kinds.
+/// Maximum number of placements of such blocks.
 const MAX_PLACEMENTS: usize = 64;
 /// Maximum number of hashes in one exported event.
 const MAX_HASHES: usize = 4096;
 
-/// Copies on one placement.
+/// The copies on one placement.
 #[derive(Debug)]
 pub struct Group {
     placement: Placement,
-    /// A store without blocks that names the placement and the kind of its group.
+    /// A store without blocks, which names the placement and the kind of its group.
     pub example: Store<'static>,
-    /// Number of stored minus removed copies, by hash; never 0. As in an index, removals of blocks that were not stored also count.
+    /// By hash, the number of stored copies minus the number of removed copies; never 0. As in the index, removals of hashes that were not
+    /// stored also count.
     copies: HashMap<u64, i32>,
     /// Sum of the absolute values of `copies`.
     total: usize,
 }
 
-/// The copies of one stream.
+/// All copies of one stream in groups of unknown kinds.
 #[derive(Debug, Default)]
 pub struct Unkept {
     groups: Vec<Group>,
@@ -37,7 +38,7 @@ impl Unkept {
         self.change(&store.hashes, &store.location, &store.kind, store.block_size, 1)
     }
 
-    /// Removes one copy of each hash, in a group of this kind. Returns None if there are too many placements.
+    /// Removes one copy of each hash in a group of this kind. Returns None if there are too many placements.
     pub fn remove(&mut self, hashes: &[u64], location: &Location<'_>, kind: &Text<'_>) -> Option<()> {
         self.change(hashes, location, kind, 0, -1)
     }
@@ -85,12 +86,12 @@ impl Unkept {
         Some(())
     }
 
-    /// Forgets the copies on a tier or of a group.
+    /// Forgets the copies on a tier, or in a group.
     pub fn clear(&mut self, tier: Option<&str>, group: Option<i64>) {
         self.groups.retain(|known| !known.placement.is_cleared_by(tier, group));
     }
 
-    /// Number of hashes that are exported.
+    /// Number of hashes that an export of these copies contains.
     pub fn len(&self) -> usize {
         self.groups.iter().map(|group| group.total).sum()
     }
@@ -102,7 +103,7 @@ impl Unkept {
         self.groups.iter().map(table).sum::<usize>() + self.groups.capacity() * size_of::<Group>()
     }
 
-    /// The copies by placement, in an order that depends only on the state, not on its history.
+    /// The copies by placement. The order depends only on the state, not on its history.
     pub fn sorted(&self) -> Vec<&Group> {
         let mut groups: Vec<&Group> = self.groups.iter().collect();
         groups.sort_by(|one, other| {
@@ -114,8 +115,8 @@ impl Unkept {
 }
 
 impl Group {
-    /// Returns the hashes of stored copies in parts, each hash once for each copy. If `sign` is -1, returns the hashes of copies that were
-    /// removed but never stored.
+    /// Returns the hashes of copies, each hash as often as it has copies, in parts of at most `MAX_HASHES`. If `sign` is 1, these are the
+    /// stored copies. If `sign` is -1, these are the copies that were removed but never stored.
     pub fn hashes(&self, sign: i32) -> Vec<Vec<u64>> {
         let mut copies: Vec<(u64, i32)> = self.copies.iter().map(|(&hash, &count)| (hash, count)).collect();
         copies.sort_unstable();

@@ -1,4 +1,4 @@
-//! Synchronisation of threads and processes: locks, atomic numbers, and values that do not survive a fork.
+//! Synchronisation of threads and processes: locks, atomic numbers, and values that belong to one process.
 
 pub(crate) mod atomics;
 pub mod fork;

@@ -1,4 +1,4 @@
-//! Helpers of tests (batches and their scanned form), a search for payloads that take too long, and models of lookups beside a writer.
+//! Helpers of tests (batches, and scanned batches), a search for payloads that take too long, and models of lookups beside a writer.
 
 #[cfg(test)]
 mod bounded_time;

@@ -15,9 +15,9 @@ use kvevents_index::wire::scan;
 
 /// Number of tokens that are copied before other Python threads can run.
 const COPIED_AT_ONCE: usize = 1 << 20;
-/// Number of list elements that are read before the work of reading them is counted.
+/// Number of list elements that are read before this work is counted.
 const READ_AT_ONCE: usize = 1 << 10;
-/// Number of tokens of a buffer that can be copied in the time of reading one Python integer.
+/// Number of tokens that can be copied from a buffer in the time of reading one Python integer.
 const COPIES_PER_READ: usize = 16;
 
 /// Copies a contiguous buffer of 32-bit numbers in parts, so that other threads can run between them.
@@ -25,7 +25,7 @@ fn copied_at_once(buffer: &PyUntypedBuffer, turns: &mut Turns<'_>) -> PyResult<V
     let mut copy = Vec::with_capacity(buffer.item_count());
     while copy.len() < buffer.item_count() {
         // SAFETY: the buffer is contiguous, aligned and held, and its elements are unsigned integers of 4 bytes. A Python thread that
-        // writes to the buffer needs the GIL, which this thread holds while reading.
+        // writes to the buffer needs the GIL, which this thread holds during the read.
         let all = unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.item_count()) };
         let part = &all[copy.len()..];
         let part = &part[..part.len().min(COPIED_AT_ONCE)];
@@ -47,8 +47,8 @@ fn not_tokens(given: &Bound<'_, PyAny>) -> PyErr {
     ))
 }
 
-/// Returns the buffer of an object and its element type, if the buffer is one-dimensional and has integers wider than a byte. Buffers with
-/// the other byte order are rejected, since PyO3 takes `>` for the native order.
+/// Returns the buffer of an object and its element type, if the buffer has one dimension and its elements are integers wider than a byte.
+/// Buffers with the other byte order are rejected, since PyO3 takes `>` for the native order.
 fn integers_of(given: &Bound<'_, PyAny>) -> Option<(PyUntypedBuffer, ElementType)> {
     let buffer = PyUntypedBuffer::get(given).ok()?;
     let kind = ElementType::from_format(buffer.format());
@@ -60,7 +60,7 @@ fn integers_of(given: &Bound<'_, PyAny>) -> Option<(PyUntypedBuffer, ElementType
     (plain && bytes > 1 && !foreign).then_some((buffer, kind))
 }
 
-/// Copies a buffer of integers of 2 to 8 bytes; None if a number does not fit into `T`.
+/// Copies a buffer of integers of 2 to 8 bytes. Returns None if a number does not fit into `T`.
 fn copied<T>(buffer: &PyUntypedBuffer, kind: ElementType, turns: &mut Turns<'_>) -> PyResult<Option<Vec<T>>>
 where
     T: TryFrom<u16> + TryFrom<u32> + TryFrom<u64> + TryFrom<i16> + TryFrom<i32> + TryFrom<i64>,
@@ -81,7 +81,8 @@ fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer, turns: &mut
     let mut found = Vec::with_capacity(buffer.item_count());
     for at in 0..buffer.item_count() {
         // SAFETY: the buffer is held, and has one dimension of `item_count` elements that are `stride` bytes apart. Each element has the
-        // size of a `From`, for which any bits are valid. A Python thread that writes to the buffer needs the GIL, which this thread holds.
+        // size of a `From`, and any bytes are a valid `From`. A Python thread that writes to the buffer needs the GIL, which this thread
+        // holds.
         let value = unsafe { start.offset(stride * at as isize).cast::<From>().read_unaligned() };
         let Ok(value) = To::try_from(value) else { return Ok(None) };
         found.push(value);
@@ -92,7 +93,7 @@ fn elements<From: Copy, To: TryFrom<From>>(buffer: &PyUntypedBuffer, turns: &mut
     Ok(Some(found))
 }
 
-/// Returns a copy of a caller's token ids, so that no other thread can change them while the GIL is released.
+/// Copies the token ids of a caller, so that no other thread can change them after the GIL is released.
 pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Vec<u32>> {
     if let Ok(list) = given.cast::<PyList>() {
         return read_items(given, || list.len(), ffi::PyList_GetItem, turns);
@@ -112,7 +113,8 @@ pub(super) fn tokens_of(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyRe
     copied(&buffer, kind, turns)?.ok_or_else(refused)
 }
 
-/// Reads the numbers of a list or a tuple; each number is borrowed while it is read. Other threads can change the list only between turns.
+/// Reads the numbers of a list or a tuple. Each number is borrowed only while it is read. Other threads can change the list only between
+/// turns.
 fn read_items(
     given: &Bound<'_, PyAny>,
     length: impl Fn() -> usize,
@@ -121,7 +123,7 @@ fn read_items(
 ) -> PyResult<Vec<u32>> {
     let py = given.py();
     let mut tokens = Vec::with_capacity(length());
-    // The length is read again, since another thread can have changed the list between turns.
+    // The length is read again in each turn, since another thread can have changed the list.
     while tokens.len() < length() {
         for _ in 0..READ_AT_ONCE.min(length() - tokens.len()) {
             let at = tokens.len() as ffi::Py_ssize_t;
@@ -141,7 +143,7 @@ fn read_items(
                     // A number that is too large raises an error below, as any other invalid element does.
                     drop(PyErr::take(py));
                     let refused = |_| PyTypeError::new_err(format!("token {at} is not an integer from 0 to 2**32 - 1"));
-                    // SAFETY: the reasons given above apply; from here on this thread owns a reference to the item.
+                    // SAFETY: as for the previous call; from here on this thread owns a reference to the item.
                     let item = unsafe { Bound::from_borrowed_ptr_or_err(py, item_at(given.as_ptr(), at)) };
                     item.and_then(|item| item.extract()).map_err(refused)?
                 }
@@ -180,7 +182,7 @@ fn numbered(given: &Bound<'_, PyAny>, turns: &mut Turns<'_>) -> PyResult<Option<
     Ok(Some(keys))
 }
 
-/// The name of a stream or a worker: `(source, rank)`, or only `source` if the rank is 0.
+/// The name of a stream or a worker: `(source, rank)`, or only `source` for rank 0.
 #[derive(FromPyObject)]
 pub(super) enum Named<'py> {
     Both(Bound<'py, PyString>, i64),
@@ -216,7 +218,7 @@ pub(super) fn scope_of(namespace: Option<&Bound<'_, PyAny>>) -> PyResult<Scope> 
         {
             return cause;
         }
-        // The message leaves the values out, since a salt can be a secret of a tenant.
+        // The message does not contain the values, since a salt can be a secret of a tenant.
         PyTypeError::new_err(format!(
             "namespace is a Namespace with text for model and salt, a name or a number of 64 bits for lora, MultiModal items for mm; \
              this {} is not: {}",
@@ -278,7 +280,7 @@ pub(super) fn scheme_of(block_size: i64, eagle: bool) -> PyResult<Scheme> {
     }
 }
 
-/// A reader that gets its bytes from a Python function, one MiB per call.
+/// A reader that gets its bytes from a Python function, at most one MiB per call.
 pub(super) struct Pieces {
     read: Py<PyAny>,
     piece: Vec<u8>,
@@ -314,7 +316,7 @@ impl Read for Pieces {
     }
 }
 
-/// Converts limits from Python.
+/// Converts limits of a payload from Python.
 pub(super) fn wire_limits_of(limits: [usize; 6]) -> scan::Limits {
     let [
         max_payload_bytes,

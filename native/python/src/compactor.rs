@@ -1,4 +1,4 @@
-//! The class of `kvevents.publisher.compaction`.
+//! The native class of `kvevents.publisher.compaction`.
 
 use std::sync::Mutex;
 
@@ -15,21 +15,21 @@ use kvevents_index::wire::scan::{SECONDS, Schema};
 
 /// Number of bytes that can be copied in the time of creating one Python integer.
 const COPIES_PER_NUMBER: usize = 128;
-/// Work, in the unit of `Turns`, of taking a payload out of its batch.
+/// The work of reading the payload of a batch object, in the unit of `Turns`.
 const WORK_PER_BATCH: usize = 2;
 
 /// Compacts the payloads of one stream into its live blocks.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Compactor {
-    /// The state. A panic can leave the state inconsistent, so it poisons the lock.
+    /// The compacted state. If a panic leaves the state inconsistent, the lock is poisoned.
     shared: ProcessOwned<Mutex<SharedState>>,
     peers: Schema,
-    /// The schema for payloads that the method `payloads` has returned; they can exceed the limits for peers.
+    /// The schema for payloads that `payloads` has returned, which can exceed the limits for peers.
     ours: Schema,
 }
 
 impl Compactor {
-    /// Calls `work` with the state and without the GIL, so that no thread holds the GIL while it waits for another thread's work.
+    /// Calls `work` with the state and without the GIL, so that no thread holds the GIL while it waits for the lock of the state.
     fn run<R: Send>(&self, py: Python<'_>, work: impl FnOnce(&mut SharedState) -> R + Send) -> PyResult<R> {
         let shared = self.shared.get().ok_or_else(|| of_parent(py))?;
         py.detach(|| shared.lock().map(|mut shared| work(&mut shared)).map_err(|_| damaged()))
@@ -53,7 +53,7 @@ impl Compactor {
         })
     }
 
-    /// Applies one payload. If `own`, `payload` is a payload that `payloads` has returned, and the state is restored from it.
+    /// Applies one payload. If `own`, the payload is one that `payloads` has returned, and the state is restored from it.
     #[pyo3(signature = (payload, own=false))]
     fn apply(&self, py: Python<'_>, payload: &[u8], own: bool) -> PyResult<()> {
         if own {
@@ -73,7 +73,7 @@ impl Compactor {
         self.run(py, |shared| shared.apply_many(&payloads, &self.peers))
     }
 
-    /// Returns payloads from which `apply` rebuilds the state; None if no payloads can. Other threads can run during the call.
+    /// Returns payloads from which `apply` rebuilds the state; None if no such payloads are known. Other threads can run during the call.
     fn payloads<'py>(&self, py: Python<'py>, limit: usize, ts: f64) -> PyResult<Option<Vec<Bound<'py, PyBytes>>>> {
         if limit == 0 {
             return Err(PyValueError::new_err("invalid limit: expected a number of bytes above 0"));
@@ -127,7 +127,7 @@ impl Compactor {
         self.run(py, |_| Python::attach(|py| call.call0(py)).map(drop))?
     }
 
-    /// Panics in the middle of a change, for tests.
+    /// Panics during a change, for tests.
     #[cfg(feature = "testing")]
     fn _break(&self, py: Python<'_>) -> PyResult<()> {
         self.run(py, |_| panic!("as a test"))

@@ -45,14 +45,14 @@ impl ControlRequest {
         self.request.path()
     }
 
-    /// Path and method of the endpoint in the table. The path is empty if it is unknown; the method is empty if the endpoint does not have
-    /// the request's method.
+    /// Path and method of the endpoint, as in the table of endpoints. The path is empty if no endpoint has the request's path. The method
+    /// is empty if the endpoint does not have the request's method.
     #[getter]
     fn endpoint(&self) -> (&str, &str) {
         self.request.endpoint()
     }
 
-    /// Name of the caller, if the endpoint is known.
+    /// Name of the caller; empty if the endpoint is unknown.
     #[getter]
     fn caller(&self) -> &str {
         self.request.caller()
@@ -64,13 +64,13 @@ impl ControlRequest {
         self.request.refusal()
     }
 
-    /// The query string.
+    /// The query string of the request's target.
     #[getter]
     fn query(&self) -> &[u8] {
         self.request.query().as_bytes()
     }
 
-    /// Headers in their order: names in lower case, and values.
+    /// The headers, in the order of the request: names in lower case, and values.
     #[getter]
     fn headers<'py>(&self, py: Python<'py>) -> Vec<(String, Bound<'py, PyBytes>)> {
         let headers = self.request.headers();
@@ -97,7 +97,7 @@ impl ControlRequest {
         answered.map_err(|error| PyValueError::new_err(error.to_string()))
     }
 
-    /// Begins an answer in pieces.
+    /// Begins an answer that is sent in pieces.
     fn stream(&self, status: u16, headers: Headers) -> PyResult<ResponseStream> {
         let stream = self.request.stream(status, &headers);
         let stream = stream.map_err(|error| PyValueError::new_err(error.to_string()))?;
@@ -105,7 +105,7 @@ impl ControlRequest {
     }
 }
 
-/// An answer in pieces.
+/// An answer that is sent in pieces.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct ResponseStream {
     stream: Stream,
@@ -113,19 +113,19 @@ pub(super) struct ResponseStream {
 
 #[pymethods]
 impl ResponseStream {
-    /// The ID by which `DataPlane.take` names the answer.
+    /// The ID of the answer in the result of `DataPlane.take`.
     #[getter]
     fn number(&self) -> u64 {
         self.stream.number
     }
 
-    /// Whether the client has left.
+    /// Whether the client has closed the connection.
     #[getter]
     fn is_gone(&self) -> bool {
         self.stream.is_gone()
     }
 
-    /// Sends a piece. Returns false if too many pieces wait to be sent, or the client has left.
+    /// Sends a piece. Returns false, and sends nothing, if too many pieces wait to be sent, or if the client has left.
     fn send(&self, piece: Vec<u8>) -> bool {
         self.stream.send(piece.into())
     }
@@ -149,7 +149,8 @@ pub(super) struct DataPlane {
 
 #[pymethods]
 impl DataPlane {
-    /// Serves at a listening socket, and writes a byte to the socket `waker` when `take` has an item. Both descriptors are duplicated.
+    /// Serves at the listening socket `listening`, and writes a byte to the socket `waker` when `take` has an item. Both descriptors are
+    /// duplicated.
     #[new]
     fn new(py: Python<'_>, settings: &[u8], listening: RawFd, waker: RawFd, loads: &Bound<'_, Loads>) -> PyResult<Self> {
         let listener = TcpListener::from(copied(listening)?);
@@ -160,8 +161,8 @@ impl DataPlane {
         Ok(Self { server })
     }
 
-    /// Takes the requests that must be answered, and the IDs of answers in pieces: an ID means that the answer has room for a piece, or
-    /// that its client has left.
+    /// Takes the requests that must be answered, and IDs of answers that are sent in pieces. An ID means that the answer has room for
+    /// another piece, or that its client has left.
     fn take<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let items = PyList::empty(py);
         for event in py.detach(|| self.server.take_events()) {
@@ -173,11 +174,11 @@ impl DataPlane {
         Ok(items)
     }
 
-    /// Answers a query with this method and path, whose body the control plane has read. `fields` are the fields of the body in msgpack.
-    /// The token ids of a single prompt are not in `fields` but in `tokens`.
+    /// Answers a query whose method, path and body the control plane has read. `fields` are the fields of the body in msgpack. The token
+    /// ids of a single prompt are in `tokens` instead of `fields`.
     ///
-    /// Returns the answer and the number of tokens that the best worker holds; or the status, reason, sentence and hint of an error that
-    /// follows from the fleet. Returns None if no worker serves the model, or if the index has failed.
+    /// Returns the answer and the number of tokens that the best worker holds. If the fleet causes an error, returns the status, reason,
+    /// sentence and hint of the error. Returns None if no worker serves the model, or if the index has failed.
     fn answer<'py>(
         &self,
         py: Python<'py>,
@@ -205,33 +206,33 @@ impl DataPlane {
             .map_err(PyValueError::new_err)
     }
 
-    /// Sets the statuses and bodies with which `/livez` and `/readyz` are answered.
+    /// Sets the status and the body of the answers to `/livez` and `/readyz`.
     fn replace_probes(&self, py: Python<'_>, live: (u16, Vec<u8>), ready: (u16, Vec<u8>)) {
         py.detach(|| self.server.replace_probes(live, ready));
     }
 
-    /// Reads the TLS files again, for new connections. Raises `ValueError` if the files cannot be used.
+    /// Reads the TLS files again; new connections use them. Raises `ValueError` if the files cannot be used.
     fn reload_tls(&self, py: Python<'_>) -> PyResult<()> {
         py.detach(|| self.server.reload_tls())
             .map_err(|failure| PyValueError::new_err(failure.to_string()))
     }
 
-    /// Counters as JSON.
+    /// Returns the counters as JSON.
     fn metrics<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &py.detach(|| self.server.metrics()))
     }
 
-    /// A sample of the newest choices as JSON.
+    /// Returns a sample of the newest choices as JSON.
     fn decisions<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &py.detach(|| self.server.decisions()))
     }
 
-    /// The open reservations that expire first, at most `limit`, as JSON.
+    /// Returns the `limit` open reservations that expire first, as JSON.
     fn reservations<'py>(&self, py: Python<'py>, limit: usize) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &py.detach(|| self.server.reservations(limit)))
     }
 
-    /// Accepts no more connections, and waits until the open connections have ended, for at most `seconds`.
+    /// Accepts no further connections, and waits for at most `seconds` until the open connections have ended.
     fn drain(&self, py: Python<'_>, seconds: f64) {
         py.detach(|| self.server.drain(seconds));
     }

@@ -1,5 +1,5 @@
-//! The native class of `kvevents.index.PrefixIndex`. Each method reads its arguments, and releases the GIL before it calls the index, so
-//! that it does not hold the GIL while it waits for a lock of the index.
+//! The native class of `kvevents.index.PrefixIndex`. Each method reads its arguments, and then releases the GIL before it calls the index.
+//! So it does not hold the GIL while it waits for a lock of the index.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
@@ -46,7 +46,7 @@ fn snapshot_exception(failure: Failure) -> PyErr {
     }
 }
 
-/// A file to which a write fails if a signal handler has raised an exception.
+/// A file whose writes fail after a signal handler has raised an exception.
 struct Interruptible {
     file: File,
     signals: Signals,
@@ -63,7 +63,7 @@ impl Write for Interruptible {
     }
 }
 
-/// Converts limits from a dictionary of their names.
+/// Converts limits from a dictionary from names to values.
 fn limits_of(memory: Option<usize>, named: &HashMap<String, usize>) -> PyResult<Limits> {
     let mut limits = Limits {
         memory,
@@ -98,10 +98,10 @@ pub(super) struct NativeIndex {
     void: Py<PyAny>,
 }
 
-/// Key, hash, tier, group, and the maximum and minimum number of copies.
+/// Key, hash, tier, group, and the maximum and the minimum number of copies of a block on a placement.
 type PlainBlock = (u64, u64, String, i64, u32, u32);
 
-/// The blocks of a stream at one moment. Each block is returned once.
+/// The blocks of a stream at one moment. Each block is returned in only one call of `take`.
 #[pyclass(frozen, module = "kvevents.index")]
 pub(super) struct Listing {
     blocks: ProcessOwned<Mutex<std::vec::IntoIter<HeldBlock>>>,
@@ -110,7 +110,7 @@ pub(super) struct Listing {
 
 #[pymethods]
 impl Listing {
-    /// Returns at most `most` of the next blocks; an empty list after the last block. Each pair of a block and a placement is one `(key,
+    /// Returns at most `most` further blocks; an empty list after the last block. A block is listed for each of its placements, as `(key,
     /// hash, tier, group, maximum copies, minimum copies)`.
     ///
     /// Each call releases the GIL, so that a long listing does not delay other threads.
@@ -132,7 +132,7 @@ impl Listing {
 }
 
 impl NativeIndex {
-    /// Returns the index; raises in a forked process.
+    /// Returns the index. Raises an exception in a forked child process.
     fn index(&self, py: Python<'_>) -> PyResult<&PrefixIndex> {
         self.index.get().map(Arc::as_ref).ok_or_else(|| of_parent(py))
     }
@@ -142,7 +142,7 @@ impl NativeIndex {
         self.index.get().cloned().ok_or_else(|| of_parent(py))
     }
 
-    /// Returns the index; raises if a panic has damaged it.
+    /// Returns the index. Raises an exception if a panic has damaged it.
     fn undamaged(&self, py: Python<'_>) -> PyResult<&PrefixIndex> {
         let index = self.index(py)?;
         if index.is_damaged() { Err(damaged(py)) } else { Ok(index) }
@@ -161,7 +161,7 @@ impl NativeIndex {
         }
     }
 
-    /// Returns the result of a delivery. If the delivery has a report, the method `_found` in Python creates the objects.
+    /// Returns the result of a delivery. If there is a report, the Python method `_found` creates the objects for it.
     fn found(slf: &Bound<'_, Self>, applied: ApplyResult) -> PyResult<Py<PyAny>> {
         let py = slf.py();
         let outcome = slf.get().outcome_object(py, applied.outcome)?;
@@ -206,7 +206,7 @@ fn work_of(applied: &ApplyResult) -> usize {
     1 + WORK_PER_REJECTED * rejected
 }
 
-/// Does work that changes the index. If a panic leaves the index half changed, this raises the same error as all later calls.
+/// Calls `work`, which changes the index. If a panic leaves the index half changed, raises the exception that all later calls raise.
 fn run_change<R>(index: &PrefixIndex, work: impl FnOnce() -> R) -> PyResult<R> {
     catch_unwind(AssertUnwindSafe(work)).or_else(|panic| {
         if index.is_damaged() {
@@ -240,7 +240,7 @@ impl NativeIndex {
 
     /// Applies the payload of one batch as the engine sent it.
     ///
-    /// `stream` is `(source, rank)`, or the source alone for rank 0.
+    /// `stream` is `(source, rank)`, or only `source` for rank 0.
     fn apply_payload(
         slf: &Bound<'_, Self>,
         stream: Bound<'_, PyAny>,
@@ -254,7 +254,7 @@ impl NativeIndex {
         Self::found(slf, applied)
     }
 
-    /// Applies events that Python has encoded; returns None if one of the events cannot be read.
+    /// Applies events that Python has encoded. Returns None if one of the events cannot be read.
     fn _apply(
         slf: &Bound<'_, Self>,
         py: Python<'_>,
@@ -271,7 +271,7 @@ impl NativeIndex {
         applied.map(|applied| Self::found(slf, applied)).transpose()
     }
 
-    /// Applies raw batches, with the GIL released.
+    /// Applies encoded batches, with the GIL released.
     fn _apply_many(slf: &Bound<'_, Self>, py: Python<'_>, batches: Vec<Bound<'_, PyAny>>) -> PyResult<Vec<Py<PyAny>>> {
         let (index, mut turns) = (slf.get().index(py)?, Turns::new(py));
         let mut found = Vec::with_capacity(batches.len());
@@ -304,8 +304,8 @@ impl NativeIndex {
         applied.into_iter().map(object).collect()
     }
 
-    /// Applies payloads of one stream, numbered from `first` on, with the GIL released. Returns the position and the result of each
-    /// payload that was not applied, or that has a report.
+    /// Applies payloads of one stream whose sequence numbers begin with `first`, with the GIL released. Returns the index and the result of
+    /// each payload that was not applied, or about which there is a report.
     fn _apply_run(
         slf: &Bound<'_, Self>,
         source: &str,
@@ -336,8 +336,9 @@ impl NativeIndex {
         odd.into_iter().map(object).collect()
     }
 
-    /// Compares a stream with the digest and the attestation of a heartbeat. `stated` is the rank that the batch has stated. Returns, for
-    /// the digest and the attestation, whether each agrees; None for a value that is not given, or if the stream is unknown.
+    /// Compares a stream with the digest and the attestation of a heartbeat. `stated` is the rank that the batch with the heartbeat states.
+    /// Returns whether the digest agrees, and whether the attestation agrees. Each is None if the value was not given or the stream is
+    /// unknown.
     fn _compare(
         &self,
         py: Python<'_>,
@@ -366,12 +367,13 @@ impl NativeIndex {
     /// Returns the length of the prefix of `tokens` that each worker holds.
     ///
     /// `tokens` are a list or tuple of integers, or a one-dimensional buffer of them (`array`, NumPy, memoryview); buffers of 32-bit
-    /// unsigned integers are the fastest. `namespace` limits the lookup. If `namespace` is not given, the lookup covers workers without a
-    /// model, and blocks without LoRA and salt. If `overlay`, prompts that were given to `speculate` count as held on the GPU. Raises
-    /// `TypeError` or `OverflowError` for invalid token ids.
+    /// unsigned integers are the fastest. `namespace` selects the model and the namespace of the lookup. Without `namespace`, the lookup
+    /// covers workers without a model, and blocks without LoRA and salt. If `overlay`, prompts that were passed to `speculate` count as
+    /// held on the GPU. Raises `TypeError` or `OverflowError` for invalid token ids.
     ///
     /// vLLM always recomputes the last token of a prompt: `match(tokens, max_tokens=len(tokens) - 1)` returns the prefix that vLLM will
-    /// find cached. No match is longer than `max_tokens`, but later tokens can affect a match if an engine looks ahead (EAGLE, MTP).
+    /// find cached. No match is longer than `max_tokens`. Later tokens can still affect a match, if the engine's hashes cover tokens after
+    /// their blocks (EAGLE, MTP).
     #[pyo3(name = "match", signature = (tokens, namespace=None, *, overlay=false, max_tokens=None))]
     fn match_(
         slf: &Bound<'_, Self>,
@@ -421,9 +423,9 @@ impl NativeIndex {
 
     /// Matches rolling keys as `block_keys` returns them: all keys of a prompt, from its first block on.
     ///
-    /// Blocks are looked up one after another, so no worker matches keys that begin in the middle of a prompt. Only the model of
-    /// `namespace` counts, since keys already include the LoRA and the salt. Raises `ValueError` if workers have different block sizes and
-    /// `block_size` is not given. Raises `TypeError` if `keys` is not a list or buffer of unsigned 64-bit numbers.
+    /// Blocks are looked up one after another, so keys from the middle of a prompt match nothing. Only the model of `namespace` matters,
+    /// since keys include the LoRA and the salt. Raises `ValueError` if workers have different block sizes and `block_size` is not given.
+    /// Raises `TypeError` if `keys` is not a list or buffer of unsigned 64-bit numbers.
     #[pyo3(signature = (keys, block_size=None, namespace=None))]
     fn match_keys(
         &self,
@@ -493,7 +495,7 @@ impl NativeIndex {
             .transpose()
     }
 
-    /// Returns a dictionary of the index's statistics that do not concern a single worker.
+    /// Returns a dictionary of the statistics about the whole index.
     fn _totals<'py>(slf: &Bound<'py, Self>, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (index, now) = (slf.get().index(py)?, Self::now(slf)?);
         let (overlay, (bytes, records), ended) = py.detach(|| (index.speculated(now), index.bytes(), index.ended()));
@@ -507,7 +509,7 @@ impl NativeIndex {
         Ok(totals)
     }
 
-    /// Returns the blocks of a stream at this moment; None if the stream is unknown.
+    /// Returns the present blocks of a stream; None if the stream is unknown.
     fn _blocks(&self, py: Python<'_>, source: &str, rank: i64) -> PyResult<Option<Listing>> {
         let index = self.undamaged(py)?;
         let found = py.detach(|| index.stream(source, rank).map(|_| index.blocks(source, rank)));
@@ -517,8 +519,8 @@ impl NativeIndex {
         }))
     }
 
-    /// Returns the key of a block by its hash in a stream. `stated` is the rank that the block's batch has stated. Returns None if the
-    /// stream does not hold the block.
+    /// Returns the key of the block that has a hash in a stream. `stated` is the rank that the batch with the block states. Returns None if
+    /// the stream does not hold the block.
     fn _key_of(&self, py: Python<'_>, source: &str, rank: i64, stated: Option<i64>, hash: u64) -> PyResult<Option<u64>> {
         let index = self.index(py)?;
         Ok(py.detach(|| index.key_of(source, rank, stated, hash)))
@@ -549,8 +551,8 @@ impl NativeIndex {
         Ok(())
     }
 
-    /// Writes a snapshot to a new file without the GIL. A thread that waits for the lock of a stream can hold the GIL, so the thread that
-    /// holds the lock must not wait for the GIL.
+    /// Writes a snapshot to a new file, without the GIL. Another thread can hold the GIL while it waits for the lock of a stream. So a
+    /// thread that has locked a stream must not wait for the GIL.
     fn _snapshot(&self, py: Python<'_>, path: PathBuf, workers: Option<Vec<(String, i64)>>) -> PyResult<()> {
         let index = self.undamaged(py)?;
         let write = || {
@@ -565,21 +567,21 @@ impl NativeIndex {
         Ok(py.detach(write)?)
     }
 
-    /// Restores a snapshot from the function `read`, which returns at most the requested number of bytes, and no bytes at the end.
+    /// Restores a snapshot. The function `read` returns at most the requested number of bytes, and no bytes at the end.
     fn _restore(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<()> {
         let index = self.index(py)?;
         py.detach(|| snapshot::restore(index, Pieces::new(read)))
             .map_err(snapshot_exception)
     }
 
-    /// Adds the contents of a snapshot from `read`, as in `_restore`. Returns the workers that were added.
+    /// Adds the contents of a snapshot; `read` is as for `_restore`. Returns the workers that were added.
     fn _absorb(&self, py: Python<'_>, read: Py<PyAny>) -> PyResult<Vec<(String, i64)>> {
         let index = self.undamaged(py)?;
         let workers = py.detach(|| index.absorb(Pieces::new(read))).map_err(snapshot_exception)?;
         Ok(workers.iter().map(|worker| (worker.source.clone(), worker.rank)).collect())
     }
 
-    /// Panics in the middle of a change, for tests.
+    /// Panics during a change, for tests.
     #[cfg(feature = "testing")]
     fn _break(&self, py: Python<'_>) -> PyResult<()> {
         let index = self.index(py)?;

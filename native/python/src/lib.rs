@@ -1,5 +1,5 @@
-//! `kvevents_native._native`, the Python bindings: conversions in both directions. Code that need not be fast is in `kvevents.index`,
-//! `kvevents.routing` and `kvevents.service`.
+//! `kvevents_native._native`, the Python bindings: they convert arguments and results. Code that need not be fast is in the Python modules
+//! `kvevents.index`, `kvevents.routing` and `kvevents.service`.
 #![cfg(feature = "python")]
 
 mod arguments;
@@ -34,7 +34,7 @@ use routing::{Loads, Scorer, Ties};
 use smg::SmgSubscription;
 use turns::Turns;
 
-/// Returns the local hashes of the complete blocks of a prompt or, if `chained`, the rolling keys of these blocks.
+/// Returns the local hashes of the complete blocks of a prompt; if `chained`, returns the rolling keys of these blocks.
 #[pyfunction]
 fn hashes<'py>(
     tokens: &Bound<'py, PyAny>,
@@ -65,7 +65,7 @@ fn hashes<'py>(
     listed(py, &found)
 }
 
-/// Converts the local hashes of all blocks of a prompt, from the root on, to rolling keys.
+/// Converts the local hashes of all blocks of a prompt to rolling keys.
 #[pyfunction]
 fn chained<'py>(hashes: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyList>> {
     let py = hashes.py();
@@ -83,8 +83,8 @@ fn listed<'py>(py: Python<'py>, hashes: &[u64]) -> PyResult<Bound<'py, PyList>> 
     Ok(list)
 }
 
-/// Returns three values for a payload with one store: the keys of the store's blocks, the salt's part of the seed, and, if keys are
-/// missing, the reason.
+/// For a payload with one store, returns the keys of the store's blocks, the part of the seed that the salt contributes, and the reason why
+/// keys are missing, if any are.
 #[pyfunction]
 fn stored_keys(
     py: Python<'_>,
@@ -96,14 +96,14 @@ fn stored_keys(
     Ok((found.keys, found.salt, found.unkeyed))
 }
 
-/// Returns the tier of a medium, whose name is compared without regard to case.
+/// Returns the tier of a medium, ignoring the case of its name.
 #[pyfunction]
 fn tier_of(medium: &str) -> String {
     placements::tier(medium)
 }
 
 /// Extracts the array of token ids with the key `name` from a JSON object. Returns the text with an empty array in its place, and the token
-/// ids as 32-bit numbers in native byte order. Returns None if the full JSON decoder must read the text.
+/// ids as 32-bit numbers in native byte order. Returns None if the text must be read by the full JSON decoder.
 #[pyfunction]
 fn lifted<'py>(py: Python<'py>, text: &Bound<'py, PyBytes>, name: &str) -> Option<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
     let bytes = text.as_bytes();

@@ -1,5 +1,5 @@
 //! Sends and receives many messages of three frames in one call, with the libzmq that pyzmq has loaded. One such call is faster than many
-//! calls of pyzmq, each of which takes longer than the calls of libzmq that it makes.
+//! calls of pyzmq, since a call of pyzmq takes longer than the calls of libzmq inside it.
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::mem::MaybeUninit;
@@ -9,7 +9,7 @@ use pyo3::exceptions::{PyOSError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// Major version of libzmq for which the declarations below are correct.
+/// Major version of libzmq for which the declarations in this module are correct.
 const MAJOR: c_int = 4;
 const DONTWAIT: c_int = 1;
 const SNDMORE: c_int = 2;
@@ -18,7 +18,7 @@ const FRAMES: usize = 3;
 /// Approximate maximum number of payload bytes that one call reads. Copying so many bytes takes less time than waiting for the GIL.
 const MOST_BYTES: usize = 1 << 20;
 
-/// `zmq_msg_t`, of which libzmq initialises only some bytes. The value can be moved, since libzmq copies messages byte by byte and does not
+/// A `zmq_msg_t`. libzmq initialises only some of its bytes. The value can be moved, since libzmq copies messages byte by byte and does not
 /// store their addresses.
 #[repr(C, align(8))]
 struct Message([MaybeUninit<u8>; 64]);
@@ -32,7 +32,7 @@ type Data = unsafe extern "C" fn(*mut Message) -> *mut c_void;
 type Size = unsafe extern "C" fn(*const Message) -> usize;
 type Errno = unsafe extern "C" fn() -> c_int;
 
-/// Calls libzmq for many messages at once. A socket is passed by its address, which is `Socket.underlying` in pyzmq.
+/// Calls libzmq for many messages at once. Python passes a socket by its address, which is `Socket.underlying` in pyzmq.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Libzmq {
     send: Send,
@@ -53,7 +53,7 @@ struct Socket(*mut c_void);
 // requires: the thread that owns the socket makes the call, and waits until the call ends.
 unsafe impl std::marker::Send for Socket {}
 
-/// A received frame, which is closed when it is dropped.
+/// A received frame. It is closed when it is dropped.
 struct Frame<'a> {
     library: &'a Libzmq,
     message: Message,
@@ -68,7 +68,7 @@ impl Drop for Frame<'_> {
 
 impl Frame<'_> {
     fn bytes(&mut self) -> &[u8] {
-        // SAFETY: the message was initialised, and its data stay in place as long as the message does.
+        // SAFETY: the message was initialised, and its data stay at their address as long as the message exists.
         unsafe {
             let size = (self.library.size)(&self.message);
             match NonNull::new((self.library.data)(&mut self.message)) {
@@ -85,12 +85,12 @@ impl Frame<'_> {
     }
 }
 
-/// The reason why a message was not received completely.
+/// Why a message was not received completely.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Ended {
     /// No message is waiting.
     Nothing,
-    /// An error that is raised as an exception.
+    /// An error, which becomes a Python exception.
     Refused,
 }
 
@@ -149,7 +149,7 @@ type Received<'py> = (Frames<'py>, Vec<Frames<'py>>, bool);
 
 #[pymethods]
 impl Libzmq {
-    /// Uses the libzmq that the loaded file `module` is linked to. Raises `OSError` if its functions are not found.
+    /// Uses the libzmq to which the loaded file `module` is linked. Raises `OSError` if the file does not export its functions.
     #[new]
     fn new(module: &str) -> PyResult<Self> {
         let path = CString::new(module)?;
@@ -165,7 +165,7 @@ impl Libzmq {
                 .ok_or_else(|| PyOSError::new_err(format!("{module} does not export {}", name.to_string_lossy())))
         };
         let version = find(c"zmq_version")?;
-        // SAFETY: these are the declarations of zmq.h, which are the same in all releases of this major version.
+        // SAFETY: the types are those of zmq.h, which are the same in all releases of this major version.
         unsafe {
             let version = std::mem::transmute::<Found, Version>(version);
             let (mut major, mut minor, mut patch) = (0, 0, 0);
@@ -188,7 +188,8 @@ impl Libzmq {
         }
     }
 
-    /// Sends messages of topic, sequence number and payload, up to the first frame that libzmq refuses. Returns the number of sent frames.
+    /// Sends each batch as a message of topic, sequence number and payload, up to the first frame that libzmq refuses. Returns the number
+    /// of sent frames.
     fn send(&self, py: Python<'_>, socket: usize, topic: &[u8], batches: Vec<(u64, Bound<'_, PyBytes>)>) -> PyResult<usize> {
         let socket = open(socket)?;
         let messages: Vec<(u64, &[u8])> = batches
@@ -198,10 +199,11 @@ impl Libzmq {
         Ok(py.detach(move || self.put_all(socket, topic, &messages)))
     }
 
-    /// Receives waiting messages, at most `limit` and about 1 MiB, without blocking.
+    /// Receives waiting messages without blocking: at most `limit` messages, and about 1 MiB.
     ///
-    /// Returns three values: the payloads of batches with this topic that are numbered from `first` on, at most `due` and up to the first
-    /// other message; the frames of that message and of all later messages; and whether the socket has no further message.
+    /// Returns three values. The first is the payloads of the leading messages that are batches with this topic, numbered from `first` on,
+    /// at most `due` of them. The second is the frames of all further messages. The third is whether no message waits at the socket any
+    /// more.
     fn receive<'py>(
         &self,
         py: Python<'py>,
@@ -233,7 +235,7 @@ impl Libzmq {
     }
 }
 
-/// Returns the payload if the frames are a batch with this topic and sequence number.
+/// If the frames are a batch with this topic and sequence number, returns its payload.
 fn batch<'a>(frames: &'a mut [Frame<'_>], topic: &[u8], number: u64) -> Option<&'a [u8]> {
     let [sender, numbered, payload] = frames else {
         return None;

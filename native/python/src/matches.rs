@@ -43,15 +43,16 @@ impl WorkerMatch {
         self.worker.rank
     }
 
-    /// Length in tokens of the prefix that the worker holds, over all tiers.
+    /// Number of tokens of the prefix that the worker holds, over all tiers.
     #[getter]
     fn tokens(&self) -> u32 {
         self.tokens[LEVELS - 1]
     }
 
-    /// Length in tokens of the prefix that the worker certainly holds, over all tiers: less than `tokens` if some blocks might be gone.
+    /// Number of tokens of the prefix that the worker certainly holds, over all tiers. It is less than `tokens` if some blocks might be
+    /// gone.
     ///
-    /// Such a block was announced more often than it was removed, and several of the announcements might mean the same copy.
+    /// A block might be gone if it was announced more often than it was removed, since several announcements might mean one copy.
     #[getter]
     fn certain(&self) -> u32 {
         self.certain[LEVELS - 1]
@@ -59,14 +60,14 @@ impl WorkerMatch {
 
     /// Whether the worker certainly holds all tokens of this match, on each tier.
     ///
-    /// If it does not, `tokens` is an upper bound, or 0 if no bound is known. No bound is known for models without full attention, or with
-    /// full attention of several block sizes, as long as their hash scheme is unknown.
+    /// If it does not, `tokens` is an upper bound, or 0 if no bound is known. As long as the scheme by which the engine computes hashes is
+    /// unknown, no bound is known in two cases: without full attention, and with several block sizes of full attention.
     #[getter]
     fn is_certain(&self) -> bool {
         self.is_certain
     }
 
-    /// Length of the prefix in tokens by tier, cumulative: the prefix for `cpu` can begin on the GPU and continue in host memory.
+    /// Number of tokens of the prefix by tier, cumulative: the prefix for `cpu` can begin on the GPU and continue in host memory.
     #[getter]
     fn tiers<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let tiers = PyDict::new(py);
@@ -119,8 +120,8 @@ impl Match {
         Ok(PyList::new(py, items)?.try_iter()?.into_any())
     }
 
-    /// The match of the worker with the longest prefix. Among equal matches, it is the match with most tokens on the fastest tiers. None if
-    /// no worker matches.
+    /// The match with the longest prefix. Of equally long matches, it is the one with most tokens on the fastest tiers. None if no worker
+    /// matches.
     #[getter]
     fn best(&self) -> Option<WorkerMatch> {
         let rank = |hit: &&Hit| (hit.tokens[3], hit.tokens[0], hit.tokens[1], hit.tokens[2]);
@@ -128,7 +129,7 @@ impl Match {
         best.map(|hit| WorkerMatch::new(&self.found, hit))
     }
 
-    /// The match of one worker; None if the worker holds nothing.
+    /// The match of one worker; None if the worker holds no block of the prompt.
     #[pyo3(signature = (source, rank=0))]
     fn get(&self, source: &str, rank: i64) -> Option<WorkerMatch> {
         let same = |hit: &&Hit| {
@@ -139,8 +140,8 @@ impl Match {
         found.map(|hit| WorkerMatch::new(&self.found, hit))
     }
 
-    /// Returns `(source, rank, gpu, cpu, disk, tokens, certain, is_certain)` for each worker, without creating match objects. The tiers are
-    /// cumulative.
+    /// Returns `(source, rank, gpu, cpu, disk, tokens, certain, is_certain)` for each worker, without creating match objects. The numbers
+    /// of the tiers are cumulative.
     fn rows<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let rows = PyList::empty(py);
         for hit in &self.found.hits {

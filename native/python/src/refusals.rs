@@ -1,4 +1,4 @@
-//! Exceptions, of classes that are defined in Python, for calls that cannot be answered.
+//! Creates the exceptions of calls that cannot be answered; their classes are defined in Python.
 
 use pyo3::prelude::*;
 
@@ -7,14 +7,14 @@ fn exception(py: Python<'_>, name: &str, text: &str) -> PyErr {
     raised().map_or_else(|error| error, PyErr::from_value)
 }
 
-/// The exception for an index that a panic has damaged.
+/// The exception of an index that a panic has damaged.
 pub(super) fn damaged(py: Python<'_>) -> PyErr {
     let text = "the index is damaged: an error of kvevents left it half changed, so its answers may be wrong; restore a snapshot, or begin \
                 with an empty index";
     exception(py, "DamagedIndexError", text)
 }
 
-/// The exception for an object that belongs to the parent of a forked process.
+/// The exception of an object that belongs to the parent of a forked process.
 pub(super) fn of_parent(py: Python<'_>) -> PyErr {
     let text = "this belongs to the process that made it, of which this one is a fork: threads that exist only there may have been \
                 changing it; make another one here";

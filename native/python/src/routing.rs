@@ -1,4 +1,4 @@
-//! The scores by which `kvevents.routing` and `/v1/select` choose.
+//! The scores by which `kvevents.routing` and `/v1/select` choose a worker.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use pyo3::types::{PyDict, PyList, PyString};
 use kvevents_routing::score::{self, Candidate, LoadWeights, TierWeights};
 use kvevents_routing::{MAX_TURNS, Tie};
 
-/// Computes scores of workers from weights of tiers and loads.
+/// Computes the scores of workers, with given weights of tiers and loads.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Scorer {
     tiers: Vec<Py<PyString>>,
@@ -21,7 +21,7 @@ pub(super) struct Scorer {
     uncertain_weight: f64,
 }
 
-/// The score, uncached share and load of a worker, and whether the worker is hot.
+/// Score, uncached share and load of a worker, and whether the worker is hot.
 type Plain = (f64, f64, f64, bool);
 
 #[pymethods]
@@ -55,11 +55,11 @@ impl Scorer {
 
     /// Returns the scores of workers for a prompt of `length` tokens, and the positions of the workers with the best score.
     ///
-    /// For each worker, `tokens` has the length of the prefix over all tiers, `certain` has the length of the certain part of that prefix,
-    /// and `tiers` has the length on each tier including faster tiers. `believed` has the weight of the worker's trust, from 0 to 1.
-    /// `inexact` has the tiers whose tokens might all be gone, by the position of the worker.
+    /// For each worker, `tokens` is the length of its prefix over all tiers, `certain` is the certain part of this length, and `tiers` is
+    /// the length on each tier, faster tiers included. `believed` is the weight of each worker's trust, from 0 to 1. By the position of a
+    /// worker, `inexact` has the tiers whose tokens might all be gone.
     #[pyo3(signature = (length, tokens, certain, tiers, believed, work, requests, inexact=HashMap::new()))]
-    // Python builds one list per argument, with a value for each worker, faster than it builds one object per worker.
+    // Python creates one list for each argument, with a value for each worker, faster than one object for each worker.
     #[allow(clippy::too_many_arguments)]
     fn weigh(
         &self,
@@ -107,7 +107,7 @@ impl Scorer {
 }
 
 impl Scorer {
-    /// Returns the weights of tiers, multiplied by `uncertain_weight` for the tiers in `names`, and by `believed` for the other tiers.
+    /// Returns the weights of the tiers: multiplied by `uncertain_weight` for the tiers in `names`, and by `believed` for all others.
     fn trusted_weights(&self, py: Python<'_>, believed: f64, names: &[String]) -> PyResult<TierWeights> {
         let known: Vec<String> = self.tiers.iter().map(|name| name.extract(py)).collect::<PyResult<_>>()?;
         let factor = |at: usize| {
@@ -134,14 +134,14 @@ impl Scorer {
     }
 }
 
-/// Positions of the workers with the smallest distance.
+/// Returns the positions of the workers with the smallest distance.
 #[pyfunction]
 pub(super) fn nearest(distances: Vec<u8>) -> Vec<usize> {
     score::nearest(&distances)
 }
 
-/// Chooses among equally good workers in rotation. Any thread can call it. No thread waits for its lock, since each holds the GIL while it
-/// has the lock.
+/// Chooses one of several equally good workers, in rotation. Any thread can call its methods. No thread waits for the lock, since each
+/// thread holds the GIL while it has the lock.
 #[pyclass(frozen, module = "kvevents.routing")]
 pub(super) struct Ties {
     pub(super) ties: kvevents_routing::Ties,
@@ -149,7 +149,7 @@ pub(super) struct Ties {
 
 #[pymethods]
 impl Ties {
-    /// `random` is a `random.Random`, which determines the first position and random choices.
+    /// `random` is a `random.Random`, from which the first position and random choices are drawn.
     #[new]
     #[pyo3(signature = (random, max_workers=MAX_TURNS))]
     fn new(random: &Bound<'_, PyAny>, max_workers: usize) -> PyResult<Self> {
@@ -164,7 +164,7 @@ impl Ties {
         })
     }
 
-    /// Returns the position of the chosen worker; `how` is `rotate`, `random` or `first`.
+    /// Returns the position of the chosen worker. `how` is `rotate`, `random` or `first`.
     fn pick(&self, how: &str, equal: &Bound<'_, PyList>) -> PyResult<usize> {
         let how = match how {
             "rotate" => Tie::Rotate,
@@ -176,7 +176,7 @@ impl Ties {
         Ok(self.ties.pick(how, &keys))
     }
 
-    /// Records that a worker was chosen, so that it becomes the last worker in the rotation.
+    /// Records that a worker was chosen, so that it is the last one in the rotation.
     fn took(&self, worker: &Bound<'_, PyAny>) -> PyResult<()> {
         self.ties.took(key(worker)?);
         Ok(())
@@ -189,13 +189,13 @@ impl Ties {
     }
 }
 
-/// The key by which a worker is stored: the worker's hash, since clients can choose names of any length.
+/// The key by which a worker is stored. It is a hash, since clients can choose names of any length.
 fn key(worker: &Bound<'_, PyAny>) -> PyResult<u64> {
     Ok(worker.hash()? as u64)
 }
 
-/// The work of workers: the requests that their engines report, reservations and selections. Any thread can call it. Each method releases
-/// the GIL, since native threads hold the lock of this object too.
+/// The work of workers: the requests that their engines report, the reservations and the selections. Any thread can call its methods. Each
+/// method releases the GIL, since native threads also take the lock of this object.
 #[pyclass(frozen, module = "kvevents_native._native")]
 pub(super) struct Loads {
     pub(super) loads: Arc<kvevents_routing::Loads>,
@@ -203,7 +203,7 @@ pub(super) struct Loads {
 
 #[pymethods]
 impl Loads {
-    /// Readings older than `max_age` seconds do not count. At most `max_reservations` reservations can be open.
+    /// A reading older than `max_age` seconds does not count. At most `max_reservations` reservations can be open.
     #[new]
     #[pyo3(signature = (max_age, max_reservations=65_536))]
     fn new(max_age: f64, max_reservations: usize) -> PyResult<Self> {
@@ -219,7 +219,7 @@ impl Loads {
         Ok(())
     }
 
-    /// Adds a worker, which begins with the mean reservations of its peers.
+    /// Adds a worker. Its numbers of requests and choices begin with the means of its `peers`.
     fn join(&self, py: Python<'_>, source: &str, rank: i64, peers: Vec<(String, i64)>) {
         py.detach(|| self.loads.join(source, rank, &peers));
     }
@@ -229,8 +229,8 @@ impl Loads {
         py.detach(|| self.loads.remove(source, rank));
     }
 
-    /// The number of requests of a worker: the reported number, corrected by requests that have begun and ended after the report. None if
-    /// there is no recent report.
+    /// The number of requests of a worker: the reported number, corrected by requests that began or ended after the report. None without a
+    /// recent report.
     fn requests(&self, py: Python<'_>, source: &str, rank: i64) -> Option<f64> {
         py.detach(|| self.loads.requests(source, rank))
     }

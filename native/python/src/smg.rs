@@ -1,4 +1,4 @@
-//! The class of `kvevents.subscriber.smg_connection`.
+//! The native class of `kvevents.subscriber.smg_connection`.
 
 use std::os::unix::net::UnixStream;
 
@@ -10,9 +10,9 @@ use kvevents_smg::{Arrival, Subscription};
 
 use super::data_plane::copied;
 
-/// The number that stands for the beginning of a call in the result of `take`.
+/// The number that represents the beginning of a call in the result of `take`.
 const CONNECTED: i64 = -1;
-/// The number that stands for the end of a call in the result of `take`.
+/// The number that represents the end of a call in the result of `take`.
 const DISCONNECTED: i64 = -2;
 
 /// A subscription to the KV cache events of a worker of SMG.
@@ -32,8 +32,8 @@ impl SmgSubscription {
         Ok(Self { subscription })
     }
 
-    /// Returns up to `limit` arrivals as pairs of a number and bytes. For a batch, the pair is the batch's sequence number and payload. The
-    /// number is -1 if a call has begun; it is -2, with the reason as bytes, if a call has ended.
+    /// Returns up to `limit` arrivals, each as a pair of a number and bytes. The pair of a batch is its sequence number and its payload.
+    /// The number is -1 if a call has begun. If a call has ended, the number is -2 and the bytes are the reason.
     fn take<'py>(&self, py: Python<'py>, limit: usize) -> Vec<(i64, Bound<'py, PyBytes>)> {
         let arrivals = py.detach(|| self.subscription.take(limit));
         let pairs = arrivals.into_iter().map(|arrival| match arrival {
@@ -44,7 +44,7 @@ impl SmgSubscription {
         pairs.collect()
     }
 
-    /// Ends the call and begins a new call, in which the worker sends everything again.
+    /// Ends the call and begins another one, in which the worker sends all batches again.
     fn restart(&self, py: Python<'_>) {
         py.detach(|| self.subscription.restart());
     }

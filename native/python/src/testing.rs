@@ -1,5 +1,5 @@
-//! Functions for tests; no wheel contains this module. They return counters, and the events that the scanner or the tolerant decoder reads;
-//! tests compare these with the events that Python's decoder reads.
+//! Functions for tests; wheels do not contain this module. They return counters, and the events that the scanner or the tolerant decoder
+//! reads. Tests compare these events with those that Python's decoder reads.
 
 use std::sync::atomic::Ordering;
 
@@ -14,13 +14,13 @@ use kvevents_index::testing::{Described, OwnedExtra, OwnedId, describe, describe
 use kvevents_index::wire::decode::{self, BlockRemoved, BlockStored, Event, Hashes, Token, Value};
 use kvevents_index::wire::scan::{self, Kind, Schema};
 
-/// Returns how many times calls that work with Python objects have let other Python threads run and have checked for signals.
+/// Returns the number of times that calls have released the GIL and have checked for signals, during work with Python objects.
 #[pyfunction]
 pub(super) fn turns() -> usize {
     super::turns::TURNS.load(Ordering::Relaxed)
 }
 
-/// Returns the events of a payload as the scanner reads them; None if the scanner refuses the payload.
+/// Returns the events that the scanner reads from a payload; None if the scanner refuses the payload.
 #[pyfunction]
 pub(super) fn scanned<'py>(
     py: Python<'py>,
@@ -97,9 +97,9 @@ fn extra_of<'py>(py: Python<'py>, extra: &OwnedExtra) -> PyResult<Bound<'py, PyA
     })
 }
 
-/// The reason, detail, position, first bytes and count of a rejection.
+/// Reason, detail, position, first bytes and count of a rejection.
 type Rejected<'py> = (&'static str, String, Option<usize>, Bound<'py, PyBytes>, usize);
-/// The timestamp, rank, events and rejections of a batch, and the events as a payload for an index.
+/// Timestamp, rank, events and rejections of a batch, and the events as a payload for an index.
 type Decoded<'py> = (
     f64,
     Option<i128>,
@@ -248,7 +248,7 @@ fn value_of<'py>(py: Python<'py>, value: &Value) -> PyResult<Bound<'py, PyAny>> 
     })
 }
 
-/// Returns the choice of `/v1/select` among given candidates. The question and the answer are msgpack.
+/// Returns the choice of `/v1/select` among the candidates in `question`. The question and the answer are msgpack.
 #[pyfunction]
 pub(super) fn select<'py>(
     py: Python<'py>,

@@ -1,13 +1,13 @@
-//! Support for long calls: they release the GIL at intervals, and check for signals.
+//! Helpers of long calls: they release the GIL at intervals, and check for signals.
 
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 
-/// Interval at which a call that runs without the GIL checks for signals.
+/// Interval at which a call without the GIL checks for signals.
 const SIGNALS: Duration = Duration::from_millis(50);
 
-/// Checks at intervals, in a call without the GIL, whether a signal such as an interrupt is pending.
+/// Checks at intervals, during a call without the GIL, whether a signal such as an interrupt is pending.
 pub(super) struct Signals(Instant);
 
 impl Signals {
@@ -24,7 +24,7 @@ impl Signals {
     }
 }
 
-/// Amount of work with Python objects between two releases of the GIL; the unit is the work of reading or creating one integer. The amount
+/// Amount of work with Python objects before the GIL is released. The unit is the work of reading or creating one integer. This amount
 /// takes about 2 ms.
 const WORK_PER_TURN: usize = 1 << 16;
 
@@ -32,7 +32,7 @@ const WORK_PER_TURN: usize = 1 << 16;
 #[cfg(feature = "testing")]
 pub(super) static TURNS: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
 
-/// Counts work that is done with the GIL, and releases the GIL at intervals.
+/// Counts work with the GIL, and releases the GIL at intervals.
 pub(super) struct Turns<'py> {
     py: Python<'py>,
     left: usize,
@@ -44,8 +44,8 @@ impl<'py> Turns<'py> {
         Self { py, left }
     }
 
-    /// Counts work, and releases the GIL when enough work was done: other threads can then change state that the GIL protects. Raises the
-    /// exception of a signal handler.
+    /// Counts work. After enough work, releases the GIL, so that other threads can change data that the GIL protects. Raises the exception
+    /// of a signal handler, if there is one.
     #[inline]
     pub(super) fn spend(&mut self, work: usize) -> PyResult<()> {
         if self.left > work {

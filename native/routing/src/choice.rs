@@ -1,23 +1,23 @@
 //! Selection of the worker for a prompt.
 //!
-//! Theory of operation. Candidates without a connection are left out as long as another candidate has one: a worker that is STALE, or whose
-//! address nothing listens at, gets a prompt only if no other worker can take the prompt. Each remaining candidate has the score that
-//! `prefix-aware` computes (`score`): the share of the prompt that it must compute, 0 to 1, plus a load term for its requests. A request
-//! counts as `REQUEST_TOKENS` tokens of work. So a cached prefix saves as much as it would cost to compute, and a short or shared prefix
-//! does not outweigh a queue. Of candidates with equal scores, the candidate that computes less is chosen, since avoided work helps all
-//! requests. Candidates for which both values are equal are chosen in rotation. Each process begins the rotation at a random place, so that
-//! many routers do not send to one worker at once.
+//! Theory of operation. Candidates without a connection are left out if another candidate has one. So a worker that is STALE, or whose
+//! address does not accept connections, gets a prompt only if no other worker can take it. The score of each remaining candidate is the one
+//! that `prefix-aware` computes (`score`): the share of the prompt that the candidate must compute, from 0 to 1, plus a load term for its
+//! requests. In the load term, a request counts as `REQUEST_TOKENS` tokens of work. So a cached prefix saves as much as its computation
+//! would cost, and a short or shared prefix does not outweigh a queue. Of candidates with equal scores, the one that computes least is
+//! chosen, since avoided work helps all requests. Candidates that are equal in both values are chosen in rotation. The rotation of each
+//! process begins at a random position, so that many routers do not send to one worker at the same time.
 //!
-//! *Loads* are requests in flight: the loads in the request, if it has any. If the request has none, they are the numbers of requests that
-//!   engines report, corrected by requests that were sent and finished after the report (`loads`). A candidate without a recent report then
-//!   gets the mean of the other candidates, so that it neither attracts nor loses prompts. If no engine reports, the reservations and the
-//!   recent selections of this process count. A reservation before its first token counts as the tokens that its worker must compute.
+//! *Loads* are the numbers of requests in flight. If the request states loads, they count. Otherwise the numbers that engines report count,
+//! corrected by requests that were sent or finished after the report (`loads`). A candidate without a recent report then has the mean load
+//! of the other candidates, so that it neither attracts nor repels prompts. If no engine reports, the reservations and the recent
+//! selections of this process count. A reservation without a first token counts as the tokens that its worker must compute.
 //!
-//! *Sessions*: each session has its own worker, which is the same in all processes. The score of this worker is a little lower, so that
-//!   turns of a conversation stay together if other terms of the score are about equal.
+//! *Sessions*: each session has its own worker, which is the same in all processes. The score of this worker is a little lower. So the
+//! turns of a conversation stay together if the other terms of the scores are about equal.
 //!
-//! *Tiers without removals*: for some tiers, engines announce no removals. An EXACT worker's blocks on these tiers have the weight of
-//!   DEGRADED, and its other blocks have the weight of EXACT.
+//! *Tiers without removals*: for some tiers, engines announce no removals. On these tiers, the blocks of an EXACT worker have the weight of
+//! DEGRADED; on all other tiers, they have the weight of EXACT.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -46,11 +46,11 @@ pub enum Tier {
     Cpu,
     /// Disks and remote stores.
     Disk,
-    /// All tiers with an unknown medium; these tiers have the lowest weight.
+    /// All tiers whose medium is unknown; they have the lowest weight.
     Other,
 }
 
-/// Weights of cached tokens, trust states and loads.
+/// The weights of cached tokens, trust states and loads in a score.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Terms {
     tiers: Weights<Tier>,
@@ -60,7 +60,7 @@ pub struct Terms {
 }
 
 impl Terms {
-    /// Returns these terms merged with the weights of a request; the request's weights take precedence.
+    /// Returns these weights, replaced by those that a request states.
     pub fn updated(
         &self,
         tiers: &Weights<Tier>,
@@ -83,23 +83,23 @@ impl Terms {
     }
 }
 
-/// Number that is added to each candidate's requests before they are compared with the mean. If nothing were added, one request in an idle
-/// fleet would be many times the mean, and outweigh a long cached prefix; docs/adr/0008-prefix-aware-score.md has figures.
+/// Number that is added to the requests of each candidate before they are compared with the mean. Without this number, one request in an
+/// idle fleet would be many times the mean, and outweigh a long cached prefix (figures: docs/adr/0008-prefix-aware-score.md).
 const BASE_REQUESTS: f64 = 4.0;
 
-/// Number of tokens of work that a request counts as, as in `kvevents.routing.policies`.
+/// Number of tokens of work as which a request counts, as in `kvevents.routing.policies`.
 const REQUEST_TOKENS: f64 = 256.0;
 
-/// Discount in the score of a session's own worker: another worker is chosen if it saves more than a tenth of the prompt.
+/// Reduction of the score of a session's own worker: another worker is chosen if it saves more than a tenth of the prompt.
 const SESSION_BONUS: f64 = 0.1;
 
-/// Maximum load: a larger load counts as this load, so that no product is infinite.
+/// Maximum load. A larger load counts as this number, so that no product is infinite.
 const MAX_REQUESTS: f64 = 1e12;
 
-/// Number of requests up to which a candidate's cache counts, unless the candidate was chosen too often in the last minute.
+/// Number of requests up to which a candidate's cache counts in any case, unless the candidate was chosen too often in the last minute.
 const GUARD_REQUESTS: f64 = 8.0;
 
-/// Number of tokens by tier; None for a worker that the index did not find.
+/// Number of cached tokens by tier; None for a worker that the index does not know.
 #[derive(Clone, Copy, Debug)]
 pub struct Tiers(pub Option<[u32; 3]>);
 
@@ -117,14 +117,14 @@ impl Serialize for Tiers {
 /// Labels of a worker, by name.
 pub type Labels = BTreeMap<String, String>;
 
-/// The trust of one worker.
+/// The trust in one worker.
 #[derive(Debug, serde::Serialize)]
 pub struct WorkerTrust<'a> {
-    /// Name of the instance.
+    /// Name of the worker's instance.
     pub instance: &'a str,
     /// Rank of the worker.
     pub rank: i64,
-    /// The URL at which the instance takes requests, if the URL is known.
+    /// The URL at which the instance takes requests; None if it is not known.
     pub url: Option<&'a str>,
     /// Labels of the instance.
     pub labels: &'a Labels,
@@ -136,7 +136,7 @@ pub struct WorkerTrust<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LoadFrom {
-    /// Without any.
+    /// No loads are known.
     None,
     /// The request has stated the loads.
     Request,
@@ -146,14 +146,14 @@ pub enum LoadFrom {
     Selections,
 }
 
-/// Why a candidate has its score.
+/// A candidate, and the terms of its score.
 #[derive(Debug, serde::Serialize)]
 pub struct Considered<'a> {
     /// Name of the instance.
     pub instance: &'a str,
     /// Rank of the worker.
     pub rank: i64,
-    /// The URL at which the instance takes requests, if the URL is known.
+    /// The URL at which the instance takes requests; None if it is not known.
     pub url: Option<&'a str>,
     /// Labels of the instance.
     pub labels: &'a Labels,
@@ -161,50 +161,50 @@ pub struct Considered<'a> {
     pub score: f64,
     /// The share of the prompt that the candidate would compute.
     pub uncached: f64,
-    /// The part of the score that the candidate's requests add.
+    /// The load term of the score.
     pub load: f64,
     /// Whether the candidate's cache did not count because the candidate had too many requests.
     pub hot: bool,
-    /// Whether the candidate is the session's own worker, whose score is lower by a constant.
+    /// Whether the candidate is the session's own worker, whose score is reduced.
     pub session: bool,
     /// Number of tokens of the prompt that the candidate holds, over all tiers.
     pub tokens: u32,
-    /// Number of tokens of the match, by tier.
+    /// Number of tokens of the prompt that the candidate holds, by tier.
     pub tiers: Tiers,
     /// The trust in these tokens.
     pub trust: &'a Trust,
-    /// Tiers that the state of the candidate's stream does not cover.
+    /// Tiers to which the state EXACT of the candidate's stream does not apply, since the engine announces no removals from them.
     pub inexact_tiers: &'a [String],
     /// The number of requests that counted as the candidate's load; None if the mean of the other candidates counted.
     pub requests: Option<f64>,
 }
 
-/// `/v1/select`.
+/// The answer of `/v1/select`.
 #[derive(Debug, serde::Serialize)]
 pub struct Selected<'a> {
     /// Name of the instance.
     pub instance: &'a str,
     /// Rank of the worker.
     pub rank: i64,
-    /// The URL at which the instance takes requests, if the URL is known.
+    /// The URL at which the instance takes requests; None if it is not known.
     pub url: Option<&'a str>,
     /// Labels of the instance.
     pub labels: &'a Labels,
-    /// Whether the worker can be reached. If it cannot, no candidate can be reached, and nothing is reserved.
+    /// Whether the worker can be reached. If false, no candidate can be reached, and nothing is reserved.
     pub usable: bool,
     /// The score, the smaller the better.
     pub score: f64,
     /// The trust in the blocks of the prompt that the worker holds.
     pub trust: &'a Trust,
-    /// A sentence about the choice.
+    /// A sentence that explains the choice.
     pub why: String,
     /// The source of the loads.
     pub load_from: LoadFrom,
     /// The reservation, if the request asked for one.
     pub reservation: Option<Reservation>,
-    /// All candidates with a connection, the chosen one first, if the request asks for an explanation.
+    /// If the request asks for an explanation: all candidates with a connection, the chosen one first.
     pub considered: Option<Vec<Considered<'a>>>,
-    /// The candidates that were left out, if the request asks for an explanation.
+    /// If the request asks for an explanation: the candidates that were left out.
     pub unreachable: Option<Vec<WorkerTrust<'a>>>,
 }
 
@@ -217,42 +217,42 @@ pub struct Contender<'a> {
     pub rank: i64,
     /// The URL at which the instance takes requests, if the URL is known.
     pub url: Option<&'a str>,
-    /// Labels of the instance.
+    /// The URL at which the instance takes requests; None if it is not known.
     pub labels: &'a Labels,
-    /// Source name of the worker; None for a worker that is not followed.
+    /// Source of the worker in the index; None for a worker that the service does not follow.
     pub source: Option<&'a str>,
-    /// The load in the request.
+    /// The load that the request states.
     pub load: Option<f64>,
     /// Tiers from which the engine announces no removals.
     pub stores_only: &'a [String],
-    /// The trust in the blocks of the prompt that the worker holds, for the answer.
+    /// The trust in the worker's blocks of the prompt, as the answer states it.
     pub trust: &'a Trust,
-    /// The state of the worker's stream, which does not depend on whether some of these blocks might be gone.
+    /// The state of the worker's stream, even if some of these blocks might be gone.
     pub state: TrustState,
-    /// How far the worker is from taking requests: 0 if it has a connection, a larger number if it has none.
+    /// The distance of the worker from taking requests: 0 with a connection, larger without one.
     pub distance: u8,
-    /// Length of the match of the prompt over all tiers.
+    /// Number of tokens of the prompt that the worker holds, over all tiers.
     pub tokens: u32,
-    /// Number of tokens of the match that the worker certainly holds.
+    /// Number of these tokens that the worker certainly holds.
     pub certain: u32,
-    /// Length of the match of the prompt by tier.
+    /// Number of tokens of the prompt that the worker holds, by tier.
     pub tiers: Tiers,
 }
 
 impl<'a> Contender<'a> {
-    /// Tiers that the state of the candidate's stream does not cover.
+    /// Tiers to which the state EXACT of the candidate's stream does not apply; empty in any other state.
     fn inexact_tiers(&self) -> &'a [String] {
         match self.state {
             TrustState::Exact => self.stores_only,
-            _ => &[], // no part of the match is exact
+            _ => &[], // no tier is exact
         }
     }
 }
 
-/// The known numbers of requests, in the order of the candidates.
+/// The known numbers of requests, by the position of the candidate.
 struct Known {
     from: LoadFrom,
-    /// Number of requests of each candidate; None if the number is unknown; then the mean of the other candidates counts.
+    /// Returns the number of requests of each candidate. If it is None, the mean of the other candidates counts.
     requests: Vec<Option<f64>>,
 }
 
@@ -293,14 +293,14 @@ impl Known {
         }
     }
 
-    /// The number of requests that counts for each candidate.
+    /// Returns the number of requests that counts for each candidate.
     fn counted(&self) -> Vec<f64> {
         let known: Vec<f64> = self.requests.iter().flatten().copied().collect();
         let mean = known.iter().sum::<f64>() / known.len().max(1) as f64;
         self.requests.iter().map(|requests| requests.unwrap_or(mean)).collect()
     }
 
-    /// The work, in tokens, of a candidate with `requests` requests.
+    /// Returns the work, in tokens, of a candidate with `requests` requests.
     fn work(&self, one: &Contender<'_>, requests: f64, state: &State) -> f64 {
         let work = one.source.and_then(|source| state.of(source, one.rank));
         match work.filter(|_| self.from != LoadFrom::Request) {
@@ -313,19 +313,19 @@ impl Known {
 /// The inputs of a choice besides the candidates.
 #[derive(Debug)]
 pub struct Question<'a> {
-    /// Tenant, group and model, which distinguish workers of equal names.
+    /// Tenant, group and model, which distinguish workers that have the same name.
     pub scope: [&'a str; 3],
-    /// Length of the prompt.
+    /// Number of tokens of the prompt.
     pub prompt_tokens: usize,
-    /// The rule that resolves a tie.
+    /// The rule by which one of several equal candidates is chosen.
     pub tie: Tie,
-    /// Whether the answer must list the other candidates.
+    /// Whether the answer must list all candidates.
     pub explain: bool,
-    /// Whether the engine will compute the whole prompt, including the cached part.
+    /// Whether the engine will compute the whole prompt, cached tokens included.
     pub ignores_cache: bool,
-    /// The conversation that the prompt belongs to.
+    /// The session to which the prompt belongs.
     pub session: Option<&'a str>,
-    /// The reservation to make.
+    /// The requested reservation.
     pub reserve: Option<Wanted<'a>>,
 }
 
@@ -334,7 +334,7 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: 
     if question.ignores_cache {
         return 0.0;
     }
-    // The position in `TIERS`; `Tier::Other` has the position after the end of `TIERS`.
+    // The position in `TIERS`; that of `Tier::Other` is the end of `TIERS`.
     let tier = |at: usize| terms.tiers.0[at].0 as usize;
     let held = one.tiers.0.unwrap_or_default();
     let reach = |at: usize| held.get(tier(at)).map_or(0, |tokens| (*tokens).into());
@@ -351,23 +351,24 @@ fn credit(one: &Contender<'_>, question: &Question<'_>, terms: &Terms, weights: 
     (weights.multiplied(factor, if has_other { uncertain_weight } else { believed })).saved(tokens, whole, reach)
 }
 
-/// Returns the factor by which a candidate's requests must exceed the mean of the other candidates for its cache not to count.
+/// Returns the factor for the load guard: the cache of a candidate does not count if its requests exceed the mean of the other candidates
+/// by more than this factor.
 ///
-/// The factor is 1.25 if caches save up to three quarters of the prompt: with a factor of 2, the busiest of 16 engines had 1.8 times the
-/// mean requests while one system prompt spread. The factor increases if the best cache saves more, since such prompts, for example of
+/// The factor is 1.25 if caches save at most three quarters of the prompt. With a factor of 2, the busiest of 16 engines had 1.8 times the
+/// mean requests while one system prompt spread. If the best cache saves more, the factor is larger: such prompts, for example those of
 /// agents, are slow on other workers.
 fn guard(credits: &[f64]) -> f64 {
     let uncached = 1.0 - credits.iter().copied().fold(0.0, f64::max);
     (1.0 + (0.125 / uncached.max(0.0)).powi(2)).clamp(1.25, 2.0)
 }
 
-/// Returns the position of a session's own worker, which is the same in each process by rendezvous hashing.
+/// Returns the position of a session's own worker. Rendezvous hashing makes it the same in each process.
 fn own_worker(session: &str, workers: &[&Contender<'_>]) -> Option<usize> {
     let hash = |at: &usize| keys::item_text(&format!("{session}\x1f{}\x1f{}", workers[*at].instance, workers[*at].rank));
     (0..workers.len()).max_by_key(hash)
 }
 
-/// Returns the candidate with the smallest score, and the reason for the choice. Returns None if there are no candidates.
+/// Returns the candidate with the smallest score, and the terms of its score. Returns None without candidates.
 ///
 /// # Errors
 /// If the requested reservation would exceed the limit.
@@ -437,7 +438,7 @@ pub fn choose<'a>(
 }
 
 impl State {
-    /// Counts a request that is sent to a worker. Makes a reservation if one was requested and if the worker can be reached.
+    /// Counts a request that will be sent to a worker. Makes the requested reservation, if any, if the worker can be reached.
     fn count(&mut self, one: &Contender<'_>, credit: f64, question: &Question<'_>, now: Instant) -> Option<Reservation> {
         let worker = one.source.map(|source| (source, one.rank));
         let Some(wanted) = question.reserve.filter(|_| one.distance == 0) else {
@@ -460,11 +461,11 @@ impl State {
     }
 }
 
-/// The outcome of a choice; positions are among the candidates with a connection.
+/// The result of a choice; positions are those among the candidates with a connection.
 struct Place {
     /// The position of the chosen candidate.
     at: usize,
-    /// Number of equally good candidates.
+    /// Number of candidates that are as good as the chosen one, including it.
     equal: usize,
     /// The position of the session's own worker.
     own: Option<usize>,
@@ -535,7 +536,8 @@ fn answer<'a>(
     }
 }
 
-/// Returns a sentence about a choice. The last argument has the numbers of all, of equal and of left-out candidates.
+/// Returns a sentence that explains a choice. The last argument has three numbers of candidates: all, those that are equally good, and
+/// those that were left out.
 fn why(
     question: &Question<'_>,
     chosen: &Considered<'_>,

@@ -1,17 +1,18 @@
 //! The work of each worker: the requests that the worker's engine reports, and the requests that this process has sent to the worker.
 //!
-//! Theory of operation. A *reading* is the number of requests that an engine had when it reported. Later selections and reservations of
-//! this process are added to the reading, and reservations that finish later are subtracted. The next reading replaces these counts: a
-//! client that left without notice costs nothing after the engine has reported. Readings that are too old do not count.
+//! Theory of operation. A *reading* is the number of requests that an engine reports, at the time of the report. Selections and
+//! reservations of this process after that time are added to it, and reservations that finish after that time are subtracted. The next
+//! reading replaces these corrections. So a client that left without notice costs nothing after the next report. Readings that are too old
+//! do not count.
 //!
-//! If a worker's engine does not report, its open reservations count, each until it is finished or expires. The end of a selection without
-//! a reservation is unknown, so such a selection counts as a request that decays: half of it is left after `HALF_LIFE`. With this decay,
-//! only the proportions between workers matter, and these are right for any duration of requests. A worker that joins while other workers
-//! have requests begins with the mean number of these requests. This number is halved after each `HALF_LIFE`, since some of these requests
-//! might have ended unnoticed.
+//! If the engine of a worker does not report, the open reservations of the worker count until they are finished or expire. The end of a
+//! selection without a reservation is unknown. So such a selection counts as a request that decays by half in each `HALF_LIFE`. Only the
+//! proportions between workers matter then, and these are correct for any duration of requests. A worker that joins while other workers
+//! have requests begins with their mean number of requests. This number is halved after each `HALF_LIFE`, since some of these requests
+//! might have ended without notice.
 //!
-//! A reservation is *waiting* until its first token, and then *decoding*. A waiting reservation counts as the tokens that its worker must
-//! compute.
+//! A reservation is *waiting* until its first token, and *decoding* from then on. A waiting reservation counts as the tokens that its
+//! worker must compute.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -21,7 +22,7 @@ use parking_lot::{Mutex, MutexGuard};
 use crate::reservations::{Reservation, ReservationCounts, Reservations, Reserved, TooMany, Update, Wanted};
 use crate::work::{Decaying, Reading, Requests, Work, WorkNumber};
 
-/// Number of workers above which idle workers are forgotten: four times the number of workers that a service follows by default.
+/// Number of workers above which idle workers are forgotten. It is four times the number of workers that a service follows by default.
 const FORGETTING_WORKERS: usize = 16_384;
 
 /// The work of all workers, by source name and rank, and the reservations. Any thread can use this value.
@@ -31,7 +32,7 @@ pub struct Loads {
     state: Mutex<State>,
 }
 
-/// Data that a choice reads and changes under one lock: of two concurrent choices, the second choice already counts the first.
+/// Data that a choice reads and changes under one lock, so that of two concurrent choices the second counts the first.
 #[derive(Debug)]
 pub(crate) struct State {
     max_age: Duration,
@@ -56,7 +57,7 @@ impl Loads {
         }
     }
 
-    /// Ends the reservations whose time is over, and returns the locked state.
+    /// Locks the state, and ends the reservations that have expired.
     pub(crate) fn lock(&self, now: Instant) -> MutexGuard<'_, State> {
         let mut state = self.state.lock();
         let State { reservations, work, .. } = &mut *state;
@@ -64,7 +65,7 @@ impl Loads {
         state
     }
 
-    /// Stores a reading that arrived `age` ago. A reading older than the stored reading is ignored.
+    /// Stores a reading that arrived `age` ago. The reading is ignored if it is older than the stored one.
     pub fn report(&self, source: &str, rank: i64, requests: f64, age: Duration) {
         let now = Instant::now();
         let Some(arrived) = now.checked_sub(age) else { return };
@@ -81,7 +82,8 @@ impl Loads {
         }
     }
 
-    /// Adds a worker, which begins with the mean reservations and choices of its `peers`. Does nothing if the worker is known.
+    /// Adds a worker, which begins with the means of its `peers`: of their reservations, and of their choices. Does nothing if the worker
+    /// is known.
     pub fn join(&self, source: &str, rank: i64, peers: &[(String, i64)]) {
         let now = Instant::now();
         let mut state = self.lock(now);
@@ -91,7 +93,7 @@ impl Loads {
         state.number(source, rank, now, begin);
     }
 
-    /// Forgets a worker. The worker's reservations stay open, but count for no worker.
+    /// Forgets a worker. Its reservations stay open, but count for no worker.
     pub fn remove(&self, source: &str, rank: i64) {
         let mut state = self.state.lock();
         let Some(ranks) = state.numbers.get_mut(source) else { return };
@@ -104,8 +106,8 @@ impl Loads {
         }
     }
 
-    /// The number of requests of a worker: the number that the worker's engine has reported, corrected by requests that have begun and
-    /// ended after the report. None if there is no recent reading.
+    /// The number of requests of a worker: the number that its engine has reported, corrected by requests that began or ended after the
+    /// report. None without a recent reading.
     pub fn requests(&self, source: &str, rank: i64) -> Option<f64> {
         let now = Instant::now();
         let state = self.lock(now);
@@ -114,7 +116,7 @@ impl Loads {
 }
 
 impl State {
-    /// The work of a worker; None if no work of the worker is known.
+    /// The work of a worker; None if the worker is unknown.
     pub(crate) fn of(&self, source: &str, rank: i64) -> Option<&Work> {
         self.work.get(self.numbers.get(source)?.get(&rank)?)
     }
@@ -124,7 +126,7 @@ impl State {
         (&mut self.reservations, &mut self.work)
     }
 
-    /// Returns the ID of a worker's record. A new worker begins with the given requests and choices, which decay.
+    /// Returns the ID of a worker's record. A new worker begins with the given numbers of requests and choices, which decay.
     fn number(&mut self, source: &str, rank: i64, now: Instant, (requests, chosen): (f64, f64)) -> WorkNumber {
         if let Some(number) = self.numbers.get(source).and_then(|ranks| ranks.get(&rank)) {
             return *number;
@@ -177,7 +179,7 @@ impl State {
 }
 
 impl State {
-    /// Ends an open reservation of this name, if there is one. Returns an error if there is no room for a new reservation.
+    /// Ends the open reservation of this name, if there is one. Returns an error if the limit then permits no further reservation.
     pub(crate) fn make_room(&mut self, id: Option<&str>) -> Result<(), TooMany> {
         let (reservations, workers) = self.parts();
         reservations.check_room(id)?;
@@ -187,7 +189,7 @@ impl State {
         Ok(())
     }
 
-    /// Adds a reservation. `worker` is the source name and the rank of the reservation's worker; None if the worker is not followed.
+    /// Adds a reservation. `worker` is the source and the rank of the worker; None if the service does not follow the worker.
     pub(crate) fn reserve(
         &mut self,
         wanted: &Wanted<'_>,
@@ -205,7 +207,7 @@ impl State {
 }
 
 impl Loads {
-    /// Returns a reservation, or None if the reservation is not open.
+    /// Returns a reservation; None if it is not open.
     pub fn reservation(&self, id: &str) -> Option<Reservation> {
         let now = Instant::now();
         let state = self.lock(now);
@@ -224,7 +226,7 @@ impl Loads {
         reservations.update(id, update, now, workers)
     }
 
-    /// Ends a reservation, and returns its state before the end. Returns None if the reservation is not open.
+    /// Ends a reservation, and returns its last state. Returns None if the reservation is not open.
     pub fn finish(&self, id: &str) -> Option<Reservation> {
         self.finish_at(id, Instant::now())
     }
@@ -237,7 +239,7 @@ impl Loads {
         Some(open.view(&id, now))
     }
 
-    /// Returns the `limit` reservations that expire first, in the order in which they expire.
+    /// Returns the `limit` reservations that expire first, in this order.
     pub fn reservations(&self, limit: usize) -> Vec<Reservation> {
         let now = Instant::now();
         let state = self.lock(now);
@@ -358,7 +360,7 @@ mod tests {
     const WORKERS: [&str; 3] = ["a", "b", "c"];
     const LIMIT: usize = 12;
 
-    /// An action of a client. There are few names, so that clients reuse the names of other clients and of ended reservations.
+    /// An action of a client. There are few names, so that clients reuse names of other clients and of ended reservations.
     #[derive(Clone, Debug)]
     enum Step {
         Reserve {
@@ -401,7 +403,8 @@ mod tests {
         ]
     }
 
-    /// A reservation in the model. `worker` is the position of its worker in `WORKERS`, and how many times that worker was removed before.
+    /// A reservation in the model. `worker` is the position of its worker in `WORKERS`, and the number of times that this worker was
+    /// removed before.
     #[derive(Clone, Debug)]
     struct Known {
         id: String,
@@ -428,7 +431,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig { cases: 1_000, ..ProptestConfig::default() })]
 
-        /// The counts of each worker equal the counts of a model that lists all reservations, even if clients omit, repeat or invent calls.
+        /// The counts of each worker equal those of a model that lists all reservations. Clients can omit, repeat or invent calls.
         #[test]
         fn counts_are_those_of_a_list(steps in prop::collection::vec(step(), 1..250)) {
             let loads = Loads::new(Duration::from_secs(5), LIMIT);

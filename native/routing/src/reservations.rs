@@ -1,4 +1,4 @@
-//! Reservations: requests that were sent to a worker, until their clients finish them or they expire.
+//! Reservations: requests that were sent to workers, until their clients finish them or they expire.
 
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
@@ -12,7 +12,7 @@ use crate::work::{Progress, Work, WorkNumber};
 /// A requested reservation.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted<'a> {
-    /// Name of the reservation; the reservation replaces an open reservation of this name. None for a reservation that gets a new name.
+    /// Name of the reservation, which replaces an open reservation of this name. None for a new name.
     pub id: Option<&'a str>,
     /// The time after which the reservation expires.
     pub time: Duration,
@@ -31,9 +31,9 @@ pub struct Reserved {
     pub instance: String,
     /// Rank of the worker.
     pub rank: i64,
-    /// The URL at which the worker takes requests, if the URL is known.
+    /// The URL at which the worker takes requests; None if it is not known.
     pub url: Option<String>,
-    /// Length of the prompt.
+    /// Number of tokens of the prompt.
     pub prompt_tokens: u64,
     /// Number of tokens that the worker must compute.
     pub uncached_tokens: u64,
@@ -49,27 +49,27 @@ pub struct Reservation {
     pub reserved: Reserved,
     /// Progress of the request.
     pub progress: Progress,
-    /// Number of tokens of the answer that the client has last reported.
+    /// Number of tokens of the answer, as last reported by the client.
     pub output_tokens: u64,
-    /// Seconds after which the reservation expires.
+    /// Number of seconds until the reservation expires.
     pub expires_in: f64,
 }
 
-/// Changes of a reservation. Any update also restarts the time until the reservation expires.
+/// Changes of a reservation. Each update also restarts the time until the reservation expires.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Update {
-    /// Whether the request has its first token.
+    /// Whether the request has its first token now; false changes nothing.
     pub first_token: bool,
-    /// Number of tokens of the answer that were generated. A number smaller than the known number is ignored.
+    /// Number of tokens of the answer that were generated. A number below the known number is ignored.
     pub output_tokens: Option<u64>,
-    /// A new time after which the reservation expires; None to keep the present time.
+    /// The new time until expiry, which later updates restart; None for no change.
     pub time: Option<Duration>,
 }
 
 /// Counters of reservations.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 pub struct ReservationCounts {
-    /// Open reservations.
+    /// Number of open reservations.
     pub open: usize,
     /// Number of reservations that were made.
     pub made: u64,
@@ -77,13 +77,13 @@ pub struct ReservationCounts {
     pub finished: u64,
     /// Number of reservations that expired.
     pub expired: u64,
-    /// Number of reservations that were replaced by another reservation of the same name.
+    /// Number of reservations that another reservation of the same name has replaced.
     pub replaced: u64,
-    /// Number of reservations that were refused because too many were open.
+    /// Number of reservations that were refused because the maximum number was open.
     pub refused: u64,
 }
 
-/// The error that the maximum number of reservations is open.
+/// The error if the maximum number of reservations is open.
 #[derive(Clone, Copy, Debug)]
 pub struct TooMany {
     /// Maximum number of open reservations.
@@ -117,10 +117,10 @@ impl Open {
 #[derive(Debug)]
 pub(crate) struct Reservations {
     pub(crate) open: HashMap<Arc<str>, Open>,
-    /// Names of reservations by the time at which they expire.
+    /// Names of reservations by the time of their expiry.
     pub(crate) ends: BTreeMap<(Instant, u64), Arc<str>>,
     limit: usize,
-    /// A counter that makes new names, and the keys of `ends`, unique.
+    /// Counts up, so that new names, and the keys of `ends`, are unique.
     serial: u64,
     secrets: [RandomState; 2],
     pub(crate) counts: ReservationCounts,
@@ -147,14 +147,14 @@ impl Reservations {
         Err(TooMany { limit: self.limit })
     }
 
-    /// Ends the open reservation of this name, if there is one, because another reservation replaces it.
+    /// Ends the open reservation of this name, if there is one; another reservation replaces it.
     pub(crate) fn replace(&mut self, id: &str, workers: &mut HashMap<WorkNumber, Work>) {
         if self.end(id, workers, true).is_some() {
             self.counts.replaced += 1;
         }
     }
 
-    /// Adds a reservation, which counts as work of `worker`, and returns it. A reservation without a name gets an unpredictable name.
+    /// Adds a reservation, which counts as work of `worker`, and returns it. If it has no name, it gets an unpredictable one.
     pub(crate) fn add(
         &mut self,
         (id, time): (Option<&str>, Duration),
@@ -185,7 +185,7 @@ impl Reservations {
         format!("{one:016x}{other:016x}").into()
     }
 
-    /// Ends the reservations whose time is over.
+    /// Ends the reservations that have expired.
     pub(crate) fn expire(&mut self, now: Instant, workers: &mut HashMap<WorkNumber, Work>) {
         while let Some((&(end, _), id)) = self.ends.first_key_value()
             && end <= now
@@ -196,7 +196,7 @@ impl Reservations {
         }
     }
 
-    /// Removes a reservation from the open reservations and from its worker's work.
+    /// Removes a reservation, also from the work of its worker.
     pub(crate) fn end(
         &mut self,
         id: &str,

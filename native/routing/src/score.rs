@@ -1,15 +1,15 @@
-//! The scores of workers, from the share of a prompt that their caches save and their relative load, and the best workers.
+//! Scores of workers. A score depends on the share of a prompt that the worker's cache saves, and on the worker's relative load.
 //!
-//! All terms are ratios: shares of a prompt from 0 to 1, work divided by the length of the prompt, and work divided by the mean work.
-//! `/v1/select` and the policy `prefix-aware` of `kvevents.routing` both choose by these scores.
+//! All terms are ratios: the share of a prompt, from 0 to 1; work divided by the length of the prompt; and work divided by the mean work.
+//! `/v1/select` and the policy `prefix-aware` of `kvevents.routing` choose by these scores.
 
-/// Tolerance within which scores and shares are equal. Sums of the same values in different orders differ by less.
+/// Difference up to which scores, or shares, are equal. Sums of the same values in different orders differ by less.
 pub const EQUAL: f64 = 1e-9;
 
 /// Weights of cached tokens by tier. A tier without a weight has the lowest weight.
 #[derive(Clone, Debug)]
 pub struct TierWeights {
-    /// Pairs of a weight's position and the weight, the highest weight first.
+    /// The weights in descending order, each with its original position.
     best_first: Vec<(usize, f64)>,
     lowest: f64,
 }
@@ -23,10 +23,10 @@ impl TierWeights {
         Self { best_first, lowest }
     }
 
-    /// Returns these weights, each multiplied by the factor of its position, or by `other` if there is no factor.
+    /// Returns these weights, each multiplied by the factor of its position, or by `other` if `factor` returns None.
     ///
-    /// The tiers keep the order of the original weights: the prefix of a slower tier includes the prefix of faster tiers, and a token of a
-    /// faster tier must not count with the weight of a slower tier.
+    /// The order of the tiers does not change: the prefix of a slower tier includes the prefixes of faster tiers, and a token of a faster
+    /// tier must not count with the weight of a slower tier.
     pub fn multiplied(&self, factor: impl Fn(usize) -> f64, other: f64) -> Self {
         Self {
             best_first: (self.best_first.iter())
@@ -36,10 +36,10 @@ impl TierWeights {
         }
     }
 
-    /// Returns the weighted share of cached tokens in a prompt of `whole` tokens, 0 to 1; 0 for an empty prompt.
+    /// Returns the weighted share of cached tokens in a prompt of `whole` tokens, from 0 to 1; 0 for an empty prompt.
     ///
     /// `tokens` is the length of the prefix over all tiers. `reach` takes the position of a weight, and returns the length of the prefix on
-    /// its tier, including faster tiers. Each token counts with the best tier whose prefix includes it.
+    /// its tier and on faster tiers. Each token counts on the best tier whose prefix includes it.
     pub fn saved(&self, tokens: u64, whole: u64, reach: impl Fn(usize) -> u64) -> f64 {
         if let Some(&(best, worth)) = self.best_first.first()
             && 0 < tokens
@@ -64,10 +64,10 @@ impl TierWeights {
     }
 }
 
-/// Returns the trust in a prefix of `tokens` tokens, of which `certain` are certainly held: the mean of the weights of its tokens.
+/// Returns the trust in a prefix of `tokens` tokens: the mean of the weights of its tokens.
 ///
-/// A token that is certainly held has the weight `own` of the worker's stream. A token that might be gone has the smaller of
-/// `uncertain_weight` and `own`. So an uncertain block reduces the credit for itself and the blocks after it, not for the whole prefix.
+/// The first `certain` tokens, which the worker certainly holds, have the weight `own` of the worker's stream. All others have the smaller
+/// of `uncertain_weight` and `own`. So an uncertain block reduces the credit for itself and for later blocks, but not for the whole prefix.
 pub fn trust_weight(tokens: u64, certain: u64, own: f64, uncertain_weight: f64) -> f64 {
     if certain >= tokens {
         return own;
@@ -76,48 +76,47 @@ pub fn trust_weight(tokens: u64, certain: u64, own: f64, uncertain_weight: f64) 
     own * share + own.min(uncertain_weight) * (1.0 - share)
 }
 
-/// Weights of loads, and the limits beyond which a worker is hot, which means that its cache does not count.
+/// Weights of loads, and the limits above which a worker is hot: the cache of a hot worker does not count.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadWeights {
-    /// Weight of the term: work divided by the length of the prompt.
+    /// Weight of the first load term: work divided by the length of the prompt.
     pub wait: f64,
-    /// Weight of the term: work divided by the mean work of all candidates.
+    /// Weight of the second load term: work divided by the mean work of all candidates.
     pub mean: f64,
     /// Work that is added to each candidate's work before the division by the mean.
     pub base: f64,
-    /// A worker gets no credit for its cache if its requests exceed the mean requests of the other workers multiplied by this factor;
-    /// infinity for no limit.
+    /// A worker is hot if its requests exceed the mean requests of the other workers multiplied by this factor. Infinity means no limit.
     pub guard: f64,
-    /// Number of requests up to which a worker gets credit, however few requests the other workers have. The exception is a worker that
-    /// repeatedly takes more than its share. The number of choices of such a worker exceeds this number, and `guard` times the mean of the
-    /// other workers; it has more requests than another candidate; and with one more request it would exceed `guard` times the mean
-    /// requests of the other workers.
+    /// Number of requests up to which a worker is not hot, however few requests the other workers have. The exception is a worker that is
+    /// chosen repeatedly for more than its share. Such a worker is hot if three conditions hold: its choices exceed this number and `guard`
+    /// times the mean of the other workers; it has more requests than another candidate; and one more request would exceed `guard` times
+    /// the mean requests of the other workers.
     pub guard_requests: f64,
 }
 
 /// A candidate for a choice.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate {
-    /// The share of the prompt that the candidate's cache saves, multiplied by the trust in this share.
+    /// The share of the prompt that the candidate's cache saves, multiplied by the trust in it.
     pub credit: f64,
-    /// Work of the candidate, in a unit that all candidates share.
+    /// Work of the candidate, in any unit that is the same for all candidates.
     pub work: f64,
     /// Number of the candidate's requests.
     pub requests: f64,
-    /// Number of recent choices of the candidate; 0 if choices do not matter.
+    /// Number of recent choices of the candidate; 0 if choices do not count.
     pub chosen: f64,
 }
 
 /// The score of a candidate and its parts.
 #[derive(Clone, Copy, Debug)]
 pub struct Score {
-    /// The score, the smaller the better: the sum of the two following parts.
+    /// The score, the smaller the better: the sum of `uncached` and `load`.
     pub score: f64,
     /// The share of the prompt that the candidate would compute.
     pub uncached: f64,
-    /// The weighted load.
+    /// The sum of the weighted load terms.
     pub load: f64,
-    /// Whether the candidate got no credit for its cache because it had too many requests.
+    /// Whether the candidate's cache does not count, because the candidate has too many requests.
     pub is_hot: bool,
 }
 
@@ -147,7 +146,8 @@ pub fn weigh(candidates: &[Candidate], whole: u64, weights: &LoadWeights) -> Vec
         .collect()
 }
 
-/// Returns the count `r` above which a worker has more than its share: the inequality `r > guard * (all - r) / (n - 1)`, solved for `r`.
+/// Returns the largest count that is not more than a worker's share. A count `r` is more if `r > guard * (all - r) / (n - 1)`; this is
+/// solved for `r`.
 fn bound(counts: impl ExactSizeIterator<Item = f64>, weights: &LoadWeights) -> f64 {
     let others = counts.len().saturating_sub(1) as f64;
     let all: f64 = counts.sum();
@@ -158,7 +158,7 @@ fn bound(counts: impl ExactSizeIterator<Item = f64>, weights: &LoadWeights) -> f
     }
 }
 
-/// Returns the positions of the candidates with the smallest score; if there are several, only of the candidates that compute least.
+/// Returns the positions of the candidates with the smallest score. If there are several, returns only those that compute least.
 pub fn best_of(scores: &[Score]) -> Vec<usize> {
     let least = |of: fn(&Score) -> f64, among: Vec<usize>| -> Vec<usize> {
         let bound = among.iter().map(|&at| of(&scores[at])).fold(f64::INFINITY, f64::min) + EQUAL;
@@ -168,14 +168,15 @@ pub fn best_of(scores: &[Score]) -> Vec<usize> {
     least(|one| one.uncached, equal)
 }
 
-/// Returns the positions of the workers that can be chosen: the workers with the smallest distance. A worker without a connection can be
-/// chosen only if no worker has one.
+/// Returns the positions of the workers that can be chosen, which are those with the smallest distance. So a worker without a connection
+/// can be chosen only if no worker has a connection.
 pub fn nearest(distances: &[u8]) -> Vec<usize> {
     let least = distances.iter().min();
     (0..distances.len()).filter(|&at| Some(&distances[at]) == least).collect()
 }
 
-/// Returns the loads divided by their mean; all 0 if there is no load. The loads are first divided by the largest, so no sum overflows.
+/// Returns the loads divided by their mean; only zeros if all loads are 0. All loads are first divided by the largest one, so that their
+/// sum does not overflow.
 fn relative_loads(candidates: &[Candidate], base: f64) -> Vec<f64> {
     let most = candidates.iter().map(|one| one.work + base).fold(0.0, f64::max);
     if most == 0.0 {
@@ -186,7 +187,7 @@ fn relative_loads(candidates: &[Candidate], base: f64) -> Vec<f64> {
     shares.into_iter().map(|share| share / mean).collect()
 }
 
-/// The sum of numbers, rounded once (Shewchuk's algorithm).
+/// The sum of numbers, with a single rounding (Shewchuk's algorithm).
 fn sum(values: &[f64]) -> f64 {
     let mut partials: Vec<f64> = Vec::new();
     for &value in values {
@@ -209,7 +210,7 @@ fn sum(values: &[f64]) -> f64 {
         partials.truncate(count);
         partials.push(rest);
     }
-    // Adds partial sums, the largest first, until rounding occurs. The remaining sums decide how a tie is rounded.
+    // Adds partial sums, the largest first, until a rounding occurs. The remaining partial sums decide how a tie is rounded.
     let mut left = partials.into_iter().rev().peekable();
     let mut high = left.next().unwrap_or(0.0);
     while let Some(next) = left.next() {

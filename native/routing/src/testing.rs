@@ -1,4 +1,4 @@
-//! The choice among candidates that a test describes in msgpack.
+//! A choice among candidates that a test describes in msgpack.
 
 use serde::Deserialize;
 
@@ -8,10 +8,10 @@ use crate::ties::{Tie, Ties};
 use crate::trust::{State, Trust};
 use kvevents_index::holders::placements::TIERS;
 
-/// Returns the choice among the candidates in `question`, as msgpack. Ties are resolved by `ties`.
+/// Returns the choice among the candidates in `question`, as msgpack. `ties` resolves ties.
 ///
 /// # Errors
-/// If the question has another shape, or no candidates.
+/// If the question has another form, or no candidates.
 pub fn select_among(question: &[u8], ties: &Ties, loads: &Loads) -> Result<Vec<u8>, String> {
     #[derive(Deserialize)]
     struct Given {

@@ -7,29 +7,29 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use serde::Deserialize;
 
-/// Maximum number of workers whose last choice is stored: four times the number of workers that a service follows by default.
+/// Maximum number of workers whose last choice is stored. It is four times the number of workers that a service follows by default.
 pub const MAX_TURNS: usize = 16_384;
 
-/// The rule that resolves a tie between equal candidates.
+/// The rule by which one of several equal candidates is chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Tie {
     /// The candidate that was chosen longest ago.
     #[default]
     Rotate,
-    /// A random one.
+    /// A random candidate.
     Random,
-    /// The first of the given candidates.
+    /// The first candidate in the list.
     First,
 }
 
 /// A function that returns a random number below its argument.
 type Draw = Box<dyn Fn(usize) -> usize + Send + Sync>;
 
-/// The last choices of workers, by key. The first choice is random, so that many routers do not begin with the same worker.
+/// The last choice of each worker, by key. The first choice is random, so that many routers do not begin with the same worker.
 pub struct Ties {
     secret: RandomState,
-    /// Fraction, from 0 to below 1, of the equal candidates at which the rotation begins.
+    /// The fraction of the equal candidates, from 0 to below 1, at which the rotation begins.
     start: f64,
     max_workers: usize,
     draw: Draw,
@@ -45,7 +45,7 @@ struct Turns {
 
 impl Ties {
     /// Creates a rotation that begins at the fraction `start`, from 0 to below 1, of the equal candidates. The rotation stores the last
-    /// choices of up to `max_workers` workers.
+    /// choices of at most `max_workers` workers.
     pub fn new(start: f64, max_workers: usize, draw: Draw) -> Self {
         Self {
             secret: RandomState::new(),
@@ -56,7 +56,7 @@ impl Ties {
         }
     }
 
-    /// Creates a rotation that begins at a random candidate, with its own random numbers.
+    /// Creates a rotation that begins at a random candidate, with random numbers of its own.
     pub fn by_chance() -> Self {
         let (random, drawn) = (RandomState::new(), AtomicU64::new(0));
         let start = (random.hash_one("start") >> 11) as f64 / (1_u64 << 53) as f64;
@@ -64,12 +64,12 @@ impl Ties {
         Self::new(start, MAX_TURNS, Box::new(draw))
     }
 
-    /// The key of a worker.
+    /// The key by which the rotation knows a worker.
     pub fn key(&self, worker: impl Hash) -> u64 {
         self.secret.hash_one(worker)
     }
 
-    /// Returns the position of the chosen worker; 0 for at most one candidate.
+    /// Returns the position of the chosen worker in `equal`; 0 if `equal` has at most one worker.
     pub fn pick(&self, tie: Tie, equal: &[u64]) -> usize {
         if equal.len() < 2 {
             return 0;
@@ -89,7 +89,7 @@ impl Ties {
         }
     }
 
-    /// Records that a worker was chosen, so that it becomes the last worker in the rotation.
+    /// Records that a worker was chosen, so that it is the last one in the rotation.
     pub fn took(&self, key: u64) {
         let mut guard = self.turns.lock();
         let turns = &mut *guard;

@@ -1,8 +1,8 @@
-//! Trust: whether the known blocks of a stream are the blocks that its engine holds.
+//! Trust: how certain it is that the known blocks of a stream are the blocks that its engine holds.
 
 use serde::{Deserialize, Serialize};
 
-/// The code and the sentence for blocks that might be gone, as in `kvevents.service.fleet.faults`.
+/// Code and sentence for blocks that might be gone, as in `kvevents.service.fleet.faults`.
 const UNCERTAIN: (&str, &str) = (
     "uncertain-copies",
     "some of these blocks were announced several times and removed less often, so they might be gone",
@@ -14,7 +14,7 @@ const UNCERTAIN: (&str, &str) = (
 pub enum State {
     /// The stream has no connection yet.
     Connecting,
-    /// The stream fetches batches that it missed.
+    /// The stream requests batches that it has missed.
     Replaying,
     /// No batch is missing.
     Exact,
@@ -37,21 +37,21 @@ impl State {
     }
 }
 
-/// The trust in a worker's part of an answer.
+/// The trust in one worker's part of an answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Trust {
-    /// The state of the worker's stream, or `Degraded` if some blocks of the answer might be gone.
+    /// The state of the worker's stream; `Degraded` if some blocks of the answer might be gone.
     pub state: State,
     /// The reason why the state is not EXACT; empty if the state is EXACT.
     pub reason: String,
-    /// Codes of the reasons.
+    /// Codes of the reasons why the state is not EXACT.
     pub reason_codes: Vec<String>,
-    /// Whether the engine's own cache had the same blocks at the newest attestation.
+    /// Whether the engine's own cache had the same blocks at the latest attestation.
     pub attested: bool,
 }
 
 impl Trust {
-    /// Returns the trust in an answer that includes blocks that might be gone.
+    /// Returns the trust in an answer with blocks that might be gone.
     pub fn if_uncertain(&self) -> Self {
         let (code, sentence) = UNCERTAIN;
         let (is_exact, separator) = (self.state == State::Exact, if self.reason.is_empty() { "" } else { "; " });

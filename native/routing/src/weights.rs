@@ -2,12 +2,12 @@
 
 use serde::{Deserialize, Deserializer};
 
-/// Weights by name, in the given order; each name occurs once.
+/// Weights in the given order, each with a name that occurs only once.
 #[derive(Clone, Debug)]
 pub struct Weights<K>(pub Vec<(K, f64)>);
 
 impl<K: Clone + PartialEq> Weights<K> {
-    /// Returns these weights merged with `others`; the weights in `others` take precedence.
+    /// Returns these weights, replaced and extended by `others`.
     pub fn updated(&self, others: &Self) -> Self {
         let mut all = self.clone();
         for (name, weight) in &others.0 {

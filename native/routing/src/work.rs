@@ -1,4 +1,4 @@
-//! The work of one worker: the requests that the worker's engine has reported, and the requests that this process has sent to the worker.
+//! The work of one worker: requests that its engine has reported, and requests that this process has sent.
 
 use std::time::{Duration, Instant};
 
@@ -14,24 +14,24 @@ pub enum Progress {
     Decoding,
 }
 
-/// The ID of a worker's record. If a worker is removed and added again, its record has a new ID.
+/// The ID of a worker's record. A worker that is removed and added again has a record with another ID.
 pub(crate) type WorkNumber = u64;
 
-/// Time after which a selection counts only as half a request, if the worker's engine does not report.
+/// Time in which a selection decays to half a request, if the engine does not report.
 pub(crate) const HALF_LIFE: Duration = Duration::from_secs(10);
 
-/// Time after which a choice counts only half when workers are compared by their choices. This time is long, so that a lasting preference
-/// for one worker counts, and not a burst of requests.
+/// Time in which a choice decays by half, where workers are compared by their choices. The time is long, so that a lasting preference for
+/// one worker counts, but a burst of requests does not.
 const CHOICE_HALF_LIFE: Duration = Duration::from_secs(60);
 
-/// A decayed number of requests counts as 0 if it is not above this number.
+/// Maximum decayed number of requests that counts as 0.
 const NEGLIGIBLE: f64 = 0.01;
 
-/// Requests that decay.
+/// A number of requests that decays.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Decaying {
     pub(crate) count: f64,
-    /// The time at which `count` was the exact number.
+    /// The time at which the engine had `count` requests.
     pub(crate) at: Instant,
 }
 
@@ -51,32 +51,32 @@ impl Decaying {
 pub(crate) struct Reading {
     pub(crate) requests: f64,
     pub(crate) arrived: Instant,
-    /// Number of requests that this process has sent to the worker after the reading.
+    /// Number of requests that this process has sent to the worker after that time.
     pub(crate) begun: u64,
-    /// Number of reservations that were finished after the reading.
+    /// Number of reservations that were finished after that time.
     pub(crate) ended: u64,
 }
 
-/// The work of one worker, according to the data of this process.
+/// The work of one worker, as far as this process knows it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Work {
     pub(crate) reading: Option<Reading>,
-    /// Decaying number of selections without a reservation.
+    /// Number of selections without a reservation; it decays.
     pub(crate) unreserved: Decaying,
-    /// Decaying number of selections and reservations together.
+    /// Number of selections and reservations together; it decays.
     chosen: Decaying,
-    /// Number of requests with which the worker began, and the time at which the worker began.
+    /// Number of requests with which the worker began, and the time of the beginning.
     initial: (f64, Instant),
-    /// Number of reservations that have no token yet.
+    /// Number of waiting reservations, which have no token yet.
     waiting: u64,
-    /// Number of tokens that the worker must compute for reservations that have no token yet.
+    /// Number of tokens that the worker must compute for waiting reservations.
     waiting_tokens: u64,
-    /// Number of reservations that have their first token.
+    /// Number of decoding reservations, which have their first token.
     decoding: u64,
 }
 
 impl Work {
-    /// The work of a worker that begins with `requests` requests and `chosen` choices.
+    /// The work of a new worker that begins with `requests` requests and `chosen` choices.
     pub(crate) fn new(now: Instant, requests: f64, chosen: f64) -> Self {
         Self {
             reading: None,
@@ -89,7 +89,7 @@ impl Work {
         }
     }
 
-    /// Whether the worker can be forgotten: it has no reservation and no other request that counts.
+    /// Whether the worker can be forgotten: it has no reservation, and no other request counts.
     pub(crate) fn is_nothing(&self, now: Instant, max_age: Duration) -> bool {
         self.reserved() == 0
             && self.reported(now, max_age).is_none()
@@ -110,13 +110,13 @@ impl Work {
         self.chosen.halved(now, CHOICE_HALF_LIFE)
     }
 
-    /// Open reservations.
+    /// Number of open reservations.
     pub(crate) fn reserved(&self) -> u64 {
         self.waiting + self.decoding
     }
 
-    /// The number of requests that the engine has reported, corrected by requests that have begun and ended after the report. None if there
-    /// is no recent reading.
+    /// The number of requests that the engine has reported, corrected by requests that began or ended after the report. None without a
+    /// recent reading.
     pub(crate) fn reported(&self, now: Instant, max_age: Duration) -> Option<f64> {
         let reading = self
             .reading
@@ -124,13 +124,13 @@ impl Work {
         Some((reading.requests + reading.begun as f64 - reading.ended as f64).max(0.0))
     }
 
-    /// Number of requests according to this process alone: reservations, decayed selections, and initial requests.
+    /// The number of requests as this process knows it: reservations, decayed selections, and requests with which the worker began.
     pub(crate) fn sent(&self, now: Instant) -> f64 {
         self.reserved() as f64 + self.unreserved.at(now) + self.begun_with(now)
     }
 
-    /// Returns how many of the worker's initial requests still count: this number is halved at the end of each `HALF_LIFE`. A gradual decay
-    /// would give a new worker every prompt in the first seconds.
+    /// Returns how many of the requests with which the worker began count: the number is halved at the end of each `HALF_LIFE`. With a
+    /// gradual decay, a new worker would get every prompt in the first seconds.
     fn begun_with(&self, now: Instant) -> f64 {
         let (requests, at) = self.initial;
         let halvings = (now.saturating_duration_since(at).as_secs_f64() / HALF_LIFE.as_secs_f64()).floor();
@@ -138,10 +138,10 @@ impl Work {
         if left > NEGLIGIBLE { left } else { 0.0 }
     }
 
-    /// The work, in tokens, of `requests` requests. A request that is not reserved, or has its first token, counts as `each` tokens.
+    /// The work, in tokens, of `requests` requests. A request without a reservation, or with its first token, counts as `each` tokens.
     ///
-    /// If the worker has fewer requests than waiting reservations, some of these reservations have ended unnoticed, so the waiting
-    /// reservations count in proportion.
+    /// If there are fewer requests than waiting reservations, some reservations have ended without notice, so the waiting ones count in
+    /// proportion.
     pub(crate) fn tokens(&self, requests: f64, each: f64) -> f64 {
         let waiting = self.waiting as f64;
         let share = if waiting > requests { requests / waiting } else { 1.0 };
@@ -154,15 +154,15 @@ impl Work {
         self.waiting_tokens += tokens;
     }
 
-    /// Records that a reservation has its first token.
+    /// Records that a reservation has its first token, so that it is decoding.
     pub(crate) fn begin_decoding(&mut self, tokens: u64) {
         self.waiting -= 1;
         self.waiting_tokens -= tokens;
         self.decoding += 1;
     }
 
-    /// Subtracts a reservation. If the reservation was finished and did not expire, its request has just left the engine; the reading does
-    /// not show this.
+    /// Subtracts a reservation that was finished or has expired. If it was finished, its request has just left the engine, which the
+    /// reading does not show.
     pub(crate) fn release(&mut self, progress: Progress, tokens: u64, is_finished: bool) {
         match progress {
             Progress::Waiting => {
@@ -179,11 +179,11 @@ impl Work {
     }
 }
 
-/// The source of a worker's requests.
+/// The source of a worker's number of requests.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Requests {
-    /// The requests that the engine has reported.
+    /// The engine has reported it.
     Reported(f64),
-    /// Requests that this process has sent.
+    /// This process has counted it.
     Sent(f64),
 }

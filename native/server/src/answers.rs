@@ -1,4 +1,4 @@
-//! Bodies of answers.
+//! Bodies of answers about matches.
 
 use std::collections::HashMap;
 use std::fmt::Write;
@@ -6,7 +6,7 @@ use std::fmt::Write;
 use crate::fleet::Table;
 use kvevents_routing::{Labels, Tiers, Trust, WorkerTrust};
 
-/// The match of one worker in tokens, cumulative over tiers.
+/// The match of one worker: numbers of tokens, cumulative over tiers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Row {
     /// Position of the worker in the table.
@@ -14,16 +14,16 @@ pub(crate) struct Row {
     pub(crate) gpu: u32,
     pub(crate) cpu: u32,
     pub(crate) disk: u32,
-    /// Length of the match over all tiers.
+    /// Number of tokens that the worker holds, over all tiers.
     pub(crate) tokens: u32,
-    /// Number of tokens that the worker certainly holds: less than `tokens` if some blocks might be gone.
+    /// Number of tokens that the worker certainly holds; it is lower than `tokens` if some blocks might be gone.
     pub(crate) certain: u32,
     /// Whether the worker certainly holds all tokens of the row, on each tier.
     pub(crate) is_certain: bool,
 }
 
 impl Row {
-    /// The row of a worker that holds nothing.
+    /// Returns the row of a worker that holds no token.
     pub(crate) fn nothing(place: u32) -> Self {
         Self {
             place,
@@ -55,7 +55,7 @@ fn by_instance(table: &Table, rows: &[Row]) -> Vec<Vec<Row>> {
     found
 }
 
-/// An answer in the format of Dynamo's standalone indexer, extended by the trust of each rank.
+/// An answer in the format of Dynamo's standalone indexer, with the trust of each rank in addition.
 pub(crate) fn dynamo(table: &Table, rows: &[Row]) -> Vec<u8> {
     let (mut scores, mut instances) = (String::new(), String::with_capacity(128 * rows.len()));
     for ranks in by_instance(table, rows) {
@@ -78,7 +78,7 @@ pub(crate) fn dynamo(table: &Table, rows: &[Row]) -> Vec<u8> {
     format!("{{\"scores\":{{{scores}}},\"frequencies\":[],\"instances\":{{{instances}}}}}").into_bytes()
 }
 
-/// An answer in the format of Mooncake Conductor, extended by the trust of each rank.
+/// An answer in the format of Mooncake Conductor, with the trust of each rank in addition.
 pub(crate) fn mooncake(table: &Table, tenant: &str, rows: &[Row]) -> Vec<u8> {
     let mut instances = String::with_capacity(128 * rows.len());
     for ranks in by_instance(table, rows) {
@@ -101,7 +101,8 @@ fn separate(out: &mut String) {
     }
 }
 
-/// Length in tokens of the longest prefix that any of several ranks holds: on any tiers, on the device, down to the host and to disks.
+/// Maximum number of tokens that one of several ranks holds: over all tiers, on the device, on the device and the host, and on these and
+/// disks.
 fn longest_by_level(ranks: &[Row]) -> [u32; 4] {
     let most = |of: fn(&Row) -> u32| ranks.iter().map(of).max().unwrap_or(0);
     [
@@ -126,7 +127,7 @@ fn trust(table: &Table, ranks: &[Row], out: &mut String) {
     });
 }
 
-/// The match of one worker, with its trust.
+/// The match of one worker, and its trust.
 #[derive(serde::Serialize)]
 pub(crate) struct Held<'a> {
     instance: &'a str,
@@ -157,21 +158,21 @@ pub(crate) fn held<'a>(table: &'a Table, rows: &[Row]) -> Vec<Held<'a>> {
     rows.iter().map(held).collect()
 }
 
-/// `/v1/match`.
+/// The answer of `/v1/match`.
 #[derive(serde::Serialize)]
 pub(crate) struct MatchAnswer<'a> {
     pub(crate) prompt_tokens: usize,
     pub(crate) workers: Vec<Held<'a>>,
 }
 
-/// One prompt of `/v1/match_many`.
+/// The answer for one prompt of `/v1/match_many`.
 #[derive(serde::Serialize)]
 pub(crate) struct PromptMatch<'a> {
     pub(crate) prompt_tokens: usize,
     pub(crate) holders: Vec<Held<'a>>,
 }
 
-/// `/v1/match_many`.
+/// The answer of `/v1/match_many`.
 #[derive(serde::Serialize)]
 pub(crate) struct MatchManyAnswer<'a> {
     pub(crate) matches: Vec<PromptMatch<'a>>,
@@ -188,7 +189,8 @@ mod tests {
     use super::*;
     use crate::fleet::tests::{changed, index};
 
-    /// Name and rank of a worker, and lengths of its match in tokens: on the GPU, down to the host and to disks, and over all tiers.
+    /// Name and rank of a worker, and numbers of tokens that it holds: on the GPU, on faster tiers and the host, on faster tiers and disks,
+    /// and over all tiers.
     type Held = (String, i64, [u32; 4]);
 
     fn table(rows: &[Held]) -> Table {
@@ -209,7 +211,7 @@ mod tests {
     }
 
     proptest! {
-        /// Both formats are valid JSON for any names, and group the ranks of an instance. Scores include only ranks with blocks on the GPU.
+        /// Both formats are valid JSON for any names, and group the ranks of an instance. Scores contain only ranks with blocks on the GPU.
         #[test]
         fn both_formats_say_the_same(
             given in prop::collection::vec((r#"[a7%d"\\é ]{1,4}"#, 0..4_i64, prop::array::uniform4(0..9_u32)), 0..6),

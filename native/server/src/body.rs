@@ -1,7 +1,7 @@
-//! Bodies of answers, and the requests that are in progress until their answers end.
+//! Bodies of answers. A request is in progress until its answer ends.
 //!
-//! An answer counts as unread until it is sent ([`Connections::add_unsent`]). The answer is sent in parts; hyper owns each part, and drops
-//! it after writing it. So the answer is sent when hyper drops the last part, whatever HTTP/2 windows the client grants.
+//! An answer counts as unread until it is sent ([`Connections::add_unsent`]). It is sent in parts: hyper owns each part, and drops it after
+//! writing it. So an answer is sent when hyper drops its last part, whatever HTTP/2 windows the client grants.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,11 +17,11 @@ use tokio::sync::mpsc;
 
 use crate::connections::{Connection, Connections};
 
-/// A request that is in progress until its answer is complete or abandoned.
+/// A request that is in progress until its answer is complete or given up.
 pub(crate) struct InProgress {
     connections: Arc<Connections>,
     pub(crate) connection: Arc<Connection>,
-    /// Number of held bytes of the request's body.
+    /// Number of bytes of the request's body that are held in memory.
     held: AtomicUsize,
 }
 
@@ -35,12 +35,12 @@ impl InProgress {
         }
     }
 
-    /// Records that the body was received.
+    /// Records that the body was received completely.
     pub(crate) fn is_answering(&self) {
         self.connections.is_answering(&self.connection, Instant::now());
     }
 
-    /// Records how many bytes of the body are held in memory. Returns false if this number exceeds the limit.
+    /// Records how many bytes of the body are held in memory. Returns false if so many bytes exceed the limit.
     pub(crate) fn hold(&self, size: usize) -> bool {
         let is_held = self
             .connections
@@ -63,14 +63,14 @@ impl Drop for InProgress {
 pub(crate) enum Body {
     /// The whole body.
     Full(Full<Bytes>),
-    /// Pieces from the control plane, in order of arrival.
+    /// Pieces that the control plane sends, in this order.
     Pieces(Pieces),
-    /// A message of gRPC, and the status that follows it.
+    /// A gRPC message, and the status that follows it.
     Message {
         data: Option<Bytes>,
         trailers: Option<HeaderMap>,
     },
-    /// Messages of gRPC in order of arrival, and the status that follows the last message.
+    /// Several gRPC messages, in this order, and the status that follows the last one.
     Stream(tonic::body::Body),
 }
 
@@ -89,7 +89,7 @@ impl Body {
         }
     }
 
-    /// Length of the body in bytes. The result is 0 if the length is unknown: then the bytes of each frame count when the frame arrives.
+    /// Length of the body in bytes. Returns 0 if the length is unknown; then each frame counts when it arrives.
     fn length(&self) -> usize {
         match self {
             Self::Full(_) => self.size_hint().lower() as usize,
@@ -99,7 +99,7 @@ impl Body {
     }
 }
 
-/// The error that the control plane has given up an answer after the answer began.
+/// The error of an answer that has begun and that the control plane has given up.
 #[derive(Debug)]
 pub(crate) struct Aborted;
 
@@ -115,7 +115,7 @@ impl std::error::Error for Aborted {}
 pub(crate) struct Pieces {
     receiver: mpsc::Receiver<Bytes>,
     is_complete: Arc<AtomicBool>,
-    /// A function that is called each time a piece is taken, and when no more pieces will be taken.
+    /// Called when a piece was taken, and when no further piece will be taken.
     on_change: Box<dyn Fn() + Send>,
 }
 
@@ -162,7 +162,7 @@ impl hyper::body::Body for Body {
                 let data = data.take().map(Frame::data);
                 Poll::Ready(data.or_else(|| trailers.take().map(Frame::trailers)).map(Ok))
             }
-            // Errors of the stream are dropped, since the stream's trailers report them.
+            // Errors of the stream are dropped, since its trailers report them.
             Self::Stream(body) => Poll::Ready(ready!(Pin::new(body).poll_frame(cx)).and_then(Result::ok).map(Ok)),
         }
     }
@@ -187,7 +187,7 @@ impl hyper::body::Body for Body {
 /// Maximum number of bytes of a part: one HTTP/2 frame.
 const MAX_PART: usize = 1 << 14;
 
-/// The bytes of an answer; they count as unread until this value is dropped.
+/// Some bytes of an answer; they count as unread until this value is dropped.
 struct Unsent {
     connection: Arc<Connection>,
     number: u64,
@@ -207,7 +207,7 @@ impl Drop for Unsent {
     }
 }
 
-/// A part of an answer. When hyper has written the part, hyper drops it.
+/// A part of an answer. Hyper drops the part after writing it.
 struct Part {
     bytes: Bytes,
     unsent: Arc<Unsent>,
@@ -228,9 +228,9 @@ impl Drop for Part {
 /// The body of an answer that is being sent.
 pub(crate) struct Sending {
     body: Body,
-    /// The part of the present frame that has not been sent yet.
+    /// The rest of the present frame, which was not sent yet.
     rest: Bytes,
-    /// The unread bytes: the bytes of the answer or, if the answer's length is unknown, of the frame that is being sent.
+    /// The unread bytes: those of the whole answer or, if its length is unknown, those of the present frame.
     unsent: Option<Arc<Unsent>>,
     has_length: bool,
     /// The request, which is in progress until the body ends or the client leaves.
@@ -278,7 +278,7 @@ impl hyper::body::Body for Sending {
             None => bytes,
         };
         if this.rest.is_empty() && !this.has_length {
-            this.unsent = None; // the last part has it
+            this.unsent = None; // the last part has the unread bytes
         }
         Poll::Ready(Some(Ok(Frame::data(data))))
     }

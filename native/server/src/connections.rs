@@ -1,7 +1,7 @@
-//! Limits the number, the duration and the memory of clients' connections.
+//! Limits the number of client connections, their duration and their memory.
 //!
-//! Theory of operation. Each connection reports its progress, and [`Connections::sweep`] ends connections that have been in one state for
-//! too long:
+//! Theory of operation. Each connection reports its progress, and [`Connections::sweep`] ends connections that are in one state for too
+//! long:
 //!
 //! | state | the connection | ends after |
 //! |---|---|---|
@@ -11,19 +11,19 @@
 //! | Idle | is kept for the next request | `idle_seconds` |
 //! | Closing | has got its last answer, of which a part may still be in transit | `CLOSING`; further input is discarded |
 //!
-//! In each state, a connection is closed if its client does not read answers within `unread_seconds`. In this time, either the whole answer
-//! must be sent, or a part of the answer and at least `MIN_TAKEN` bytes of all answers on the connection.
+//! In each state, a connection is closed if its client does not read its answers within `unread_seconds`. In this time, an answer must be
+//! sent completely, or in part; in the latter case, at least `MIN_TAKEN` bytes of all answers of the connection must be sent.
 //!
-//! At `max_clients` connections, a new connection replaces a connection without a request in progress: the oldest that has sent no request
-//! within `YOUNG_TIME` or, if no such connection exists, the one that has been idle for the longest time. If every connection has a request in
-//! progress, the new connection is *reserved*: only probes are answered on it. There are at most `reserved_clients` reserved connections.
-//! At this limit, the oldest reserved connection that does not wait for the service is closed to make room for the next one. So idle or
-//! slow connections never prevent the answer to a probe.
+//! At `max_clients` connections, a new connection replaces a connection without a request in progress. This is the oldest connection that
+//! is older than `YOUNG_TIME` and has sent no request; without such a connection, it is the one that has been idle for the longest time. If
+//! each connection has a request in progress, the new connection is *reserved*: only probes are answered on it. There are at most
+//! `reserved_clients` reserved connections. At this limit, the oldest reserved connection that does not wait for the service is closed for
+//! the next one. So probes are answered however many idle or slow connections there are.
 //!
-//! Each connection can hold `FREE_BYTES` of its requests, which can be several over HTTP/2. Beyond that, all connections together hold at
-//! most `max_received_bytes`; a request that would exceed this limit is refused. Answers that clients have not read hold at most
-//! `max_unread_bytes` in total; beyond this limit, the connection with most unread bytes is closed. An answer counts from its beginning
-//! until it is sent, even while an HTTP/2 client permits none of it to be sent.
+//! Each connection can hold `FREE_BYTES` of its requests, of which there can be several over HTTP/2. All connections together can hold
+//! `max_received_bytes` in addition. A request that would exceed this limit is refused. Answers that clients have not read take at most
+//! `max_unread_bytes` in total. Above this limit, the connection with the most unread bytes is closed. An answer counts from its beginning
+//! until it is sent, even if an HTTP/2 client grants no window for it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -37,14 +37,14 @@ use crate::settings::Limits;
 
 /// Interval at which the deadlines of all connections are checked.
 pub(crate) const CHECK_INTERVAL: Duration = Duration::from_millis(200);
-/// Time for a client to read its last answer and to close the connection. If the service closed the connection first while the client was
+/// Time in which a client can read its last answer and close the connection. If the service closed the connection while the client was
 /// sending, the reset would destroy the answer.
 pub(crate) const CLOSING: Duration = Duration::from_secs(2);
-/// Age up to which a connection without a request is not replaced, since its first request can have arrived but not been read.
+/// Age below which a connection without a request is not replaced, since its first request can have arrived without having been read.
 const YOUNG_TIME: Duration = Duration::from_millis(50);
-/// Number of request bytes that each connection can hold, regardless of other connections.
+/// Number of request bytes that each connection can hold, whatever other connections hold.
 pub(crate) const FREE_BYTES: usize = 1 << 16;
-/// Number of bytes that a client must read within `unread_seconds` if it takes longer to read an answer.
+/// Number of bytes that a client must read in each period of `unread_seconds`, if it has not read the answer completely.
 const MIN_TAKEN: u64 = 1 << 20;
 
 /// The state of a connection.
@@ -67,34 +67,34 @@ impl State {
     ];
 }
 
-/// An order to the task of a connection.
+/// An order to the task that serves a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Order {
     GoOn,
     /// The task must complete the answers in progress, and then end.
     Close,
-    /// The task must refuse the request, because the request's head was not complete in time.
+    /// The task must refuse the request, because the head of the request was not complete in time.
     Refuse,
     /// The task must end immediately.
     Abort,
 }
 
-/// An answer, or a part of an answer, that is not sent yet.
+/// An answer, or a part of an answer, that was not sent yet.
 #[derive(Debug)]
 struct Unsent {
     /// Number of bytes of memory that the answer takes.
     size: usize,
     clock: Clock,
-    /// Whether a part of the answer was sent after the time limit began.
+    /// Whether a part of the answer was sent after the beginning of the time limit.
     has_progressed: bool,
 }
 
-/// A time limit within which a client must read.
+/// A time limit in which a client must read.
 #[derive(Clone, Copy, Debug)]
 struct Clock {
     end: Instant,
-    /// Number of bytes that the client had read when the time limit began.
+    /// Value of `Inner::taken` at the beginning of the time limit.
     taken: u64,
 }
 
@@ -104,21 +104,21 @@ struct Inner {
     /// The time at which the state began.
     since: Instant,
     deadline: Option<Instant>,
-    /// Whether a request's head is being received.
+    /// Whether the head of a request is being received.
     is_in_head: bool,
-    /// Whether the connection has had a request over HTTP/2. If so, arriving bytes can be other frames, such as answers to pings.
+    /// Whether the connection has had a request over HTTP/2. If it has, arriving bytes can be other frames, such as answers to pings.
     is_http2: bool,
-    /// Number of requests whose answers are not complete; over HTTP/2 there can be several.
+    /// Number of requests whose answers are not complete; there can be several over HTTP/2.
     active: usize,
-    /// Number of bytes of all requests of the connection that are held in memory.
+    /// Number of request bytes of the connection that are held in memory.
     held: usize,
-    /// Number of bytes that could not be written to the socket yet.
+    /// Number of bytes that hyper has offered and the socket has not accepted yet.
     unwritten: usize,
-    /// Number of bytes that were written to the socket.
+    /// Number of bytes that the socket has accepted.
     taken: u64,
     /// The time limit of the unwritten bytes.
     stuck_at: Option<Clock>,
-    /// Unsent answers by ID.
+    /// Answers that were not sent yet, by ID.
     unsent: HashMap<u64, Unsent>,
     /// ID of the newest answer.
     answers: u64,
@@ -134,7 +134,7 @@ impl Inner {
         Clock { end, taken: self.taken }
     }
 
-    /// Whether the client has failed to read in time. Each time limit that has passed is restarted.
+    /// Whether the client has failed to read in time. Restarts each time limit that has passed.
     fn is_stuck(&mut self, now: Instant, time: Duration) -> bool {
         let (again, taken) = (self.clock(now + time), self.taken);
         let mut is_stuck = false;
@@ -165,7 +165,7 @@ pub(crate) struct Connection {
     inner: Mutex<Inner>,
     order: AtomicU8,
     lingers: AtomicBool,
-    /// Wakes the task of the connection for a new order.
+    /// Gives the task of the connection a new order, and wakes it.
     pub(crate) ordered: Notify,
 }
 
@@ -184,7 +184,7 @@ impl Connection {
         self.ordered.notify_one();
     }
 
-    /// Records that the client might still be sending when the last answer is written.
+    /// Records that the client might be sending when the last answer is written.
     pub(crate) fn linger(&self) {
         self.lingers.store(true, Ordering::Relaxed);
     }
@@ -197,30 +197,31 @@ impl Connection {
         self.inner.lock().state
     }
 
-    /// Records that a part of an answer was sent.
+    /// Records that a part of the answer with this ID was sent.
     pub(crate) fn has_progressed(&self, number: u64) {
         if let Some(unsent) = self.inner.lock().unsent.get_mut(&number) {
             unsent.has_progressed = true;
         }
     }
 
-    /// Removes an answer that was sent or dropped.
+    /// Removes the answer with this ID, which was sent or dropped.
     pub(crate) fn remove_unsent(&self, number: u64) {
         self.inner.lock().unsent.remove(&number);
     }
 
-    /// The time at which the request that is being received must be complete.
+    /// The time at which the request that is being received must be complete; None without such a time.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.inner.lock().deadline
     }
 }
 
-/// The decision about a new connection.
+/// The decision on a new connection.
 pub(crate) enum Admission {
     Admitted(Arc<Connection>),
-    /// The connection must wait, for at most `YOUNG_TIME`: a young connection might have sent a request that is not read yet, or might end.
+    /// The connection must wait, for at most `YOUNG_TIME`: a young connection might have sent a request that was not read yet, or might
+    /// end.
     Later,
-    /// The limit of connections is reached.
+    /// The maximum number of connections is reached.
     Refused,
 }
 
@@ -232,7 +233,7 @@ struct Groups {
     strangers: BTreeMap<u64, Arc<Connection>>,
     /// Connections that have sent the complete head of a request.
     known: BTreeMap<u64, Arc<Connection>>,
-    /// Connections above the limit; only probes are answered on them.
+    /// Connections in excess of the limit, on which only probes are answered.
     reserved: BTreeMap<u64, Arc<Connection>>,
 }
 
@@ -253,11 +254,11 @@ pub(crate) type Counts = Mutex<HashMap<&'static str, u64>>;
 pub(crate) struct Connections {
     limits: Limits,
     groups: Mutex<Groups>,
-    /// Number of connections that the service has ended, by reason.
+    /// Number of connections that the service has closed, by reason.
     pub(crate) closed: Counts,
     /// Number of requests that were refused before their path was known, by reason.
     pub(crate) refusals: Counts,
-    /// Number of bytes of requests that are held beyond the `FREE_BYTES` of each connection.
+    /// Number of request bytes that are held in excess of the `FREE_BYTES` of each connection.
     received: AtomicUsize,
 }
 
@@ -289,7 +290,7 @@ impl Connections {
         self.groups.lock().all().map(|each| each.inner.lock().unread()).sum()
     }
 
-    /// Connections by state.
+    /// Number of connections by state.
     pub(crate) fn by_state(&self) -> HashMap<&'static str, usize> {
         let mut found: HashMap<&'static str, usize> = State::ALL.iter().map(|(_, name)| (*name, 0)).collect();
         for each in self.groups.lock().all() {
@@ -307,9 +308,9 @@ impl Connections {
         self.groups.lock().all().next().is_none()
     }
 
-    // --- their number
+    // --- the number of connections
 
-    /// Accepts a new connection.
+    /// Decides on a new connection, and adds it if it is accepted.
     pub(crate) fn admit(&self, now: Instant) -> Admission {
         let mut guard = self.groups.lock();
         let groups = &mut *guard;
@@ -393,9 +394,9 @@ impl Connections {
         self.forget(&mut self.groups.lock(), connection);
     }
 
-    // --- their progress
+    // --- the progress of connections
 
-    /// Records that bytes have arrived. Only the first bytes of a request set its deadline.
+    /// Records that bytes have arrived on a connection. The first bytes of a request set its deadline; later bytes do not.
     pub(crate) fn has_received(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         if matches!(inner.state, State::New | State::Idle) && !inner.is_http2 {
@@ -404,7 +405,7 @@ impl Connections {
         }
     }
 
-    /// Records that the head of a request is complete. After this call, connections without a request are replaced before this connection.
+    /// Records that the head of a request is complete. After this, connections without a request are replaced before this connection.
     pub(crate) fn has_head(&self, connection: &Arc<Connection>, is_http2: bool, now: Instant) {
         let is_new = {
             let mut inner = connection.inner.lock();
@@ -413,7 +414,7 @@ impl Connections {
             inner.is_http2 = is_http2;
             inner.active += 1;
             if was_idle {
-                // The head arrived together with the previous request, or over HTTP/2, so `has_received` did not begin this state.
+                // If the head arrived together with the previous request, or over HTTP/2, `has_received` has not begun this state.
                 enter(&mut inner, State::Reading, now, Some(self.limits.request()));
             }
             !connection.is_reserved
@@ -426,7 +427,7 @@ impl Connections {
         }
     }
 
-    /// Records that a request is complete.
+    /// Records that a request was received completely.
     pub(crate) fn is_answering(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         if inner.state != State::Closing {
@@ -443,7 +444,8 @@ impl Connections {
         }
     }
 
-    /// Records that the client has closed its sending side. Returns whether the client can still wait for an answer, for a limited time.
+    /// Records that the client has closed its sending side. Returns whether the client might wait for an answer; the time for this is
+    /// limited.
     pub(crate) fn has_left(&self, connection: &Connection, now: Instant) -> bool {
         let mut inner = connection.inner.lock();
         if inner.state == State::Answering && inner.active > 0 {
@@ -453,7 +455,7 @@ impl Connections {
         false
     }
 
-    /// Records that the last answer is written.
+    /// Records that the last answer was written.
     pub(crate) fn is_closing(&self, connection: &Connection, now: Instant) {
         let mut inner = connection.inner.lock();
         if inner.state != State::Closing {
@@ -461,13 +463,13 @@ impl Connections {
         }
     }
 
-    // --- memory of connections
+    // --- the memory of connections
 
-    /// Records that a connection holds `size` bytes of a request instead of `before` bytes. Returns false, and changes nothing, if all
-    /// connections together would exceed their limit.
+    /// Records that the size of a request of a connection has changed from `before` to `size` bytes. Returns false, and changes nothing, if
+    /// all connections together would exceed their limit.
     pub(crate) fn hold(&self, connection: &Connection, before: usize, size: usize) -> bool {
         let mut inner = connection.inner.lock();
-        // The bytes of a removed connection are no longer counted.
+        // The bytes of a removed connection do not count any more.
         let all = inner.held.saturating_sub(before) + size;
         let (was, is) = (inner.held.saturating_sub(FREE_BYTES), all.saturating_sub(FREE_BYTES));
         if is > was {
@@ -484,7 +486,7 @@ impl Connections {
         true
     }
 
-    /// Records that `written` bytes of answers were written, and that `left` bytes could not be written yet.
+    /// Records that the socket has accepted `written` bytes of answers, and that `left` bytes wait.
     pub(crate) fn has_written(&self, connection: &Connection, written: usize, left: usize, now: Instant) {
         let mut inner = connection.inner.lock();
         inner.taken += written as u64;
@@ -499,7 +501,7 @@ impl Connections {
         }
     }
 
-    /// Records an answer, or a part of an answer, of this many bytes. Returns its number.
+    /// Records an answer, or a part of an answer, of `size` bytes. Returns its ID.
     pub(crate) fn add_unsent(&self, connection: &Connection, size: usize, now: Instant) -> u64 {
         let mut inner = connection.inner.lock();
         inner.answers += 1;
@@ -513,7 +515,7 @@ impl Connections {
         number
     }
 
-    // --- their time
+    // --- the time of connections
 
     /// Ends connections whose deadline has passed.
     pub(crate) fn sweep(&self, now: Instant) {
@@ -524,7 +526,7 @@ impl Connections {
         for connection in all {
             let mut inner = connection.inner.lock();
             let is_stuck = inner.is_stuck(now, self.limits.unread_time());
-            // A closing connection that has unread answers ends only when the time limit of one of them passes.
+            // A closing connection that has unread answers ends only when the time limit of one of these answers passes.
             let has_unread = inner.stuck_at.is_some() || !inner.unsent.is_empty();
             let is_due =
                 inner.deadline.is_some_and(|deadline| now >= deadline) && !(inner.state == State::Closing && has_unread);
@@ -549,7 +551,7 @@ impl Connections {
                 State::Reading if is_in_head => connection.give(Order::Refuse),
                 // The client has closed its sending side, and the answer was not complete in time.
                 State::Answering => self.abort(groups, &connection, "left"),
-                // The task that is receiving the body ends the request at the deadline.
+                // The task that receives the body ends the request at the deadline.
                 State::Reading => {}
             }
         }
@@ -563,7 +565,7 @@ impl Connections {
         }
     }
 
-    /// Immediately ends connections that have sent nothing, and ends other connections as soon as their requests are answered.
+    /// Ends connections that have sent nothing immediately, and all other connections after the answers to their requests.
     pub(crate) fn drain(&self) {
         let mut guard = self.groups.lock();
         let all: Vec<Arc<Connection>> = guard.all().cloned().collect();

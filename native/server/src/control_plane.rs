@@ -1,9 +1,9 @@
-//! Requests that the control plane answers: it takes requests from a queue, and answers each through a [`Request`].
+//! Requests that the control plane answers. It takes them from a queue, and answers each through a [`Request`].
 //!
-//! When an event is added to an empty queue, a byte in a socket wakes the control plane. So no thread of the data plane waits for the
+//! If an event is added to an empty queue, a byte in a socket wakes the control plane. So no thread of the data plane waits for the Python
 //! interpreter.
 //!
-//! The control plane gets only the head of a refused request, and answers with the error before the body is received.
+//! Of a refused request, the control plane gets only the head, and answers with the error before the body is received.
 
 use std::borrow::Cow;
 use std::collections::VecDeque;
@@ -28,7 +28,7 @@ const WAITING_PIECES: usize = 2;
 pub enum Event {
     /// A request to answer.
     Request(Box<Request>),
-    /// The ID of an answer in pieces whose client has read a piece or has left.
+    /// The ID of an answer that is sent in pieces: its client has read a piece, or has left.
     Changed(u64),
 }
 
@@ -37,12 +37,12 @@ pub(crate) struct ControlPlane {
     /// The queue; None after the control plane has ended.
     events: Mutex<Option<VecDeque<Event>>>,
     waker: UnixStream,
-    /// ID of the newest answer in pieces.
+    /// ID of the newest answer that is sent in pieces.
     streams: AtomicU64,
 }
 
 impl ControlPlane {
-    /// `waker` receives a byte when an event is added to an empty queue.
+    /// `waker` receives a byte if an event is added to an empty queue.
     pub(crate) fn new(waker: UnixStream) -> std::io::Result<Self> {
         waker.set_nonblocking(true)?;
         Ok(Self {
@@ -52,7 +52,7 @@ impl ControlPlane {
         })
     }
 
-    /// Returns the answer to a request. Returns None if the control plane ends before it answers.
+    /// Adds a request to the queue, and returns its answer. Returns None if the control plane ends before the answer.
     pub(crate) async fn ask(
         self: &Arc<Self>,
         head: &Parts,
@@ -82,12 +82,12 @@ impl ControlPlane {
         }
     }
 
-    /// Takes all events.
+    /// Takes all events from the queue.
     pub(crate) fn take(&self) -> VecDeque<Event> {
         self.events.lock().as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Drops all waiting and later events.
+    /// Drops all events in the queue, and all later events.
     pub(crate) fn close(&self) {
         let events = self.events.lock().take();
         drop(events); // without the lock
@@ -97,7 +97,7 @@ impl ControlPlane {
 /// Names and values of headers.
 pub type Headers = Vec<(Vec<u8>, Vec<u8>)>;
 
-/// A request that waits for the control plane's answer. If it is dropped without an answer, the client gets an error which says that the
+/// A request that waits for the control plane's answer. If it is dropped without an answer, the client gets an error that says that the
 /// service is ending.
 pub struct Request {
     head: Parts,
@@ -119,13 +119,13 @@ impl Request {
         decoded_path(&self.head.uri)
     }
 
-    /// Path and method of the endpoint in the table. The path is empty if it is unknown; the method is empty if the endpoint does not have
-    /// the request's method.
+    /// Path and method of the endpoint, as in the table of endpoints. The path is empty if no endpoint has the request's path. The method
+    /// is empty if the endpoint does not have the request's method.
     pub fn endpoint(&self) -> (&str, &str) {
         (&self.access.path, &self.access.method)
     }
 
-    /// Name of the caller, if the endpoint is known.
+    /// Name of the caller; empty if the endpoint is unknown.
     pub fn caller(&self) -> &str {
         &self.access.caller
     }
@@ -155,7 +155,7 @@ impl Request {
         &self.body
     }
 
-    /// Answers the request. Only the first answer counts.
+    /// Answers the request. Only the first call has an effect.
     ///
     /// # Errors
     /// If the status or a header is invalid.
@@ -163,7 +163,7 @@ impl Request {
         self.answer(status, headers, Body::full(body.into()))
     }
 
-    /// Begins an answer in pieces.
+    /// Begins an answer that is sent in pieces.
     ///
     /// # Errors
     /// If the status or a header is invalid.
@@ -196,23 +196,23 @@ impl Request {
     }
 }
 
-/// An answer in pieces, which the control plane sends.
+/// An answer that the control plane sends in pieces.
 pub struct Stream {
-    /// The ID by which [`Event::Changed`] names the answer.
+    /// The ID of the answer in [`Event::Changed`].
     pub number: u64,
     sender: Mutex<Option<mpsc::Sender<Bytes>>>,
     is_complete: Arc<AtomicBool>,
 }
 
 impl Stream {
-    /// Sends a piece. Returns false if too many pieces wait to be sent, or if the client has left. An [`Event::Changed`] follows when there
-    /// is room again.
+    /// Sends a piece. Returns false, and sends nothing, if too many pieces wait to be sent, or if the client has left. When there is room
+    /// again, an [`Event::Changed`] follows.
     pub fn send(&self, piece: Bytes) -> bool {
         let sender = self.sender.lock();
         sender.as_ref().is_some_and(|sender| sender.try_send(piece).is_ok())
     }
 
-    /// Whether the client has left.
+    /// Whether the client has closed the connection.
     pub fn is_gone(&self) -> bool {
         self.sender.lock().as_ref().is_none_or(mpsc::Sender::is_closed)
     }
@@ -222,7 +222,7 @@ impl Stream {
         self.is_complete.store(true, Ordering::Release);
     }
 
-    /// Ends the answer. If the answer is not complete, the connection is closed.
+    /// Ends the answer. If the answer is not complete, also closes the connection.
     pub fn close(&self) {
         self.sender.lock().take();
     }

@@ -1,4 +1,4 @@
-//! A sample of the newest choices, with the candidates of each, so that an operator can see why workers are chosen.
+//! A sample of the newest choices with their candidates, from which operators see why workers are chosen.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -9,11 +9,11 @@ use serde_json::json;
 use crate::fleet::Scope;
 use kvevents_routing::Selected;
 
-/// Maximum number of stored choices.
+/// Maximum number of choices in the sample.
 const MAX_DECISIONS: usize = 64;
-/// Maximum number of candidates of a choice that are stored; the best candidates are stored.
+/// Maximum number of candidates that are stored with a choice, the best first.
 const MAX_CANDIDATES: usize = 16;
-/// Minimum time between two stored choices.
+/// Minimum time between two choices in the sample.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A sample of the newest choices.
@@ -29,7 +29,7 @@ struct Sample {
 }
 
 impl Decisions {
-    /// Returns whether the next choice must be stored; true at most once per interval.
+    /// Returns whether the next choice must be stored; true at most once per `MIN_INTERVAL`.
     pub(crate) fn is_due(&self) -> bool {
         let now = Instant::now();
         let mut sample = self.sample.lock();

@@ -1,4 +1,4 @@
-//! Answers queries: reads the body of a request, and writes the body of the answer.
+//! Answers queries: reads the bodies of requests, and writes the bodies of answers.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ use kvevents_index::lookup::Matches;
 use kvevents_index::prefix_index::PrefixIndex;
 use kvevents_routing::{Loads, Terms, Ties, Trust, WorkerTrust};
 
-/// A query that is answered here.
+/// A query that the data plane can answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Question {
     Query,
@@ -43,7 +43,7 @@ pub(crate) enum Verb {
     Finish,
 }
 
-/// Path of reservations; the name of a reservation follows it.
+/// Path of reservations; in a request, the name of the reservation follows.
 pub(crate) const RESERVATIONS: &str = "/v1/reservations/";
 
 impl Question {
@@ -68,7 +68,8 @@ impl Question {
         })
     }
 
-    /// Whether the answer can be msgpack: only answers in the format of kvevents can. Answers in the formats of other services are JSON.
+    /// Whether the answer can be msgpack, which is so for all answers in kvevents' own format. Answers in the formats of other services are
+    /// JSON.
     pub(crate) fn is_ours(self) -> bool {
         !matches!(self, Self::Query | Self::QueryByHash)
     }
@@ -90,22 +91,22 @@ impl Question {
 pub(crate) enum Format {
     Json,
     Msgpack,
-    /// Token ids as 32-bit numbers; the other fields of the request are in the query string.
+    /// Token ids as 32-bit numbers. All other fields of the request are in the query string.
     Raw,
 }
 
-/// The parts of a request besides its body.
+/// The parts of a query besides its body.
 #[derive(Clone, Debug)]
 pub(crate) struct Head {
     pub(crate) format: Format,
-    /// Whether the answer is msgpack.
+    /// Whether the client wants msgpack.
     pub(crate) wants_msgpack: bool,
     pub(crate) query_string: Option<String>,
-    /// The name of the reservation in the path.
+    /// The name of the reservation, which the path contains.
     pub(crate) reservation: Option<String>,
 }
 
-/// The body of an answer.
+/// The answer to a query.
 pub(crate) struct Answered {
     pub(crate) body: Vec<u8>,
     /// Number of tokens of the prompt that the best worker holds.
@@ -140,7 +141,7 @@ impl Endpoints {
         }
     }
 
-    /// Changes the table. `change` is the JSON of a `Change`. A query in progress continues with the former table.
+    /// Changes the table. `change` is the JSON form of a `Change`. A query in progress continues with the old table.
     pub(crate) fn change_table(&self, change: &[u8], index: Arc<PrefixIndex>) -> Result<(), String> {
         let change = serde_json::from_slice(change).map_err(|error| error.to_string())?;
         let mut table = self.table.write();
@@ -149,7 +150,7 @@ impl Endpoints {
         Ok(())
     }
 
-    /// Returns the body of the answer, or the error that follows from the fleet. Returns None if the query must be forwarded to the control
+    /// Returns the body of the answer, or the error that the fleet causes. Returns None if the query must be forwarded to the control
     /// plane.
     pub(crate) fn answer(&self, question: Question, head: &Head, body: &[u8]) -> Option<Result<Vec<u8>, Problem>> {
         body_of(self.read_and_answer(question, head, body))
@@ -192,7 +193,7 @@ impl Endpoints {
         }
     }
 
-    /// Answers a query that the control plane has read: `fields` are the fields of its body in msgpack, without the token ids of a single
+    /// Answers a query that the control plane has read: `fields` are the fields of its body as msgpack, without the token ids of a single
     /// prompt.
     pub(crate) fn answer_fields(
         &self,
@@ -231,7 +232,7 @@ impl Endpoints {
         }
     }
 
-    /// Answers a gRPC message with JSON.
+    /// Answers the gRPC message of a query with JSON.
     pub(crate) fn answer_match(&self, mut message: MatchRequest) -> Option<Result<Vec<u8>, Problem>> {
         let tokens = Some(std::mem::take(&mut message.tokens));
         let request = Match {
@@ -270,7 +271,7 @@ impl Endpoints {
         body_of(self.reservation(verb, id, &self.read_message(message)?, false))
     }
 
-    /// Converts a message, from which token ids were removed, to a request.
+    /// Converts a message to a request. The token ids must already be removed from it.
     fn read_message<T: DeserializeOwned>(&self, message: &impl Serialize) -> Option<T> {
         let json = serde_json::to_vec(message).ok()?;
         read_json(&json).ok().filter(|_| json.len() <= self.limits.max_json_bytes)
@@ -280,7 +281,7 @@ impl Endpoints {
         self.table.read().clone().ok_or(Declined::Unread)
     }
 
-    /// Answers from the current table. If `check_present` finds that a worker has left during the lookup, answers again.
+    /// Answers a query from the current table. If `check_present` then finds that a worker has left, answers the query again.
     fn with_table(&self, answer: impl Fn(&Table) -> Answer) -> Answer {
         loop {
             match answer(&*self.table()?) {
@@ -290,8 +291,8 @@ impl Endpoints {
         }
     }
 
-    /// Checks after a lookup that no worker of the table has left. The index removes the blocks of a worker only after a table without the
-    /// worker is in place.
+    /// Checks, after a lookup, that no worker of the table has left. The index removes the blocks of a worker only after the table has lost
+    /// the worker.
     fn check_present(&self, table: &Table) -> Result<(), Declined> {
         if table.is_part_of(&*self.table()?) {
             Ok(())
@@ -309,7 +310,7 @@ impl Endpoints {
         }
     }
 
-    /// Reads a request with one prompt. The prompt's token ids do not count towards the limit of JSON.
+    /// Reads the request with one prompt in a body. The token ids of the prompt do not count towards the limit of JSON.
     fn read_prompt<T: DeserializeOwned>(
         &self,
         head: &Head,
@@ -326,7 +327,7 @@ impl Endpoints {
         Ok(request)
     }
 
-    // --- the index
+    // --- lookups in the index
 
     fn rows(&self, table: &Table, matches: &Matches, rows: &mut Vec<Row>) {
         rows.reserve(matches.hits.len());
@@ -347,7 +348,7 @@ impl Endpoints {
         }
     }
 
-    /// Returns the match of a prompt for each worker. `scopes` are the scopes of the candidates, with the multimodal items of the request.
+    /// Returns the match of a prompt for each worker. `scopes` are those of the candidates, with the multimodal items of the request.
     fn find(
         &self,
         table: &Table,
@@ -355,7 +356,7 @@ impl Endpoints {
         tokens: &[u32],
         options: &Options,
     ) -> Result<Vec<Row>, Declined> {
-        // Engines recompute the last token, so the block with this token does not count.
+        // Engines compute the last token in any case, so the block with this token does not count.
         let usable = if options.whole_prompt {
             tokens
         } else {
@@ -374,7 +375,7 @@ impl Endpoints {
         Ok(rows)
     }
 
-    // --- the endpoints
+    // --- answers by endpoint
 
     fn query(&self, request: &Query) -> Answer {
         self.with_table(|table| {
@@ -556,7 +557,7 @@ impl Endpoints {
     }
 }
 
-/// Returns an answer in the format of Dynamo or of Mooncake.
+/// Returns an answer in the format of Dynamo or Mooncake.
 fn indexer_answer(
     table: &Table,
     found: &Candidates,
@@ -567,7 +568,7 @@ fn indexer_answer(
         return Err(Declined::Unread);
     }
     let longest = longest(&rows);
-    // Workers that are not EXACT might hold more than is known. These workers are added, since the answer states their trust.
+    // A worker that is not EXACT might hold more than is known. So each such worker is in the answer, with its trust.
     add_others(&mut rows, &found.inexact);
     let instance = instance.filter(|_| !is_dynamo).map(requests::Id::text);
     rows.retain(|row| {
@@ -584,7 +585,7 @@ fn indexer_answer(
     Ok(Answered { body, longest })
 }
 
-/// Returns the scope of a request, if `/v1` admits the names in the scope.
+/// Returns the scope of a request; None if `/v1` does not admit one of its names.
 fn checked_scope(request: &impl Names) -> Result<Scope, Declined> {
     request.scope().filter(|_| request.has_good_names()).ok_or(Declined::Unread)
 }
@@ -616,7 +617,7 @@ struct Options {
     whole_prompt: bool,
 }
 
-/// Returns the scopes of candidates, with the multimodal items of a request.
+/// Returns the scopes of candidates, each with the multimodal items of a request.
 fn with_items<'a>(found: &'a Candidates, media: &[Object<Media>]) -> Result<Cow<'a, [kvevents_index::Scope]>, Declined> {
     let items = requests::items(media).ok_or(Declined::Unread)?;
     if items.is_empty() {
@@ -633,7 +634,7 @@ fn longest(rows: &[Row]) -> u32 {
     rows.iter().map(|row| row.tokens).max().unwrap_or(0)
 }
 
-/// Adds the rows of workers that hold nothing.
+/// Adds rows of workers that hold no token.
 fn add_others(rows: &mut Vec<Row>, workers: &[u32]) {
     let holders = rows.len();
     if holders * workers.len() <= 4_096 {
@@ -649,7 +650,7 @@ fn add_others(rows: &mut Vec<Row>, workers: &[u32]) {
     rows.extend(others.map(|&place| Row::nothing(place)));
 }
 
-/// Reads a raw prompt. The other fields of the request are in the query string.
+/// Reads a raw prompt: its token ids. The other fields are in the query string.
 fn raw_match(query_string: &str, body: &[u8]) -> Result<Match, Declined> {
     let (numbers, rest) = body.as_chunks::<4>();
     let request = requests::of_query_string(query_string).filter(|_| rest.is_empty());
@@ -680,7 +681,8 @@ mod tests {
     use super::*;
     use crate::fleet::tests::{change, index, row};
 
-    /// The index removes the blocks of a worker after the worker has left, so a lookup with the old table might miss its blocks.
+    /// The index removes the blocks of a worker after the worker has left the table. So a lookup with the old table might not find these
+    /// blocks.
     #[test]
     fn a_query_is_answered_again_if_a_worker_leaves_meanwhile() {
         let terms = serde_json::from_value(json!({"tiers": {}, "trust": {}, "wait_weight": 1.0, "load_weight": 1.0}));

@@ -1,4 +1,4 @@
-//! The routing table: a description of the fleet. The control plane writes each change of the fleet to this table.
+//! The routing table, which describes the fleet to the data plane. The control plane writes each change of the fleet to the table.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use serde::Deserialize;
 
 use crate::problems::{Declined, Problem};
 
-/// Maximum number of scopes whose candidates are cached. Without a limit, clients could name any number of LoRAs and salts.
+/// Maximum number of scopes whose candidates are cached. Without a limit, clients could fill the memory with names of LoRAs and salts.
 const MAX_REMEMBERED: usize = 256;
 /// Maximum number of characters of a name that `/v1` admits.
 const MAX_NAME: usize = 512;
 
-/// A LoRA, identified by its name, or by its numeric ID if the engine's events have no name.
+/// A LoRA, by its name; or by its numeric ID, if the engine's events do not contain the name.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
 #[serde(untagged)]
 pub enum Lora {
@@ -28,7 +28,7 @@ pub enum Lora {
     Name(String),
 }
 
-/// The scope of prompts: equal tokens of two scopes never match.
+/// The scope of a prompt or a worker: equal tokens of two scopes never match.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Deserialize)]
 pub struct Scope {
     /// Name of the model.
@@ -37,14 +37,14 @@ pub struct Scope {
     pub tenant: String,
     /// Routing group.
     pub group: String,
-    /// LoRA of the prompt; for a worker, the LoRA of all of its blocks, if the worker's events do not name it.
+    /// LoRA of the prompt. For a worker whose events do not name LoRAs, the LoRA of all of its blocks.
     pub lora: Option<Lora>,
-    /// Cache salt of the prompt; for a worker, the salt of all of its blocks, if the worker's events do not contain it.
+    /// Cache salt of the prompt. For a worker whose events do not contain salts, the salt of all of its blocks.
     pub salt: Option<String>,
 }
 
 impl Scope {
-    /// Whether each name has a length that `/v1` admits. `/query` admits longer names, but scopes with longer names are not cached.
+    /// Whether each name has a length that `/v1` admits. `/query` also admits longer names, but scopes with such names are not cached.
     fn has_short_names(&self) -> bool {
         let lora = match &self.lora {
             Some(Lora::Name(name)) => name,
@@ -69,34 +69,34 @@ impl Scope {
 /// One rank of an engine.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Worker {
-    /// Source name of the worker in the index.
+    /// Source of the worker in the index.
     pub(crate) source: String,
     pub(crate) rank: i64,
     pub(crate) instance: String,
-    /// The URL at which the worker takes requests, if the URL is known.
+    /// The URL at which the worker takes requests; None if it is not known.
     #[serde(default)]
     pub(crate) url: Option<String>,
     #[serde(default)]
     pub(crate) labels: Labels,
     pub(crate) scope: Scope,
-    /// The model with which the index labels the stream.
+    /// The label of the worker's stream in the index, which is its model.
     label: String,
     pub(crate) trust: Trust,
-    /// Whether the worker is left out of answers in formats whose clients might ignore trust.
+    /// Whether answers in the formats of other services omit the worker, since their clients might ignore its trust.
     pub(crate) is_hidden: bool,
     pub(crate) distance: u8,
-    /// Registered number of tokens per block.
+    /// Block size in tokens, as registered.
     pub(crate) block_size: Option<u64>,
-    /// Numbers of tokens per block in the worker's events; before the first event, the registered number.
+    /// Block sizes in the worker's events; before the first event, the registered size.
     #[serde(default)]
     block_sizes: Vec<u32>,
     /// Tiers from which the engine announces no removals.
     #[serde(default)]
     pub(crate) stores_only: Vec<String>,
-    /// The trust in an answer that includes blocks of the worker which might be gone.
+    /// The trust in an answer that contains blocks of the worker which might be gone.
     #[serde(skip)]
     pub(crate) trust_if_uncertain: Option<Trust>,
-    /// The instance's name as JSON.
+    /// The name of the instance as JSON.
     #[serde(skip)]
     pub(crate) json_name: String,
 }
@@ -109,7 +109,7 @@ impl Worker {
         }
     }
 
-    /// Returns the worker with the fields that are derived from other fields.
+    /// Computes the fields that follow from other fields, and returns the worker.
     fn completed(self) -> Self {
         Self {
             trust_if_uncertain: Some(self.trust.if_uncertain()),
@@ -118,8 +118,8 @@ impl Worker {
         }
     }
 
-    /// Returns the state by which the worker's tokens are weighted. A stream that waits only for a live batch to confirm replay counts as
-    /// exact: nothing contradicts it, and the stream of every idle engine is in this state.
+    /// Returns the state whose weight the worker's tokens have in a score. A stream that only waits for a live batch to confirm its replay
+    /// counts as EXACT: nothing contradicts it, and the streams of all idle engines are in this state.
     pub(crate) fn weighed_state(&self) -> State {
         let is_unproven = self.trust.reason_codes.iter().eq(["replay-unproven"]);
         if is_unproven && self.trust.state == State::Degraded {
@@ -142,34 +142,34 @@ impl Worker {
 #[derive(Deserialize)]
 pub(crate) struct Change {
     has_failed: bool,
-    /// The positions in the table at which workers have left.
+    /// The positions of the workers that have left.
     removed: Vec<u32>,
-    /// The workers that are new or have changed, by their positions in the table. A position that is free can be assigned again.
+    /// The workers that are new or have changed, each with its position. A free position can be assigned again.
     workers: HashMap<u32, Worker>,
-    /// Scopes with a LoRA that requests may name as their model; None if these scopes have not changed.
+    /// Scopes that have a LoRA which requests may name as their model; None without a change.
     adapters: Option<Vec<Scope>>,
 }
 
-/// The namespaces in which a prompt of one scope is looked up, and the workers that can hold it.
+/// The workers that can hold a prompt of one scope, and the namespaces in which the prompt is looked up.
 #[derive(Debug)]
 pub(crate) struct Candidates {
-    /// The scope, in which the model is the base model.
+    /// The scope; its model is the base model.
     pub(crate) scope: Scope,
     /// Scopes in which the index looks up the prompt.
     pub(crate) within: Vec<IndexScope>,
-    /// Positions of workers in the table.
+    /// Positions of the workers in the table.
     pub(crate) workers: Vec<u32>,
-    /// Positions of the workers that are not EXACT.
+    /// Positions of those workers that are not EXACT.
     pub(crate) inexact: Vec<u32>,
     pub(crate) block_sizes: Vec<u32>,
 }
 
-/// A description of the fleet. A query reads one table, and a later change does not alter that table.
+/// A description of the fleet. A query reads one table. Later changes create other tables.
 #[derive(Clone, Debug)]
 pub struct Table {
     pub(crate) index: Arc<PrefixIndex>,
     has_failed: bool,
-    /// Workers by their positions in the table; None at a free position.
+    /// The workers by position; None at a free position.
     workers: Vec<Option<Arc<Worker>>>,
     places: HashMap<Stream, u32>,
     adapters: Vec<Scope>,
@@ -192,7 +192,7 @@ impl Table {
         }
     }
 
-    /// Applies a change. Queries are then answered from `index`.
+    /// Applies a change of the fleet. After it, queries are answered from `index`.
     pub(crate) fn apply(&mut self, change: Change, index: Arc<PrefixIndex>) {
         (self.index, self.has_failed) = (index, change.has_failed);
         self.adapters = change.adapters.unwrap_or_else(|| std::mem::take(&mut self.adapters));
@@ -211,7 +211,7 @@ impl Table {
         }
     }
 
-    /// All workers with their positions in the table, in the order of the positions.
+    /// All workers with their positions, in the order of the positions.
     pub(crate) fn workers(&self) -> impl Iterator<Item = (u32, &Worker)> {
         (0..)
             .zip(&self.workers)
@@ -222,17 +222,17 @@ impl Table {
         self.workers().any(|(_, worker)| worker.scope.is_same_fleet(scope))
     }
 
-    /// Whether all workers of this table are also in the table `later`.
+    /// Whether each worker of this table is also in the table `later`.
     pub(crate) fn is_part_of(&self, later: &Self) -> bool {
         self.departures == later.departures
     }
 
-    /// The position of a stream's worker in the table.
+    /// The position of the worker that a stream belongs to.
     pub(crate) fn place(&self, stream: &Stream) -> Option<u32> {
         self.places.get(stream).copied()
     }
 
-    /// Returns the namespaces in which prompts of a scope are looked up, and the workers that can hold them.
+    /// Returns the workers that can hold prompts of a scope, and the namespaces in which these prompts are looked up.
     pub(crate) fn candidates(&self, scope: &Scope) -> Result<Arc<Candidates>, Declined> {
         if self.has_failed || self.index.is_damaged() {
             return Err(Declined::Unread);
@@ -253,7 +253,8 @@ impl Table {
         Ok(found)
     }
 
-    /// Returns the scope with base model and LoRA if its model is the name of a LoRA. If a model has the same name, it takes precedence.
+    /// If the model of a scope is the name of a LoRA, returns the scope with the base model and this LoRA. A model of that name takes
+    /// precedence.
     fn resolve_model(&self, scope: &Scope) -> Result<Scope, Declined> {
         let adapter = Some(Lora::Name(scope.model.clone()));
         if (scope.lora.is_some() && scope.lora != adapter) || self.serves(scope) {
@@ -284,7 +285,7 @@ impl Table {
         }
         let (lora, salt) = (lora_seed(scope.lora.as_ref()), salt_seed(scope.salt.as_deref()));
         let mut within = Vec::new();
-        // A worker's scope leaves out the LoRA and the salt if the worker's events carry them, because block keys already include them.
+        // A worker's scope does not contain the LoRA and the salt if its events do, since block keys then include them.
         for own_lora in distinct(scope.lora.as_ref()) {
             for own_salt in distinct(scope.salt.as_ref()) {
                 let is_own = |own: &Scope| own.lora.as_ref() == own_lora && own.salt.as_ref() == own_salt;
@@ -312,12 +313,12 @@ impl Table {
         })
     }
 
-    /// The worker at a position of the table.
+    /// The worker at a position, which must not be free.
     pub(crate) fn worker(&self, place: u32) -> &Worker {
         self.workers[place as usize].as_deref().expect("places are those of workers")
     }
 
-    /// Adds a speculative entry: for some seconds, the worker counts as holding the prompt.
+    /// Adds a speculative entry: for `seconds` seconds, the worker counts as holding the prompt.
     pub(crate) fn expect(&self, place: u32, prompt: &Scope, tokens: &[u32], seconds: f64) {
         let worker = self.worker(place);
         let own = &worker.scope;
@@ -345,7 +346,7 @@ pub(crate) fn is_short(name: &str) -> bool {
     name.len() <= MAX_NAME || name.chars().count() <= MAX_NAME
 }
 
-/// Yields None and then the value, if the value is not None.
+/// Yields None and, if the value is not None, then the value.
 fn distinct<T>(value: Option<T>) -> impl Iterator<Item = Option<T>> {
     let given = value.map(Some);
     std::iter::once(None).chain(given)
@@ -363,7 +364,7 @@ fn salt_seed(salt: Option<&str>) -> u64 {
     salt.map_or(0, |salt| keys::salt(salt.as_bytes()))
 }
 
-/// Returns the time in seconds, by the clock that the expiry of speculative entries uses: Python's `time.monotonic`.
+/// Returns the time in seconds, by the clock of the expiry of speculative entries: Python's `time.monotonic`.
 pub(crate) fn monotonic() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the pointer is to a valid `timespec`, which the call fills.

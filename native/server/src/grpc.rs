@@ -1,12 +1,12 @@
-//! gRPC on the port of HTTP: the queries of `/v1` as calls, and the standard health service.
+//! gRPC on the port for HTTP: the queries of `/v1` as calls, and the standard health service.
 //!
-//! Theory of operation. A call is an HTTP request, with the same connections, limits and rules as other requests. [`METHODS`] names the
-//! equivalent query of `/v1` for each method. First the call is admitted by the rules for the equivalent query, and its body is received.
-//! After that, tonic decodes the message with the generated code of `proto`, and calls the method of [`Call`]. The index answers a query as
-//! it does over HTTP. If it cannot, the equivalent query is forwarded to the control plane, and the answer or the problem is converted to a
-//! message or a status.
+//! Theory of operation. A call is an HTTP request with the same connections, limits and rules as any other. [`METHODS`] names the query of
+//! `/v1` that is equivalent to each method. First, the rules for the equivalent query decide whether the call is admitted, and its body is
+//! received. Then tonic decodes the message with the generated code of `proto`, and calls the method of [`Call`]. The index answers a query
+//! as it does over HTTP. Otherwise the equivalent query is forwarded to the control plane, and its answer is converted to a message or to a
+//! status.
 //!
-//! A new method needs a row in [`METHODS`] and a function in its service. The answer to a unary call is encoded completely before it is
+//! A new method needs a row in [`METHODS`], and a function in the service. The answer of a unary call is encoded completely before it is
 //! sent, so that its bytes count as unread.
 
 use std::convert::Infallible;
@@ -45,12 +45,12 @@ use crate::requests::is_id;
 use crate::server_state::Shared;
 use crate::settings::Access;
 
-/// Name of the metadata with the reason code for programs, for example `unknown-model`.
+/// Name of the metadata that contains a reason code for programs, for example `unknown-model`.
 const REASON_KEY: &str = "kvevents-reason";
-/// Number of bytes before a message in the body of a request.
+/// Number of bytes of the prefix of a message, in the body of a request.
 const PREFIX_BYTES: usize = 5;
 
-/// Paths of the methods. A call of a method is admitted by the rules for the given query of `/v1`.
+/// The path of each method. A call is admitted by the rules for the query of `/v1` in its row.
 const METHODS: [(&str, Question); 7] = [
     ("/kvevents.v1.Query/Match", Question::Match),
     ("/kvevents.v1.Query/MatchMany", Question::MatchMany),
@@ -62,10 +62,11 @@ const METHODS: [(&str, Question); 7] = [
 ];
 const CHECK: &str = "/grpc.health.v1.Health/Check";
 const WATCH: &str = "/grpc.health.v1.Health/Watch";
-/// Path under which a call about a reservation is admitted. The call's message names the reservation, but is not read before admission.
+/// Path by whose rules calls about reservations are admitted. The name of the reservation is in the message, which is not read before
+/// admission.
 const ANY_RESERVATION: &str = "/v1/reservations/any";
 
-/// Whether a request is a call.
+/// Whether a request is a gRPC call.
 pub(crate) fn is_call(head: &Parts) -> bool {
     let kind = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
     head.version == Version::HTTP_2
@@ -73,7 +74,7 @@ pub(crate) fn is_call(head: &Parts) -> bool {
         && kind.is_some_and(|kind| kind == b"application/grpc" || kind == b"application/grpc+proto")
 }
 
-/// Whether a call only checks health. A call that only checks health needs no token, and is answered on reserved connections as well.
+/// Whether a call only checks health. Such a call needs no token, and is answered even on reserved connections.
 pub(crate) fn is_probe(head: &Parts) -> bool {
     head.uri.path() == CHECK
 }
@@ -118,7 +119,7 @@ impl From<&Problem> for Status {
     }
 }
 
-/// Converts a problem that the control plane has reported to a status.
+/// Converts an error of the control plane to a status.
 fn problem(http: StatusCode, body: &[u8]) -> Status {
     #[derive(serde::Deserialize)]
     struct Members {
@@ -158,7 +159,7 @@ pub(crate) async fn respond(
     answered.unwrap_or_else(refused)
 }
 
-/// Returns the time limit of a call, from the header `grpc-timeout`.
+/// Returns the time limit of a call, which is in the header `grpc-timeout`.
 fn deadline(headers: &HeaderMap) -> Option<Duration> {
     let value = headers.get("grpc-timeout")?.to_str().ok()?;
     let (number, unit) = value.split_at_checked(value.len().checked_sub(1)?)?;
@@ -213,13 +214,13 @@ async fn answer(
         }
     };
     let size = call.body.len();
-    // If the message came in one part with its prefix, tonic would copy it twice.
+    // Tonic would copy a message twice that arrives in one part with its prefix.
     let mut message = call.body.clone();
     let prefix = message.split_to(PREFIX_BYTES.min(size));
     let parts = [prefix, message].map(|part| Ok::<_, Infallible>(Frame::data(part)));
     let request = Request::from_parts(head, StreamBody::new(tokio_stream::iter(parts)));
     let mut answered = pin!(call.serve(request));
-    // The data plane does all of its work in the first poll. After this poll, the call waits for the control plane.
+    // The data plane does all of its work in the first poll. After that, the call waits for the control plane.
     let first = || answered.as_mut().poll(&mut Context::from_waker(Waker::noop()));
     match shared.run(question, size, first).await {
         None => Err(ending()),
@@ -252,13 +253,13 @@ struct Call {
     equivalent: Parts,
     /// Whether the caller may send the equivalent query.
     access: Access,
-    /// The message, after its prefix.
+    /// The message without its prefix.
     body: Bytes,
     began: Instant,
 }
 
 impl Call {
-    /// Passes a request to the generated code of its service.
+    /// Passes a request to the generated code of the service.
     async fn serve<B>(self, request: Request<B>) -> Result<Response<Body>, Status>
     where
         B: hyper::body::Body<Error = Infallible> + Send + 'static,
@@ -283,7 +284,7 @@ impl Call {
         Ok(Response::from_parts(head, body))
     }
 
-    /// Returns the answer of the index. If the index has no answer, returns the answer of the control plane.
+    /// Returns the answer of the index. If the index cannot answer, returns the answer of the control plane.
     async fn query<Q, A>(
         &self,
         equivalent: &Parts,
@@ -313,7 +314,7 @@ impl Call {
         Ok(tonic::Response::new(answer))
     }
 
-    /// Returns the control plane's error for a call that is refused.
+    /// Returns the control plane's error, if the call is refused.
     async fn refused(&self) -> Status {
         let answer = self.ask(&self.equivalent, Bytes::new()).await;
         answer.err().unwrap_or_else(ending)
@@ -333,7 +334,7 @@ impl Call {
 }
 
 impl Call {
-    /// Answers a call about the reservation `id`.
+    /// Answers a call about a reservation.
     async fn reservation<Q>(&self, verb: Verb, id: &str, request: tonic::Request<Q>) -> Answered<Reservation>
     where
         Q: Message + Default + serde::Serialize,
@@ -359,7 +360,7 @@ impl Query for Call {
     }
 
     async fn select(&self, request: tonic::Request<SelectRequest>) -> Answered<SelectResponse> {
-        // JSON has no infinite numbers and no NaN, so the equivalent query would lack the load.
+        // JSON has neither infinite numbers nor NaN, so the equivalent query would lose such a load.
         if (request.get_ref().candidates.iter()).any(|one| one.load.is_some_and(|load| !load.is_finite())) {
             return Err(Status::from(&Problem::not_finite()));
         }
@@ -399,7 +400,7 @@ impl Health for Call {
 
     type WatchStream = BoxStream<HealthCheckResponse>;
 
-    /// Sends the health immediately and after each change, until the service ends.
+    /// Sends the health now and after each change, until the service ends.
     async fn watch(&self, request: tonic::Request<HealthCheckRequest>) -> Answered<Self::WatchStream> {
         let is_known = is_known(request.get_ref());
         let mut reported = None;

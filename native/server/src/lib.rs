@@ -1,13 +1,13 @@
 //! The data plane of `kvevents serve`, for HTTP and gRPC.
 //!
 //! Theory of operation. [`Server`] owns the listening socket and every client's connection, on its own threads. It answers queries and
-//! probes from the index and from a [`fleet::Table`]. The table describes the fleet; the control plane (Python) writes each change of
-//! registrations, trust and adapters to it. All other requests go to the control plane through a queue.
+//! probes from the index and from a [`fleet::Table`]. The table describes the fleet. The control plane (Python) writes each change of
+//! registrations, trust and adapters to the table. All other requests go to the control plane through a queue.
 //!
-//! Only this crate decides which callers and hosts are allowed, and limits connections ([`policy`], [`connections`]). Only the control
-//! plane has the rules for the contents of requests. The data plane answers only requests that it understands completely. The data plane
-//! forwards all other requests (malformed, refused, unknown model), so that the text of each error exists in one place only. If the control
-//! plane reads a query itself, it passes the fields back, and the data plane answers the query as well.
+//! The data plane alone decides which callers and hosts are allowed, and limits connections ([`policy`], [`connections`]). The control
+//! plane alone has the rules for the contents of requests. The data plane answers only requests that it understands completely. It forwards
+//! all other requests (malformed, refused, unknown model) to the control plane, so that the text of each error exists in only one place. If
+//! the control plane has read a query itself, it returns the fields, and the data plane answers the query.
 #![deny(missing_docs)]
 
 mod answers;

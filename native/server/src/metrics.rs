@@ -1,4 +1,4 @@
-//! Counters of the answers of the data plane, which the control plane reads for its metrics.
+//! Counters of the data plane's answers, which the control plane reads for its metrics.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use serde::Serialize;
 struct Histogram {
     #[serde(skip)]
     bounds: Vec<f64>,
-    /// Number of values in each bucket; the last bucket is above all bounds.
+    /// Number of values in each bucket; the last bucket has the values above all bounds.
     counts: Vec<u64>,
     sum: f64,
 }
@@ -36,7 +36,7 @@ struct Counters {
     lookups: u64,
     hits: u64,
     depth: Histogram,
-    /// Answers by status, and durations, for each path.
+    /// Answers by status, and their durations, of one path.
     requests: HashMap<String, Requests>,
 }
 

@@ -1,11 +1,11 @@
-//! Access control: who sends a request, and whether it is refused. The control plane reads the settings, and writes the errors and the
-//! audit log.
+//! Access control: decides who sends a request, and whether it is refused. The control plane reads the settings for it, and writes the
+//! errors and the audit log.
 //!
-//! A web page can make the browser of its visitor send requests to any address that the visitor's machine reaches, including loopback. The
-//! browser states the page's origin in `Origin` and `Sec-Fetch-Site`, which scripts cannot change. So requests of other origins are
-//! refused. With DNS rebinding, the host name of the page resolves to the service, and both headers say "same origin", but then `Host` has
-//! the name of the page. So `Host` must be an address or a configured name if callers without a token have any role. If every request needs
-//! a token, `Host` may be anything, because a browser does not add a bearer token by itself.
+//! A web page can make a visitor's browser send requests to any address that the visitor's machine reaches, loopback included. The browser
+//! states the origin of the page in `Origin` and `Sec-Fetch-Site`, which scripts cannot change. So requests of other origins are refused.
+//! With DNS rebinding, the host name of the page resolves to the service. Then both headers say "same origin", but `Host` has the name of
+//! the page. So if callers without a token have any role, `Host` must be an address or a configured name. If each request needs a token,
+//! any `Host` is accepted, since a browser does not add a bearer token by itself.
 
 use std::net::{IpAddr, Ipv6Addr};
 
@@ -15,7 +15,7 @@ use ring::digest::{SHA256, SHA256_OUTPUT_LEN, digest};
 use serde::Deserialize;
 use subtle::ConstantTimeEq;
 
-/// Roles of a caller; each role includes the permissions of the roles before it.
+/// The roles of callers. Each role includes the permissions of all earlier roles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Role {
@@ -24,21 +24,21 @@ pub(crate) enum Role {
     Register,
 }
 
-/// A row of the table of endpoints, without its path and method.
+/// A row of the table of endpoints, without the path and the method.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Endpoint {
-    /// Role that a caller needs. None if the endpoint is public.
+    /// The role that a caller needs; None if the endpoint is public.
     pub(crate) role: Option<Role>,
-    /// Whether the endpoint is for probes of orchestrators; these are allowed from any origin and with any host name.
+    /// Whether orchestrators probe the endpoint; requests to it are allowed from any origin and with any host name.
     pub(crate) probe: bool,
 }
 
 #[derive(Clone, Debug, Deserialize)]
 struct Token {
-    /// The SHA-256 digest.
+    /// The SHA-256 digest of the token.
     digest: [u8; SHA256_OUTPUT_LEN],
     role: Role,
-    /// The caller's name in logs.
+    /// The name of the token's owner in logs.
     name: String,
 }
 
@@ -50,29 +50,29 @@ pub(crate) struct Policy {
     anonymous: Role,
     /// The address at which the service listens, in lower case.
     host: String,
-    /// Whether only this machine can reach the listening address.
+    /// Whether only this machine reaches the listening address.
     is_loopback: bool,
     hosts: Hosts,
 }
 
-/// Further hosts of the service, in lower case.
+/// Further names and addresses of the service, in lower case.
 #[derive(Clone, Debug, Deserialize)]
 struct Hosts {
     names: Vec<String>,
-    /// Suffixes of allowed names.
+    /// Suffixes of further names.
     suffixes: Vec<String>,
-    /// First and last address of each network.
+    /// First and last address of each further network.
     networks: Vec<(IpAddr, IpAddr)>,
 }
 
-/// The reason for a refusal; the control plane has a sentence for each reason (`kvevents.service.http.app`).
+/// The code of a reason for refusal; the control plane has a sentence for each code (`kvevents.service.http.app`).
 pub(crate) type Refusal = &'static str;
-/// The reason for a body above the size limit.
+/// The reason for refusing a body above the size limit.
 pub(crate) const TOO_LARGE: Refusal = "too-large";
 
 impl Policy {
-    /// Returns the name of the caller and, if its request to an endpoint is refused, the reason. If `reads`, the request changes nothing,
-    /// so a link on another site may open it in a browser.
+    /// Returns the name of the caller and, if the request to an endpoint is refused, the reason. `reads` is whether the request changes
+    /// nothing, so that a link on another site may open it in a browser.
     pub(crate) fn check(&self, headers: &HeaderMap, endpoint: &Endpoint, reads: bool) -> (&str, Option<Refusal>) {
         let (role, name) = self.caller(headers.get(AUTHORIZATION));
         let origin = || self.foreign_origin(headers, reads).filter(|_| !endpoint.probe);
@@ -87,8 +87,8 @@ impl Policy {
         (name, refusal)
     }
 
-    /// Returns the role and the name of the caller that sends this value of `Authorization`. An unknown token has no role even if anonymous
-    /// callers have one, so that the token's owner notices the mistake. All bytes of all digests are compared, so that the time does not
+    /// Returns the role and the name of the caller that sends this value of `Authorization`. An unknown token has no role, even if callers
+    /// without a token have one, so that its owner notices the mistake. All bytes of all digests are compared, so that the time does not
     /// depend on the token.
     fn caller(&self, authorization: Option<&HeaderValue>) -> (Role, &str) {
         let Some(value) = authorization.filter(|_| !self.tokens.is_empty()) else {
@@ -107,7 +107,7 @@ impl Policy {
         caller
     }
 
-    /// Returns the reason for refusal if a request comes, or might come, from a page of another site.
+    /// Returns the reason for refusal if a page of another site sends, or might send, a request.
     fn foreign_origin(&self, headers: &HeaderMap, reads: bool) -> Option<Refusal> {
         let host = headers.get(HOST).map(text);
         if self.anonymous > Role::None && host.as_deref().is_some_and(|host| !self.is_own_host(host_of(host))) {
@@ -125,8 +125,8 @@ impl Policy {
         (!is_own_site && !is_link).then_some("foreign-page")
     }
 
-    /// Whether an origin has the host of `Host` or a configured name. The origin's scheme does not matter, since a proxy can end TLS.
-    /// Sandboxed frames and files have the origin `null`, which counts as another site.
+    /// Whether the host of an origin is that of `Host`, or a configured name. The scheme of the origin does not matter, since a proxy can
+    /// end TLS. Sandboxed frames and files have the origin `null`, which counts as another site.
     fn is_own_origin(&self, origin: &str, host: Option<&str>) -> bool {
         let place = origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"));
         place.is_some_and(|place| host == Some(place) || self.hosts.contains(host_of(place)))
@@ -147,13 +147,13 @@ impl Hosts {
     }
 }
 
-/// Returns a header as text in lower case. Bytes above ASCII are read as Latin-1, so that every header is a text.
+/// Returns the value of a header, as text in lower case. Bytes above ASCII are read as Latin-1, so each value is a text.
 fn text(value: &HeaderValue) -> String {
     let characters: String = value.as_bytes().iter().map(|byte| char::from(*byte)).collect();
     characters.trim_matches([' ', '\t']).to_lowercase()
 }
 
-/// Returns HOST from `HOST`, `HOST:PORT`, `[HOST]` or `[HOST]:PORT`, without a final dot.
+/// Returns HOST, given `HOST`, `HOST:PORT`, `[HOST]` or `[HOST]:PORT`, without a final dot.
 fn host_of(place: &str) -> &str {
     match place.strip_prefix('[') {
         Some(rest) => rest.split(']').next().unwrap_or_default(),
@@ -164,7 +164,7 @@ fn host_of(place: &str) -> &str {
     }
 }
 
-/// Returns a host as an IP address; an IPv6 address may have a zone.
+/// Returns a host as an IP address, of which an IPv6 zone is dropped.
 fn address_of(host: &str) -> Option<IpAddr> {
     let zoned = || host.split_once('%').and_then(|(address, _)| address.parse::<Ipv6Addr>().ok());
     host.parse().ok().or_else(|| zoned().map(IpAddr::V6))
@@ -223,7 +223,7 @@ mod tests {
         (role, name.into())
     }
 
-    /// Returns the refusal of a request to an endpoint that needs no role.
+    /// Returns the reason why a request to an endpoint without a role is refused; None if it is not refused.
     fn origin(policy: &Policy, pairs: &[(&'static str, &str)], reads: bool) -> Option<Refusal> {
         let endpoint = Endpoint {
             role: None,
@@ -368,7 +368,7 @@ mod tests {
         }
     }
 
-    /// Images, scripts and frames of another page send no `Origin`. A link from another page is allowed, and a form is not.
+    /// Images, scripts and frames of another page are requested without `Origin`. A link on another page is allowed, a form is not.
     #[test]
     fn requests_of_other_sites_without_an_origin_are_refused() {
         let own = policy("127.0.0.1", Role::Read);

@@ -1,5 +1,5 @@
-//! Errors of connections, and errors that follow from the fleet. The control plane writes all other errors. All errors are problem details
-//! of RFC 9457, with the fields of `kvevents.client.schemas.Problem`.
+//! Errors of connections, and errors that the fleet causes. The control plane writes all other errors. All errors are problem details of
+//! RFC 9457 with the fields of `kvevents.client.schemas.Problem`.
 
 use bytes::Bytes;
 use hyper::header::{CONNECTION, CONTENT_TYPE, HeaderValue, RETRY_AFTER};
@@ -17,7 +17,7 @@ pub(crate) const CLOSE: HeaderValue = HeaderValue::from_static("close");
 /// Maximum number of names that an error lists.
 const MAX_LISTED: usize = 8;
 
-/// An error in the form in which clients receive it.
+/// An error, as clients receive it.
 #[derive(Debug)]
 pub struct Problem {
     /// A sentence about the error.
@@ -46,14 +46,14 @@ impl Serialize for Problem {
     }
 }
 
-/// The reason why the data plane does not answer a query.
+/// Why the data plane does not answer a query.
 #[derive(Debug)]
 pub(crate) enum Declined {
-    /// The query was not read, or no worker serves the query's model, or the index has failed. The control plane answers it.
+    /// The query was not read, no worker serves its model, or the index has failed. The control plane then answers the query.
     Unread,
-    /// The fleet does not permit the request.
+    /// The fleet does not permit the request, for the reason in the error.
     Refused(Problem),
-    /// A worker has left the fleet during the lookup, which might have missed the worker's blocks. The query is answered again.
+    /// A worker has left the fleet during the lookup, which might have missed blocks of the worker. The query is answered again.
     Outdated,
 }
 
@@ -112,7 +112,8 @@ impl Problem {
         }
     }
 
-    /// None of the `named` candidates can be chosen. If `named` is 0, the request named no candidates, and no worker serves its model.
+    /// The error if none of the `named` candidates can be chosen. If `named` is 0, the request has named no candidates, and no worker
+    /// serves its model.
     pub(crate) fn no_candidates(model: &str, named: usize) -> Self {
         let (detail, hint) = if named == 0 {
             let hint = "name some in `candidates`, or register engines that serve it";
@@ -169,7 +170,7 @@ impl Problem {
         }
     }
 
-    /// No candidate has these labels.
+    /// The error if no candidate has these labels.
     pub(crate) fn no_such_labels(labels: &Labels) -> Self {
         let labels: Vec<String> = labels
             .iter()
@@ -225,7 +226,7 @@ impl Problem {
         serde_json::to_vec(self).unwrap_or_default()
     }
 
-    /// Returns the response, after which the connection is closed.
+    /// Returns the response; the connection is closed after it.
     pub(crate) fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::full(Bytes::from(self.json())));
         *response.status_mut() = self.status;

@@ -1,7 +1,7 @@
 //! Messages and services of `src/kvevents/service/proto/kvevents/v1/query.proto`. `make contract` generates the code of these messages.
 //!
-//! Each message has the fields of a body of `/v1`. For the control plane, requests are converted to such bodies, and the control plane's
-//! answers are converted back. So both planes answer calls in the same way as HTTP requests.
+//! Each message has the fields of a body of `/v1`. For the control plane, requests are converted to such bodies, and its answers are
+//! converted back. So both planes answer calls as they answer HTTP requests.
 
 use std::marker::PhantomData;
 
@@ -20,28 +20,28 @@ mod generated {
     include!("generated/kvevents.v1.rs");
 }
 
-/// Writes `Tie` as `/v1` names it.
+/// Writes `Tie` in the form of `/v1`.
 fn tie<S: Serializer>(tie: &i32, to: S) -> Result<S::Ok, S::Error> {
     match Tie::try_from(*tie) {
         Ok(Tie::Unspecified | Tie::Rotate) => to.serialize_str("rotate"),
         Ok(Tie::Random) => to.serialize_str("random"),
         Ok(Tie::First) => to.serialize_str("first"),
-        Err(_) => to.serialize_i32(*tie), // which is refused
+        Err(_) => to.serialize_i32(*tie), // `/v1` refuses this text
     }
 }
 
-/// Reads `State` as `/v1` names it.
+/// Reads `State` in the form of `/v1`.
 fn state<'de, D: Deserializer<'de>>(from: D) -> Result<i32, D::Error> {
     let name = String::deserialize(from)?;
     Ok(State::from_str_name(&format!("STATE_{name}")).unwrap_or_default() as i32)
 }
 
-/// Reads a list; null counts as an empty list.
+/// Reads a list, or null as an empty list.
 fn list<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Vec<T>, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or_default())
 }
 
-/// Decodes messages in prost's encoding directly from the received bytes. A message that cannot be decoded is an error of the client, not
+/// Decodes messages directly from the received bytes, in prost's encoding. A message that cannot be decoded is an error of the client, not
 /// of the server.
 struct MessageCodec<E, D>(PhantomData<(E, D)>);
 
@@ -71,7 +71,7 @@ impl<E: Message + 'static, D: Message + Default> Decoder for MessageCodec<E, D> 
     type Error = Status;
 
     fn decode(&mut self, from: &mut DecodeBuf<'_>) -> Result<Option<D>, Status> {
-        // Reading many small numbers from `DecodeBuf` takes several times as long as reading them from bytes.
+        // To read many small numbers from `DecodeBuf` takes several times as long as to read them from bytes.
         let message = from.copy_to_bytes(from.remaining());
         let wrong = |error| Status::invalid_argument(format!("cannot decode the message: {error}"));
         D::decode(message).map(Some).map_err(wrong)

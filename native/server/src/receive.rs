@@ -10,7 +10,7 @@ use crate::body::InProgress;
 use crate::problems::Problem;
 use crate::settings::Limits;
 
-/// The reason why a body was not received.
+/// Why a body was not received.
 pub(crate) enum Unreceived {
     /// The body exceeds the size limit.
     TooLarge,
@@ -45,7 +45,7 @@ pub(crate) async fn receive(progress: &InProgress, mut body: Incoming, limits: &
         match &mut all {
             None if first.is_empty() => first = data,
             None => {
-                // The client can announce any length, so at most 1 MiB is reserved before the bytes arrive.
+                // A client can announce any length, so at most 1 MiB is reserved before bytes arrive.
                 let expected = usize::try_from(body.size_hint().lower()).unwrap_or(0).min(1 << 20);
                 let mut joined = BytesMut::with_capacity(size + expected);
                 joined.extend_from_slice(&first);

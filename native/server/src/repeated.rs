@@ -1,4 +1,4 @@
-//! Finds names that occur twice in one object of a body: programs differ in which of the two values counts, and the value can be a tenant.
+//! Finds names that occur twice in one object of a body. Programs differ in which of the two values counts, and a value can be a tenant.
 
 use std::collections::HashSet;
 use std::fmt::Formatter;
@@ -6,7 +6,7 @@ use std::fmt::Formatter;
 use serde::de::{Error, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 
-/// Checks that no name occurs twice in one object of a body of JSON or msgpack.
+/// Checks that no name occurs twice in one object of a JSON or msgpack body.
 ///
 /// # Errors
 ///
@@ -20,7 +20,7 @@ pub fn check_names(body: &[u8], is_msgpack: bool) -> Result<(), String> {
     checked.map(|_| ())
 }
 
-/// A value in which no name occurs twice in one object. If the value is a text, this holds the text.
+/// A value in which no name occurs twice in one object. Contains the text, if the value is a text.
 struct Value(Option<String>);
 
 impl<'de> Deserialize<'de> for Value {

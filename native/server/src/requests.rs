@@ -1,5 +1,5 @@
-//! Bodies of requests that the data plane answers. If these types cannot read a body, or their checks do not admit it, the request is
-//! forwarded: the control plane then answers the request or returns an error.
+//! Bodies of requests that the data plane answers. If these types cannot read a body, or their checks fail, the request is forwarded: the
+//! control plane then answers the request or returns an error.
 
 use std::time::Duration;
 
@@ -15,14 +15,14 @@ use crate::fleet::{Lora, Scope, is_short};
 const MAX_MEDIA: usize = 1_024;
 const MAX_PROMPTS: usize = 1_024;
 const MAX_LABELS: usize = 32;
-/// Maximum length of the name of a reservation.
+/// Maximum number of characters of the name of a reservation.
 const MAX_ID: usize = 128;
-/// Range of the seconds after which a reservation expires.
+/// Minimum and maximum number of seconds until a reservation expires.
 const RESERVATION_SECONDS: std::ops::RangeInclusive<f64> = 1.0..=86_400.0;
-/// Name of the tenant or the group if a request does not state it.
+/// Name of the tenant, and of the group, if a request does not state it.
 const DEFAULT_NAME: &str = "default";
 
-/// A value that must be read from an object: serde alone would also accept an array of the value's fields.
+/// A value that must be an object: serde alone would also accept an array with the values of the fields.
 pub(crate) struct Object<T>(pub(crate) T);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
@@ -45,12 +45,12 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
     }
 }
 
-/// Reads the value of a field that is present; null is refused.
+/// Reads the value of a field that is present, and refuses null.
 fn present<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<T>, D::Error> {
     T::deserialize(from).map(Some)
 }
 
-/// A list that must be read from a list: serde alone would also accept binary data of msgpack, as a list of bytes.
+/// A value that must be a list: serde alone would also accept msgpack binary data, as a list of bytes.
 struct List<T>(Vec<T>);
 
 impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
@@ -73,7 +73,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for List<T> {
     }
 }
 
-/// Reads a list from a field that is present; null is refused.
+/// Reads a list from a field that is present, and refuses null.
 fn present_list<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<Vec<T>>, D::Error> {
     List::deserialize(from).map(|List(items)| Some(items))
 }
@@ -83,13 +83,13 @@ fn optional_list<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Res
     Ok(Option::<List<T>>::deserialize(from)?.map(|List(items)| items))
 }
 
-/// Reads a list of lists from a field that is present; null is refused.
+/// Reads a list of lists from a field that is present, and refuses null.
 fn present_lists<'de, D: Deserializer<'de>, T: Deserialize<'de>>(from: D) -> Result<Option<Vec<Vec<T>>>, D::Error> {
     let List(lists) = List::<List<T>>::deserialize(from)?;
     Ok(Some(lists.into_iter().map(|List(items)| items).collect()))
 }
 
-/// Reads labels; each name can occur only once.
+/// Reads labels; each name may occur only once.
 fn labels<'de, D: Deserializer<'de>>(from: D) -> Result<Labels, D::Error> {
     struct ByName;
 
@@ -114,7 +114,7 @@ fn labels<'de, D: Deserializer<'de>>(from: D) -> Result<Labels, D::Error> {
     from.deserialize_map(ByName)
 }
 
-/// Declares a type of request. The type has the given fields, and the fields that every query has.
+/// Declares a request type. The type has the given fields, and the fields that all queries have.
 macro_rules! question {
     ($(#[$meta:meta])* $name:ident { $($(#[$field_meta:meta])* $field:ident: $kind:ty,)* }) => {
         $(#[$meta])*
@@ -164,12 +164,12 @@ macro_rules! question {
     };
 }
 
-/// A request in which each field of a prompt's scope has several alternative names.
+/// A request that can state each field of a prompt's scope under several names.
 pub(crate) trait Names {
     fn names(&self) -> [[&Option<String>; 4]; 5];
     fn lora_id(&self) -> Option<i64>;
 
-    /// Returns the scope of the prompt. Returns None if the model is missing, or if a field has different values under two names.
+    /// Returns the scope of the prompt. Returns None if the model is missing, or if two names of a field have different values.
     fn scope(&self) -> Option<Scope> {
         let [model, tenant, group, lora, salt] = self.names();
         let lora = picked(lora, true)?.map(|name| Lora::Name(name.clone()));
@@ -189,7 +189,8 @@ pub(crate) trait Names {
     }
 }
 
-/// Returns the value of a field that has several names. If `is_optional`, an empty value counts as absent. None if two values differ.
+/// Returns the value of a field that has several names. If `is_optional`, an empty value counts as absent. Returns None if two names have
+/// different values.
 fn picked(names: [&Option<String>; 4], is_optional: bool) -> Option<Option<&String>> {
     let given = names.into_iter().flatten();
     let mut given = given.filter(|value| !(is_optional && value.is_empty()));
@@ -201,7 +202,7 @@ fn is_name(name: &str) -> bool {
     !name.is_empty() && is_short(name)
 }
 
-/// The name of an instance or a hash: a signed or unsigned 64-bit number, or text.
+/// The name of an instance, or a hash: a signed or unsigned 64-bit number, or a text.
 pub(crate) enum Id {
     Unsigned(u64),
     Signed(i64),
@@ -245,7 +246,7 @@ impl Id {
         }
     }
 
-    /// Returns the hash, or None if the text is not a hash.
+    /// Returns the hash; None if the text is not a hash.
     pub(crate) fn hash(&self) -> Option<u64> {
         match self {
             Self::Unsigned(number) => Some(*number),
@@ -256,7 +257,7 @@ impl Id {
 }
 
 question! {
-    /// `/query`.
+    /// The request of `/query`.
     Query {
         instance_id: Option<Id>,
         block_size: Option<u64>,
@@ -266,7 +267,7 @@ question! {
 }
 
 question! {
-    /// `/query_by_hash`.
+    /// The request of `/query_by_hash`.
     HashQuery {
         instance_id: Option<Id>,
         block_size: Option<u64>,
@@ -279,7 +280,7 @@ question! {
     }
 }
 
-/// Reads a hash from decimal digits with an optional minus and without leading zeros, or from up to 16 hexadecimal digits after `0x`.
+/// Reads a hash: decimal digits, with an optional minus and without leading zeros; or up to 16 hexadecimal digits after `0x`.
 fn of_text(text: &str) -> Option<u64> {
     if let Some(digits) = text.strip_prefix("0x") {
         let is_hex = (1..=16).contains(&digits.len()) && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
@@ -296,7 +297,7 @@ fn of_text(text: &str) -> Option<u64> {
     digits.parse().ok()
 }
 
-/// One image or other item of a prompt.
+/// One image, or other multimodal item, of a prompt.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Media {
@@ -321,14 +322,14 @@ impl Media {
     }
 }
 
-/// Returns the multimodal items for the index. Returns None if there are too many items.
+/// Returns the multimodal items of a prompt for the index. Returns None if there are too many items.
 pub(crate) fn items(media: &[Object<Media>]) -> Option<Items> {
     let items = || media.iter().map(|Object(one)| one.item()).collect::<Vec<_>>();
     (media.len() <= MAX_MEDIA).then(|| items().into())
 }
 
 question! {
-    /// `/v1/match`.
+    /// The request of `/v1/match`.
     Match {
         mm: Vec<Object<Media>>,
         expected: bool,
@@ -338,7 +339,7 @@ question! {
 }
 
 question! {
-    /// `/v1/match_many`.
+    /// The request of `/v1/match_many`.
     MatchMany {
         mm: Vec<Object<Media>>,
         expected: bool,
@@ -348,14 +349,14 @@ question! {
 }
 
 impl MatchMany {
-    /// Returns the prompts; None if there are too many prompts.
+    /// Returns the prompts; None if there are too many.
     pub(crate) fn checked(&self) -> Option<&[Vec<u32>]> {
         self.prompts.as_deref().filter(|prompts| prompts.len() <= MAX_PROMPTS)
     }
 }
 
 question! {
-    /// `/v1/select`.
+    /// The request of `/v1/select`.
     Select {
         mm: Vec<Object<Media>>,
         expected: bool,
@@ -400,7 +401,7 @@ pub(crate) struct ReserveAs {
     seconds: Option<f64>,
 }
 
-/// Whether a text can be the name of a reservation. The name is part of a path, and a name that has only dots would lead to another path.
+/// Whether a text can be the name of a reservation. The name is a part of a path, and a name of dots alone would lead to another path.
 pub(crate) fn is_id(id: &str) -> bool {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._~:".contains(&byte);
     (1..=MAX_ID).contains(&id.len()) && id.bytes().all(is_plain) && id.bytes().any(|byte| byte != b'.')
@@ -410,7 +411,7 @@ fn is_expiry(seconds: &f64) -> bool {
     RESERVATION_SECONDS.contains(seconds)
 }
 
-/// Changes of a reservation.
+/// A requested change of a reservation.
 #[derive(Default, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub(crate) struct ReservationUpdate {
@@ -420,7 +421,7 @@ pub(crate) struct ReservationUpdate {
 }
 
 impl ReservationUpdate {
-    /// Returns the changes. None if a number is out of its range.
+    /// Returns the change of the reservation. Returns None if a number is out of range.
     pub(crate) fn checked(&self) -> Option<Update> {
         self.seconds.iter().all(is_expiry).then(|| Update {
             first_token: self.first_token,
@@ -469,14 +470,14 @@ impl Select {
     }
 }
 
-/// A candidate of a choice.
+/// A candidate that a request names.
 #[derive(Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Candidate {
     pub(crate) instance: String,
     #[serde(default)]
     rank: u32,
-    /// Load of the candidate; None to use the load that the candidate's engine reports.
+    /// Load of the candidate; None if the load counts that the engine reports.
     #[serde(default)]
     pub(crate) load: Option<f64>,
 }
@@ -495,7 +496,7 @@ impl Candidate {
     }
 }
 
-/// Returns the request in the query string of a raw prompt. Returns None if any part of the string is unusual.
+/// Returns the request that the query string of a raw prompt states. Returns None if any part of the query string is unusual.
 pub(crate) fn of_query_string(query: &str) -> Option<Match> {
     let mut request = Match::default();
     let mut seen: Vec<&str> = Vec::new();

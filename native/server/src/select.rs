@@ -1,4 +1,4 @@
-//! `/v1/select`: chooses a worker by the fleet and by the blocks of a prompt that each worker holds.
+//! `/v1/select`: chooses a worker, given the fleet and the blocks of a prompt that each worker holds.
 
 use std::collections::{HashMap, HashSet};
 
@@ -8,7 +8,8 @@ use crate::problems::{Declined, Problem};
 use crate::requests::{Candidate, Select};
 use kvevents_routing::{Contender, Labels, Loads, Question, Selected, State, Terms, Tiers, Ties, Trust, choose};
 
-/// The trust in a worker that is not followed, and the worker's distance. With this distance, followed workers take precedence.
+/// Returns the trust in a worker that the service does not follow, and its distance. With this distance, workers that the service follows
+/// take precedence.
 pub(crate) fn unfollowed() -> (Trust, u8) {
     let trust = Trust {
         state: State::Stale,
@@ -19,16 +20,16 @@ pub(crate) fn unfollowed() -> (Trust, u8) {
     (trust, NOT_CONNECTED)
 }
 
-/// The distance of a worker that has had no connection yet.
+/// The distance of a worker that has never had a connection.
 const NOT_CONNECTED: u8 = 1;
 
-/// The labels of a worker that is not followed.
+/// The labels of a worker that the service does not follow.
 static NO_LABELS: Labels = Labels::new();
 
-/// A choice, and the position of the chosen worker in the table if it is followed.
+/// A choice, and the position of the chosen worker in the table; None if the service does not follow the worker.
 pub(crate) type Choice<'a> = (Selected<'a>, Option<u32>);
 
-/// Chooses among `named` workers, which need not be in the table.
+/// Chooses one of the `named` workers, which need not be in the table.
 pub(crate) fn select<'a>(
     table: &'a Table,
     found: &Candidates,
@@ -91,7 +92,7 @@ pub(crate) fn select<'a>(
     Ok((selected, place))
 }
 
-/// Returns the candidates, except the workers of the request's tenant and group that serve another model, LoRA or salt.
+/// Returns the candidates without those workers of the request's tenant and group that serve another model, LoRA or salt.
 fn reachable_by_scope<'a>(
     table: &Table,
     found: &Candidates,

@@ -1,4 +1,4 @@
-//! The listener, and the routing of each request to an answer.
+//! Accepts connections, and routes each request to its answer.
 
 use std::collections::VecDeque;
 use std::future::{Future, poll_fn};
@@ -45,10 +45,10 @@ const MSGPACK: HeaderValue = HeaderValue::from_static("application/msgpack");
 /// Maximum number of concurrent streams of one HTTP/2 connection.
 const MAX_STREAMS: u32 = 128;
 
-/// The reason why a server cannot start.
+/// Why a server cannot start.
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// The client has left.
+/// The error if the client has left.
 #[derive(Debug)]
 struct Gone;
 
@@ -67,7 +67,8 @@ pub struct Server {
 }
 
 impl Server {
-    /// Serves at a listening socket. `settings` are JSON. `waker` receives a byte when `take_events` has an event. Selections use `loads`.
+    /// Starts to serve at a listening socket. `settings` are JSON. `waker` receives a byte when `take_events` has an event. Choices of
+    /// workers read and change `loads`.
     ///
     /// # Errors
     /// If the settings cannot be read, a certificate cannot be used, or the system refuses to start threads.
@@ -108,7 +109,7 @@ impl Server {
         })
     }
 
-    /// Changes the table from which queries are answered. `change` is JSON: the workers that are new, changed or gone.
+    /// Changes the table from which queries are answered. `change` is JSON: the workers that are new, have changed or have left.
     ///
     /// # Errors
     /// If the JSON cannot be read as a change.
@@ -121,11 +122,11 @@ impl Server {
         self.shared.control_plane.take()
     }
 
-    /// Answers a query that the control plane has read: `fields` are the fields of the body in msgpack, without the token ids of a single
+    /// Answers a query that the control plane has read: `fields` are the fields of the body as msgpack, without the token ids of a single
     /// prompt. Returns the body of the answer, and the number of tokens that the best worker holds.
     ///
     /// # Errors
-    /// None if the query cannot be answered now: no worker serves the query's model, or the index has failed.
+    /// None if the query cannot be answered now, since no worker serves its model or the index has failed.
     pub fn answer(
         &self,
         method: &str,
@@ -147,7 +148,7 @@ impl Server {
         }
     }
 
-    /// Sets the answers to probes: status and body of `/livez` and `/readyz`.
+    /// Sets the answers to probes: the status and the body of the answers to `/livez` and `/readyz`.
     pub fn replace_probes(&self, live: (u16, Vec<u8>), ready: (u16, Vec<u8>)) {
         let answer = |(status, body): (u16, Vec<u8>)| {
             let status = StatusCode::from_u16(status).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -161,10 +162,10 @@ impl Server {
         self.shared.report_health();
     }
 
-    /// Reads the certificate, the key and the authorities again, for new connections.
+    /// Reads the certificate, the key and the authorities again; new connections use them.
     ///
     /// # Errors
-    /// If the new files cannot be used; the former files then stay in use.
+    /// If the new files cannot be used; then the former files stay in use.
     pub fn reload_tls(&self) -> Result<(), Failure> {
         if let (Some(acceptor), Some(files)) = (&self.shared.tls, &self.shared.settings.tls) {
             *acceptor.write() = tls::acceptor(files)?;
@@ -195,7 +196,7 @@ impl Server {
         self.shared.endpoints.decisions.json()
     }
 
-    /// Returns the open reservations that expire first, at most `limit`, as JSON.
+    /// Returns the `limit` open reservations that expire first, as JSON.
     #[must_use]
     pub fn reservations(&self, limit: usize) -> Vec<u8> {
         let loads = &self.shared.endpoints.loads;
@@ -204,7 +205,7 @@ impl Server {
             .into_bytes()
     }
 
-    /// Accepts no more connections, and waits until the open connections have ended, for at most `time` seconds.
+    /// Accepts no further connections, and waits for at most `time` seconds until the open connections have ended.
     pub fn drain(&self, time: f64) {
         let guard = self.runtime.lock();
         let Some(runtime) = guard.as_ref() else { return };
@@ -264,7 +265,7 @@ async fn accept(shared: Arc<Shared>, listener: tokio::net::TcpListener) {
                     tokio::spawn(connected(shared.clone(), connection, stream, peer.to_string()));
                 }
             }
-            // The process has reached its limit of open files, or the client has already left.
+            // The process has the maximum number of open files, or the client has already left.
             Some(Err(_)) => tokio::time::sleep(Duration::from_millis(10)).await,
         }
     }
@@ -288,7 +289,7 @@ async fn connected(shared: Arc<Shared>, connection: Arc<Connection>, stream: Tcp
     shared.connections.remove(&connection);
 }
 
-/// Runs `work` until `work` is complete, or until the connection must end immediately.
+/// Runs `work` until it is complete, or until the connection must end immediately.
 async fn unless_aborted(connection: &Connection, work: impl Future<Output = ()>) {
     let mut work = pin!(work);
     let mut ordered = pin!(connection.ordered.notified());
@@ -383,8 +384,8 @@ async fn handle(
     Ok(response.map(|body| Sending::new(body, progress)))
 }
 
-/// Sets `Host` to the host that the request's target names, as RFC 9112 (3.2) requires. Returns an error for a request over HTTP/1.1
-/// without exactly one `Host`, and for CONNECT, whose target is another server.
+/// Sets `Host` to the host in the target of the request, as RFC 9112 (3.2) requires. Returns an error for an HTTP/1.1 request without
+/// exactly one `Host`, and for CONNECT, whose target is another server.
 fn read_host(head: &mut Parts) -> Result<(), Problem> {
     if head.method == Method::CONNECT {
         return Err(Problem::not_a_proxy());
@@ -484,14 +485,14 @@ async fn respond(
     Ok(forward(shared, &head, peer, &access, body).await)
 }
 
-/// Returns an answer after which the connection ends, because the body of the request is not received.
+/// Marks an answer as the last one of its connection, since the body of the request is not received.
 fn close_after(connection: &Connection, mut response: Response<Body>) -> Response<Body> {
     connection.linger();
     response.headers_mut().insert(CONNECTION, CLOSE);
     response
 }
 
-/// Returns the answer to a probe. Returns None if the control plane must answer the request.
+/// Returns the answer to a probe. Returns None if the control plane must answer the probe.
 fn answer_probe(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
     if head.method != Method::GET || wants_msgpack(head) != Some(false) {
         return None;
@@ -513,8 +514,8 @@ fn answer_probe(shared: &Shared, head: &Parts) -> Option<Response<Body>> {
     Some(response)
 }
 
-/// Returns whether the client wants msgpack instead of JSON. Returns None if the request's `Accept` names several types; the control plane
-/// then chooses the type.
+/// Returns whether the client wants msgpack instead of JSON. Returns None if `Accept` names several types; then the control plane chooses
+/// the type.
 fn wants_msgpack(head: &Parts) -> Option<bool> {
     let mut kinds = head.headers.get_all(ACCEPT).iter();
     match (kinds.next(), kinds.next()) {
@@ -525,8 +526,8 @@ fn wants_msgpack(head: &Parts) -> Option<bool> {
     }
 }
 
-/// Returns the parts of a query's head. Returns None if the data plane does not read the body's format, or if the control plane must choose
-/// the format of the answer.
+/// Returns the parts of a query besides its body. Returns None if the data plane does not read the format of the body, or if the control
+/// plane must choose the format of the answer.
 fn parse_head(head: &Parts, question: Question) -> Option<Head> {
     let has_body = !matches!(question, Question::Reservation(Verb::Show | Verb::Finish));
     let kind = head.headers.get(CONTENT_TYPE).map(HeaderValue::as_bytes);
@@ -547,13 +548,13 @@ fn parse_head(head: &Parts, question: Question) -> Option<Head> {
     })
 }
 
-/// Returns the answer of the index, or the error that follows from the fleet. Returns None if the query must be forwarded.
+/// Returns the answer of the index, or the error that the fleet causes. Returns None if the query must be forwarded to the control plane.
 async fn answer_query(shared: &Shared, question: Question, head: &Head, body: &Bytes) -> Option<Result<Vec<u8>, Problem>> {
     let work = || shared.endpoints.answer(question, head, body);
     shared.run(question, body.len(), work).await?
 }
 
-/// Forwards a request to the control plane.
+/// Forwards a request to the control plane, and returns its answer.
 async fn forward(shared: &Shared, head: &Parts, peer: &str, access: &Access, body: Bytes) -> Response<Body> {
     let answer = shared.ask(head, peer, access, body).await;
     answer.unwrap_or_else(|| Problem::ending().response())

@@ -18,11 +18,12 @@ use crate::control_plane::ControlPlane;
 use crate::endpoints::{Endpoints, Question};
 use crate::settings::{Access, Settings};
 
-/// Number of sweeps without a report from the control plane after which the control plane counts as failed: 10 s.
+/// Number of sweeps after which a control plane that has not reported counts as failed: 10 s.
 pub(crate) const MAX_SILENCE: u32 = 50;
-/// Size of a body, in bytes, above which a separate thread reads the body, so that other clients are not delayed.
+/// Number of bytes of a body from which a separate thread reads it, so that other clients are not delayed.
 const THREAD_BYTES: usize = 1 << 16;
-/// Size of a body with one prompt above which a separate thread reads the body: larger, since token ids are read faster.
+/// Number of bytes of a body with one prompt from which a separate thread reads it. It is larger than `THREAD_BYTES`, since token ids are
+/// read faster.
 const THREAD_PROMPT_BYTES: usize = 1 << 20;
 
 /// Status and body of the answers to probes.
@@ -38,17 +39,17 @@ pub(crate) struct Shared {
     pub(crate) endpoints: Endpoints,
     pub(crate) control_plane: Arc<ControlPlane>,
     pub(crate) probes: RwLock<Option<Probes>>,
-    /// Number of sweeps after the control plane last set `probes`.
+    /// Number of sweeps since the control plane last set `probes`.
     pub(crate) silence: AtomicU32,
     pub(crate) heavy: Semaphore,
     pub(crate) is_draining: Notify,
-    /// The health that is sent to clients that watch it; None when the service ends.
+    /// The health that is sent to clients that watch it; None after the end of the service.
     pub(crate) watched_health: watch::Sender<Option<ServingStatus>>,
     pub(crate) tls: Option<RwLock<TlsAcceptor>>,
 }
 
 impl Shared {
-    /// Whether the service is ready, according to the last report of the control plane.
+    /// Whether the service is ready, according to the latest report of the control plane.
     pub(crate) fn health(&self) -> ServingStatus {
         let is_alive = self.silence.load(Ordering::Relaxed) <= MAX_SILENCE;
         let probes = self.probes.read();
@@ -69,7 +70,7 @@ impl Shared {
         });
     }
 
-    /// Returns the control plane's answer to a request, and counts the answer. Returns None if the control plane ends before it answers.
+    /// Returns the control plane's answer to a request, and counts it. Returns None if the control plane ends before it answers.
     pub(crate) async fn ask(&self, head: &Parts, peer: &str, access: &Access, body: Bytes) -> Option<Response<Body>> {
         let began = Instant::now();
         let answer = self.control_plane.ask(head, peer, access, body).await?;
@@ -80,12 +81,12 @@ impl Shared {
         Some(answer)
     }
 
-    /// Runs work on a query of `size` bytes, in a separate thread if the query is large. Returns None if the service ends.
+    /// Runs work on a query of `size` bytes, in a separate thread if it is large. Returns None if the service ends.
     pub(crate) async fn run<T>(&self, question: Question, size: usize, work: impl FnOnce() -> T) -> Option<T> {
         let limit = match question {
             Question::Query | Question::Match => THREAD_PROMPT_BYTES,
             Question::QueryByHash | Question::Select | Question::Reservation(_) => THREAD_BYTES,
-            // A prompt of six bytes can match every worker, and the answer has a row for each worker and prompt.
+            // A prompt of six bytes can match each worker, and the answer has a row for each worker and prompt.
             Question::MatchMany => 0,
         };
         if size <= limit {

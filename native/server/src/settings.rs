@@ -1,4 +1,4 @@
-//! Settings that the control plane passes once, at the start of the server.
+//! Settings that the control plane passes once, when it starts the server.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -12,7 +12,7 @@ use serde::Deserialize;
 use crate::policy::{Endpoint, Policy, Refusal};
 use kvevents_routing::Terms;
 
-/// Limits of requests and connections: the fields of `kvevents.service.settings.Limits` that the data plane uses.
+/// Limits of requests and connections: those fields of `kvevents.service.settings.Limits` that the data plane uses.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Limits {
     pub(crate) max_body_bytes: usize,
@@ -65,12 +65,12 @@ impl Limits {
     }
 }
 
-/// Converts seconds to a duration of at most a century, since the clock overflows above some hundreds of years.
+/// Converts seconds to a duration, at most a century: the clock overflows after some hundreds of years.
 pub(crate) fn seconds(seconds: f64) -> Duration {
     Duration::from_secs_f64(seconds.clamp(0.0, 3e9))
 }
 
-/// The names of the PEM files for the server's TLS.
+/// Names of PEM files for the TLS of the server.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Tls {
     pub(crate) certificate: String,
@@ -78,25 +78,25 @@ pub(crate) struct Tls {
     pub(crate) client_ca: Option<String>,
 }
 
-/// Placeholder for a name in the path of an endpoint.
+/// The text in the path of an endpoint that represents any name.
 const NAME_PLACEHOLDER: &str = "{id}";
 
-/// All settings.
+/// All settings of the server.
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Settings {
     pub(crate) limits: Limits,
     pub(crate) policy: Policy,
-    /// Whether the data plane answers queries; if false, it forwards all queries.
+    /// Whether the data plane answers queries; otherwise it forwards all of them.
     pub(crate) answers_queries: bool,
-    /// Default weights of `/v1/select`.
+    /// Weights of `/v1/select` for requests without weights.
     pub(crate) select: Terms,
     /// The table of endpoints, by path and method.
     pub(crate) endpoints: HashMap<String, HashMap<String, Endpoint>>,
-    /// Paths that are answered even on reserved connections: the paths of probes, and a few other paths.
+    /// Paths that are answered even on reserved connections: those of probes, and a few others.
     pub(crate) probes: Vec<String>,
     /// Bounds, in seconds, of the buckets of the histogram of durations.
     pub(crate) seconds: Vec<f64>,
-    /// Bounds of the buckets of the histogram of matched shares of prompts.
+    /// Bounds of the buckets of the histogram of matched shares of prompts, from 0 to 1.
     pub(crate) depths: Vec<f64>,
     pub(crate) threads: usize,
     pub(crate) tls: Option<Tls>,
@@ -122,7 +122,7 @@ impl Settings {
         access
     }
 
-    /// Returns the path in the table that matches a request's path, and the endpoints of this path by method. None if the path is unknown.
+    /// Returns the path in the table that matches the path of a request, and its endpoints by method. Returns None if no path matches.
     fn endpoints_at(&self, path: &str) -> Option<(&String, &HashMap<String, Endpoint>)> {
         let is_endpoint = |(known, _): &(&String, _)| {
             let item = known
@@ -135,25 +135,25 @@ impl Settings {
     }
 }
 
-/// The path of a request's target, without percent-encoding.
+/// The path in a request's target, without percent-encoding.
 pub(crate) fn decoded_path(target: &Uri) -> Cow<'_, str> {
     percent_decode_str(target.path()).decode_utf8_lossy()
 }
 
-/// The endpoint of a request, and whether its caller may use it.
+/// The endpoint of a request, and whether the caller may use it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Access {
-    /// Path of the endpoint in the table; empty for an unknown path.
+    /// Path of the endpoint, as in the table; empty if no endpoint has the request's path.
     pub(crate) path: String,
-    /// Method of the endpoint in the table; empty if the endpoint does not have the method of the request.
+    /// Method of the endpoint, as in the table; empty if the endpoint does not have the request's method.
     pub(crate) method: String,
-    /// Name of the caller, if the endpoint is known.
+    /// Name of the caller; empty if the endpoint is unknown.
     pub(crate) caller: String,
     pub(crate) refusal: Option<Refusal>,
 }
 
 impl Access {
-    /// Whether the body of the request may be received, and the request answered. If false, the control plane answers with an error.
+    /// Whether the body of the request may be received, and the request answered. Otherwise the control plane answers with an error.
     pub(crate) fn is_granted(&self) -> bool {
         !self.method.is_empty() && self.refusal.is_none()
     }

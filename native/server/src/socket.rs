@@ -1,8 +1,8 @@
-//! A client's socket. The socket reports received and written bytes, and replaces some answers of hyper with the service's errors.
+//! The socket of a client. It reports received and written bytes, and replaces some answers of hyper by the service's errors.
 //!
-//! hyper answers a head that it cannot read with an empty 400 or 431. The socket replaces such an answer with an error in the same form as
-//! all other errors. If a head is not complete in time, the socket gives hyper bytes that no head can have. So hyper refuses the request,
-//! and the socket replaces the refusal with a 408.
+//! hyper answers a head that it cannot read with an empty 400 or 431. The socket replaces this answer by an error in the form of all other
+//! errors. If a head is not complete in time, the socket passes bytes to hyper that no head can contain. Then hyper refuses the request,
+//! and the socket replaces the refusal by a 408.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -16,11 +16,11 @@ use crate::connections::{Connection, Connections, Order, count};
 use crate::problems::Problem;
 use crate::settings::Limits;
 
-/// Maximum number of bytes of a request's first line and headers: eight times the limit of common proxies.
+/// Maximum number of bytes of the first line and the headers of a request: eight times the limit of common proxies.
 pub(crate) const MAX_HEAD: usize = 65_536;
-/// Maximum number of headers over HTTP/1.1; this is the limit of hyper.
+/// Maximum number of headers over HTTP/1.1, which is the limit of hyper.
 const MAX_HEADERS: usize = 100;
-/// Bytes that, after the beginning of a head, complete it as a malformed one.
+/// Bytes that make any incomplete head complete and malformed.
 const POISON: &[u8] = b"\0\r\n\r\n";
 
 pub(crate) struct Socket<S> {
@@ -29,11 +29,12 @@ pub(crate) struct Socket<S> {
     connection: Arc<Connection>,
     limits: Limits,
     is_poisoned: bool,
-    /// Number of bytes that were read since bytes were last written, which is the number of received bytes of a head that is not complete.
+    /// Number of bytes that were read after bytes were last written. While a head is not complete, this is the number of its bytes.
     received: usize,
-    /// The answer that replaces hyper's refusal, and the number of bytes of this answer that were written.
+    /// The answer that replaces hyper's refusal, and the number of its bytes that were written.
     refusal: Option<(Vec<u8>, usize)>,
-    /// Whether the client might still be sending when the last answer is written. If so, closing it immediately would destroy the answer.
+    /// Whether the client might be sending when the last answer is written. If it might, closing the connection immediately would destroy
+    /// the answer.
     lingers: bool,
     has_shut_down: bool,
 }
@@ -53,7 +54,7 @@ impl<S> Socket<S> {
         }
     }
 
-    /// Returns the error that replaces `bytes` if `bytes` are hyper's answer to an unreadable head. Returns None for any other answer.
+    /// If `bytes` are hyper's answer to an unreadable head, returns the error that replaces it. Returns None for any other answer.
     fn refusal(&self, bytes: &[u8]) -> Option<Problem> {
         let is_short = bytes.ends_with(b"\r\n\r\n") && bytes.starts_with(b"HTTP/1.1 4");
         if !is_short || !contains(bytes, b"content-length: 0\r\n") || contains(bytes, b"content-type") {
@@ -76,7 +77,7 @@ fn contains(bytes: &[u8], wanted: &[u8]) -> bool {
 }
 
 impl<S: AsyncWrite + Unpin> Socket<S> {
-    /// Writes the remaining bytes of the refusal in place of `size` bytes that hyper wanted to write.
+    /// Writes the remaining bytes of the refusal in place of `size` bytes that hyper has offered.
     fn write_refusal(&mut self, cx: &mut Context<'_>, size: usize) -> Poll<io::Result<usize>> {
         let Some((bytes, written)) = &mut self.refusal else {
             return Poll::Ready(Ok(size));
@@ -124,7 +125,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Socket<S> {
         if buf.filled().len() > before {
             this.connections.has_received(&this.connection, now);
         } else if this.connections.has_left(&this.connection, now) {
-            // At the end of the input, hyper would drop the answer. Hyper reads again after the answer.
+            // If hyper read the end of the input, it would drop the answer. Hyper reads again after the answer.
             return Poll::Pending;
         }
         Poll::Ready(Ok(()))

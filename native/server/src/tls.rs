@@ -1,4 +1,4 @@
-//! TLS for clients' connections.
+//! TLS of client connections.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::settings::Tls;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
 
-/// Returns an acceptor of TLS handshakes with these files.
+/// Returns an acceptor of TLS handshakes that uses these files.
 pub(crate) fn acceptor(tls: &Tls) -> Result<TlsAcceptor, Error> {
     let provider = Arc::new(ring::default_provider());
     let builder = ServerConfig::builder_with_provider(provider.clone()).with_safe_default_protocol_versions()?;

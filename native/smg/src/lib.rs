@@ -1,11 +1,11 @@
 //! Subscribes to the KV cache events of workers of SMG (Shepherd Model Gateway) over gRPC.
 //!
-//! Theory of operation. A worker of SMG has a servicer in front of its engine, which relays the engine's events as the gRPC stream
-//! `SubscribeKvEvents` (`smg-grpc-proto` 0.4.28, `common.proto`). The stream does not identify the engine's process. The two servicers
-//! begin the stream differently: the servicer in Rust begins with the whole history or with a snapshot, the servicer in Python with the
-//! next batch. So each call requests all batches, beginning with the first. It numbers the arriving batches from 0: consecutively if
-//! nothing is missing, and with one number skipped for each loss. The numbered stream is like the stream of a ZeroMQ publisher, and
-//! `kvevents.stream` decides how far it is trusted. Each call is another incarnation.
+//! Theory of operation. A worker of SMG has a servicer in front of its engine. The servicer forwards the engine's events as the gRPC stream
+//! `SubscribeKvEvents` (`smg-grpc-proto` 0.4.28, `common.proto`). The stream does not identify the process of the engine. There are two
+//! servicers. The stream of the one in Rust begins with the whole history or with a snapshot, that of the one in Python with the next
+//! batch. So each call requests all batches from the first one on. It numbers the arriving batches from 0: consecutively, but with one
+//! number skipped for each loss. The numbered stream is like that of a ZeroMQ publisher, so `kvevents.stream` determines its trust. Each
+//! call is another incarnation.
 #![deny(missing_docs)]
 
 mod messages;

@@ -1,10 +1,12 @@
-//! The messages of `SubscribeKvEvents`, with the fields that are used here. The field numbers are those in `smg-grpc-proto` 0.4.28.
+//! The messages of `SubscribeKvEvents`, with the fields that this crate uses. The numbers of the fields are those of `smg-grpc-proto`
+//! 0.4.28.
 
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Request {
     #[prost(uint64, tag = "1")]
     pub start_sequence_number: u64,
-    /// If this field is not set, an idle worker sends nothing, so the subscriber cannot see that the worker has accepted the call.
+    /// Whether the worker also sends records of its load before the first batch. Without them, an idle worker sends nothing, and the
+    /// subscriber cannot see that it has accepted the call.
     #[prost(bool, tag = "2")]
     pub load_records_before_first_batch: bool,
 }
@@ -25,19 +27,19 @@ pub struct Batch {
     pub load: Option<Load>,
 }
 
-/// One part of the state that a servicer knows.
+/// A part of the state that a servicer knows.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Snapshot {
     #[prost(uint32, tag = "1")]
     pub index: u32,
-    /// Number of batches that the engine sent before the servicer's record begins; the servicer has not received them.
+    /// Number of batches that the engine sent before the servicer began to record them, and that the servicer does not have.
     #[prost(uint64, tag = "4")]
     pub unknown_before: u64,
 }
 
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Load {
-    /// True if the batch has no events and repeats the sequence number of another batch.
+    /// Whether the batch has no events and repeats the sequence number of another batch.
     #[prost(bool, tag = "9")]
     pub load_only: bool,
 }
@@ -94,7 +96,7 @@ pub struct Block {
     pub block_size: i32,
     #[prost(int64, optional, tag = "4")]
     pub lora_id: Option<i64>,
-    /// The number of the tier, minus one; only a servicer that does not name tiers sends this field.
+    /// The number of the tier, minus one; only servicers that do not name tiers send this field.
     #[prost(int32, optional, tag = "5")]
     pub cache_level: Option<i32>,
     #[prost(message, repeated, tag = "6")]

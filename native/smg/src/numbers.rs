@@ -4,20 +4,21 @@ use std::collections::HashMap;
 
 use crate::messages::Batch;
 
-/// Numbers the batches of one call from 0. All ranks share the numbers, since they share the call.
+/// Numbers the batches of one call from 0. All ranks share these numbers, since they share the call.
 #[derive(Default)]
 pub struct Numbers {
     next: u64,
-    /// The servicer's newest sequence number, by rank.
+    /// The newest sequence number of the servicer, by rank.
     newest: HashMap<Option<i32>, u64>,
 }
 
 impl Numbers {
-    /// Returns the sequence number of a batch. If earlier batches are missing, skips one number. Returns None for a repeated batch.
+    /// Returns the sequence number of a batch. If earlier batches are missing, first skips one number. Returns None if the batch is a
+    /// repetition.
     pub fn number(&mut self, batch: &Batch) -> Option<u64> {
         let newest = self.newest.insert(batch.dp_rank, batch.sequence_number);
         let is_complete = match (&batch.snapshot, newest) {
-            // A snapshot represents all earlier batches, even if the snapshot begins in the middle of a call.
+            // A snapshot represents all earlier batches, even if it begins in the middle of a call.
             (Some(snapshot), _) if snapshot.index == 0 => snapshot.unknown_before == 0,
             (_, None) => batch.sequence_number == 0,
             (_, Some(newest)) if batch.sequence_number <= newest => {

@@ -1,10 +1,10 @@
-//! Encodes batches as payloads of a vLLM publisher, with events as maps that have all fields.
+//! Encodes batches as payloads of a vLLM publisher, with all fields of map events.
 
 use serde::Serialize;
 
 use crate::messages::{Batch, Block, Data, Key, Removed, Stored};
 
-/// The media of `KvCacheTier`. The first value means that the tier is unspecified.
+/// The medium of each `KvCacheTier`. The first value of `KvCacheTier` is an unspecified tier.
 const MEDIA: [Option<&str>; 5] = [None, Some("GPU"), Some("CPU"), Some("DISK"), Some("EXTERNAL")];
 /// `KV_CACHE_LOCALITY_REMOTE`.
 const REMOTE: i32 = 2;
@@ -67,7 +67,7 @@ fn as_bytes<S: serde::Serializer>(bytes: &&[u8], to: S) -> Result<S::Ok, S::Erro
     to.serialize_bytes(bytes)
 }
 
-/// Returns the payload of a batch, or None if the batch has an event of an unknown kind.
+/// Returns the payload of a batch; None if the batch has an event of an unknown kind.
 pub fn encode(batch: &Batch) -> Option<Vec<u8>> {
     let mut events = Vec::with_capacity(batch.events.len());
     for event in &batch.events {
@@ -85,7 +85,7 @@ pub fn encode(batch: &Batch) -> Option<Vec<u8>> {
     Some(payload)
 }
 
-/// Adds a store for each run of blocks with equal size, LoRA and level: in vLLM's form, a store has only one of each of these.
+/// Adds a store for each run of blocks with the same size, LoRA and level, since a store in vLLM's form has only one of each.
 fn stores<'a>(stored: &'a Stored, events: &mut Vec<Event<'a>>) {
     let kind = |block: &Block| (block.block_size, block.lora_id, block.cache_level);
     let mut parent = stored.parent_block_hash.map(unsigned);
@@ -124,7 +124,7 @@ fn removal(removed: &Removed) -> BlockRemoved<'_> {
     }
 }
 
-/// Returns a hash as an unsigned number, as engines send it: the servicer sends the hash's lower 64 bits as a signed number.
+/// Returns a hash as an unsigned number, as engines send it. The servicer sends its lower 64 bits as a signed number.
 fn unsigned(hash: i64) -> u64 {
     hash.cast_unsigned()
 }

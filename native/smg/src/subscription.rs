@@ -19,39 +19,40 @@ use crate::messages;
 use crate::numbers::Numbers;
 use crate::payload;
 
-/// The paths of the method to call; each engine has a separate service.
+/// The paths of the method; each engine has its own service.
 const METHODS: [&str; 4] = [
     "/vllm.grpc.engine.VllmEngine/SubscribeKvEvents",
     "/sglang.grpc.scheduler.SglangScheduler/SubscribeKvEvents",
     "/tokenspeed.grpc.scheduler.TokenSpeedScheduler/SubscribeKvEvents",
     "/trtllm.TrtllmService/SubscribeKvEvents",
 ];
-/// Maximum number of batches that wait for the application. At this limit the subscription stops reading, and the flow control of HTTP/2
-/// stops the servicer.
+/// Maximum number of batches that wait for the application. At this limit the subscription stops reading, so that the flow control of
+/// HTTP/2 stops the servicer.
 const MAX_WAITING_BATCHES: usize = 1_024;
-/// Maximum number of payload bytes that wait for the application. A larger payload waits until no other payload is queued.
+/// Maximum number of payload bytes that wait for the application. A payload that exceeds it waits until the queue has no other payload.
 const MAX_WAITING_BYTES: u32 = 64 << 20;
-/// Longest message: SMG's own limit.
+/// Maximum number of bytes of a message: the limit of SMG itself.
 const MAX_MESSAGE_BYTES: usize = 64 << 20;
 const CONNECT_TIME: Duration = Duration::from_secs(5);
-/// Time after which a quiet connection is checked, and timeout for the answer to the check, to notice a worker that is frozen or cut off.
+/// Time after which a quiet connection is checked (and below, the timeout of the check). So a worker is noticed that is frozen or cannot be
+/// reached.
 const CHECK_AFTER: Duration = Duration::from_secs(2);
 const CHECK_TIME: Duration = Duration::from_secs(3);
 const MIN_PAUSE: Duration = Duration::from_millis(100);
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
-/// A message or a change of the call, in the order of arrival.
+/// A message of the call, or a change of the call, in the order of arrival.
 #[derive(Debug, PartialEq)]
 pub enum Arrival {
-    /// A call has begun: the sequence numbers of batches begin at 0 again.
+    /// A call has begun; the sequence numbers of its batches begin at 0.
     Connected,
-    /// A batch: its sequence number in this call, and its payload as vLLM would encode it.
+    /// A batch: its sequence number in the call, and its payload as vLLM would encode it.
     Batch(u64, Vec<u8>),
-    /// The call has ended, or could not begin; the text says why.
+    /// The call has ended or could not begin; the text is the reason.
     Disconnected(String),
 }
 
-/// A subscription to the events of one worker. The subscription ends when this value is dropped.
+/// A subscription to the events of one worker. It ends when this value is dropped.
 pub struct Subscription {
     arrivals: Mutex<mpsc::Receiver<Waiting>>,
     endpoint: Endpoint,
@@ -60,10 +61,10 @@ pub struct Subscription {
     task: Mutex<JoinHandle<()>>,
 }
 
-/// An arrival, with the permit for its bytes, which is returned when the arrival is taken from the queue.
+/// An arrival, with the permit for its bytes, which is released when the arrival is taken from the queue.
 type Waiting = (Arrival, Option<OwnedSemaphorePermit>);
 
-/// The end of the queue to which arrivals are added.
+/// The end of the queue to which the task adds arrivals.
 #[derive(Clone)]
 struct Outlet {
     sender: mpsc::Sender<Waiting>,
@@ -71,7 +72,7 @@ struct Outlet {
     waker: Arc<Waker>,
 }
 
-/// A socket whose other end is readable while arrivals wait.
+/// A socket; its other end is readable while arrivals wait.
 struct Waker {
     socket: UnixStream,
     is_awake: AtomicBool,
@@ -113,10 +114,10 @@ impl Subscription {
         })
     }
 
-    /// Takes up to `limit` arrivals from the queue. The caller must first read all bytes from the other end of the waker.
+    /// Takes up to `limit` arrivals from the queue. The caller must first have read all bytes from the other end of the waker.
     pub fn take(&self, limit: usize) -> Vec<Arrival> {
         let mut arrivals = self.arrivals.lock();
-        // The flag is reset before the queue is read, so that an arrival after the reset wakes the application again.
+        // The flag is reset before the queue is read, so that a later arrival wakes the application again.
         self.outlet.waker.is_awake.store(false, Ordering::SeqCst);
         let mut taken = Vec::new();
         while taken.len() < limit {
@@ -129,7 +130,7 @@ impl Subscription {
         taken
     }
 
-    /// Ends the call and begins a new call, in which the worker sends everything again.
+    /// Ends the call and begins another one, in which the worker sends all batches again.
     pub fn restart(&self) {
         let mut task = self.task.lock();
         task.abort();
@@ -154,14 +155,15 @@ impl Drop for Subscription {
 impl Waker {
     fn wake(&self) {
         if !self.is_awake.swap(true, Ordering::SeqCst) {
-            // A full buffer is readable as well, and an error means that the other end is closed.
+            // If the buffer is full, the other end is readable; if an error occurs, it is closed.
             let _ = (&self.socket).write(&[0]);
         }
     }
 }
 
 impl Outlet {
-    /// Queues an arrival as soon as there is room. If the receiver has been dropped, the arrival is dropped too: the task is about to end.
+    /// Adds an arrival to the queue as soon as the queue has room. If the receiver was dropped, drops the arrival, since the task is about
+    /// to end.
     async fn put(&self, arrival: Arrival) {
         let bytes = match &arrival {
             Arrival::Batch(_, payload) => u32::try_from(payload.len()).unwrap_or(u32::MAX),
@@ -173,7 +175,7 @@ impl Outlet {
     }
 }
 
-/// Calls the worker repeatedly until the task is aborted.
+/// Calls the worker repeatedly, until the task is aborted.
 async fn follow(endpoint: Endpoint, outlet: Outlet) {
     let mut pause = MIN_PAUSE;
     loop {
@@ -185,7 +187,7 @@ async fn follow(endpoint: Endpoint, outlet: Outlet) {
     }
 }
 
-/// Makes one call, and returns why it has ended.
+/// Makes one call, and returns the reason why it has ended.
 async fn call(endpoint: &Endpoint, outlet: &Outlet, has_begun: &mut bool) -> String {
     let channel = match endpoint.connect().await {
         Ok(channel) => channel,
@@ -209,7 +211,7 @@ async fn call(endpoint: &Endpoint, outlet: &Outlet, has_begun: &mut bool) -> Str
                 let Some(number) = numbers.number(&batch) else {
                     continue;
                 };
-                // A batch that cannot be encoded is dropped: its number is missing, which the stream reports as a loss.
+                // A batch that cannot be encoded is dropped. Its number is missing then, which the stream reports as a loss.
                 if let Some(payload) = payload::encode(&batch) {
                     outlet.put(Arrival::Batch(number, payload)).await;
                 }
@@ -218,7 +220,7 @@ async fn call(endpoint: &Endpoint, outlet: &Outlet, has_begun: &mut bool) -> Str
     }
 }
 
-/// Calls the method in the first of the services that the worker has.
+/// Calls the method of the first service that the worker has.
 async fn subscribe(channel: Channel) -> Result<tonic::Streaming<messages::Batch>, Status> {
     let mut client = tonic::client::Grpc::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES);
     let mut refused = Status::unimplemented("");
@@ -247,7 +249,7 @@ fn message_of(status: &Status) -> String {
     format!("{:?}: {}", status.code(), status.message())
 }
 
-/// Returns the message of an error with the messages of its causes.
+/// Returns the message of an error, followed by the messages of its causes.
 fn causes(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();

@@ -1,18 +1,18 @@
-//! Divides blocks into runs, and determines the order in which runs are exported.
+//! Divides blocks into runs, and determines the order in which the runs are exported.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
 use crate::announcements::bits;
 use crate::blocks::{Blocks, ROOT};
 
-/// Maximum number of blocks that one event stores if they have keys instead of tokens.
+/// Maximum number of blocks that one event stores, if the blocks have keys instead of tokens.
 const MAX_KEYED: usize = 4096;
 
-/// Blocks that share their hash with other blocks ("twins"), including dead blocks, by hash, in the order of their export.
+/// Blocks that share their hash with another block ("twins"), dead ones included: by hash, in the order of their export.
 pub struct Twins(HashMap<u64, Vec<u32>>);
 
 impl Twins {
-    /// Creates the order of all blocks.
+    /// Determines the order of all twins.
     pub fn new(blocks: &Blocks) -> Self {
         let (mut all, mut depths): (HashMap<u64, Vec<u32>>, _) = (HashMap::new(), Depths::new(blocks));
         for number in blocks.iter_dead() {
@@ -33,7 +33,7 @@ impl Twins {
         Self(all)
     }
 
-    /// Whether no hash is shared.
+    /// Whether no two blocks share a hash.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -44,17 +44,17 @@ impl Twins {
     }
 }
 
-/// The order in which the blocks of replaced LoRAs are exported: outdated blocks, signs of the replacement, later blocks.
+/// The order in which the blocks of replaced LoRAs are exported: first outdated blocks, then signs of the replacement, then later blocks.
 #[derive(Default)]
 pub struct Phases {
-    /// The replaced LoRAs, each with an outdated block.
+    /// The replaced LoRAs, each with the ID of an outdated block.
     pub loras: BTreeMap<u64, u32>,
-    /// Blocks that are exported after the signs of replacement: blocks of the present weights, and their dead ancestors.
+    /// Blocks that are exported after the signs: blocks of the present weights, with their dead ancestors.
     pub later: HashSet<u32>,
 }
 
 impl Phases {
-    /// Creates the order of all blocks.
+    /// Determines the phase of all blocks.
     pub fn new(blocks: &Blocks, loras: BTreeMap<u64, u32>) -> Self {
         let mut later = HashSet::new();
         let is_current = |number: u32| {
@@ -80,7 +80,7 @@ impl Phases {
     }
 }
 
-/// Returns the depths of blocks. Each depth is computed only once, since chains of dead blocks can be long.
+/// Computes the depths of blocks in the tree. Each depth is computed only once, since chains of dead blocks can be long.
 struct Depths<'a> {
     blocks: &'a Blocks,
     known: HashMap<u32, usize>,
@@ -107,28 +107,28 @@ impl<'a> Depths<'a> {
     }
 }
 
-/// Iterates over the runs in an order in which parents come before their children.
+/// Iterates over runs; each parent comes before its children.
 pub struct Runs<'a> {
     blocks: &'a Blocks,
     twins: &'a Twins,
-    /// First child of each block.
+    /// The first child of each block.
     first_child: Vec<u32>,
-    /// Next sibling of each block.
+    /// The next sibling of each block.
     next_sibling: Vec<u32>,
-    /// For each twin, the number of blocks, other than its parent, that must still be exported before the twin.
+    /// For each twin, the number of blocks (its parent excepted) that must be exported before the twin and are not exported yet.
     blockers: HashMap<u32, usize>,
     /// For each block, the twins that wait for it.
     blocked: HashMap<u32, Vec<u32>>,
-    /// Twins that wait although their parents are exported. `held_order` lists these twins in the order in which they began to wait; twins
-    /// that no longer wait stay in the list.
+    /// Twins that wait although their parents were exported. `held_order` lists these twins in the order in which they began to wait. It
+    /// keeps twins that no longer wait.
     held: HashSet<u32>,
     held_order: Vec<u32>,
-    /// Blocks with which a run can begin; the last block of the list is the next to be exported.
+    /// Blocks with which a run can begin now; the last one is exported next.
     ready: Vec<u32>,
 }
 
 impl<'a> Runs<'a> {
-    /// Creates the order of all blocks.
+    /// Prepares the iteration over all blocks.
     pub fn new(blocks: &'a Blocks, twins: &'a Twins) -> Self {
         let mut runs = Self {
             blocks,
@@ -141,7 +141,7 @@ impl<'a> Runs<'a> {
             held_order: Vec::new(),
             ready: Vec::new(),
         };
-        // The blocks are sorted by hash, so that the order does not depend on the history.
+        // The blocks are sorted by hash, so the order does not depend on the history of the stream.
         let mut numbers: Vec<(u64, u64, u32)> = (blocks.numbers())
             .map(|number| (blocks.get(number).hash, blocks.get(number).key, number))
             .collect();
@@ -164,7 +164,7 @@ impl<'a> Runs<'a> {
         runs
     }
 
-    /// Records that `later` must be exported after `earlier` and the children of `earlier`.
+    /// Records that `later` must be exported after `earlier` and after the children of `earlier`.
     fn block(&mut self, earlier: u32, later: u32) {
         let children: Vec<u32> = self.children(earlier).filter(|&child| child != later).collect();
         for before in std::iter::once(earlier).chain(children) {
@@ -182,7 +182,7 @@ impl<'a> Runs<'a> {
         std::iter::successors(some(first), move |&at| some(self.next_sibling[at as usize]))
     }
 
-    /// Adds blocks whose parents are exported; the first of the given blocks is exported next.
+    /// Adds blocks whose parents were exported. The first of them is exported next.
     fn add_heads(&mut self, heads: Vec<u32>) {
         for head in heads.into_iter().rev() {
             if self.blockers.get(&head).is_some_and(|&left| left > 0) {
@@ -194,7 +194,7 @@ impl<'a> Runs<'a> {
         }
     }
 
-    /// Records that a block is exported. Twins wait only for the first block of a run.
+    /// Records that a block was exported. Only the first block of a run can be one for which twins wait.
     fn unblock(&mut self, head: u32) {
         for later in self.blocked.remove(&head).unwrap_or_default() {
             let Some(left) = self.blockers.get_mut(&later) else { continue };
@@ -205,7 +205,7 @@ impl<'a> Runs<'a> {
         }
     }
 
-    /// A block and the following blocks that one event can store with it.
+    /// Returns a block and the blocks after it that one event can store.
     fn run_from(&mut self, head: u32) -> Vec<u32> {
         let mut run = vec![head];
         if self.twins.contain(self.blocks.get(head).hash) {
@@ -228,7 +228,7 @@ impl<'a> Runs<'a> {
         run
     }
 
-    /// Whether one event can store both blocks.
+    /// Whether one event can store the two blocks.
     fn is_continued(&self, one: u32, other: u32) -> bool {
         let blocks = self.blocks;
         let (before, after) = (blocks.attributes(one), blocks.attributes(other));
@@ -251,8 +251,8 @@ impl Iterator for Runs<'_> {
     type Item = Vec<u32>;
 
     fn next(&mut self) -> Option<Vec<u32>> {
-        // If all remaining blocks wait for each other, no order is known to be right. The export then tries an arbitrary order, and
-        // `rebuilt` verifies the result.
+        // If all remaining blocks wait for each other, no order is known to be correct. Then one of them is exported, and `rebuilt`
+        // verifies the result.
         let mut held = std::iter::from_fn(|| self.held_order.pop());
         let head = self.ready.pop().or_else(|| held.find(|head| self.held.remove(head)))?;
         let run = self.run_from(head);

@@ -8,24 +8,24 @@ use crate::keys::{self, Scheme};
 use crate::wire::decode;
 use crate::wire::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, extra_keys};
 
-/// The leading blocks of a store with tokens: those before the first block for which no key can be computed.
+/// The leading blocks of a store with tokens: all blocks before the first one whose key cannot be computed.
 pub(super) struct TokenStore<'a> {
     pub(super) hashes: &'a [u64],
     pub(super) tokens: &'a [u32],
     pub(super) pairs: bool,
     pub(super) scheme: Scheme,
     pub(super) lora: u64,
-    /// The salt of the first block; None if the block has its parent's salt.
+    /// The salt of the first block; None if the salt is that of the parent.
     pub(super) salt: Option<u64>,
     /// The salt in the event's field `cache_salt`.
     pub(super) own_salt: Option<u64>,
-    /// Whether the event has no field for salts and other extra keys.
+    /// Whether the event lacks the field for salts and other extra keys.
     pub(super) is_unkeyed: bool,
     pub(super) placement: u16,
 }
 
 impl<'a> TokenStore<'a> {
-    /// Reads the contents of an event, without its salt and placement.
+    /// Reads the event's blocks, without their salt and placement.
     pub(super) fn read(read: &Read<'a>, event: &Event) -> Result<Self, &'static str> {
         let count = event.keyable_blocks().ok_or("length-mismatch")?;
         let hashes = &event.hashes.slice(&read.scratch.hashes)[..count];
@@ -56,7 +56,7 @@ impl<'a> TokenStore<'a> {
         })
     }
 
-    /// Returns an error if the event has further blocks, for which no keys can be computed.
+    /// Returns an error if the event has further blocks, whose keys cannot be computed.
     pub(super) fn check_whole(&self, event: &Event) -> Result<(), &'static str> {
         let is_whole = self.hashes.len() == event.hashes.length as usize;
         if is_whole { Ok(()) } else { Err("bad-token") }
@@ -86,19 +86,19 @@ impl<'a> TokenStore<'a> {
     }
 }
 
-/// Keys of the blocks of one stored event.
+/// Keys of the blocks of one store.
 #[derive(Debug, Default)]
 pub struct StoredKeys {
-    /// Keys of the blocks before the first one that has no key.
+    /// Keys of all blocks before the first one that has no key.
     pub keys: Vec<u64>,
-    /// Part of the seed that the event's own salt contributes; 0 for a root without a salt, None if the parent's salt applies.
+    /// Part of the seed that the event's own salt contributes; 0 for a first block without a salt, None if the salt is that of the parent.
     pub salt: Option<u64>,
-    /// Why this block and the blocks after it have no keys.
+    /// Why the blocks after those in `keys` have no key; None if all blocks have one.
     pub unkeyed: Option<&'static str>,
 }
 
-/// Returns the keys of the blocks of a payload that is one stored event. `parent` has the key of the block before the first one, and the
-/// part of the seed that this key's salt contributes. Returns None for any other payload.
+/// Returns the keys of the blocks of a payload that consists of one store. `parent` has the key of the parent of the first block, and the
+/// part of the seed that the parent's salt contributes. Returns None for any other payload.
 pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredKeys> {
     static SCHEMA: LazyLock<Option<Schema>> = LazyLock::new(|| Some(Schema::new(Limits::default()).ok()?.unlimited()));
     let (mut scratch, mut work, schema) = (Scratch::default(), Work::default(), SCHEMA.as_ref()?);
@@ -120,7 +120,7 @@ pub fn stored_keys(payload: &[u8], parent: Option<(u64, u64)>) -> Option<StoredK
     })
 }
 
-/// Computes the keys of the blocks of a store, and leaves them in `work`.
+/// Computes the keys of the blocks of a store, and writes them into `work`.
 fn keys_after(
     read: &Read<'_>,
     event: &Event,
@@ -146,7 +146,8 @@ fn keys_after(
     store.check_whole(event)
 }
 
-/// Returns the part of the seed for the salt of an event; 0 for a root without a salt. Leaves the event's other extra keys in `extras`.
+/// Returns the part of the seed that the salt of an event contributes; 0 for a first block without a salt. Writes the event's other extra
+/// keys into `extras`.
 pub(super) fn salt_of(read: &Read<'_>, event: &Event, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
     let is_root = event.parent_hash().is_none();
     let bare = extras_of(read.extra_keys(event), read.bytes(event.lora_name), is_root, extras);
@@ -154,7 +155,7 @@ pub(super) fn salt_of(read: &Read<'_>, event: &Event, extras: &mut Vec<(usize, u
     if is_root { Some(own.or(bare).unwrap_or(0)) } else { own }
 }
 
-/// Writes the local hashes and the keys of the blocks from `first` on into `work`.
+/// Writes the local hashes and the keys of all blocks from the index `first` on into `work`.
 pub(super) fn hash_all(store: &TokenStore<'_>, first: usize, parent: Option<u64>, seed: u64, work: &mut Work) {
     let count = store.hashes.len() - first;
     let mut roller = keys::Roller::new(parent, count, &mut work.locals, &mut work.keys);
@@ -180,7 +181,8 @@ pub fn extras_at(extras: &[(usize, u64)], at: usize) -> impl Iterator<Item = u64
         .map(|(_, extra)| *extra)
 }
 
-/// Reads extra keys into `extras`, as pairs of block index and hash. Returns the salt, a plain text that a prompt's first block has.
+/// Reads extra keys into `extras`, as pairs of block index and hash. Returns the salt, which is a plain text among the extra keys of a
+/// prompt's first block.
 pub fn extras_of(raw: Option<&[u8]>, lora: Option<&[u8]>, is_root: bool, extras: &mut Vec<(usize, u64)>) -> Option<u64> {
     extras.clear();
     let raw = raw?;

@@ -1,4 +1,4 @@
-//! Learns from stores which groups an engine has, how it hashes blocks, and which salts its prompts have.
+//! Learns from stores: the groups of an engine, the scheme by which it hashes blocks, and the salts of its prompts.
 
 use super::Read;
 use super::block_keys::TokenStore;
@@ -8,7 +8,7 @@ use crate::store::shared_state::SharedState;
 use crate::stream::Stream;
 use crate::wire::scan::{Event, Extra, extra_keys, first_ints};
 
-/// Maximum number of prompts of one batch whose salts are learned.
+/// Maximum number of prompts of one batch from which salts are learned.
 const MAX_SALTED: usize = 1_024;
 
 impl Stream {
@@ -22,7 +22,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Learns from the first blocks of a prompt how the engine hashes prompts, and which salts they have.
+    /// Learns the scheme by which the engine hashes prompts, and the salt of a prompt, from the prompt's first block.
     #[inline]
     pub(super) fn learn_hashing(&mut self, read: &Read<'_>, event: &Event) {
         if event.lookahead.is_some() && !self.groups.has_lookahead {
@@ -40,8 +40,8 @@ impl Stream {
         }
     }
 
-    /// Learns whether a hash covers its page without the pages before it, as in SGLang 0.4.8 to 0.5.6. Blocks of these releases can have
-    /// the parent `nil` without being the first of a prompt.
+    /// Learns whether hashes cover only their own page, without the pages before it, as in SGLang 0.4.8 to 0.5.6. In these releases, a
+    /// block whose parent is `nil` is not always the first block of a prompt.
     #[inline]
     pub(super) fn learn_page_hashes(&mut self, store: &TokenStore<'_>, parent: Option<u64>) {
         if parent.is_none() && !self.evidence.has_page_hashes && self.evidence.pages_left > 0 && !store.pairs {
@@ -101,7 +101,7 @@ impl Stream {
     }
 }
 
-/// CPython's hash of a tuple of token ids, from 3.8 on (`Objects/tupleobject.c`).
+/// The hash that CPython (from 3.8 on) computes for a tuple of token ids (`Objects/tupleobject.c`).
 fn tuple_hash(items: &[u32]) -> u64 {
     const PRIMES: [u64; 3] = [
         11_400_714_785_074_694_791,

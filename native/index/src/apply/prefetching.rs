@@ -5,15 +5,16 @@ use crate::memory::table::{CacheLevel, Stage, TableHash};
 use crate::store::shared_state::{Block, SharedState};
 use crate::stream::Stream;
 
-/// Number of blocks between one prefetch step and the next: placing that many blocks takes longer than a memory access.
+/// Number of blocks between one prefetch step and the next step of the same block: placing so many blocks takes longer than a memory
+/// access.
 const BLOCKS_PER_STEP: usize = 8;
-/// Number of prefetched blocks that are remembered, a power of two.
+/// Number of prefetched blocks that are remembered; a power of two.
 const RING: usize = 4 * BLOCKS_PER_STEP;
 
 /// The key and the hash of a block, both mixed with the index's secret, by which tables find the block.
 type MixedPair = (TableHash, TableHash);
 
-/// Prefetched blocks, by their index modulo `RING`. The ring is kept from one run to the next to avoid allocations.
+/// Prefetched blocks, by their index modulo `RING`. The ring is reused for the next chain, to avoid allocations.
 #[derive(Debug)]
 pub(super) struct Ring(Box<[MixedPair; RING]>);
 
@@ -24,7 +25,7 @@ impl Default for Ring {
 }
 
 impl Chain<'_> {
-    /// The block `at`.
+    /// The block with the index `at`.
     #[inline]
     pub(super) fn block(&self, shared: &SharedState, at: usize) -> Block {
         self.block_at(self.pair(shared, at), at)
@@ -49,8 +50,8 @@ impl Chain<'_> {
     }
 }
 
-/// Prefetches the blocks of one chain. In a large table, access to a block means several cache misses, each dependent on the previous one,
-/// so a block is prefetched in three steps. Small tables need fewer steps.
+/// Prefetches the blocks of one chain. In a large table, access to a block means several cache misses, each of which depends on the
+/// previous one. So a block is prefetched in up to three steps.
 pub(super) struct Prefetcher<'a> {
     pub(super) chain: &'a Chain<'a>,
     pub(super) ring: &'a mut Ring,
@@ -83,7 +84,7 @@ impl Prefetcher<'_> {
         }
     }
 
-    /// Returns the block `at`, which is placed next, and prefetches memory for later blocks.
+    /// Returns the block with the index `at`, which is placed next, and prefetches memory for later blocks.
     #[inline]
     pub(super) fn next(&mut self, stream: &Stream, shared: &SharedState, at: usize) -> Block {
         let count = self.chain.hashes.len();
@@ -103,7 +104,7 @@ impl Prefetcher<'_> {
         self.chain.block_at(self.ring.0[at % RING], at)
     }
 
-    /// Adds the block `at` to the ring, if it exists, and prefetches memory for its first step.
+    /// Adds the block with the index `at` to the ring, if it exists, and takes its first prefetch step.
     #[inline]
     fn add_block(&mut self, stream: &Stream, shared: &SharedState, at: usize, stage: Stage) {
         if at < self.chain.hashes.len() {

@@ -17,15 +17,15 @@ use crate::stream::Stream;
 use crate::sync::yielding_lock::{WORK_PER_HOLD, Writer};
 use crate::wire::scan::Event;
 
-/// Reason for rejecting stores of groups whose lookup is unknown.
+/// Reason for rejecting stores of groups that the index cannot look up.
 const UNKNOWN_KIND: &str = "unknown-kind";
 /// SGLang's name of host memory. A clear of everything in SGLang empties host memory too (`HiRadixCache.reset`).
 pub const HOST_OF_SGLANG: &[u8] = b"CPU_PINNED";
-/// Number of blocks of an event that are prefetched before the event is hashed.
+/// Number of blocks of an event that are prefetched before the event's hashes are computed.
 const PREFETCHED_BLOCKS: usize = 4;
-/// Maximum number of blocks of an event that is hashed while the lock is held: locking again would take longer than hashing so few blocks.
+/// Maximum number of blocks of an event whose hashes are computed while the lock is held: to lock again would take longer.
 const MAX_BLOCKS_UNDER_LOCK: usize = 8;
-/// Maximum number of tokens per block of an event that is hashed while the lock is held.
+/// Maximum number of tokens per block of an event whose hashes are computed while the lock is held.
 const MAX_TOKENS_UNDER_LOCK: usize = 1_024;
 
 /// Blocks of one event, each the parent of the next.
@@ -33,23 +33,23 @@ const MAX_TOKENS_UNDER_LOCK: usize = 1_024;
 pub(super) struct Chain<'a> {
     pub(super) hashes: &'a [u64],
     pub(super) keys: &'a [u64],
-    /// Local hashes of the blocks; None for blocks that were stored by their keys, since such blocks have no parents.
+    /// Local hashes of the blocks; None for blocks that were stored by their keys, since their parents do not matter.
     pub(super) locals: Option<&'a [u64]>,
     pub(super) context: u32,
     pub(super) placement: u16,
 }
 
-/// Why the placement of a chain's blocks has stopped.
+/// Why no further block of a chain was placed.
 enum Stop {
     /// All blocks were placed.
     Done,
     /// The block was placed, and pending blocks wait for it.
     Awaited { next: usize, number: u32 },
-    /// Too many blocks have the hash and the placement of the next block.
+    /// Too many blocks already have the hash and the placement of the next block.
     TooManyEqual,
 }
 
-/// A row of slots that is being filled.
+/// A row of slots to which a chain's blocks are added.
 #[derive(Default)]
 struct OpenRow {
     stretch: Row,
@@ -79,7 +79,7 @@ impl Stream {
         if let Err(reason) = self.store(writer, read, event, placement, work) {
             let kind = read.text(event.spec_kind).unwrap_or("none");
             self.counters.reject(kind, reason);
-            // Stores of groups of unknown kinds make no answer incomplete: there is a separate estimate for these groups.
+            // A store of a group of unknown kind makes no answer incomplete, since such groups have their own estimate.
             self.evidence.set_aside += u64::from(reason != UNKNOWN_KIND && event.hashes.length > 0);
         }
     }
@@ -125,7 +125,7 @@ impl Stream {
             return self.store_by_keys(writer, read, event, work);
         }
         let store = TokenStore::read(read, event)?;
-        // On other tiers, a connector announces chunks whose sizes and hashes differ from those of the engine's blocks.
+        // On other tiers, connectors announce chunks, whose sizes and hashes differ from those of the engine's blocks.
         if read.location(event).is_on_device() {
             self.learn(writer, group, known, size)?;
             if kind.is_some() {
@@ -192,7 +192,7 @@ impl Stream {
         if !self.is_on_device(store.placement) {
             return self.store_below_device(writer, store, parent, work);
         }
-        // The places of the hashes in the table are known before the keys are computed.
+        // The table positions of the hashes are found before the keys are computed.
         for &hash in store.hashes.iter().take(PREFETCHED_BLOCKS) {
             self.prefetch(writer.mixed(hash), Stage::Bucket);
         }
@@ -209,7 +209,7 @@ impl Stream {
         Ok(())
     }
 
-    /// Applies a store on another tier than the device. If the stream holds the hash of a block, the block has the key known for that hash:
+    /// Applies a store on a tier below the device. If the stream holds a block with the hash, the stored block gets the key of that block:
     /// vLLM announces offloaded blocks without their extra keys (0.32, `kv_connector/v1/offloading/events.py`).
     fn store_below_device(
         &mut self,
@@ -245,14 +245,14 @@ impl Stream {
         Ok(())
     }
 
-    /// The newest block with this hash; None if the block's prompt was divided into blocks by another scheme.
+    /// The newest block with this hash; None if its prompt was divided into blocks by another scheme.
     fn known_block(&self, shared: &SharedState, hash: u64, scheme: Scheme) -> Option<u32> {
         let number = self.newest(shared, hash)?;
         let context = shared.contexts.get(shared.records.context(number));
         (!context.is_keyed() && context.scheme == scheme).then_some(number)
     }
 
-    /// Adds a block of a store to the pending blocks of its parent.
+    /// Adds a block to the pending blocks that wait for `awaited`.
     fn add_waiting(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -293,7 +293,7 @@ impl Stream {
         }
     }
 
-    /// Adds a block to the pending blocks of its parent.
+    /// Adds a block to the pending blocks that wait for its parent.
     fn add_orphan(&mut self, shared: &mut SharedState, waiting: Waiting) {
         if !self.may_grow(shared) {
             self.counters.dropped += 1;
@@ -312,8 +312,8 @@ impl Stream {
         self.evidence.is_whole &= dropped == 0;
     }
 
-    /// Places the blocks of an event after `parent`, beginning with the block `first`. Each block is the parent of the next. Returns the
-    /// record of the last block; None if that block is refused because of the memory limit.
+    /// Places the blocks of an event from the index `first` on after `parent`. Each block is the parent of the next. Returns the record of
+    /// the last block; None if the memory limit refuses that block.
     fn place_after(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -348,8 +348,8 @@ impl Stream {
         placed
     }
 
-    /// Prepares the placement of blocks. For many blocks this happens without the lock: other threads may read and write then, but none of
-    /// them changes the blocks of this stream.
+    /// Prepares the placement of blocks. For many blocks, the lock is released meanwhile. Other threads may then read and write, but they
+    /// change no block of this stream.
     fn prepare_placement(&mut self, writer: &mut Writer<'_, SharedState>, count: usize, work: impl FnOnce()) {
         if count > MAX_BLOCKS_UNDER_LOCK || page_pool::must_prepare() {
             writer.unlocked(|| {
@@ -361,7 +361,7 @@ impl Stream {
         }
     }
 
-    /// Places blocks after a record. Returns the record of the last block; None if that block is refused because of the memory limit.
+    /// Places consecutive blocks after a record. Returns the record of the last block; None if the memory limit refuses that block.
     fn place_all(
         &mut self,
         writer: &mut Writer<'_, SharedState>,
@@ -413,8 +413,7 @@ impl Stream {
         parent: &mut Option<u32>,
     ) -> Stop {
         let (chain, mut open) = (blocks.chain, OpenRow::default());
-        // Whether the preceding block is new. If no block is linked to the preceding block, `place` can find the next block only as a
-        // head.
+        // Whether the preceding block is new. No block is linked to a new block, so `place` can find the next block only as a head.
         let mut is_new = false;
         for at in start..end {
             let block = blocks.next(self, shared, at);
@@ -465,7 +464,7 @@ impl Stream {
         Stop::Done
     }
 
-    /// Takes slots for new blocks. Returns false if all slot numbers are used.
+    /// Allocates slots for new blocks. Returns false if all IDs of slots are used.
     fn open_row(
         &mut self,
         shared: &mut SharedState,
@@ -490,7 +489,7 @@ impl Stream {
         true
     }
 
-    /// Counts the blocks that were put into slots, and releases the other slots.
+    /// Counts the blocks that were written into slots, and releases the unused slots.
     fn close_row(&mut self, shared: &mut SharedState, chain: &Chain<'_>, open: &mut OpenRow) {
         let OpenRow {
             stretch,
@@ -513,8 +512,8 @@ impl Stream {
         }
     }
 
-    /// Adds copies of the leading blocks that the stream holds already. The first block that the stream does not hold and all later blocks
-    /// are refused, since the memory limit is reached.
+    /// Adds copies of the leading blocks that the stream already holds. Refuses all blocks from the first one that the stream does not
+    /// hold, since the memory limit is reached.
     fn refuse_new(&mut self, writer: &mut Writer<'_, SharedState>, chain: &Chain<'_>, first: usize, mut parent: Option<u32>) {
         for at in first..chain.hashes.len() {
             let block = chain.block(writer, at);
@@ -529,7 +528,7 @@ impl Stream {
         }
     }
 
-    /// Places the pending blocks that wait for this block, then the pending blocks that wait for the placed ones, and so on.
+    /// Places the pending blocks that wait for this block. Then places the pending blocks that wait for the placed blocks, and so on.
     fn place_orphans(&mut self, writer: &mut Writer<'_, SharedState>, hash: u64, number: u32) {
         let mut queue = VecDeque::from([(hash, number)]);
         while let Some((hash, above)) = queue.pop_front() {
@@ -550,7 +549,7 @@ impl Stream {
         }
     }
 
-    /// Places an orphan after its parent. Returns the orphan's record if the stream had no block with its hash.
+    /// Places an orphan after its parent. Returns the record of the orphan if the stream held no block with its hash.
     fn place_orphan(
         &mut self,
         writer: &mut Writer<'_, SharedState>,

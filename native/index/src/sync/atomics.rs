@@ -1,5 +1,5 @@
-//! The atomic numbers and the lock by which a writer and lookups share a view. In model checks (`make model`) they come from loom, which
-//! tries all orders of threads and memory.
+//! The atomic numbers and the lock by which a writer and lookups share a view. For model checks (`make model`), loom provides them and
+//! tries all orders of threads and memory accesses.
 
 #[cfg(not(all(loom, test)))]
 pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, fence};
@@ -27,7 +27,7 @@ mod checked {
         static IS_WRITER: Cell<bool> = Cell::new(false);
     }
 
-    /// Declares that only this thread stores values.
+    /// Declares that this thread is the only one that stores values.
     pub fn be_the_writer() {
         IS_WRITER.with(|is_writer| is_writer.set(true));
     }
@@ -42,9 +42,8 @@ mod checked {
                     Self(atomic::$name::new(value))
                 }
 
-                /// Loads a value. If the writer loads a value that it has stored itself, loom must not see the load. Loom remembers only
-                /// the last access to a number; if this load were the last access, loom would not try the writer's next store before a
-                /// lookup.
+                /// Loads a value. If the writer loads a value that it has stored itself, loom must not notice the load. Loom remembers only
+                /// the latest access to a number. After such a load, loom would not try to run the writer's next store before a lookup.
                 pub fn load(&self, order: Ordering) -> $number {
                     if IS_WRITER.with(Cell::get) {
                         // SAFETY: no other thread stores; loom checks that.

@@ -1,17 +1,17 @@
-//! Protection of forked children: a child has the memory of its parent, but not the parent's other threads, which may have been in the
-//! middle of a change.
+//! Protects forked children. A child has the memory of its parent, but not the parent's other threads, and another thread may have been
+//! changing data at the time of the fork.
 //!
-//! In the child, data that another thread was changing stays half changed, and locks that such a thread held stay locked. So the thread
-//! that forks locks the memory pool, which the child continues to use. Everything else belongs to the parent only: see `ProcessOwned`.
+//! In the child, this data stays half changed, and the locks of that thread stay locked. So a thread locks the memory pool before it forks,
+//! since the child continues to use the pool. All other data belong only to the parent: see `ProcessOwned`.
 
 use std::mem::ManuallyDrop;
 use std::sync::Once;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Number of forks of this process and its ancestors.
+/// Number of forks that led to this process, counted from the process that called `watch_forks`.
 static GENERATION: AtomicUsize = AtomicUsize::new(0);
 
-/// A number that differs in a forked child.
+/// A number that differs between a process and its forked children.
 #[inline]
 pub fn generation() -> usize {
     watch_forks();

@@ -1,4 +1,4 @@
-//! A read-write lock whose writer yields: after a small amount of work it releases the lock to waiting readers and writers.
+//! A read-write lock whose writer yields: after a small amount of work, the writer lets waiting readers and writers take the lock.
 
 use std::hint::spin_loop;
 use std::ops::{Deref, DerefMut};
@@ -7,22 +7,22 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::step_counter;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// Number of blocks that a writer places or removes, in about two microseconds, before it checks whether other threads wait.
+/// Number of blocks that a writer places or removes before it checks whether other threads wait; this takes about two microseconds.
 pub const WORK_PER_HOLD: usize = 32;
-/// Number of spins before a thread sleeps. To sleep and wake costs much more time than a writer's turn.
+/// Number of times that a waiting thread spins before it sleeps. To sleep and wake takes much longer than a writer's turn.
 const SPINS: usize = 2_000;
 
-/// A value with a part that its writer publishes for other threads.
+/// A value with a state that its writer publishes to other threads.
 pub trait Publish {
-    /// Publishes the current state. A writer calls this function before yielding.
+    /// Publishes the current state. A writer calls this function before it yields.
     fn publish(&mut self);
 
-    /// Whether enough changes are unpublished that the writer should publish and yield now.
+    /// Whether so many changes are unpublished that the writer should publish them and yield.
     fn is_due(&self) -> bool;
 }
 
-/// A `RwLock` whose threads spin for the duration of a writer's turn before they sleep. A writer that panics leaves the lock poisoned: the
-/// protected value may be half changed.
+/// A `RwLock` whose waiting threads spin for about one turn of a writer before they sleep. A writer that panics leaves the lock poisoned,
+/// since the protected value may be half changed.
 #[derive(Debug, Default)]
 pub struct YieldingRwLock<T> {
     lock: RwLock<T>,
@@ -52,7 +52,7 @@ impl<T: Publish> YieldingRwLock<T> {
         self.poisoned.load(Ordering::Relaxed)
     }
 
-    /// Records that the protected value is consistent again.
+    /// Records that the protected value is consistent again, so that the lock is not poisoned.
     pub fn heal(&self) {
         self.poisoned.store(false, Ordering::Relaxed);
     }
@@ -106,7 +106,7 @@ impl<T: Publish> YieldingRwLock<T> {
     }
 }
 
-/// A guard for writing; it yields to waiting threads.
+/// A guard for writing that yields the lock to waiting threads.
 #[derive(Debug)]
 pub struct Writer<'a, T: Publish> {
     shared_lock: &'a YieldingRwLock<T>,
@@ -115,8 +115,8 @@ pub struct Writer<'a, T: Publish> {
 }
 
 impl<T: Publish> Writer<'_, T> {
-    /// Counts work, in blocks, and yields to waiting threads after enough work. Returns whether it might have yielded. If it has,
-    /// everything that was read before can have changed, except the caller's stream.
+    /// Counts work, in blocks. After enough work, yields the lock to waiting threads. Returns whether it may have yielded the lock. If it
+    /// has, only the caller's stream is certainly unchanged.
     #[inline]
     pub fn spend(&mut self, work: usize) -> bool {
         step_counter::count(work);
@@ -134,7 +134,7 @@ impl<T: Publish> Writer<'_, T> {
         true
     }
 
-    /// Calls `work` while other threads can read and write.
+    /// Releases the lock, calls `work`, and takes the lock again.
     pub fn unlocked<R>(&mut self, work: impl FnOnce() -> R) -> R {
         self.release();
         let done = work();
@@ -147,7 +147,7 @@ impl<T: Publish> Writer<'_, T> {
         self.release();
         let waiting = self.shared_lock.waiting.load(Ordering::Relaxed);
         for _ in 0..SPINS {
-            // The loop can end when one thread has got the lock: that thread yields to the other waiting threads in the same way.
+            // The test can end when one thread has taken the lock: that thread then yields the lock to the other threads in the same way.
             if self.shared_lock.waiting.load(Ordering::Relaxed) < waiting {
                 break;
             }

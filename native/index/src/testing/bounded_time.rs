@@ -1,5 +1,5 @@
-//! Searches for payloads that, after any earlier payloads, take more steps per byte than the bound, or for which other streams wait for too
-//! many steps.
+//! Searches for payloads that take more steps per byte than a bound, or that make other streams wait for too many steps. Any payloads may
+//! come before them.
 
 use proptest::prelude::*;
 
@@ -13,23 +13,23 @@ use crate::store::members::Worker;
 use crate::testing::cases::text;
 use crate::wire::scan::{Limits as ScanLimits, Schema};
 
-/// Maximum number of steps for each byte of a payload: some hundred milliseconds for a megabyte.
+/// Maximum number of steps for each byte of a payload; a payload of a megabyte then takes some hundred milliseconds.
 const STEPS_PER_BYTE: usize = 40;
-/// Maximum number of steps that earlier payloads have left in the budgets of partial clears and of blocks that share a hash.
+/// Maximum number of unused steps that earlier payloads leave in the budgets of partial clears and of blocks that share a hash.
 const SAVED_STEPS: usize = 3 << 20;
-/// Maximum number of steps for each block that the stream held before, which partial clears may examine several times.
+/// Maximum number of steps for each block that the stream held before, since partial clears may examine these blocks several times.
 const STEPS_PER_BLOCK: usize = 20;
 
-/// Maximum number of steps of a lookup for each token of the prompt and each stream that holds some of it: each level of a hybrid stream
-/// is searched, with and without uncertain blocks.
+/// Maximum number of steps of a lookup for each token of the prompt and each stream that holds some of the prompt. A hybrid stream is
+/// searched on each level, with and without uncertain blocks.
 const STEPS_PER_TOKEN: usize = 200;
 
-/// Maximum number of steps of an export per block, per copy, per pending block, and per 64 records of the index. Blocks whose hash differs
-/// from that of their record are examined once for each of 32 parts of the index.
+/// Maximum number of steps of an export for each block, each copy, each pending block, and each 64 records of the index. A block whose hash
+/// differs from that of its record is examined once for each of 32 parts of the index.
 const STEPS_PER_EXPORTED: usize = 40;
 
-/// Maximum number of steps for which other streams, and lookups of the same blocks, may have to wait. A step takes 5 to 20 nanoseconds, so
-/// the wait takes at most 5 milliseconds.
+/// Maximum number of steps for which other streams, or lookups of the same blocks, wait. A step takes 5 to 20 nanoseconds, so this is at
+/// most 5 milliseconds.
 const STEPS_PER_HOLD: usize = 250_000;
 
 /// An event, and the number of times that it is repeated.
@@ -37,14 +37,14 @@ const STEPS_PER_HOLD: usize = 250_000;
 struct RepeatedEvent {
     kind: u8,
     times: u16,
-    /// The first hash. `count` is the number of hashes, and `has_equal_hashes` whether all of them are equal.
+    /// The first hash. `count` is the number of hashes; `has_equal_hashes` is whether they are all equal.
     first: u8,
     count: u16,
     has_equal_hashes: bool,
     parent: Option<u8>,
     token: u8,
     place: Option<u8>,
-    /// The number of media over which the repetitions are spread. If there are several, each medium's name includes the rank.
+    /// The number of media over which the repetitions are spread. If there are several media, their names include the rank.
     media: u8,
     group: u8,
     /// The kind of the event's group: a position in `SPECS`.
@@ -101,7 +101,7 @@ fn array(items: impl ExactSizeIterator<Item = u8>) -> Vec<u8> {
 }
 
 impl RepeatedEvent {
-    /// Returns the shortest encoding of one repetition: fields after the last field that is set are omitted.
+    /// Returns the shortest encoding of one repetition, which omits all fields after the last field that is set.
     fn encoded(&self, rank: i64, repetition: u16) -> Vec<u8> {
         let count = usize::from(self.count);
         let number = |at: usize| {
@@ -159,7 +159,7 @@ impl RepeatedEvent {
     }
 }
 
-/// A payload of a rank, with at most `max_bytes` bytes and with these events in order; the sequence is repeated as often as it fits.
+/// A payload of a rank that repeats the sequence of these events as often as it fits into `max_bytes` bytes.
 fn payload_of(events: &[RepeatedEvent], rank: i64, max_bytes: usize) -> Vec<u8> {
     let (mut body, mut count) = (Vec::new(), 0_u32);
     'full: for event in events.iter().cycle().take(200) {
@@ -179,7 +179,7 @@ fn index() -> PrefixIndex {
     PrefixIndex::new(Schema::new(ScanLimits::default()).unwrap().joining(), Limits::default())
 }
 
-/// Applies a payload, and asserts that it stays within the bounds.
+/// Applies a payload, and asserts that the numbers of steps are within the bounds.
 fn apply(index: &PrefixIndex, source: &str, seq: i64, payload: &[u8]) {
     let before = index.info(source, 0).map_or(0, |info| info.blocks + info.orphans);
     step_counter::taken();
@@ -198,7 +198,7 @@ fn apply(index: &PrefixIndex, source: &str, seq: i64, payload: &[u8]) {
     );
 }
 
-/// Looks a prompt up, and asserts that this stays within the bounds.
+/// Looks up a prompt, and asserts that the numbers of steps are within the bounds.
 fn look_up(index: &PrefixIndex, tokens: &[u32], scope: &Scope) -> Matches {
     step_counter::taken();
     let found = index.match_prompt(tokens, scope);
@@ -209,7 +209,7 @@ fn look_up(index: &PrefixIndex, tokens: &[u32], scope: &Scope) -> Matches {
     found
 }
 
-/// Compares a stream twice with an equal attestation. The second comparison finds nothing to change.
+/// Compares a stream twice with an equal attestation. The second comparison changes nothing.
 fn attest(index: &PrefixIndex) {
     let Some(stream) = index.stream("bad", 0) else { return };
     let locked = stream.lock();
@@ -226,14 +226,14 @@ fn attest(index: &PrefixIndex) {
     }
 }
 
-/// Lists a stream's blocks and writes a snapshot, and asserts that both stay within the bounds.
+/// Lists the blocks of a stream and writes a snapshot, and asserts that both are within the bounds.
 fn export(index: &PrefixIndex) {
     let Some(stream) = index.stream("bad", 0) else { return };
     let locked = stream.lock();
     let copies: usize = locked.held().map(|(_, blocks)| 1 + blocks).sum();
     let bound = index.shared_lock.read().records.bound() as usize / 64;
     let most = STEPS_PER_EXPORTED * (copies + locked.blocks + locked.waiting.len() + bound + 10);
-    // An export counts each block that it lists or writes, and all other items that it examines.
+    // The steps of an export are the blocks that it lists or writes, and all other items that it examines.
     let least = [
         2 * locked.blocks,
         locked.blocks + locked.waiting.len() + locked.foreign().len() + bound,
@@ -306,7 +306,7 @@ fn repeated(kind: u8, times: u16, count: u16, place: Option<u8>) -> RepeatedEven
     }
 }
 
-/// Stores again blocks that have the same hash: to find each block, all of them must be examined.
+/// Stores blocks with one hash again: to find a block, all blocks with the hash must be examined.
 #[test]
 fn blocks_of_one_hash_that_are_stored_again() {
     check(
@@ -316,7 +316,7 @@ fn blocks_of_one_hash_that_are_stored_again() {
     );
 }
 
-/// Copies of the newest of many blocks with the same hash; the search for it begins at the oldest block.
+/// Copies of the newest of many blocks with one hash; the search for this block begins at the oldest.
 #[test]
 fn copies_of_the_newest_of_many_blocks_of_one_hash() {
     let copies = repeated(2, 1, 60_000, Some(1));
@@ -403,7 +403,7 @@ fn chain(part: u32, first: u32) -> Vec<u8> {
     [b"\x95\xABBlockStored".to_vec(), fields.concat()].concat()
 }
 
-/// Copies of the `CHAIN_BLOCKS` blocks from the hash `first` on, without tokens.
+/// Copies, without tokens, of `CHAIN_BLOCKS` blocks whose hashes begin with `first`.
 fn copies(first: u32, medium: &[u8]) -> Vec<u8> {
     let fields = [
         hashes(first..first + CHAIN_BLOCKS),
@@ -481,7 +481,7 @@ fn many_hashes_of_two_blocks() {
     export(&index);
 }
 
-/// Blocks that all have different namespaces.
+/// Blocks in as many namespaces as there are blocks.
 #[test]
 fn many_namespaces() {
     let index = index();
@@ -502,7 +502,7 @@ fn many_namespaces() {
     assert_eq!(index.info("bad", 0).unwrap().blocks, 600_000);
 }
 
-/// Blocks whose combinations of placements are all different.
+/// Blocks each of which has a different combination of placements.
 #[test]
 fn many_sets_of_placements() {
     let index = index();
@@ -522,7 +522,7 @@ fn many_sets_of_placements() {
     export(&index);
 }
 
-/// The maximum number of waiting blocks, each of which waits for another block.
+/// The maximum number of waiting blocks, each with a different missing parent.
 #[test]
 fn many_orphans() {
     let index = index();
@@ -564,7 +564,7 @@ fn group(number: u8, kind: &str, window: u32, size: u8, numbers: impl ExactSizeI
     [b"\x9C\xABBlockStored".to_vec(), fields.concat(), spec.concat()].concat()
 }
 
-/// Windows that are searched again whenever one of two states shortens the prefix by a block.
+/// Windows that are searched again each time that one of two states shortens the prefix by a block.
 #[test]
 fn groups_that_disagree_at_every_block() {
     const TOKENS: u32 = 2_000;
@@ -590,8 +590,8 @@ fn groups_that_disagree_at_every_block() {
     }
 }
 
-/// Many ranks of one engine, whose groups disagree in a different way for each rank. The cost of a lookup is bounded for all ranks
-/// together, no other thread waits for their searches, and another stream that holds the same prompt is searched to its end.
+/// Many ranks of one engine. The groups of each rank disagree in a different way. The cost of a lookup is bounded for all ranks together,
+/// no other thread waits for the searches, and the search of another stream that holds the prompt is completed.
 #[test]
 fn groups_of_many_ranks_that_disagree() {
     const TOKENS: u32 = 2_000;
@@ -619,7 +619,7 @@ fn groups_of_many_ranks_that_disagree() {
     assert!(good.tokens == [TOKENS; 4] && found.is_certain(good));
 }
 
-/// Many ranks that hold a long prompt on as many placements as they may name, each block on some of these placements.
+/// Many ranks that hold a long prompt on the maximum number of placements, with each block on some of the placements.
 #[test]
 fn many_placements_of_many_ranks() {
     const TOKENS: u32 = 32_000;
@@ -639,8 +639,8 @@ fn many_placements_of_many_ranks() {
     assert!(found.hits.iter().all(|hit| hit.tokens[0] == TOKENS && !found.is_certain(hit)));
 }
 
-/// Many ranks of engines with one group. Each rank has as many separate media as it may name, and each medium holds every second block of a
-/// prompt. The test also uses two blocks of each key, and blocks of several sizes. Blocks that are not read are not certain.
+/// Many ranks of engines with one group. Each rank has the maximum number of separate media, and each medium holds every second block of a
+/// prompt. The test also has two blocks for each key, and blocks of several sizes. Blocks that the lookup does not read are not certain.
 #[test]
 fn many_media_of_many_ranks() {
     const RANKS: i64 = 64;
@@ -693,7 +693,7 @@ fn many_media_of_many_ranks() {
     }
 }
 
-/// Many ranks, each of which has blocks that might be gone, among blocks of other chains.
+/// Many ranks that have blocks which might be gone, among blocks of other chains.
 #[test]
 fn uncertain_blocks_of_many_ranks() {
     const TOKENS: u32 = 8_000;
@@ -717,7 +717,7 @@ fn uncertain_blocks_of_many_ranks() {
     }
 }
 
-/// Creates a hybrid stream some of whose blocks are known only by the engine's hashes.
+/// Creates a hybrid stream that has blocks which are known only by the engine's hashes.
 fn by_hashes(index: &PrefixIndex) {
     for part in 0..2 {
         apply(index, "bad", part.into(), &batch_of(&[group_chain(part)]));
@@ -757,8 +757,8 @@ fn a_hash_of_many_blocks_that_is_repeated() {
     apply(&index, "bad", 4, &batch_of(&[blocks(60_000, vec![0x90], 0)]));
 }
 
-/// Copies of many hashes with many blocks each, in many groups: each block is examined once for all groups, and many short batches do not
-/// cause many examinations.
+/// Copies of many hashes, in many groups, where each hash has many blocks. Each block is examined once for all groups, and many short
+/// batches do not cause many examinations.
 #[test]
 fn copies_of_many_hashes_of_many_blocks() {
     let index = index();
@@ -804,7 +804,7 @@ fn clears_that_remove_nothing() {
     assert!(step_counter::taken().taken < 100_000);
 }
 
-/// Equal attestations of a hybrid stream with second copies: only the first attestation has an effect.
+/// Equal attestations of a hybrid stream that has second copies: only the first attestation has an effect.
 #[test]
 fn equal_attestations() {
     let index = index();
@@ -822,7 +822,7 @@ fn equal_attestations() {
     }
 }
 
-/// Groups whose kinds change with the batches, so that lookups need hashes after some batches and do not need them after other batches.
+/// Groups whose kinds change with each batch, so that lookups need hashes after some batches only.
 #[test]
 fn kinds_that_change_with_each_batch() {
     let index = index();
@@ -839,7 +839,7 @@ fn kinds_that_change_with_each_batch() {
     assert!(steps <= 8 * 2 * CHAIN_BLOCKS as usize, "{steps} steps");
 }
 
-/// Multimodal items each of which covers a whole prompt, and so would be hashed in every block.
+/// Multimodal items each of which covers the whole prompt: without a bound, each item would be hashed in every block.
 #[test]
 fn items_that_share_their_tokens() {
     let index = index();
@@ -871,7 +871,7 @@ fn worker() -> Worker {
     }
 }
 
-/// Decisions of the overlay that end at the same time.
+/// Routing decisions that end at the same time.
 #[test]
 fn many_decisions_that_end_at_once() {
     let index = index();
@@ -890,7 +890,8 @@ fn many_decisions_that_end_at_once() {
             "{taken} steps, others wait for {longest}"
         );
     }
-    // A call that adds a decision may end as many more blocks as it adds, so that the number of ended blocks does not grow.
+    // A call that adds a decision may also end additional blocks, as many as it adds. So the number of ended blocks that remain does not
+    // grow.
     index.speculate(&worker(), &[5; 40_000], &Scope::default(), 1.0, 1.0);
     assert_eq!(index.speculated(0.0).expired, 19);
     for _ in 0..11 {
@@ -920,7 +921,7 @@ fn a_prompt_that_is_expected_on_many_workers() {
     );
 }
 
-/// Decisions that end because their worker clears its cache, or stores the last block of their prompt.
+/// Routing decisions that end because their worker clears its cache, or stores the last block of their prompts.
 #[test]
 fn many_decisions_that_end_by_one_event() {
     let index = index();
@@ -941,7 +942,7 @@ fn many_decisions_that_end_by_one_event() {
     assert_eq!(index.speculated(0.0).confirmed, 60);
 }
 
-/// A decision for a prompt of more blocks than any engine computes at once.
+/// A routing decision for a prompt with more blocks than any engine computes at once.
 #[test]
 fn a_decision_for_a_very_long_prompt() {
     let index = index();
@@ -959,7 +960,7 @@ fn a_decision_for_a_very_long_prompt() {
 
 // --- forms that only the tolerant decoder reads
 
-/// A store with one block and these additional fields.
+/// A store with one block and with these additional fields.
 fn stored_with(fields: &[Vec<u8>]) -> Vec<u8> {
     let usual =
         b"\xA4type\xABBlockStored\xACblock_hashes\x91\x01\xB1parent_block_hash\xC0\xA9token_ids\x91\x01\xAAblock_size\x01";
@@ -971,7 +972,7 @@ fn named(name: &str, value: &[u8]) -> Vec<u8> {
     [&[0xA0 | name.len() as u8][..], name.as_bytes(), value].concat()
 }
 
-/// An array of about a megabyte that repeats one element.
+/// An array that repeats one element, of about a megabyte.
 fn large_array(element: &[u8]) -> Vec<u8> {
     let count = (1 << 20) / element.len() - 200;
     [&[0xDD][..], &(count as u32).to_be_bytes(), &element.repeat(count)].concat()

@@ -1,4 +1,4 @@
-//! Writes the msgpack that tests need: batches of map events.
+//! Encodes batches of map events, as msgpack, for tests.
 
 /// A short text.
 pub fn text(value: &str) -> Vec<u8> {

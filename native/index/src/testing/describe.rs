@@ -3,7 +3,7 @@
 use crate::wire::decode::decode_into;
 use crate::wire::scan::{Event, Extra, Id, Kind, Limits, Schema, Scratch, Span, extra_keys, scan};
 
-/// `Id` with owned values.
+/// The enum `Id` with owned values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum OwnedId {
@@ -12,7 +12,7 @@ pub enum OwnedId {
     Bytes(Vec<u8>),
 }
 
-/// `Extra` with owned values.
+/// The enum `Extra` with owned values.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum OwnedExtra {
@@ -35,7 +35,7 @@ impl From<Extra<'_>> for OwnedExtra {
     }
 }
 
-/// `Event` with owned values; it has the fields of `Event`.
+/// The struct `Event` with owned values.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub struct Described {
@@ -56,18 +56,18 @@ pub struct Described {
     pub ownership: Option<String>,
     pub spec_kind: Option<String>,
     pub cache_salt: Option<String>,
-    /// Positions of blocks and their extra keys, in order; None when nil.
+    /// Extra keys with the positions of their blocks, in order; None if the field is nil.
     pub extra_keys: Option<Vec<(usize, OwnedExtra)>>,
 }
 
-/// Returns the batch as `scan` reads it; None if `scan` refuses it.
+/// Returns the events that `scan` reads from a payload; None if `scan` refuses the payload.
 pub fn describe(payload: &[u8], schema: &Schema) -> Option<Vec<Described>> {
     let mut scratch = Scratch::default();
     scan(payload, schema, &mut scratch)?;
     Some(all_described(payload, &scratch))
 }
 
-/// Returns the events of a payload as the tolerant decoder writes them for an index.
+/// Returns the events that the tolerant decoder writes into a scratch for an index.
 pub fn describe_decoded(payload: &[u8], limits: &Limits) -> Vec<Described> {
     let mut scratch = Scratch::default();
     let batch = decode_into(payload, limits, &mut scratch);

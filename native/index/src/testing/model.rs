@@ -1,8 +1,8 @@
-//! Models of a lookup that runs beside a writer, in every order that threads and memory allow; `make model` runs them with loom.
+//! Models of a lookup beside a writer, in every order of threads and memory accesses; `make model` runs them with loom.
 //!
 //! Each model has a writer and a lookup. The writer changes a `SharedState` from one state to the next, and publishes each state. The
-//! lookup reads once; a valid reading must find one of these states. The states are chosen so that slots of two different states, read
-//! together, would give an answer that was never true.
+//! lookup reads one time. A sound reading must find one of these states. The states are chosen so that a mixture of slots of two states
+//! would give an answer that was never true.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -37,7 +37,7 @@ struct State {
 impl State {
     /// Two streams without blocks.
     fn empty() -> Self {
-        // The secret is fixed: loom runs a model many times, and each run must lead to the same places.
+        // The secret is fixed: loom runs a model many times, and each run must place entries in the same way.
         let mut shared = SharedState::with_secret(Limits::default(), Secret(3, 5));
         for number in 0..2_u32 {
             let worker = Arc::new(Worker {
@@ -78,7 +78,7 @@ impl State {
     }
 
     /// Two streams with three blocks, so that all sets of holders that the models need exist. New sets would be published under the lock,
-    /// and the memory order of the lock would hide the memory order of the slots.
+    /// and the memory order of this lock would hide the memory order of slots.
     fn new() -> Self {
         let mut state = Self::empty();
         for (local, holders) in [(100, &[0][..]), (101, &[1]), (102, &[0, 1])] {
@@ -109,7 +109,8 @@ impl State {
         held.unwrap().number
     }
 
-    /// Adds a stream to the holders of a block, or removes the stream if it is one of them. Removes the block if it has no holder any more.
+    /// Adds a stream to the holders of a block, or removes the stream if it is already a holder. Removes the block if it has no holder any
+    /// more.
     fn toggle(&mut self, stream: u32, number: u32) {
         self.shared.toggle(number, self.placement, stream, &mut Move::default());
         self.shared.sweep(number);
@@ -159,8 +160,7 @@ fn run_lookup_beside(
     (found, all.1.load(Ordering::Relaxed))
 }
 
-/// The slot of a block is reused for a block of another stream: no lookup sees the word of the old block with the holders of the new block,
-/// or the reverse.
+/// The slot of a block is reused for a block of another stream. No lookup sees the word of one block with the holders of the other block.
 #[test]
 fn a_slot_is_read_as_a_whole() {
     let make = || {
@@ -190,7 +190,7 @@ fn lookup_of_two_chunks(loses_first: bool) -> BTreeSet<Found> {
     let make = move || {
         let mut state = State::new();
         assert_eq!(state.add_holder(0, &[1], None), FIRST_NEW_SLOT);
-        // Fill the remaining slots of the chunk.
+        // Fills the remaining slots of the chunk.
         while state.shared.records.take(Some(FIRST_NEW_SLOT), CHUNK).unwrap().first < CHUNK as u32 {}
         state.shared.records.give(CHUNK as u32, CHUNK as u32);
         assert_eq!(state.add_holder(0, &[1, 2], Some(FIRST_NEW_SLOT)), CHUNK as u32);
@@ -233,7 +233,7 @@ fn holders_are_known_before_slots_name_them() {
     assert!(unsound > 0);
 }
 
-/// A chunk releases its memory, and gets new memory: a lookup sees only the state with the old memory or the state with the new memory.
+/// A chunk releases its memory and gets new memory. A lookup sees only the state with the old memory or the state with the new memory.
 #[test]
 fn memory_that_is_given_back_is_not_read() {
     let make = || {

@@ -1,7 +1,7 @@
-//! The tolerant decoder: reads batches of any form, including forms that `scan` does not accept.
+//! The tolerant decoder, which reads batches of any form, including forms that `scan` refuses.
 //!
-//! The decoder reads the envelope first, and then each event separately, so that an invalid event does not affect other events. Invalid
-//! parts become `Rejected`. Results and reasons equal the results and reasons of `kvevents.wire.decode_batch`.
+//! It reads the envelope first, and then each event on its own, so that an invalid event does not affect others. Invalid parts become
+//! `Rejected`. The results and the reasons of rejections equal those of `kvevents.wire.decode_batch`.
 
 mod fields;
 mod items;
@@ -23,7 +23,7 @@ use scratch_writer::ScratchWriter;
 
 pub use value::Value;
 
-/// Why an event or another part of a batch is rejected.
+/// Why an event, or another part of a batch, is rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 #[allow(missing_docs)]
@@ -39,7 +39,7 @@ pub enum Reason {
     BadField,
     BadTimestamp,
     BadRank,
-    /// More parts were rejected than are listed; this entry represents the parts that are not listed.
+    /// More parts were rejected than the list has entries; this last entry represents all others.
     More,
 }
 
@@ -69,40 +69,40 @@ impl std::fmt::Display for Reason {
     }
 }
 
-/// Number of bytes of a rejected part that are kept for diagnosis.
+/// Maximum number of bytes of a rejected part that are kept for diagnosis.
 const RAW_KEPT: usize = 256;
 
-/// The rejected parts of a batch.
+/// A rejected part of a batch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Rejected {
     /// Why the part was rejected.
     pub reason: Reason,
-    /// The reason as text for people. A peer can choose parts of it.
+    /// The reason as a sentence for operators. Peers can choose parts of it.
     pub detail: String,
-    /// Position of the event in its batch; None for the batch itself, its timestamp or its rank.
+    /// Index of the rejected event in its batch; None for the batch itself, its timestamp or its rank.
     pub index: Option<usize>,
     /// The first bytes of the rejected part.
     pub raw: Vec<u8>,
-    /// Number of rejections that this entry represents; above 1 only with the reason `More`.
+    /// Number of rejections that this entry represents; 1 unless the reason is `More`.
     pub count: usize,
 }
 
 impl Rejected {
-    /// Whether this rejection loses events. The rejection of a timestamp or of a rank loses none.
+    /// Whether this rejection loses events. The rejection of a timestamp or of a rank loses no event.
     pub fn loses_events(&self) -> bool {
         self.index.is_some() || !matches!(self.reason, Reason::BadTimestamp | Reason::BadRank)
     }
 }
 
-/// A token id of a store.
+/// A token id in a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Token {
-    /// An integer, or a decimal text.
+    /// A number, sent as an integer or as decimal text.
     Single(Int),
     /// A token and its successor (SGLang under EAGLE).
     Pair(Box<[Int; 2]>),
-    /// The first token of a multimodal item: its digest, 64 hexadecimal digits in lower case (TensorRT-LLM).
+    /// The first token of a multimodal item, which TensorRT-LLM replaces by the item's digest: 64 hexadecimal digits in lower case.
     Item(String),
 }
 
@@ -111,14 +111,14 @@ impl Token {
     pub const INVALID: Self = Self::Single(Int::INVALID);
 }
 
-/// The state of a sender. Only kvevents sends heartbeats; engines do not.
+/// A heartbeat: the state of a publisher. Only kvevents sends heartbeats.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[allow(missing_docs)]
 pub struct Heartbeat {
-    /// State digest of the stream after the heartbeat's batch, 32 hexadecimal digits; None if the sender cannot compute it.
+    /// State digest of the stream after the heartbeat's batch, as 32 hexadecimal digits; None if the publisher cannot compute it.
     pub digest: Option<String>,
-    /// Maximum number of seconds before the next heartbeat.
+    /// Maximum number of seconds until the next heartbeat.
     pub every: f64,
     pub trust: String,
     pub reason: String,
@@ -127,7 +127,7 @@ pub struct Heartbeat {
     pub attestation: Option<u64>,
 }
 
-/// Hashes of blocks. If all hashes were sent as digests, this field also has the digests; a hash is the last 8 bytes of its digest.
+/// Hashes of blocks, as numbers. The digests, if all hashes were sent as digests; the number of a digest is its last 8 bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Hashes {
@@ -135,7 +135,7 @@ pub struct Hashes {
     pub digests: Option<Vec<Vec<u8>>>,
 }
 
-/// Blocks that were stored; fields as in `kvevents.events.BlockStored`.
+/// Stored blocks; fields as in `kvevents.events.BlockStored`.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[allow(missing_docs)]
@@ -148,7 +148,7 @@ pub struct BlockStored {
     pub lora_id: Option<i128>,
     pub medium: Option<String>,
     pub lora_name: Option<String>,
-    /// Extra keys by block; None for nil.
+    /// Extra keys by block; None if the field is nil.
     pub extra_keys: Option<Vec<Option<Vec<Value>>>>,
     pub group_idx: Option<i128>,
     pub kv_cache_spec_kind: Option<String>,
@@ -158,14 +158,13 @@ pub struct BlockStored {
     pub lookahead_token_ids: Option<Vec<Vec<i128>>>,
     pub cache_salt: Option<String>,
     pub block_keys: Option<Vec<u64>>,
-    /// Texts that engines send and that the index does not use, by name (`scan::layouts::unused_texts`); None for a field that the event
-    /// lacks.
+    /// Texts that engines send but that the index does not use (`scan::layouts::unused_texts`), by name. None if the event lacks the field.
     pub unused_texts: Vec<(&'static str, Option<String>)>,
-    /// Fields that this release does not know, by name, or by position in array events.
+    /// Fields that this release does not know, by name; in array events, by position.
     pub unknown_fields: Vec<(String, Value)>,
 }
 
-/// Blocks that were removed; fields as in `kvevents.events.BlockRemoved`.
+/// Removed blocks; fields as in `kvevents.events.BlockRemoved`.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 #[allow(missing_docs)]
@@ -176,27 +175,27 @@ pub struct BlockRemoved {
     pub locality: Option<String>,
     pub ownership: Option<String>,
     pub heartbeat: Option<Heartbeat>,
-    /// The same as the field of this name in `BlockStored`.
+    /// As the field with this name in `BlockStored`.
     pub unknown_fields: Vec<(String, Value)>,
 }
 
-/// An event.
+/// An event of a batch.
 #[derive(Clone, Debug, PartialEq)]
 #[allow(missing_docs)]
 pub enum Event {
     Stored(Box<BlockStored>),
     Removed(Box<BlockRemoved>),
-    /// The cache was cleared: all of it, or the tier and group that `medium` and `group_idx` among these fields name.
+    /// The cache was cleared: all of it, or only the tier and the group in the fields `medium` and `group_idx`.
     Cleared(Vec<(String, Value)>),
 }
 
-/// A batch.
+/// A decoded batch.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct Batch {
-    /// Seconds since the epoch; 0 if they could not be read.
+    /// Seconds since the epoch; 0 if the timestamp could not be read.
     pub ts: f64,
-    /// Data-parallel rank.
+    /// Data-parallel rank that the batch states.
     pub rank: Option<i128>,
     /// The events that could be read, in the order of the batch.
     pub events: Vec<Event>,
@@ -204,26 +203,26 @@ pub struct Batch {
     pub rejected: Vec<Rejected>,
 }
 
-/// The result of reading a payload, besides the contents of its scratch.
+/// The result of reading a payload, except the contents of its scratch.
 #[derive(Clone, Debug, Default, PartialEq)]
 #[non_exhaustive]
 pub struct ReadPayload<'a> {
-    /// The bytes to which the spans of the events refer: the payload itself if the scanner has read the payload.
+    /// The bytes to which the spans of the events refer: the payload itself if the scanner has read it.
     pub bytes: Cow<'a, [u8]>,
     /// The rejected events and fields.
     pub rejected: Vec<Rejected>,
-    /// The last heartbeat of the batch. The heartbeat's digest covers the whole batch and all batches before it.
+    /// The last heartbeat of the batch. The digest covers the whole batch and all earlier batches.
     pub heartbeat: Option<Box<Heartbeat>>,
 }
 
-/// Reads a batch in any form. A payload that is not a batch has no events.
+/// Decodes a batch in any form. A payload that is not a batch has no events.
 pub fn decode(payload: &[u8], limits: &Limits) -> Batch {
     let mut events = Vec::new();
     let batch = read_batch(payload, limits, |event| events.push(event));
     Batch { events, ..batch }
 }
 
-/// Reads a payload in any form into a scratch: by `scan` if possible, else by the tolerant decoder.
+/// Reads a payload in any form into a scratch: by `scan` if it accepts the payload, otherwise by the tolerant decoder.
 #[inline]
 pub fn read<'a>(payload: &'a [u8], schema: &Schema, scratch: &mut Scratch) -> ReadPayload<'a> {
     if scan(payload, schema, scratch).is_some() {
@@ -235,7 +234,7 @@ pub fn read<'a>(payload: &'a [u8], schema: &Schema, scratch: &mut Scratch) -> Re
     decode_into(payload, schema.limits(), scratch)
 }
 
-/// Reads a batch in any form into a scratch. Each event is dropped before the next is read.
+/// Decodes a batch in any form into a scratch. Each event is dropped before the next one is decoded.
 #[cold]
 pub fn decode_into(payload: &[u8], limits: &Limits, scratch: &mut Scratch) -> ReadPayload<'static> {
     let (mut writer, mut heartbeat) = (ScratchWriter::new(scratch), None);
@@ -255,7 +254,7 @@ pub fn decode_into(payload: &[u8], limits: &Limits, scratch: &mut Scratch) -> Re
     }
 }
 
-/// Reads everything except the events, which it passes to `take`.
+/// Decodes a batch, and passes each event to `take`.
 fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> Batch {
     let mut batch = Batch::default();
     let envelope = match checked(payload, limits) {
@@ -311,7 +310,8 @@ fn read_batch(payload: &[u8], limits: &Limits, mut take: impl FnMut(Event)) -> B
     batch
 }
 
-/// Maximum length of a payload, whatever the configured limits: `ScratchWriter` writes up to 30 times as many bytes, with 32-bit positions.
+/// Maximum number of bytes of a payload, whatever the configured limits: `ScratchWriter` writes up to 30 times as many bytes, and has
+/// 32-bit positions.
 const MAX_PAYLOAD_BYTES: usize = u32::MAX as usize / 32;
 
 fn checked<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refusal<'a>> {
@@ -323,7 +323,7 @@ fn checked<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refus
     envelope(payload, limits)
 }
 
-/// A batch whose parts are not decoded.
+/// A batch that is divided into parts, which are not decoded yet.
 struct Envelope<'a> {
     ts: &'a [u8],
     events: Vec<&'a [u8]>,
@@ -341,7 +341,7 @@ fn bounded_elements<'a>(
     elements(raw).map_err(|reason| Refusal::for_value(reason, what, "is not an array"))
 }
 
-/// The values of a map by their names.
+/// The values of a map, by name.
 fn bounded_pairs<'a>(raw: &'a [u8], what: &'static str, limit: usize) -> Result<Vec<(&'a str, &'a [u8])>, Refusal<'a>> {
     check_length(raw, what, limit, Reason::TooManyFields)?;
     pairs(raw).map_err(|reason| Refusal::for_value(reason, what, "has a key that is not a string"))
@@ -355,7 +355,7 @@ fn check_length<'a>(raw: &[u8], what: &'static str, limit: usize, too_many: Reas
     Ok(())
 }
 
-/// The parts of a batch, which is an array of at least 2 elements or a map.
+/// Divides a batch, which is an array of at least 2 elements or a map, into its parts.
 fn envelope<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refusal<'a>> {
     let (head, what) = (head_of(payload), "the batch");
     let (ts, events, rank) = if is_map(head) {
@@ -382,7 +382,7 @@ fn envelope<'a>(payload: &'a [u8], limits: &Limits) -> Result<Envelope<'a>, Refu
     })
 }
 
-/// Seconds since the epoch, even if a peer sends milliseconds (Mooncake RFC #1527).
+/// Seconds since the epoch. Peers may send milliseconds instead (Mooncake RFC #1527).
 fn timestamp(raw: &[u8]) -> Option<f64> {
     let sent = match value::value(raw, 0, &mut 0).ok()? {
         Value::Int(value) => value as f64,
@@ -395,7 +395,7 @@ fn timestamp(raw: &[u8]) -> Option<f64> {
     (sent > *SECONDS.end() && sent <= SECONDS.end() * 1000.0).then_some(sent / 1000.0)
 }
 
-/// Reads an event. Returns None if the event's kind is neutral.
+/// Decodes an event. Returns None if the event is of a neutral kind, which changes no block.
 fn event<'a>(
     raw: &'a [u8],
     limits: &Limits,
@@ -404,7 +404,7 @@ fn event<'a>(
 ) -> Result<Option<Event>, Refusal<'a>> {
     let head = head_of(raw);
     if !is_wrapped && let Some(inner) = value::bin(raw) {
-        // llm-d's storage connector wraps each event in a bin, and writes 0 for "no parent".
+        // llm-d's storage connector sends each event as a bin, and 0 for "no parent".
         let mut event = event(inner, limits, free, true)?;
         if let Some(Event::Stored(stored)) = &mut event
             && stored.parent_block_hash == Some(0)
@@ -478,10 +478,10 @@ fn map_fields<'a>(raw: &'a [u8], limits: &Limits) -> Result<(&'a str, Named<'a>)
     ))
 }
 
-/// Converts fields of Mooncake RFC #1527. If a field has two names, the RFC's name takes precedence, and the duplicate that Mooncake's
-/// compatibility mode adds is dropped.
+/// Converts fields as Mooncake RFC #1527 names them. If a field has two names, the name in the RFC counts, and the duplicate that
+/// Mooncake's compatibility mode adds is dropped.
 ///
-/// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the store does not know them.
+/// <https://github.com/kvcache-ai/Mooncake/pull/2214>. Tokens, parent and block size are nil if the publisher does not know them.
 fn from_mooncake<'a>(tag: &str, mut fields: Named<'a>) -> Named<'a> {
     let names = [
         ("seq_hashes", "block_hashes"),

@@ -1,14 +1,14 @@
-//! Reads and writes msgpack, one value at a time. Every method of `Reader` returns None if the next value has a different type, or if no
-//! bytes remain.
+//! Reads and writes msgpack values one at a time. Each method of `Reader` returns None if the next value has another type, or if no
+//! complete value remains.
 
 use std::str;
 
-/// An integer of any width: the 64 bits, and whether the integer is negative.
+/// An integer of any width: its lowest 64 bits, and whether it is negative.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Int {
-    /// Two's complement.
+    /// The lowest 64 bits, in two's complement.
     pub bits: u64,
-    /// Whether the number is below zero.
+    /// Whether the integer is negative.
     pub negative: bool,
 }
 
@@ -39,14 +39,14 @@ impl Int {
         }
     }
 
-    /// Returns the number unless it is 2^63 or more.
+    /// Returns the number; None if it is 2^63 or more.
     #[inline]
     pub fn as_i64(self) -> Option<i64> {
         let value = self.bits as i64;
         (self.negative || value >= 0).then_some(value)
     }
 
-    /// The number itself.
+    /// Returns the number.
     #[inline]
     pub fn as_i128(self) -> i128 {
         if self.negative {
@@ -56,22 +56,22 @@ impl Int {
         }
     }
 
-    /// Whether the number is a token id for which block keys are defined.
+    /// Whether the number can be a token id, so that the keys of its block are defined.
     #[inline]
     pub fn is_u32(self) -> bool {
         self.bits <= u64::from(u32::MAX)
     }
 }
 
-/// A position in a payload.
+/// A payload, and a position in it.
 pub struct Reader<'a> {
     data: &'a [u8],
-    /// Offset of the next byte.
+    /// Position of the next byte.
     pub at: usize,
 }
 
 impl<'a> Reader<'a> {
-    /// A reader of `data` from the offset `at` on.
+    /// Creates a reader of `data` that begins at the position `at`.
     #[inline]
     pub fn new(data: &'a [u8], at: usize) -> Self {
         Self { data, at }
@@ -83,19 +83,19 @@ impl<'a> Reader<'a> {
         self.data
     }
 
-    /// Number of bytes that were not read yet.
+    /// Number of bytes after the position.
     #[inline]
     pub fn left(&self) -> usize {
         self.data.len().saturating_sub(self.at)
     }
 
-    /// The unread rest.
+    /// The bytes after the position.
     #[inline]
     pub fn rest(&self) -> &'a [u8] {
         self.data.get(self.at..).unwrap_or_default()
     }
 
-    /// The next byte, which is not consumed.
+    /// The next byte; the position does not change.
     #[inline]
     pub fn peek(&self) -> Option<u8> {
         self.data.get(self.at).copied()
@@ -132,7 +132,7 @@ impl<'a> Reader<'a> {
         found
     }
 
-    /// An integer of any width.
+    /// Reads an integer of any width.
     #[inline]
     pub fn int(&mut self) -> Option<Int> {
         let [head] = self.take()?;
@@ -151,7 +151,7 @@ impl<'a> Reader<'a> {
         })
     }
 
-    /// Seconds as a float or an integer.
+    /// Reads a number of seconds, as a float or an integer.
     pub fn number(&mut self) -> Option<f64> {
         match self.peek()? {
             0xCA => {
@@ -166,20 +166,20 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A string of valid UTF-8.
+    /// Reads a string of valid UTF-8.
     #[inline]
     pub fn text(&mut self) -> Option<&'a str> {
         str::from_utf8(self.raw_text()?).ok()
     }
 
-    /// The bytes of a string of valid UTF-8, without creating text.
+    /// Reads a string of valid UTF-8, as bytes.
     #[inline]
     pub fn text_bytes(&mut self) -> Option<&'a [u8]> {
         let bytes = self.raw_text()?;
         (bytes.is_ascii() || str::from_utf8(bytes).is_ok()).then_some(bytes)
     }
 
-    /// The bytes of a string of any kind.
+    /// Reads the bytes of a string without checking its encoding.
     #[inline]
     pub fn raw_text(&mut self) -> Option<&'a [u8]> {
         let [head] = self.take()?;
@@ -193,7 +193,7 @@ impl<'a> Reader<'a> {
         self.slice(length)
     }
 
-    /// The contents of a bin.
+    /// Reads the contents of a bin.
     pub fn bin(&mut self) -> Option<&'a [u8]> {
         let [head] = self.take()?;
         let length = match head {
@@ -205,7 +205,7 @@ impl<'a> Reader<'a> {
         self.slice(length)
     }
 
-    /// The number of elements of an array: at most the number of remaining bytes.
+    /// Reads the header of an array, and returns the number of elements; it is at most the number of remaining bytes.
     #[inline]
     pub fn array(&mut self) -> Option<usize> {
         let [head] = self.take()?;
@@ -218,7 +218,7 @@ impl<'a> Reader<'a> {
         (count <= self.left()).then_some(count)
     }
 
-    /// The number of pairs of a map: at most as many as fit in the remaining bytes.
+    /// Reads the header of a map, and returns the number of pairs; as many pairs fit in the remaining bytes.
     #[inline]
     pub fn map(&mut self) -> Option<usize> {
         let [head] = self.take()?;
@@ -231,7 +231,7 @@ impl<'a> Reader<'a> {
         (count <= self.left() / 2).then_some(count)
     }
 
-    /// Skips one value with at most `depth` levels of containers.
+    /// Skips one value that has at most `depth` levels of containers.
     pub fn skip(&mut self, depth: usize) -> Option<()> {
         let head = self.peek()?;
         match head {
@@ -267,7 +267,7 @@ pub fn write_array(length: usize, out: &mut Vec<u8>) {
     }
 }
 
-/// Appends a header with a length of two or four bytes.
+/// Appends a header whose length takes two or four bytes.
 fn write_header(length: usize, head: u8, out: &mut Vec<u8>) {
     match u16::try_from(length) {
         Ok(length) => {
@@ -318,7 +318,7 @@ pub fn write_integer(value: i128, out: &mut Vec<u8>) {
 /// Appends an integer in its shortest form.
 #[inline]
 pub fn write_unsigned(value: u64, out: &mut Vec<u8>) {
-    // Arrays of fixed length: copying a variable number of bytes takes several times as long.
+    // The arrays have fixed lengths, since copying a variable number of bytes takes several times as long.
     match value {
         0..=0x7F => out.push(value as u8),
         0x80..=0xFF => out.extend_from_slice(&[0xCC, value as u8]),

@@ -1,7 +1,7 @@
-//! Reads a batch of a known shape in one pass.
+//! The scanner reads a batch of a known layout in one pass.
 //!
-//! This module applies and repairs nothing. `kvevents.wire.decode_batch` defines the meaning of a batch; `scan` accepts a payload only if
-//! that function would read the same events and reject nothing. `scan` refuses everything unexpected or rare.
+//! `kvevents.wire.decode_batch` defines the meaning of a batch. `scan` accepts a payload only if that function would return the same events
+//! and reject nothing. `scan` refuses every payload with anything unexpected or rare.
 
 mod extra;
 pub(crate) mod layouts;
@@ -20,7 +20,7 @@ pub use schema::{Limits, Schema};
 
 use schema::Layout;
 
-/// The role of an event's field in the index.
+/// The role of an event's field in the scanner.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Field {
@@ -40,9 +40,9 @@ pub enum Field {
     CacheSalt,
     BlockKeys,
     Lookahead,
-    /// The field is not used, but must be text or nil.
+    /// The index does not use the field, which must be text or nil.
     IgnoredText,
-    /// The field is used only by Python's structs; every value except nil is refused.
+    /// Only Python's structs use the field; any value except nil is refused.
     IgnoredNil,
 }
 
@@ -55,7 +55,7 @@ pub enum Kind {
     Cleared,
 }
 
-/// A range of bytes of a payload. A range never starts at 0, so an `Option` of a range has the same size as the range.
+/// A range of bytes of a payload. A range never starts at 0, so an `Option` of a range needs no additional memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     start: NonZeroU32,
@@ -71,7 +71,7 @@ impl Span {
         })
     }
 
-    /// The bytes of the range in the scanned payload, or in `decode::ReadPayload::bytes`.
+    /// The bytes of this range in the scanned payload (or in `decode::ReadPayload::bytes`).
     #[inline]
     pub fn bytes(self, payload: &[u8]) -> &[u8] {
         let start = self.start.get() as usize;
@@ -79,7 +79,7 @@ impl Span {
     }
 }
 
-/// Elements of one of the vectors in `Scratch`.
+/// A range of elements of one of the vectors in `Scratch`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub struct Run {
@@ -88,7 +88,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// The elements.
+    /// The elements in this range.
     #[inline]
     pub fn slice<T>(self, all: &[T]) -> &[T] {
         &all[self.start as usize..][..self.length as usize]
@@ -100,14 +100,15 @@ impl Run {
 pub struct Event {
     /// Kind of the event.
     pub kind: Kind,
-    /// Whether token ids are pairs `[t, next]` (SGLang under EAGLE). The two ids of a pair are adjacent in `Scratch::tokens`.
+    /// Whether the tokens are pairs `[token, next token]` (SGLang under EAGLE). The two token ids of a pair are adjacent in
+    /// `Scratch::tokens`.
     pub pairs: bool,
-    /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits. `tokens` has the lowest 32 bits of such a
-    /// token.
+    /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits. `tokens` has the lowest 32 bits of a larger
+    /// token id.
     pub keyable: u32,
     /// Whether the event has keys instead of tokens.
     pub keyed: bool,
-    /// Whether the event is an array that has no element for a group, as in vLLM before 0.20.
+    /// Whether the event is an array without an element for a group, as in vLLM before 0.20.
     pub lacks_group: bool,
     /// Range in `Scratch::hashes`.
     pub hashes: Run,
@@ -115,63 +116,64 @@ pub struct Event {
     pub tokens: Run,
     /// Range of the keys in `Scratch::hashes`.
     pub keys: Run,
-    /// Announced hash of the block before the event's first block; see `parent_hash`.
+    /// The hash of the parent of the first block, as announced; see `parent_hash`.
     pub parent: Option<u64>,
-    /// Tokens per block.
+    /// Number of tokens per block.
     pub block_size: u64,
-    /// LoRA by number.
+    /// Number of the LoRA.
     pub lora_id: Option<i64>,
     /// KV cache group.
     pub group: Option<i64>,
-    /// Number of tokens that a sliding window spans.
+    /// Number of tokens of a sliding window.
     pub window: Option<i64>,
-    /// Storage medium, which like all texts is UTF-8.
+    /// Storage medium. All texts of an event are UTF-8.
     pub medium: Option<Span>,
-    /// LoRA by name.
+    /// Name of the LoRA.
     pub lora_name: Option<Span>,
-    /// LOCAL or REMOTE.
+    /// Locality: LOCAL or REMOTE.
     pub locality: Option<Span>,
     /// Name of an offloading tier.
     pub ownership: Option<Span>,
     /// Kind of attention of the group.
     pub spec_kind: Option<Span>,
-    /// SGLang's salt.
+    /// The salt, as SGLang sends it.
     pub cache_salt: Option<Span>,
     /// Extra keys as msgpack, which the function `extra_keys` reads.
     pub extra_keys: Option<Span>,
-    /// Whether any block has an extra key.
+    /// Whether some block has an extra key.
     pub has_extra_keys: bool,
-    /// Msgpack, of which `first_ints` reads the first list: for each block the tokens after it that its hash also covers.
+    /// Tokens after each block that the block's hash also covers, as msgpack; `first_ints` reads those of the first block.
     pub lookahead: Option<Span>,
 }
 
-/// Range of the number of elements, including the tag, of a store's array that has no element for a group (vLLM before 0.20). SGLang before
-/// 0.5.20 also sends six or seven elements.
+/// Numbers of elements (the tag included) of a store as an array that has no element for a group (vLLM before 0.20). SGLang before 0.5.20
+/// also sends six or seven elements.
 const WITHOUT_GROUP: RangeInclusive<usize> = 6..=9;
 
-/// The hash of an empty tuple in every CPython from 3.8 on. SGLang 0.4.7 to 0.4.9 send this hash as the parent of first blocks.
+/// The hash of an empty tuple in CPython from 3.8 on. SGLang 0.4.7 to 0.4.9 send this hash as the parent of a prompt's first block.
 const EMPTY_TUPLE_HASH: u64 = 5_740_354_900_026_072_187;
 
 impl Event {
-    /// Hash of the block before the event's first block; None if that is the first block of a prompt.
+    /// Hash of the parent of the event's first block; None if that block is the first of a prompt.
     pub fn parent_hash(&self) -> Option<u64> {
         self.parent.filter(|&parent| parent != EMPTY_TUPLE_HASH)
     }
 
-    /// Whether another store of the event's blocks can mean another copy, as in vLLM's block pool, whose events name a group from 0.20 on.
+    /// Whether another store of the event's blocks can mean another copy. This is so in vLLM's block pool, whose events name a group from
+    /// 0.20 on.
     #[inline]
     pub fn may_be_copy(&self) -> bool {
         self.group.is_some() || self.lacks_group
     }
 
-    /// The block size of a store with one key for each hash instead of tokens; None for other events.
+    /// The block size of a store that has one key for each hash instead of tokens; None for any other event.
     pub fn size_of_keyed(&self) -> Option<u32> {
         let size = u32::try_from(self.block_size).ok().filter(|&size| size > 0);
         size.filter(|_| self.keyed && self.tokens.length == 0 && self.keys.length == self.hashes.length)
     }
 
-    /// Number of blocks of a store for which keys can be computed: the blocks before the first token that is not a 32-bit token id. None if
-    /// the number of tokens or keys does not match the number of hashes.
+    /// Number of blocks of a store whose keys can be computed: all blocks before the first token that is not a 32-bit token id. None if the
+    /// number of tokens or keys does not match the number of hashes.
     #[inline]
     pub fn keyable_blocks(&self) -> Option<usize> {
         if self.keyed {
@@ -212,42 +214,42 @@ impl Event {
     }
 }
 
-/// Maximum number of bytes of a scratch per byte of the largest payload that it has scanned. On the wire, a hash or a token takes at least
-/// one byte, and an event at least 18. In a scratch, a hash takes eight bytes, and a token four. The capacity of a vector doubles when it
+/// Maximum number of bytes of a scratch per byte of the largest payload that it has held. On the wire, a hash or a token takes at least one
+/// byte, and an event at least 18. In a scratch, a hash takes eight bytes, and a token four. The capacity of a vector doubles when it
 /// grows.
 pub const SCRATCH_BYTES_PER_PAYLOAD_BYTE: usize = 2 * (8 + 4 + size_of::<Event>().div_ceil(18));
 
-/// Number of bytes that `Scratch::shrink` does not release: enough for most batches of a busy engine.
+/// Maximum number of bytes that `Scratch::shrink` does not release; most batches of a busy engine need less.
 pub const SCRATCH_BYTES_KEPT: usize = 1 << 20;
 
-/// The result of a scan; its buffers are reused.
+/// The result of a scan; its memory is reused for the next scan.
 #[derive(Debug, Default)]
 pub struct Scratch {
-    /// Hashes of all events, and keys.
+    /// The hashes and keys of all events.
     pub hashes: Vec<u64>,
-    /// Token ids of all events.
+    /// The token ids of all events.
     pub tokens: Vec<u32>,
     /// The events, in the order of the batch.
     pub events: Vec<Event>,
-    /// Number of bytes of the payload.
+    /// Number of bytes of the scanned payload.
     pub payload_bytes: usize,
-    /// Seconds since the epoch.
+    /// Timestamp in seconds since the epoch.
     pub ts: f64,
-    /// Data-parallel rank.
+    /// Data-parallel rank that the batch states.
     pub rank: Option<i64>,
-    /// Whether any hash was a digest; `hashes` has the last 8 bytes of each digest.
+    /// Whether some hash was a digest; `hashes` has the last 8 bytes of each digest.
     pub digests: bool,
     lengths: Lengths,
 }
 
 impl Scratch {
-    /// Returns the rank that the batch states for its events. If it states none, a clear concerns all ranks of the stream.
+    /// Returns the rank that the batch states for its events. In a batch that states no rank, a clear concerns all ranks of the stream.
     #[inline]
     pub fn stated_rank(&self) -> Option<i64> {
         self.rank.filter(|_| !self.events.is_empty())
     }
 
-    /// Removes the contents, and keeps the memory.
+    /// Removes the contents, but keeps the memory.
     pub fn clear(&mut self) {
         self.hashes.clear();
         self.tokens.clear();
@@ -255,14 +257,14 @@ impl Scratch {
         (self.payload_bytes, self.ts, self.rank, self.digests) = (0, 0.0, None, false);
     }
 
-    /// Bytes held.
+    /// Number of bytes of memory.
     pub fn bytes(&self) -> usize {
         self.hashes.capacity() * size_of::<u64>()
             + self.tokens.capacity() * size_of::<u32>()
             + self.events.capacity() * size_of::<Event>()
     }
 
-    /// Removes the contents, and releases the memory above `SCRATCH_BYTES_KEPT`.
+    /// Removes the contents, and releases memory in excess of `SCRATCH_BYTES_KEPT`.
     pub fn shrink(&mut self) {
         self.clear();
         if self.bytes() > SCRATCH_BYTES_KEPT {
@@ -271,14 +273,13 @@ impl Scratch {
     }
 }
 
-/// Range of timestamps in seconds: a larger timestamp is in milliseconds, or wrong. `kvevents.wire.tolerant` has the same maximum.
+/// Range of timestamps in seconds; a larger timestamp is in milliseconds, or invalid. `kvevents.wire.tolerant` has the same maximum.
 pub const SECONDS: std::ops::RangeInclusive<f64> = 0.0..=1e11;
 
-/// Maximum number of levels of containers in unknown elements of a batch.
+/// Maximum number of nested containers in unknown elements of a batch.
 const SKIPPED_NESTING: usize = 8;
 
-/// Reads `payload` into `scratch`. Returns None for a payload that this scanner does not read; the contents of the scratch are then
-/// undefined.
+/// Reads `payload` into `scratch`. Returns None for a payload that the scanner refuses; the contents of the scratch are then undefined.
 pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()> {
     scratch.clear();
     if payload.len() > schema.limits.max_payload_bytes || payload.len() > u32::MAX as usize {
@@ -295,7 +296,7 @@ pub fn scan(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<()
     scanner.batch().filter(|()| scanner.reader.left() == 0)
 }
 
-/// Appends the integers of the first list in a scanned list of lists to `out`.
+/// Appends the integers of the first list in a scanned list of lists.
 pub fn first_ints(raw: &[u8], out: &mut Vec<u32>) {
     let mut reader = Reader::new(raw, 0);
     let count = reader.array().filter(|&lists| lists > 0).and_then(|_| reader.array());
@@ -308,13 +309,13 @@ struct Scanner<'a> {
     schema: &'a Schema,
     scratch: &'a mut Scratch,
     free_form_bytes_left: usize,
-    /// Offset of the list of hashes of the last event.
+    /// Position of the list of hashes of the previous event.
     hashes_at: usize,
 }
 
-/// First bytes of a list of one 64-bit hash.
+/// The first bytes of a list of one 64-bit hash.
 const SINGLE_HASH_HEAD: [u8; 2] = [0x91, 0xCF];
-/// Number of bytes of that hash.
+/// Number of bytes of such a hash.
 const HASH_BYTES: usize = 8;
 
 impl<'a> Scanner<'a> {
@@ -358,8 +359,8 @@ impl<'a> Scanner<'a> {
         Some(())
     }
 
-    /// If the last event, which begins at `start`, and the events after it are removals of one hash that differ only in the hash, joins at
-    /// most `left` of the events after it to the last event. Returns their number.
+    /// Joins removals to the previous event, which begins at `start`: at most `max_count` directly following events that, like it, are
+    /// removals of one hash and differ only in the hash. Returns the number of joined events.
     fn join(&mut self, start: usize, max_count: usize) -> usize {
         let single = self.hashes_at;
         let (data, end, hash) = (self.reader.data(), self.reader.at, single + SINGLE_HASH_HEAD.len());
@@ -437,7 +438,7 @@ impl<'a> Scanner<'a> {
         self.schema.layouts.iter().find(|layout| layout.tag.as_bytes() == tag)
     }
 
-    /// Returns the position of the next key of a map event; this is most often `expected` or one of the positions after it.
+    /// Returns the position of a map event's next key in the layout; usually this is `expected` or a position shortly after it.
     #[inline]
     fn name(&mut self, layout: &Layout, expected: usize) -> Option<usize> {
         let rest = self.reader.rest();
@@ -476,7 +477,7 @@ impl<'a> Scanner<'a> {
             Field::IgnoredNil => self.reader.nil().then_some(())?,
         }
         if event.kind == Kind::Cleared {
-            // `decode_batch` reads the fields of a clear as fields of free form.
+            // A clear is left to `decode_batch`, which reads its fields as free-form fields.
             self.free(self.reader.at - start)?;
         }
         Some(())
@@ -527,7 +528,7 @@ impl<'a> Scanner<'a> {
         })
     }
 
-    /// An integer modulo 2^64, or the last 8 bytes of a digest.
+    /// Reads a hash: an integer modulo 2^64, or the last 8 bytes of a digest.
     #[inline]
     fn hash(&mut self) -> Option<u64> {
         if let Some([0xCF | 0xD3, bytes @ ..]) = self.reader.rest().first_chunk::<9>() {
@@ -541,7 +542,7 @@ impl<'a> Scanner<'a> {
         Some(self.reader.int()?.bits)
     }
 
-    /// Reads keys, which are like hashes but never digests.
+    /// Reads keys, which are like hashes but are never digests.
     fn keys(&mut self, event: &mut Event) -> Option<()> {
         if self.reader.nil() {
             return Some(());

@@ -1,27 +1,27 @@
 //! Arrays of token ids.
 //!
-//! Token ids are integers of 1, 2, 3 or 5 bytes, mixed at random. In a loop that branches on the first byte of each token, every second
-//! branch would be mispredicted. So the payload is read in tiles. For each byte of a tile, tables have the length of one, two or four
-//! tokens that begin at this byte. To compute the tables takes a few vector instructions and no branch. The loop over tokens then uses the
-//! length of a token only in an address.
+//! Token ids are integers of 1, 2, 3 or 5 bytes, in random order. In a loop that branches on the first byte of each token, every second
+//! branch would be mispredicted. So the payload is read in tiles of 1 KiB. For each byte of a tile, tables contain the total length of the
+//! one, two or four tokens that begin at this byte. The computation of the tables takes a few vector instructions and no branch. The loop
+//! over tokens then uses lengths only to compute addresses.
 
 use std::mem::MaybeUninit;
 
 use crate::wire::msgpack::Reader;
 
-/// Properties of the token ids that `read` has read from an array.
+/// What `read` has found out about an array of token ids.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TokenArray {
     /// Whether the array had pairs of token ids; the two ids of a pair are adjacent in the output.
     pub pairs: bool,
-    /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits. The output has the lowest 32 bits of such a
-    /// token.
+    /// Number of token ids, or pairs, before the first one that is negative or exceeds 32 bits. The output has the lowest 32 bits of a
+    /// larger token id.
     pub keyable: usize,
 }
 
-/// Appends `count` token ids, or pairs of them, to `out`.
+/// Appends `count` token ids, or pairs of token ids, to `out`.
 ///
-/// Returns None if there are other values, or if the array is truncated; `out` can then have some of the tokens.
+/// Returns None if the array has other values or is truncated; `out` can then have some of the token ids.
 #[inline]
 pub fn read(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: &mut Lengths) -> Option<TokenArray> {
     if count > 0 && matches!(reader.peek()?, 0x90..=0x9F | 0xDC | 0xDD) {
@@ -51,7 +51,8 @@ pub fn read(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: 
     }
 }
 
-/// Reads pairs: arrays of two integers, of at least 3 bytes. Returns the number of pairs before the first one that cannot be keyed.
+/// Reads pairs: arrays of two integers, each array of at least 3 bytes. Returns the number of pairs before the first pair for which no key
+/// can be computed.
 fn read_pairs(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Option<usize> {
     if count > reader.left() / 3 {
         return None;
@@ -69,7 +70,7 @@ fn read_pairs(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Opti
     Some(keyable)
 }
 
-/// Reads `count` integers of any size. Returns the number of integers before the first one that is negative or exceeds 32 bits.
+/// Reads `count` integers of any width. Returns the number of integers before the first one that is negative or exceeds 32 bits.
 fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Option<usize> {
     let mut keyable = count;
     for at in 0..count {
@@ -82,9 +83,9 @@ fn read_slowly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>) -> Opt
     Some(keyable)
 }
 
-/// Reads tokens of three bytes, several at a time, up to the first token with a different length. Returns their number. With a vocabulary
-/// of up to 65,536 tokens, nearly all tokens take three bytes, so branches are predicted. With other vocabularies this function returns
-/// early, so it takes little time.
+/// Reads tokens of three bytes, several at a time, before the first token with another length. Returns their number. With a vocabulary of
+/// up to 65,536 tokens, nearly all tokens take three bytes, so the branches are predicted correctly. With another vocabulary this function
+/// soon returns, so it takes little time.
 #[inline]
 fn read_evenly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, portable: bool) -> usize {
     let Some(room) = out.spare_capacity_mut().get_mut(..count) else {
@@ -132,7 +133,7 @@ fn read_even_vectorised(_: &[u8], _: &mut [MaybeUninit<u32>]) -> usize {
 unsafe fn even_avx2(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
     use std::arch::x86_64::*;
 
-    /// Number of bytes that are loaded for eight tokens: 16 for each half, of which 12 are used.
+    /// Number of bytes that are loaded for eight tokens: 16 for each four tokens, of which 12 are used.
     const LOADED: usize = 28;
     /// Mask that selects the first byte of each token.
     const HEADS: i32 = 0x0249_0249;
@@ -158,7 +159,7 @@ unsafe fn even_avx2(bytes: &[u8], room: &mut [MaybeUninit<u32>]) -> usize {
     done
 }
 
-/// Reads four tokens. Returns None unless each token is 0xCD followed by two bytes.
+/// Reads four tokens. Returns None unless each token is the byte 0xCD followed by two bytes.
 #[inline]
 fn four_even(bytes: &[u8; 12]) -> Option<[u32; 4]> {
     let low = u64::from_be_bytes(*bytes.first_chunk()?);
@@ -167,7 +168,7 @@ fn four_even(bytes: &[u8; 12]) -> Option<[u32; 4]> {
     even.then_some([low >> 40, low >> 16, high >> 24, high].map(|token| u32::from(token as u16)))
 }
 
-/// Reads up to `count` tokens, and returns the number of tokens read. Stops earlier at an unusual token, or near the end of the payload.
+/// Reads up to `count` tokens, and returns their number. Stops before an unusual token, and near the end of the payload.
 #[inline]
 fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengths: &mut Lengths) -> usize {
     let Some(room) = out.spare_capacity_mut().get_mut(..count) else {
@@ -175,7 +176,7 @@ fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengt
     };
     let mut done = 0;
     while done < count {
-        // A token is read as the four bytes that end with the token's last byte.
+        // A token is read as the four bytes that end with its last byte.
         let Some(window) = reader.data().get(reader.at.wrapping_sub(4)..) else {
             break;
         };
@@ -193,38 +194,38 @@ fn read_quickly(reader: &mut Reader<'_>, count: usize, out: &mut Vec<u32>, lengt
     done
 }
 
-/// Number of tokens that are read one by one if the tables do not help.
+/// Number of tokens that are read one by one after the fast ways have stopped.
 const SLOW_TOKENS: usize = 16;
 
-/// Number of bytes for which the tables are computed at once.
+/// Number of bytes for which the tables are computed together.
 const TILE_BYTES: usize = 1024;
 
-/// Number of bytes that are classified in one step.
+/// Number of bytes that are classified by one sequence of vector instructions.
 const STEP_BYTES: usize = 32;
 
-/// Minimum number of classified bytes after a tile, since tokens that begin in the tile can extend beyond its end.
+/// Minimum number of classified bytes after a tile, since the last tokens of a tile can end after it.
 const MARGIN_BYTES: usize = 16;
 
 /// Number of bytes of the longest token in the tables.
 const MAX_TOKEN_BYTES: usize = 5;
 
-/// The length that tables have for bytes at which no supported token begins. Any sum that includes this large value is recognised.
+/// The length in the tables for a byte at which no supported token begins. The value is so large that every sum with it is recognised.
 const UNKNOWN_LENGTH: u8 = 0x40;
 
-/// Payloads, or remainders of payloads, up to this length are copied before they are classified.
+/// Maximum number of remaining bytes that are copied before they are classified.
 const MAX_COPIED_BYTES: usize = 128;
 
 /// Mask of the bytes of a token of each length.
 const TOKEN_MASKS: [u32; 8] = [0, 0xFF, 0xFF, 0xFFFF, 0, 0xFFFF_FFFF, 0, 0];
 
-/// For each byte of a tile, the length of one, two or four tokens that begin at this byte. The tables are longer than a tile, since reads
-/// can go past the end of the tile.
+/// For each byte of a tile, the total length of the one, two or four tokens that begin at this byte. The tables are longer than a tile,
+/// since reads can exceed the end of the tile.
 #[derive(Debug)]
 pub struct Lengths {
     one: [u8; TILE_BYTES + 2 * STEP_BYTES],
     two: [u8; TILE_BYTES + 2 * STEP_BYTES],
     four: [u8; TILE_BYTES + 2 * STEP_BYTES],
-    /// Whether the vector extensions of the processor are left unused; tests set this.
+    /// Whether the vector instructions of the processor are not used; for tests.
     portable: bool,
 }
 
@@ -250,7 +251,7 @@ impl Lengths {
             self.classify(&data[..steps * STEP_BYTES]);
             return tile.min(steps * STEP_BYTES - MARGIN_BYTES);
         }
-        // Zeros replace missing bytes: reading them as tokens fails later.
+        // Zeros replace missing bytes: their use as tokens fails later.
         let mut padded = [0; MAX_COPIED_BYTES + STEP_BYTES];
         padded[..data.len()].copy_from_slice(data);
         self.classify(&padded[..(data.len() + MARGIN_BYTES).div_ceil(STEP_BYTES) * STEP_BYTES]);
@@ -281,8 +282,8 @@ impl Lengths {
         false
     }
 
-    /// Classifies bytes without special instructions; compilers vectorise this code, as long as it has no branches. Does not compute
-    /// `four`: without vector instructions, this would take more time than it saves.
+    /// Classifies bytes without special instructions. The code has no branches, so compilers vectorise it. Does not compute `four`, which
+    /// would take more time than it saves without vector instructions.
     fn classify_portably(&mut self, bytes: &[u8]) {
         for (bytes, one) in bytes.chunks_exact(STEP_BYTES).zip(self.one.chunks_exact_mut(STEP_BYTES)) {
             for (&byte, one) in bytes.iter().zip(one) {
@@ -307,8 +308,8 @@ impl Lengths {
         self.four[..bytes.len()].fill(UNKNOWN_LENGTH);
     }
 
-    /// Classifies bytes with AVX2. To find the length of two tokens, the length of the second token is looked up in 32 bytes with two
-    /// shuffles; the length of four tokens is found in the same way.
+    /// Classifies bytes with AVX2. For the length of two tokens, the length of the second token is looked up in a table of 32 bytes by two
+    /// shuffles. The length of four tokens is computed in the same way.
     ///
     /// # Safety
     /// The processor must have AVX2.
@@ -317,7 +318,7 @@ impl Lengths {
     unsafe fn classify_avx2(&mut self, bytes: &[u8]) {
         use std::arch::x86_64::*;
 
-        /// For each byte, adds the length of the token that begins at this byte and the length of the token after it.
+        /// For each byte, adds the length of the token that begins at this byte and the length of the next token.
         #[inline]
         #[target_feature(enable = "avx2")]
         unsafe fn add_next(lengths: &[u8; STEP_BYTES + 16], sums: &mut [u8; STEP_BYTES]) {
@@ -326,8 +327,8 @@ impl Lengths {
                 let places = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
                 let here = _mm256_loadu_si256(lengths.as_ptr().cast());
                 let behind = _mm256_loadu_si256(lengths.as_ptr().add(16).cast());
-                // A shuffle uses the low four bits of an index, and gives 0 if the highest bit is set: in the first shuffle for positions
-                // from 16 on, in the second shuffle for positions below 16.
+                // A shuffle uses the low four bits of an index, and returns 0 if the highest bit is set. So the first shuffle returns 0 for
+                // positions from 16 on, and the second for positions below 16.
                 let next = _mm256_add_epi8(places, here);
                 let in_here = _mm256_shuffle_epi8(here, _mm256_add_epi8(next, _mm256_set1_epi8(112)));
                 let in_behind = _mm256_shuffle_epi8(behind, _mm256_sub_epi8(next, _mm256_set1_epi8(16)));
@@ -340,8 +341,8 @@ impl Lengths {
         for (bytes, one) in bytes.chunks_exact(STEP_BYTES).zip(self.one.chunks_exact_mut(STEP_BYTES)) {
             // SAFETY: both have `STEP_BYTES` bytes.
             unsafe {
-                // Number of bytes of a token after its first byte; the index is the first byte XOR 0xC0. For first bytes below 0x80 the
-                // index is negative, and the shuffle gives 0.
+                // Number of bytes of a token after its first byte; the index is the first byte XOR 0xC0. For a first byte below 0x80, the
+                // index is negative, and the shuffle returns 0.
                 let more = _mm256_broadcastsi128_si256(_mm_setr_epi8(S, S, S, S, S, S, S, S, S, S, S, S, 1, 2, 4, S));
                 let bytes = _mm256_loadu_si256(bytes.as_ptr().cast());
                 let heads = _mm256_xor_si256(bytes, _mm256_set1_epi8(0xC0_u8 as i8));
@@ -365,8 +366,8 @@ impl Lengths {
         }
     }
 
-    /// Writes tokens to `room` up to the end of the tile, which begins 4 bytes after the start of `window`. Returns the number of tokens,
-    /// and the number of their bytes.
+    /// Writes the tokens up to the end of the tile to `room`. The tile begins 4 bytes after the start of `window`. Returns the number of
+    /// tokens, and the number of their bytes.
     #[inline]
     fn walk(&self, window: &[u8], tile: usize, room: &mut [MaybeUninit<u32>]) -> (usize, usize) {
         let (mut done, mut at) = (0, 0);
@@ -446,7 +447,7 @@ mod tests {
 
     use super::*;
 
-    /// Reads one integer byte by byte; tests compare the fast decoder with this one.
+    /// Reads one integer byte by byte, for comparison with the fast decoder.
     fn slow_int(bytes: &[u8]) -> Option<(i128, usize)> {
         let (&head, rest) = bytes.split_first()?;
         let (width, signed) = match head {
@@ -483,7 +484,7 @@ mod tests {
             portable,
             ..Lengths::default()
         };
-        // The tables have the contents that an earlier payload could leave; these must make no difference.
+        // The tables contain what an earlier payload can leave; this must make no difference.
         (lengths.one, lengths.two, lengths.four) = (
             [1; TILE_BYTES + 2 * STEP_BYTES],
             [2; TILE_BYTES + 2 * STEP_BYTES],
@@ -544,7 +545,7 @@ mod tests {
         ]
     }
 
-    /// Any byte; the first bytes of tokens are frequent.
+    /// Any byte; bytes with which tokens begin are frequent.
     fn any_byte() -> impl Strategy<Value = u8> {
         prop_oneof![any::<u8>(), 0xCA..=0xD4_u8]
     }
@@ -552,7 +553,7 @@ mod tests {
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2_000))]
 
-        /// Tokens of every form are read as the slow decoder reads them, whatever bytes are before and after them.
+        /// The fast decoder reads tokens of any form as the slow decoder does, whatever bytes are before and after them.
         #[test]
         fn tokens_of_every_form(
             tokens in prop::collection::vec(prop_oneof![40 => usual_token(), 1 => rare_token()], 0..700),
@@ -563,7 +564,7 @@ mod tests {
             check(&data, before.len(), tokens.len());
         }
 
-        /// Groups of consecutive tokens of three bytes, which are read together, and other tokens between the groups.
+        /// Groups of consecutive tokens of three bytes, and other tokens between the groups.
         #[test]
         fn rows_of_even_tokens(
             tokens in prop::collection::vec(prop_oneof![60 => even_token(), 1 => usual_token(), 1 => rare_token()], 0..300),
@@ -572,7 +573,7 @@ mod tests {
             check(&[tokens.concat(), behind].concat(), 0, tokens.len());
         }
 
-        /// The fast path reads all usual tokens, except the last token if the number of tokens is odd.
+        /// The fast path reads all usual tokens, except the last one if their number is odd.
         #[test]
         fn usual_tokens_are_read_quickly(mut tokens in prop::collection::vec(usual_token(), 1..700)) {
             tokens.retain(|token| token.len() <= MAX_TOKEN_BYTES);
@@ -583,7 +584,7 @@ mod tests {
             prop_assert_eq!(done, tokens.len() / 2 * 2);
         }
 
-        /// Meaningless bytes are refused, or read as the slow decoder reads them.
+        /// The decoder refuses meaningless bytes, or reads them as the slow decoder does.
         #[test]
         fn any_bytes(
             data in prop_oneof![
@@ -595,7 +596,7 @@ mod tests {
             count in 0..1500_usize,
         ) {
             let start = start.min(data.len());
-            // These bytes begin an array of pairs, which the slow decoder of this test does not read.
+            // These bytes begin an array of pairs, which the slow decoder cannot read.
             prop_assume!(!matches!(data.get(start), Some(0x90..=0x9F | 0xDC | 0xDD)));
             check(&data, start, count);
         }

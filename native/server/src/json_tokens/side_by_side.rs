@@ -1,20 +1,20 @@
 //! Reads numbers from several positions of an array at the same time, on any processor.
 //!
-//! In an array of numbers every comma separates two numbers, so reading can begin after any comma. Numbers that were read from such a
-//! position count only if reading from the front arrives at the same position. This detects any text that is not an array of numbers.
+//! In an array of numbers, each comma separates two numbers, so reading can begin after any comma. Numbers that were read from a later
+//! position count only if reading from the beginning arrives at that position. So any text that is not an array of numbers is detected.
 
 use super::{digits, gap, of_digits};
 
 /// Number of positions from which numbers are read at the same time.
 const STREAMS: usize = 3;
 
-/// Maximum size of a part: the number of bytes from one of these positions to the next.
+/// Maximum number of bytes between two of these positions.
 const MAX_PART: usize = 1024;
 
-/// Maximum number of bytes between the intended end of a part and the comma at which it ends.
+/// Maximum number of bytes between the intended end of a part and the comma at which the part ends.
 const MAX_COMMA_DISTANCE: usize = 16;
 
-/// Minimum size of a part for which reading from several positions is faster.
+/// Minimum number of bytes of a part with which this is faster.
 const MIN_PART: usize = 128;
 
 /// See `Quick`.
@@ -62,8 +62,8 @@ fn read_with<const GAP: usize>(text: &[u8], end: usize, tokens: &mut Vec<u32>) -
     at - GAP
 }
 
-/// Returns positions from `at` on at which numbers can begin: the beginning of each part, and the end of the last part. Parts are as large
-/// as possible, but there must be a comma near the end of each part. So parts are smaller near the end of the array.
+/// Returns positions, from `at` on, at which numbers can begin: the beginning of each part, and the end of the last part. Parts are as
+/// large as possible, but a comma must be near the end of each part. So parts are smaller near the end of the array.
 fn starts<const GAP: usize>(text: &[u8], at: usize) -> Option<[usize; STREAMS + 1]> {
     let mut part = MAX_PART.min(text.len().checked_sub(at + MAX_COMMA_DISTANCE)? / STREAMS);
     while part >= MIN_PART {
@@ -84,7 +84,7 @@ fn split<const GAP: usize>(text: &[u8], at: usize, part: usize) -> Option<[usize
     Some(found)
 }
 
-/// Reads a number of up to eight digits. Returns the number and the position at which the next number begins.
+/// Reads a number of up to eight digits. Returns the number, and the position at which the next number begins.
 #[inline]
 fn number<const GAP: usize>(text: &[u8], at: usize) -> Option<(u32, usize)> {
     let near: &[u8; 10] = text.get(at..)?.first_chunk()?;

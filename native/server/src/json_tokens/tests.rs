@@ -1,4 +1,4 @@
-//! The fast decoder, and a slow decoder that reads number by number, read the same numbers: the numbers of the JSON text.
+//! The fast decoder reads the numbers of the JSON text, as a slow decoder does that reads them one by one.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ fn read(text: &[u8]) -> Option<Vec<u32>> {
     lift(text, "t").map(|(_, tokens)| tokens)
 }
 
-/// Asserts that the fast decoder returns the same result as the slow decoder.
+/// Asserts that both decoders return the same result.
 fn check(text: &[u8]) {
     let expected = lift_with(text, b"t", |_, end, _| end);
     assert_eq!(lift_with(text, b"t", side_by_side::read), expected, "{}", text.escape_ascii());
@@ -34,7 +34,7 @@ fn odd_byte() -> impl Strategy<Value = u8> {
     prop_oneof![any::<u8>(), prop::sample::select(b"0123456789,, \n\t]]}[-.+e\":/;".to_vec())]
 }
 
-/// Returns `count` numbers; their widths are `widths`, repeated in order.
+/// Returns `numbers` numbers, whose widths repeat `widths`.
 fn listed(widths: &[u32], separator: &str, numbers: usize) -> Vec<u8> {
     let number = |at: usize| (10_u32.pow(widths[at % widths.len()] - 1) + at as u32 % 9).to_string();
     let list: Vec<String> = (0..numbers).map(number).collect();
@@ -43,7 +43,7 @@ fn listed(widths: &[u32], separator: &str, numbers: usize) -> Vec<u8> {
 
 const EVERY_WIDTH: [u32; 11] = [5, 6, 5, 4, 6, 1, 5, 3, 7, 2, 8];
 
-/// With a comma and a space after each, eight of these numbers have 64 bytes.
+/// With a comma and a space after each number, eight of these numbers take 64 bytes.
 const WHOLE_BLOCKS: [u32; 8] = [7, 6, 6, 6, 6, 6, 6, 6];
 
 #[test]
@@ -101,7 +101,7 @@ fn arrays_are_read_where_they_are_and_left_where_they_are_not() {
 }
 
 proptest! {
-    /// Every list of numbers is read completely, with any spaces in the list and any other fields in the object.
+    /// Each list of numbers is read completely, with any spaces in the list and any other fields in the object.
     #[test]
     fn lists_come_back(tokens in prop::collection::vec(any::<u32>(), 0..50), gap in "[ \n\t]{0,2}", small in any::<bool>()) {
         let tokens: Vec<u32> = tokens.into_iter().map(|token| if small { token >> 16 } else { token }).collect();
@@ -113,8 +113,8 @@ proptest! {
         prop_assert!(text[..found.end].ends_with(']'));
     }
 
-    /// Numbers of every width, most of them with equal separators. Other text follows the numbers, some bytes are replaced, and the text is
-    /// truncated at some position.
+    /// Numbers of any width, usually with equal separators. Other text follows the numbers, some bytes are replaced, and the text is
+    /// truncated somewhere.
     #[test]
     fn the_quick_way_answers_as_care_does(
         numbers in prop_oneof![
@@ -138,7 +138,7 @@ proptest! {
         check(&text);
     }
 
-    /// The fast loop reads all usual numbers except the numbers in the last few hundred bytes.
+    /// The fast loop reads all usual numbers, except numbers in the last few hundred bytes.
     #[test]
     fn usual_numbers_are_read_quickly(
         numbers in prop::collection::vec(usual_number(), 300..800), separator in prop_oneof![Just(", "), Just(",")]

@@ -1,4 +1,4 @@
-//! The fields of one event. Each field is read separately, with its own type and limit.
+//! The fields of one event. Each field is read on its own, with its own type and limit.
 
 use std::borrow::Cow;
 
@@ -11,10 +11,11 @@ use super::refusal::Refusal;
 use super::value::{bin, declared, head_of, integer, is_array, is_map, items, pairs, text, value};
 use super::{BlockRemoved, BlockStored, Hashes, Heartbeat, Reason, Token, Value};
 
-/// Maximum number of lists and maps in all free-form fields of one batch. Extra keys in the form in which engines send them do not count.
+/// Maximum number of lists and maps in all free-form fields of one batch. Extra keys do not count if they have the form in which engines
+/// send them.
 const MAX_FREE_CONTAINERS: usize = 50_000;
 
-/// The remaining budget of a batch for fields of free form.
+/// The number of bytes that free-form fields of a batch may still take.
 pub struct FreeFormBudget {
     limit: usize,
     bytes: usize,
@@ -38,16 +39,17 @@ impl FreeFormBudget {
     }
 }
 
-/// Undecoded fields by name. Each method removes the field that it reads; `rest`, called last, returns the remaining fields.
+/// The fields of an event that are not decoded yet, by name. Each method removes the field that it reads; at the end, `rest` returns the
+/// remaining fields.
 pub struct Fields<'f, 'a> {
     fields: Vec<(Cow<'a, str>, &'a [u8])>,
     limits: &'f Limits,
     free: &'f mut FreeFormBudget,
 }
 
-/// A hash, or a digest.
+/// A hash as sent: a number or a digest.
 enum Hash<'a> {
-    /// Modulo 2^64.
+    /// The number modulo 2^64.
     Number(u64),
     Digest(&'a [u8]),
 }
@@ -58,7 +60,7 @@ impl Hash<'_> {
         number.or_else(|| bin(raw).map(Hash::Digest)).ok_or(Reason::BadField)
     }
 
-    /// Returns the hash modulo 2^64. For a digest returns the last 8 bytes, since vLLM shortens digests in this way.
+    /// Returns the hash modulo 2^64. The hash of a digest is its last 8 bytes, as in vLLM.
     fn canonical<'a>(&self, name: &'static str) -> Result<u64, Refusal<'a>> {
         let end = match self {
             Self::Number(value) => return Ok(*value),
@@ -77,7 +79,7 @@ fn list(raw: &[u8]) -> Result<impl Iterator<Item = &[u8]>, Reason> {
     Ok(items(raw))
 }
 
-/// Whether extra keys have the form in which engines send them: for each block texts, numbers, and lists of texts and numbers.
+/// Whether extra keys have the form in which engines send them: a list for each block, of texts, numbers, and lists of texts and numbers.
 fn has_engine_form(raw: &[u8]) -> bool {
     let is_plain = |raw: &[u8]| integer(raw).is_some() || text(raw).is_ok_and(|text| text.is_some());
     let is_key = |raw: &[u8]| is_plain(raw) || list(raw).is_ok_and(|mut parts| parts.all(is_plain));
@@ -85,7 +87,7 @@ fn has_engine_form(raw: &[u8]) -> bool {
     list(raw).is_ok_and(|mut blocks| blocks.all(is_block))
 }
 
-/// Reads a token id. Any other value becomes -1, which no prompt has: the block with this value and all blocks after it get no key.
+/// Reads a token id. Any other value becomes -1, which no prompt has. So the block with this value, and all blocks after it, have no key.
 fn token(raw: &[u8]) -> Result<Token, Reason> {
     if let Some(value) = Reader::new(raw, 0).int() {
         return Ok(Token::Single(value));
@@ -175,7 +177,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.rest()
     }
 
-    /// Returns a field unless it is missing or nil.
+    /// Returns a field; None if the field is missing or nil.
     fn get(&self, name: &str) -> Option<&'a [u8]> {
         step_counter::count(self.fields.len());
         let found = self.fields.iter().find(|(known, _)| known == name);
@@ -188,7 +190,7 @@ impl<'f, 'a> Fields<'f, 'a> {
         Some(self.fields.remove(at).1).filter(|raw| head_of(raw) != 0xC0)
     }
 
-    /// Reads a field with `read`, unless it is missing or nil.
+    /// Removes a field and reads it with `read`; None if the field is missing or nil.
     fn read<T>(
         &mut self,
         name: &'static str,
@@ -200,7 +202,7 @@ impl<'f, 'a> Fields<'f, 'a> {
             .transpose()
     }
 
-    /// Rejects a field with more entries than an event may have hashes; the field has one entry per block.
+    /// Rejects a field that has one entry per block, if it has more entries than an event may have hashes.
     fn check_length(&self, name: &'static str) -> Result<(), Refusal<'a>> {
         let (count, limit) = (self.get(name).map_or(0, declared), self.limits.max_hashes);
         if count > limit {
@@ -294,12 +296,12 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.read(name, "is not a list of lists of integers", read)
     }
 
-    /// Reads the texts that the index does not use: like Python, it must refuse an invalid text.
+    /// Reads the texts that the index does not use, since an invalid text must be refused, as in Python.
     fn unused(&mut self) -> Result<Vec<(&'static str, Option<String>)>, Refusal<'a>> {
         unused_texts().map(|name| Ok((name, self.text(name)?))).collect()
     }
 
-    /// Reads a field with `read`; a field that it cannot read stays in the event as an unknown field.
+    /// Reads a field with `read`; a field that `read` refuses stays in the event as an unknown field.
     fn read_or_leave<T>(&mut self, name: &str, read: impl FnOnce(&'a [u8]) -> Option<T>) -> Option<T> {
         let found = self.get(name).map(read);
         if let None | Some(Some(_)) = found {
@@ -315,14 +317,14 @@ impl<'f, 'a> Fields<'f, 'a> {
         self.read(name, "is not a list of integers", read)
     }
 
-    /// Reads a heartbeat of kvevents; a value of another form stays in the event as an unknown field.
+    /// Reads a heartbeat of kvevents. A value of another form stays in the event as an unknown field.
     fn heartbeat(&mut self) -> Option<Heartbeat> {
         self.read_or_leave("heartbeat", heartbeat)
     }
 
-    /// Returns the fields that no method has taken, within the limits.
+    /// Returns the fields that no method has removed, within the limits.
     fn rest(mut self) -> Result<Vec<(String, Value)>, Refusal<'a>> {
-        // Only Python's structs have fields of these names: nil means that the field is missing.
+        // Only Python's structs have fields with these names; nil means that the field is missing.
         for name in ["unknown_fields", "block_digests", "parent_block_digest"] {
             if self.get(name).is_none() {
                 self.take(name);
@@ -344,7 +346,7 @@ impl<'f, 'a> Fields<'f, 'a> {
     }
 }
 
-/// Longest interval between heartbeats in seconds.
+/// Maximum interval between heartbeats, in seconds.
 const MAX_HEARTBEAT: f64 = 86_400.0;
 
 fn heartbeat(raw: &[u8]) -> Option<Heartbeat> {

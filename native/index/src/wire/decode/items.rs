@@ -1,39 +1,40 @@
 //! Converts multimodal items from the form in which TensorRT-LLM announces them to the form in which prompts name them.
 //!
-//! KV cache manager V2 of TensorRT-LLM replaces the tokens of an item: the first token by the item's digest, each later token by the size
-//! of the vocabulary plus the token's position in the item. V1 replaces every token of an item with the same placeholder token. For each
-//! consecutive part of an item in a block, `mm_keys` has the item and the number of the item's tokens before that part
+//! Version 2 of TensorRT-LLM's KV cache manager replaces the tokens of an item: the first token by the item's digest, each later token by
+//! the size of the vocabulary plus the token's position in the item. Version 1 replaces every token of an item by the same placeholder
+//! token. `mm_keys` has an entry for each part of an item in a block: the item, and the number of the item's tokens before that part
 //! (`gen_multi_modal_tokens` and `KVCacheEventSerializer` in TensorRT-LLM).
 //!
-//! This module replaces each consecutive part, called a run, with placeholders. Each block of a run gets the extra key that `keys::locals`
-//! computes for a prompt with an item at this position. A block gets a key that no prompt has if the tokens of its items cannot be found.
+//! This module finds the consecutive tokens of each item, called a run, and replaces them by placeholders. Each block of a run gets the
+//! extra key that `keys::locals` computes for a prompt with an item at this position. If the tokens of a block's items cannot be found, the
+//! block gets a key that no prompt has.
 
 use super::value::Value;
 use super::{BlockStored, Token};
 use crate::keys;
 
-/// Size in bytes of the mark of blocks whose items have an unknown form. The mark is only the beginning of the items' text, since it is
-/// written for each block.
+/// Number of bytes of the extra key that marks blocks whose items have an unknown form. The mark is only the beginning of the items' text,
+/// since it is written for each block.
 const MARK_BYTES: usize = 16;
 
-/// Consecutive tokens of an item.
+/// Consecutive tokens of one item.
 #[derive(Debug)]
 pub(super) struct Run {
     pub start: usize,
     pub end: usize,
     id: Id,
-    /// Position of the item's beginning; it can be before the first block of the event.
+    /// Position of the item's first token, which can be before the first block of the event.
     origin: i64,
 }
 
-/// The hash of an item, as in `keys::Item`.
+/// The hash of an item, as `keys::Item` has it.
 #[derive(Clone, Copy, Debug)]
 struct Id {
     hash: u64,
     is_placeless: bool,
 }
 
-/// An entry of `mm_keys`: a part of an item in one block.
+/// An entry of `mm_keys`: the part of an item that is in one block.
 struct Part<'a> {
     hash: &'a Value,
     id: Id,
@@ -56,7 +57,7 @@ impl<'a> Part<'a> {
         };
         let Value::Int(offset) = offset else { return None };
         let offset = i64::try_from(*offset).ok().filter(|offset| *offset >= 0)?;
-        // A client knows the uuid that it sent, but not the digest that the engine computes from uuid and contents.
+        // A client knows the uuid that it has sent, but not the digest that the engine computes from the uuid and the contents.
         let id = match (uuid, hash) {
             (Some(Value::Text(text)), _) | (_, Value::Text(text)) => Id::placed(keys::item_text(text)),
             (_, Value::Bytes(bytes)) => Id::placed(keys::item_bytes(bytes)),
@@ -98,7 +99,7 @@ pub(super) struct Items {
     pub runs: Vec<Run>,
     /// Extra keys, each with the position of its block, in the order of the blocks.
     pub keys: Vec<(usize, Value)>,
-    /// An extra key that every block gets if the form of the items is unknown; empty if the form is known.
+    /// An extra key for every block if the form of the items is unknown; empty if the form is known.
     pub mark: Vec<u8>,
 }
 
@@ -153,11 +154,11 @@ impl Items {
     }
 }
 
-/// Returns the items of each block, or an empty list if no block has items. Returns None if the form of the items is unknown.
+/// Returns the items of each block; an empty list if no block has items. Returns None if the form of the items is unknown.
 fn lists_of(given: &Value, blocks: usize) -> Option<Vec<&[Value]>> {
     let Value::List(all) = given else { return None };
     let per_block = (all.len() == blocks).then(|| all.iter().map(list_of).collect::<Option<Vec<_>>>());
-    // A list that is not divided by block belongs to the only block.
+    // A list that is not divided by block belongs to the event's only block.
     let lists = per_block.flatten().or_else(|| (blocks == 1).then(|| vec![&all[..]]))?;
     let has_items = lists.iter().any(|items| !items.is_empty());
     Some(if has_items { lists } else { Vec::new() })
@@ -183,19 +184,19 @@ fn has_content(value: &Value) -> bool {
     }
 }
 
-/// The search for the runs of a store.
+/// The search for the runs in the tokens of a store.
 struct Search<'a> {
     tokens: &'a [Token],
     size: usize,
-    /// Items by block; empty if the store has no `mm_keys`.
+    /// Parts of items, by block; empty if the store has no `mm_keys`.
     parts: Vec<Vec<Option<Part<'a>>>>,
-    /// Whether items begin with their digests (V2).
+    /// Whether digests replace the first tokens of items (version 2).
     has_digests: bool,
-    /// Number of runs that the search has found, by block.
+    /// Number of runs found so far in each block.
     counts: Vec<usize>,
-    /// Size of the vocabulary, if it is known: larger tokens belong to items (V2).
+    /// Size of the vocabulary, once it is known: larger tokens belong to items (version 2).
     vocabulary: Option<i128>,
-    /// The largest token read that belongs to no item; the size of the vocabulary is larger.
+    /// The largest token so far that belongs to no item; the vocabulary is larger.
     largest_text: i128,
 }
 
@@ -218,7 +219,7 @@ impl Search<'_> {
         runs
     }
 
-    /// Returns the run that begins at a token. `last` is the item of the run before it.
+    /// Returns the run that begins at a token. `last` is the item of the previous run.
     fn run_at(&mut self, at: usize, last: Option<Id>) -> Option<Run> {
         let run = |id, origin: i64, end| {
             Some(Run {
@@ -258,7 +259,7 @@ impl Search<'_> {
         }
     }
 
-    /// Whether a token can belong to an item that has this number of tokens before it.
+    /// Whether a token can belong to an item that has `offset` tokens before it.
     fn fits_item(&self, value: i128, offset: i64) -> bool {
         self.vocabulary.is_none_or(|size| value == size + i128::from(offset))
     }
@@ -270,13 +271,13 @@ impl Search<'_> {
         }
     }
 
-    /// The first part without a known run in the block of a token.
+    /// The first part, in the block of the token at `at`, whose run was not found yet.
     fn next_part(&self, at: usize) -> Option<&Part<'_>> {
         let block = at / self.size;
         self.parts.get(block)?.get(self.counts[block])?.as_ref()
     }
 
-    /// Whether an item that includes the preceding token can include this token.
+    /// Whether the item of the preceding token can include the token at `at`.
     fn can_continue(&self, at: usize) -> bool {
         let is_continued = |parts: &Vec<Option<Part<'_>>>| matches!(parts.first(), Some(Some(part)) if part.offset > 0);
         !at.is_multiple_of(self.size) || self.parts.is_empty() || self.parts.get(at / self.size).is_some_and(is_continued)
@@ -294,8 +295,8 @@ impl Search<'_> {
         end
     }
 
-    /// Whether the next item of a block begins at this token, in a store without digests. If the next block continues the item, the offset
-    /// in the next block determines the beginning; if not, the item begins at the first of several equal tokens.
+    /// Whether the next item of a block begins at the token `at`, in a store without digests. If the next block continues the item, the
+    /// offset there determines the beginning. Otherwise the item begins at the first of several equal tokens.
     fn is_beginning(&self, at: usize) -> bool {
         let (block, end) = (at / self.size, (at / self.size + 1) * self.size);
         let parts = &self.parts[block];

@@ -1,15 +1,15 @@
-//! The reasons why an event or a batch is rejected. The messages equal those of `kvevents.wire`, except for messages of msgspec.
+//! The reasons why an event or a batch is rejected. The messages equal those of `kvevents.wire`, except for messages that msgspec writes.
 
 use std::borrow::Cow;
 
 use super::{RAW_KEPT, Reason, Rejected};
 
-/// Maximum number of characters of a detail.
+/// Maximum number of characters of a `Rejected::detail`.
 const DETAIL_KEPT: usize = 256;
-/// Longest part of a detail that a peer chooses, in characters.
+/// Maximum number of characters of a name in a detail, since peers choose names.
 const NAME_KEPT: usize = 64;
 
-/// Why a part of a batch is rejected. A refusal is converted to text only when it is recorded, since a peer can cause very many rejections.
+/// Why a part of a batch is rejected. A refusal becomes text only when it is recorded, since a peer can cause very many rejections.
 #[derive(Debug)]
 pub(super) struct Refusal<'a> {
     reason: Reason,
@@ -30,7 +30,7 @@ impl<'a> Refusal<'a> {
         Self { reason, detail }
     }
 
-    /// Creates a refusal for a value. `expected` is the predicate of the message if the reason has no predicate.
+    /// Creates a refusal of a value. `expected` is the predicate of the message, if the reason has no predicate of its own.
     pub fn for_value(reason: Reason, subject: impl Into<Cow<'a, str>>, expected: &'static str) -> Self {
         let words = match reason {
             Reason::Malformed => "is truncated, or no MessagePack",
@@ -42,13 +42,13 @@ impl<'a> Refusal<'a> {
         Self { reason, detail }
     }
 
-    /// Creates a refusal for a value above a limit; `unit` names the unit and the limit.
+    /// Creates a refusal of a value above a limit; `unit` names the unit and the limit.
     pub fn exceeding(reason: Reason, subject: impl Into<Cow<'a, str>>, count: usize, unit: &'static str, limit: usize) -> Self {
         let detail = Detail::Above(subject.into(), count, unit, limit);
         Self { reason, detail }
     }
 
-    /// Creates a refusal for an event with an unknown type.
+    /// Creates a refusal of an event with an unknown tag.
     pub fn unknown_tag(tag: &'a str) -> Self {
         let (reason, detail) = (Reason::UnknownTag, Detail::Tag(tag));
         Self { reason, detail }

@@ -1,4 +1,4 @@
-//! Writes decoded events into a scratch, in the same form as `scan`.
+//! Writes decoded events into a scratch, as `scan` does.
 
 use crate::keys;
 use crate::step_counter;
@@ -9,15 +9,15 @@ use super::items::Items;
 use super::value::Value;
 use super::{BlockRemoved, BlockStored, Event, Token};
 
-/// Writes events into a scratch, one after another. Of an integer of more than 64 bits, the lowest 64 bits are written.
+/// Writes events into a scratch one after another. Of an integer with more than 64 bits, only the lowest 64 bits are written.
 pub(super) struct ScratchWriter<'a> {
     scratch: &'a mut Scratch,
-    /// The bytes of the texts and lists to which the spans of the events refer. Spans never start at 0.
+    /// The bytes of texts and lists, to which the spans of the events refer. Spans never start at 0.
     pub bytes: Vec<u8>,
 }
 
 impl<'a> ScratchWriter<'a> {
-    /// Creates a writer for a scratch, and empties the scratch.
+    /// Empties a scratch, and creates a writer for it.
     pub fn new(scratch: &'a mut Scratch) -> Self {
         scratch.clear();
         Self { scratch, bytes: vec![0] }
@@ -44,7 +44,7 @@ impl<'a> ScratchWriter<'a> {
         }
     }
 
-    /// Writes the tier and the group to which a clear is limited. Invalid fields are ignored: clearing too much never causes false matches.
+    /// Writes the tier and the group of a clear. Invalid fields are ignored: a clear of too many blocks never causes false matches.
     fn cleared(&mut self, fields: &[(String, Value)]) -> scan::Event {
         let mut event = scan::Event::new(Kind::Cleared);
         for (name, value) in fields {
@@ -104,8 +104,8 @@ impl<'a> ScratchWriter<'a> {
         Span::new(start, self.bytes.len())
     }
 
-    /// Writes tokens, with placeholders for the tokens of multimodal items. The first token determines whether all tokens are single or
-    /// pairs; a token of the other form counts as invalid.
+    /// Writes tokens, and placeholders for the tokens of multimodal items. The first token determines whether all tokens are single or
+    /// pairs; a token of the other form becomes an invalid token.
     fn tokens(&mut self, tokens: &[Token], items: &Items, event: &mut scan::Event) {
         let out = &mut self.scratch.tokens;
         let start = out.len();
@@ -135,7 +135,7 @@ impl<'a> ScratchWriter<'a> {
         };
     }
 
-    /// Writes the extra keys of all blocks, including multimodal items, as msgpack.
+    /// Writes the extra keys of all blocks, and those of multimodal items, as msgpack.
     fn extra_keys(&mut self, stored: &BlockStored, items: &Items) -> Option<Span> {
         if stored.token_ids.is_empty() {
             return None; // no keys are computed
@@ -172,7 +172,7 @@ impl<'a> ScratchWriter<'a> {
         Span::new(start, out.len())
     }
 
-    /// Writes the tokens that the hash of the first block also covers, as msgpack; such tokens of later blocks are not used.
+    /// Writes, as msgpack, the tokens after the first block that the block's hash also covers. Such tokens of later blocks are not used.
     fn lookahead(&mut self, stored: &BlockStored) -> Option<Span> {
         let lists = stored.lookahead_token_ids.as_deref()?;
         let start = self.bytes.len();
@@ -189,7 +189,8 @@ fn lowest_bits(value: Option<i128>) -> Option<i64> {
     value.map(|value| value as i64)
 }
 
-/// Writes a key unchanged if the index supports it. Replaces any other key with bytes that no prompt has, so the key's block never matches.
+/// Writes an extra key unchanged if the index supports it. Replaces any other extra key by bytes that no prompt has, so that its block
+/// never matches.
 fn write_extra(key: &Value, out: &mut Vec<u8>) {
     step_counter::count(1);
     match key {

@@ -1,4 +1,4 @@
-//! MessagePack in any form: reads headers, divides values into parts, and reads and writes values of free form.
+//! MessagePack values of any form: reads headers, divides values into parts, and reads and writes free-form values.
 
 use std::collections::HashMap;
 use std::fmt::{self, Write};
@@ -8,28 +8,28 @@ use crate::wire::msgpack::Reader;
 
 use super::Reason;
 
-/// Nil, which replaces a missing field.
+/// Nil, the value in place of a missing field.
 pub(super) const NIL: &[u8] = &[0xC0];
 
-/// A value of free form.
+/// A free-form value.
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Value {
     /// Nil.
     Nil,
-    /// A truth value.
+    /// True or false.
     Bool(bool),
     /// An integer from -2^63 to 2^64 - 1.
     Int(i128),
-    /// A float of 32 or 64 bits.
+    /// A float with 32 or 64 bits.
     Float(f64),
-    /// Text.
+    /// A string.
     Text(String),
     /// A bin.
     Bytes(Vec<u8>),
     /// An array.
     List(Vec<Value>),
-    /// A map of texts; the last of several values of a key counts, at the position of the first.
+    /// A map whose keys are texts. If a key occurs several times, its last value counts, at the position of the first.
     Map(Vec<(String, Value)>),
     /// A timestamp: seconds since the epoch, and microseconds.
     Time(i64, u32),
@@ -38,7 +38,7 @@ pub enum Value {
 }
 
 impl Value {
-    /// Returns the value as text of at most about this number of bytes.
+    /// Returns the value as text for messages, of at most about `max_bytes` bytes.
     pub(super) fn debug_text(&self, max_bytes: usize) -> String {
         let mut text = LimitedText(String::new(), max_bytes);
         let _ = write!(text, "{self:?}");
@@ -47,7 +47,7 @@ impl Value {
     }
 }
 
-/// A text, and the length at which writing to the text stops.
+/// A text, and the length at which writing to it stops.
 struct LimitedText(String, usize);
 
 impl Write for LimitedText {
@@ -70,7 +70,8 @@ pub(super) fn is_map(head: u8) -> bool {
     matches!(head, 0x80..=0x8F | 0xDE | 0xDF)
 }
 
-/// Returns the number of elements or pairs that an array or a map declares, even if the header is truncated. Returns 0 for other values.
+/// Returns the number of elements or pairs that the header of an array or a map states, even if the header is truncated. Returns 0 for
+/// other values.
 pub(super) fn declared(raw: &[u8]) -> usize {
     let width = match head_of(raw) {
         head @ 0x80..=0x9F => return usize::from(head & 0x0F),
@@ -84,7 +85,7 @@ pub(super) fn declared(raw: &[u8]) -> usize {
         .fold(0, |value, &byte| value << 8 | usize::from(byte))
 }
 
-/// Returns the end of the value that begins at `at`, at any depth of nesting.
+/// Returns the end of the value that begins at `at`, whatever its depth of nesting.
 fn end_of(data: &[u8], mut at: usize) -> Option<usize> {
     let mut pending = 1_u64;
     while pending > 0 {
@@ -133,7 +134,7 @@ pub(super) fn items(raw: &[u8]) -> impl Iterator<Item = &[u8]> {
     (0..declared(raw)).map_while(move |_| parts.as_mut()?.next().ok())
 }
 
-/// Divides the bytes after the header of an array or a map into values.
+/// Divides the bytes after the header of an array or a map into single values.
 struct Parts<'a> {
     raw: &'a [u8],
     at: usize,
@@ -172,10 +173,10 @@ pub(super) fn elements(raw: &[u8]) -> Result<Vec<&[u8]>, Reason> {
     Ok(found)
 }
 
-/// Maximum number of names for which no hash table is used: a new name is compared with each name.
+/// Maximum number of names for which a new name is compared with each known name instead of looked up in a hash table.
 const MAX_COMPARED_NAMES: usize = 16;
 
-/// Returns the values of a map by name; the last of several values of a name counts, at the position of the first.
+/// Returns the values of a map by name. If a name occurs several times, its last value counts, at the position of the first.
 pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
     let mut parts = Parts::new(raw)?;
     let mut found: Vec<(&str, &[u8])> = Vec::new();
@@ -203,7 +204,7 @@ pub(super) fn pairs(raw: &[u8]) -> Result<Vec<(&str, &[u8])>, Reason> {
 }
 
 impl<'a> Parts<'a> {
-    /// Reads the bytes of a key. Only the header of an array or a map is read, since a key of these types is refused.
+    /// Reads the bytes of a key. Of an array or a map, only the header is read, since it cannot be a key.
     fn next_header(&mut self) -> Result<&'a [u8], Reason> {
         let rest = self.raw.get(self.at..).unwrap_or_default();
         let head = *rest.first().ok_or(Reason::Malformed)?;
@@ -232,7 +233,7 @@ pub(super) fn bin(raw: &[u8]) -> Option<&[u8]> {
     Reader::new(raw, 0).bin()
 }
 
-/// Reads a value of free form with at most `depth` levels of containers, and at most `containers_left` containers.
+/// Reads a free-form value with at most `depth` levels of containers and at most `containers_left` containers.
 pub(super) fn value(raw: &[u8], depth: usize, containers_left: &mut usize) -> Result<Value, Reason> {
     step_counter::count(1);
     let head = head_of(raw);
@@ -283,7 +284,7 @@ fn extension(raw: &[u8]) -> Result<Option<Value>, Reason> {
     }
 }
 
-/// The first second of the year 1, and the last second of the year 9999.
+/// The first second of the year 1 and the last second of the year 9999, since the epoch.
 const SECONDS: std::ops::RangeInclusive<i64> = -62_135_596_800..=253_402_300_799;
 
 fn time(data: &[u8]) -> Result<Value, Reason> {

@@ -1,4 +1,4 @@
-//! `extra_keys`: the values besides tokens that vLLM includes in the hash of each block.
+//! The field `extra_keys`: values besides tokens that the hash of each block covers in vLLM.
 
 use crate::wire::msgpack::Reader;
 
@@ -7,7 +7,7 @@ use crate::wire::msgpack::Reader;
 pub enum Id<'a> {
     /// An integer from -2^63 to 2^64 - 1.
     Int(i128),
-    /// A text: most often the hexadecimal digits of a digest.
+    /// A text, usually the hexadecimal digits of a digest.
     Text(&'a str),
     /// A digest.
     Bytes(&'a [u8]),
@@ -26,7 +26,7 @@ pub enum Extra<'a> {
     Bytes(&'a [u8]),
 }
 
-/// Calls `visit` with each extra key in `raw` and the position of its block. Nil and the empty list have no extra keys.
+/// Calls `visit` with each extra key in `raw` and the index of its block. Nil and an empty list have no extra keys.
 ///
 /// Returns None if `raw` is not the range of `Event::extra_keys`.
 pub fn extra_keys<'a>(raw: &'a [u8], visit: impl FnMut(usize, Extra<'a>)) -> Option<()> {
@@ -35,7 +35,7 @@ pub fn extra_keys<'a>(raw: &'a [u8], visit: impl FnMut(usize, Extra<'a>)) -> Opt
     (reader.left() == 0).then_some(())
 }
 
-/// Calls `visit` with each extra key from the position of `reader` on, for at most `max_blocks` entries.
+/// Calls `visit` with each extra key after the position of `reader`, for at most `max_blocks` blocks.
 pub(super) fn walk<'a>(reader: &mut Reader<'a>, max_blocks: usize, mut visit: impl FnMut(usize, Extra<'a>)) -> Option<()> {
     let blocks = reader.array()?;
     if blocks > max_blocks {

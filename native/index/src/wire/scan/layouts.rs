@@ -1,8 +1,8 @@
-//! The shapes of events of all dialects. `kvevents.wire.dialects` has the same shapes; a Python test compares both modules.
+//! The layouts of events in all dialects. `kvevents.wire.dialects` has the same layouts; a Python test compares the two modules.
 
 use super::Field;
 
-/// Fields of array stores after the tag, in the longest form of any release, that of vLLM 0.22. All other forms are prefixes of it.
+/// Fields of array stores after the tag, in the longest form of any release (vLLM 0.22). All other forms are prefixes of this form.
 pub const STORED_ARRAY: &[&str] = &[
     "block_hashes",
     "parent_block_hash",
@@ -61,7 +61,8 @@ pub const LAYOUTS: [(&str, &[&str], &[&str]); 3] = [
     ("AllBlocksCleared", CLEARED_ARRAY, CLEARED_MAP),
 ];
 
-/// How the scanner reads a field. A field that the index does not use has an `Ignored` role: it is checked and skipped.
+/// Returns the role of a field in the scanner. A field that the index does not use has an `Ignored` role: the scanner checks its type and
+/// skips it.
 pub(super) fn field(name: &str) -> Result<Field, String> {
     Ok(match name {
         "block_hashes" => Field::BlockHashes,
@@ -86,7 +87,7 @@ pub(super) fn field(name: &str) -> Result<Field, String> {
     })
 }
 
-/// The names of the texts of stores that engines send and the index does not use.
+/// The names of text fields of stores that engines send but that the index does not use.
 pub fn unused_texts() -> impl Iterator<Item = &'static str> {
     let names = STORED_MAP.iter().copied();
     names.filter(|name| matches!(field(name), Ok(Field::IgnoredText)))

@@ -1,4 +1,4 @@
-//! The scanner's schema of events: their names and layouts, and the limits of a payload.
+//! The scanner's schema: the names and layouts of events, and the limits of a payload.
 
 use super::layouts::{LAYOUTS, field};
 use super::{Field, Kind};
@@ -10,15 +10,15 @@ pub struct Limits {
     pub max_payload_bytes: usize,
     /// Maximum number of events in a batch.
     pub max_events: usize,
-    /// Maximum number of hashes, or of entries of `extra_keys`, of an event.
+    /// Maximum number of hashes of an event, and of entries of its `extra_keys`.
     pub max_hashes: usize,
-    /// Maximum number of elements of a batch, or of an event with its tag.
+    /// Maximum number of elements of a batch, and of an event with its tag.
     pub max_fields: usize,
-    /// Maximum number of bytes of `extra_keys` in a batch.
+    /// Maximum number of bytes of all `extra_keys` of a batch.
     pub max_free_form_bytes: usize,
-    /// Maximum number of levels of containers in an event.
+    /// Maximum number of nested containers in an event.
     pub max_nesting: usize,
-    /// Maximum number of rejected parts of a batch that are listed; one more entry represents all parts that are not listed.
+    /// Maximum number of rejected parts of a batch that are listed; one more entry represents all further parts.
     pub max_rejected: usize,
 }
 
@@ -36,21 +36,21 @@ impl Default for Limits {
     }
 }
 
-/// Number of levels of containers in an event with multimodal pairs: the event, `extra_keys`, a block, a pair.
+/// Number of nested containers in an event with multimodal pairs: the event, `extra_keys`, a block, a pair.
 const NESTING_NEEDED: usize = 4;
 
-/// Maximum number of names of one kind of event: the number of bits of `Layout::needed`.
+/// Maximum number of names in one layout: the number of bits of `Layout::needed`.
 const MAX_NAMES: usize = 64;
 
-/// Length of the longest msgpack string whose header is one byte.
+/// Maximum length of a msgpack string whose header is one byte.
 const MAX_NAME_BYTES: usize = 31;
 
-/// One key of map events.
+/// One key of a map event.
 #[derive(Clone, Debug)]
 pub(super) struct Name {
-    /// The bytes of the key on the wire, with its header, followed by zeros.
+    /// The encoded key, with its header, followed by zeros.
     wire: [u8; MAX_NAME_BYTES + 1],
-    /// Bit mask of the bytes of `wire` before the zeros.
+    /// Bit mask of the bytes of `wire` that are not padding.
     bits: [u8; MAX_NAME_BYTES + 1],
     pub length: usize,
     pub field: Field,
@@ -67,7 +67,8 @@ impl Name {
     }
 }
 
-/// Whether two texts agree in the bits that are set in `mask`. Comparing machine words takes a fraction of the time of comparing slices.
+/// Whether two byte arrays agree in the bits that `mask` selects. This compares machine words, which takes a fraction of the time of
+/// comparing slices.
 #[inline]
 fn equals_masked(left: &[u8; 32], right: &[u8; 32], mask: &[u8; 32]) -> bool {
     let halves = |bytes: &[u8; 32]| {
@@ -83,17 +84,17 @@ fn equals_masked(left: &[u8; 32], right: &[u8; 32], mask: &[u8; 32]) -> bool {
 pub(super) struct Layout {
     pub tag: Box<str>,
     pub kind: Kind,
-    /// Fields of an array event after the tag.
+    /// Fields of the event as an array, after the tag.
     pub array: Box<[Field]>,
-    /// Minimum number of fields of an array event after the tag.
+    /// Minimum number of these fields.
     pub array_needed: usize,
-    /// Keys of a map event, except the key of the tag.
+    /// Keys of the event as a map, except the key of the tag.
     pub names: Box<[Name]>,
-    /// Bit i is set when the key i must be present.
+    /// Bit i is set if the key i must be present.
     pub needed: u64,
 }
 
-/// The shapes of events that a scan accepts.
+/// The layouts of events that a scan accepts, and its limits.
 #[derive(Clone, Debug)]
 pub struct Schema {
     pub(super) layouts: Box<[Layout]>,
@@ -102,13 +103,13 @@ pub struct Schema {
 }
 
 impl Schema {
-    /// Creates the schema of the events of all dialects. The error names the limit that is too low.
+    /// Creates the schema of the events of all dialects. A limit that is too low is an error, which names the limit.
     pub fn new(limits: Limits) -> Result<Self, String> {
         Self::of_layouts(&LAYOUTS, limits)
     }
 
-    /// Creates the schema of the given events; each is given by its tag, array fields and map keys. Map keys that are sent in the given
-    /// order are found fastest. The error names the unknown or missing name.
+    /// Creates a schema of the given events, each with its tag, array fields and map keys. The scanner is fastest if map keys arrive in the
+    /// given order. An unknown or missing name is an error, which contains the name.
     pub(super) fn of_layouts(events: &[(&str, &[&str], &[&str])], limits: Limits) -> Result<Self, String> {
         if limits.max_nesting < NESTING_NEEDED {
             return Err(format!(
@@ -127,7 +128,8 @@ impl Schema {
         })
     }
 
-    /// Returns the schema without these limits, for events that were read within the limits and encoded again, which can make them larger.
+    /// Returns the schema without limits, for events that were read within the limits and encoded again, since the new encoding can be
+    /// larger.
     pub fn unlimited(&self) -> Self {
         let limits = Limits {
             max_payload_bytes: usize::MAX,
@@ -145,8 +147,8 @@ impl Schema {
         &self.limits
     }
 
-    /// Returns the schema with which consecutive removals of one hash that differ only in the hash become one event. Engines send one
-    /// removal per block, and one event for many removals takes less time.
+    /// Returns the schema for a scan that joins consecutive removals: if they have one hash each, and differ only in the hash, they become
+    /// one event. Engines send one removal per block, and one event takes less time than many.
     pub fn joining(self) -> Self {
         Self { joins: true, ..self }
     }

@@ -16,7 +16,7 @@ fn accepted(payload: &[u8]) -> Option<Vec<Described>> {
     describe(payload, &schema())
 }
 
-/// The value of the string field `name` in a line of JSON without escapes.
+/// The string field `name` of a line of JSON; the line must have no escapes.
 fn string<'a>(line: &'a str, name: &str) -> &'a str {
     let marker = format!("\"{name}\":\"");
     let start = line.find(&marker).unwrap() + marker.len();
@@ -159,7 +159,7 @@ fn extra_keys_of_every_shape() {
     }
 }
 
-/// The events that either decoder returns say whether they have extra keys; `describe` compares that.
+/// Both decoders say of each event whether it has extra keys; `describe` compares this.
 #[test]
 fn extra_keys_that_are_decoded_are_announced() {
     let found = describe_decoded(&golden("0.24.0", "stored_extra_keys_mm_salt_embeds"), &Limits::default());
@@ -433,7 +433,7 @@ fn a_schema_of_unknown_names_is_an_error() {
     );
 }
 
-/// A scratch stays within its bound, also after several payloads.
+/// A scratch stays within its memory bound, even after several payloads.
 #[test]
 fn memory_follows_the_payload() {
     let size = 60_000_u16;
@@ -448,7 +448,7 @@ fn memory_follows_the_payload() {
     let events = many(&[0x92, 1], &[&[0x91], &text("AllBlocksCleared")[..]].concat());
     let mut scratch = Scratch::default();
     for payload in [&hashes, &tokens, &pairs, &events] {
-        // Truncated or complete arrays: the declared number of elements allocates nothing.
+        // Arrays that state too many elements cause no allocation, whether they are truncated or complete.
         for length in (0..payload.len()).step_by(997).chain([payload.len()]) {
             let _ = scan(&payload[..length], &schema(), &mut scratch);
         }
@@ -481,7 +481,7 @@ fn declared_lengths_allocate_nothing() {
 
 // --- arbitrary payloads ---
 
-/// Msgpack without a meaning, with names of real fields.
+/// Meaningless msgpack with the names of real fields.
 fn msgpack() -> impl Strategy<Value = Vec<u8>> {
     let mut names: Vec<&str> = (layouts::LAYOUTS.iter())
         .flat_map(|(tag, _, map)| [&[*tag], *map].concat())
@@ -516,7 +516,7 @@ fn found(payload: &[u8], schema: &Schema, scratch: &mut Scratch) -> Option<impl 
     Some((events, hashes, tokens, scratch.ts.to_bits(), scratch.rank, scratch.digests))
 }
 
-/// Asserts that all spans of an accepted payload can be read, and that an earlier payload makes no difference.
+/// Asserts that all spans of an accepted payload can be read, and that an earlier payload in the scratch makes no difference.
 fn look_at_after(before: &[u8], payload: &[u8]) {
     let _ = accepted(payload);
     for schema in [schema(), schema().joining()] {
@@ -546,7 +546,7 @@ proptest! {
         look_at(&[vec![0x92, 1, 0x90 | parts.len() as u8], parts.concat()].concat());
     }
 
-    /// Real payloads in which bytes are changed, removed or inserted, or which are truncated.
+    /// Golden payloads in which bytes were changed, removed or inserted, or which were truncated.
     #[test]
     fn mutated_goldens(
         which in any::<prop::sample::Index>(),
@@ -569,7 +569,7 @@ proptest! {
         look_at_after(&golden, &payload);
     }
 
-    /// One scratch reads payloads of any two dialects.
+    /// One scratch reads payloads of two dialects, one after the other.
     #[test]
     fn any_two_goldens(before in any::<prop::sample::Index>(), after in any::<prop::sample::Index>()) {
         let goldens = goldens();
@@ -586,7 +586,7 @@ fn every_prefix_of_a_golden_is_refused() {
     }
 }
 
-/// An event depends neither on the event before it nor on an earlier payload.
+/// Each event depends only on its own bytes, not on the previous event or an earlier payload.
 #[test]
 fn events_are_read_one_by_one() {
     let store = |hash: u8, parent: u8, medium: &str, size: u8| {
@@ -621,7 +621,7 @@ fn events_are_read_one_by_one() {
     );
 }
 
-/// A schema applies its own limits to a payload that another schema has accepted.
+/// A schema applies its own limits to a payload, even if another schema has accepted the payload.
 #[test]
 fn limits_are_of_one_schema() {
     let payload = stored(&[("medium", &text("GPU"))]);
