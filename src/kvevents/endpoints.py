@@ -14,7 +14,7 @@ _TRANSPORTS: Final = ("tcp", "ipc", "inproc")
 HTTP_SCHEMES: Final = ("http", "https")
 GRPC: Final = "grpc://"
 """Prefix of the endpoint of an SMG (Shepherd Model Gateway) worker, which sends its events as a gRPC stream."""
-_ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - recognises it in settings, does not bind it
+_ANY_IPV4: Final = "0.0.0.0"  # noqa: S104 - a host to recognise, not to bind
 _LOOPBACK: Final = {"*": "127.0.0.1", _ANY_IPV4: "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 """The address at which each wildcard host is reachable from this host."""
 
@@ -95,7 +95,7 @@ def validate_remote(endpoint: str, name: str = "endpoint") -> None:
 
 
 def validate_port(endpoint: str) -> None:
-    """Raise `ConfigError` for a port that libzmq would misread: it uses the lowest 16 bits of the leading number."""
+    """Raise `ConfigError` for a port that libzmq would misread: libzmq uses the low 16 bits of the leading number."""
     port = endpoint.rpartition(":")[2]
     if endpoint.startswith("tcp://") and port != "*" and not (port.isascii() and port.isdecimal() and int(port) <= MAX_PORT):
         raise ConfigError(f"invalid endpoint {endpoint!r}: port {port!r} is not a number up to {MAX_PORT}")

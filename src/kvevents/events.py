@@ -237,7 +237,7 @@ def attestation_group_term(group: int | None) -> int:
 def attestation_term(block_hash: int | bytes, group: int | None = None) -> int:
     """Return the number that one copy of a block adds to the digest.
 
-    Only 64 bits of the announced hash count: the low bits of an integer, or the last 8 bytes of a byte hash, big-endian.
+    Only 64 bits of the announced hash are used: the low bits of an integer, or the last 8 bytes of a byte hash, big-endian.
     """
     number = block_hash & ATTESTATION_MASK if isinstance(block_hash, int) else int.from_bytes(block_hash[-8:], "big")
     return number ^ attestation_group_term(group)

@@ -12,7 +12,7 @@ VERSION: Final = "0.1.0"
 @functools.cache
 def documentation() -> str | None:
     """Return the address of the documentation in the package's metadata; None if the metadata has no address."""
-    import importlib.metadata  # noqa: PLC0415 - importing it takes 15 ms; few commands need it
+    import importlib.metadata  # noqa: PLC0415 - this import takes 15 ms, and few commands need it
 
     try:
         addresses = importlib.metadata.metadata("kvevents").get_all("Project-URL") or []

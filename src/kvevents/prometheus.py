@@ -28,7 +28,7 @@ def families(prefix: str, table: Table[T], status: T) -> Iterable[Metric]:
 
 def family(name: str, text: str, samples: Samples) -> Metric:
     """Return a metric family: a counter if its name ends with `_total`, else a gauge."""
-    from prometheus_client.metrics_core import Metric  # noqa: PLC0415 - in an extra
+    from prometheus_client.metrics_core import Metric  # noqa: PLC0415 - the package belongs to an extra
 
     metric = Metric(name.removesuffix("_total"), text, "counter" if name.endswith("_total") else "gauge")
     for labels, value in label_samples(samples):
@@ -64,7 +64,7 @@ def registry(collect: Callable[[], Iterable[Metric]]) -> CollectorRegistry:
     `collect` returns all metric families. Each scrape calls `collect` in a separate thread.
     """
     require_prometheus()
-    from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - in an extra
+    from prometheus_client import CollectorRegistry, ProcessCollector  # noqa: PLC0415 - the package belongs to an extra
 
     metrics = CollectorRegistry()
     metrics.register(_Collector(collect))
@@ -94,7 +94,7 @@ def check_address(port: int, host: str) -> None:
 def serve(collect: Callable[[], Iterable[Metric]], port: int, host: str, probes: Probes) -> Callable[[], None]:
     """Serve the metrics of `registry` and the probes until the returned function is called. Raises `EndpointError`."""
     metrics = registry(collect)
-    from prometheus_client import start_http_server  # noqa: PLC0415 - in an extra
+    from prometheus_client import start_http_server  # noqa: PLC0415 - the package belongs to an extra
 
     try:
         server, thread = start_http_server(port, host, metrics)

@@ -232,7 +232,7 @@ class ZmqEventPublisher(publisher.ZmqEventPublisher, EventPublisher):
 
     def publish(self, events: Any) -> None:
         """Accept one batch, as `kvevents.publisher.ZmqEventPublisher.publish` does; its rank field is `attn_dp_rank`."""
-        # This repeats the fast path of the base class, because calling that method would double the cost.
+        # The fast path of the base class is repeated here, because a call of that method would double the cost.
         try:
             if events.attn_dp_rank is None:
                 events.attn_dp_rank = self._data_parallel_rank
@@ -356,7 +356,7 @@ def namespaced_block_hash(block_hash: int, *, namespace_seed: bytes | None) -> i
 # The rules are those of `sglang/srt/disaggregation/kv_events.py`, 0.5.23. The functions return None for an invalid endpoint,
 # since `/server_info` calls them for each request and must not fail.
 
-_BINDABLE_HOSTS: Final = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - recognises them in settings, binds none
+_BINDABLE_HOSTS: Final = frozenset({"*", "0.0.0.0", "::"})  # noqa: S104 - hosts to recognise, not to bind
 
 HostPort: TypeAlias = tuple[str, int]
 """A host, written without brackets, and a port."""

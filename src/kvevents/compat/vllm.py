@@ -185,7 +185,7 @@ def resolve_node_endpoint(endpoint: str) -> str:
     return f"tcp://[{address}]:0" if ":" in address else f"tcp://{address}:0"
 
 
-_WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - recognises them in settings, binds none
+_WILDCARDS: Final = ("0.0.0.0", "::")  # noqa: S104 - hosts to recognise, not to bind
 _PROBE_ADDRESSES: Final = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses for which the OS selects a route. RFC 5737 and RFC 3849 reserve these addresses for documentation."""
 

@@ -85,7 +85,7 @@ class EnginePublisher(ZmqEventPublisher):
     # --- attestation ---------------------------------------------------------------------------------------------------------
 
     def record_cache(self, digest: int, *, is_batch_pending: bool) -> None:
-        """Record the digest of the cache after all accepted batches, and after the next batch too if `is_batch_pending`."""
+        """Record the digest of the cache after all accepted batches and, if `is_batch_pending`, after the next batch."""
         self._cache_state = (self._accepted_batches + is_batch_pending, digest)
 
     def end_attestation(self, error: Exception) -> None:

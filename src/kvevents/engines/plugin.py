@@ -1,7 +1,7 @@
 """The common part of the plugins: their settings, and the entry of an engine's registry that they replace.
 
-The environment variable `KVEVENTS_PUBLISHER` turns the plugin on and contains its settings. If it is not set, kvevents changes
-nothing in an engine. The engine's own options set endpoints and buffers; engines reject or drop unknown options.
+The environment variable `KVEVENTS_PUBLISHER` turns the plugin on and contains its settings. Without the variable, kvevents
+changes nothing in an engine. The engine's own options set endpoints and buffers; engines reject or drop unknown options.
 
 The publisher (`engine_publisher`) sends the digest of the engine's own prefix cache in heartbeats. `kvevents.events` defines
 the digest. A plugin updates the digest with the cache: it adds the term of each block that enters and subtracts the term of
@@ -148,7 +148,7 @@ def replace_publisher(
 ) -> None:
     """Replace the entry `zmq` of the engine's `EventPublisherFactory` if the plugin is turned on.
 
-    The publisher is always registered under `own_name`, unless that is empty. The engine's options can select that name.
+    The publisher is always registered under `own_name`, unless that is empty. The engine's options can select `own_name`.
 
     Exceptions, for example from wrong settings or an unknown release of the engine, are logged. An exception is raised only if
     keys are configured and the engine would publish unencrypted without it.

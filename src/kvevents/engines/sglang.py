@@ -35,7 +35,7 @@ from kvevents.wire.dialects import Dialect, dialect_for
 _ENGINE: Final = "SGLang"
 logger = engine_logger(_ENGINE)
 OWN_NAME: Final = "kvevents"
-"""Name that selects the publisher of kvevents in `--kv-events-config`. If the plugin is turned on, `zmq` also selects it."""
+"""Name that selects the publisher of kvevents in `--kv-events-config`, as `zmq` does if the plugin is turned on."""
 _EVENTS_MODULE: Final = "sglang.srt.disaggregation.kv_events"
 _GPU_MEDIA: Final = (None, "GPU")
 _FIRST_RELEASE: Final = "0.5.10"
@@ -49,7 +49,7 @@ _EMITTERS: Final = (
 on, the second for older releases."""
 _UNANNOUNCED_KINDS: Final = (("swa", "sliding windows"), ("mamba", "states of Mamba layers"))
 """Kinds of data that a prefix needs besides blocks of full attention; releases up to 0.5.23 send no events about them. The
-first string of each completes the name of a tree's method `supports_...`; the second describes the kind."""
+first string of each pair completes the name of a tree's method `supports_...`; the second describes the kind."""
 _MAX_UNEQUAL_BATCHES: Final = 1000
 """Number of batches after which a lasting difference between the tree and its events is logged. A difference for a few batches
 is normal: the hierarchical cache counts the blocks that it loads before it announces them."""

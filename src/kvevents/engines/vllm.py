@@ -145,7 +145,7 @@ def _has_groups() -> bool:
 def _suppress_announcements(_original: Callable[..., Any]) -> Callable[..., Any]:
     """Suppress announcements of blocks that were already cached, and of positions in a sliding window that hold no block.
 
-    Consumers would count them as further copies, which no event ever removes. Consumers that join late get full history.
+    Consumers would count each such block as a further copy, which no event removes. Consumers that join late get full history.
     """
 
     def emit_cached_block_events(*_arguments: Any, **_options: Any) -> None:
@@ -225,7 +225,7 @@ def _digest_of(manager: Any) -> int:
 
 
 def _record_connector_reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Record whether a connector has emptied its cache. Some connectors cannot empty it, and none can while it is in use."""
+    """Record whether a connector has emptied its cache. Not every connector can, and no connector can empty a cache in use."""
 
     def reset_cache(connector: Any, *arguments: Any, **options: Any) -> Any:
         result = original(connector, *arguments, **options)
@@ -259,7 +259,7 @@ def _publish_after_reset(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(scheduler, *arguments, **options)
         with publisher.ending_attestation():
             is_emptied = connector is not None and vars(connector).pop("kvevents_is_emptied", False)
-            # The connector's waiting events are published now. If they came later, they would remove blocks of the next step.
+            # The connector's waiting events are published now: later they would remove blocks of the next step.
             _publish_pending(scheduler, publisher, _take_connector_events(scheduler) if is_emptied else [])
             if is_emptied:
                 publisher.publish(KVEventBatch(time.time(), [AllBlocksCleared({"medium": "CPU"})]))

@@ -21,7 +21,7 @@ class MultiModal(Struct, frozen=True):
     id: str | int | bytes
     """The hash that the engine sends in `extra_keys`; for `mm_keys` (TensorRT-LLM), the item's `uuid`, or its `hash` if it has
     no `uuid`. A number is Dynamo's `mm_hash`; only its lowest 64 bits are used, and the item's position in a block is ignored.
-    Text and bytes are used together with that position."""
+    Text and bytes are used together with the item's position in the block."""
     start: int
     """Position of the item's first placeholder token in the prompt."""
     length: int
@@ -32,7 +32,7 @@ class Namespace(Struct, frozen=True):
     """Separates equal tokens: blocks of different namespaces never match each other."""
 
     model: str | None = None
-    """Match only workers with this model (`PrefixIndex.set_model`), or without a model if None. It is not a part of keys."""
+    """Match only workers with this model (`PrefixIndex.set_model`), or without a model if None. Keys ignore the model."""
     lora: str | int | None = None
     """Name of the LoRA adapter; for engines that send no name (vLLM before 0.14), its number, a signed 64-bit integer."""
     salt: str | None = None

@@ -31,9 +31,9 @@ class IndexLimits(Struct, frozen=True):
     """Maximum size of all orphans of a stream in bytes, because one block can fill a whole payload. The limit is at most 1/8 of
     a memory limit."""
     max_places: int = 64
-    """Maximum number of placements (tier, locality, ownership, group) in one incarnation of a stream. An engine uses a few."""
+    """Maximum number of placements (tier, locality, ownership, group) in one incarnation of a stream."""
     max_groups: int = 64
-    """Maximum number of KV cache groups in one incarnation of a stream. A hybrid model has a few."""
+    """Maximum number of KV cache groups in one incarnation of a stream. A hybrid model has a few groups."""
     max_block_sizes: int = 16
     """Maximum number of block sizes in one incarnation of a stream. Each block size costs a search per prompt."""
     max_records_per_key: int = 16
@@ -93,7 +93,7 @@ class Counters(Struct, frozen=True):
     orphans: int
     """Number of blocks that wait for their parent or their tokens."""
     copies: int
-    """Maximum number of further copies: the copies of each block on each tier, minus one for each."""
+    """Maximum number of further copies: all copies except the first copy of each block on each tier."""
     uncertain: int
     """Number of blocks, per tier and group, that might be gone: they were stored several times and removed less often."""
     rejected: dict[tuple[str, str], int]
@@ -303,7 +303,7 @@ class PrefixIndex(_native.NativeIndex):
     ) -> ApplyResult:
         """Return a result with a report. Native code passes the fields of `Rejected` and `Heartbeat` in declaration order.
 
-        `estimate` is a new code with a count, or an empty code if answers are no longer estimates.
+        `estimate` is a new code with a count, or an empty code if matches are no longer estimates.
         """
         sender_heartbeat = None if heartbeat is None else Heartbeat(*heartbeat)
         sentence = None
@@ -420,8 +420,8 @@ class PrefixIndex(_native.NativeIndex):
         Returns the added workers, sorted by source and rank, without carried ranks. Other threads can query and apply during
         the call. Other threads find each added worker either with all blocks or not at all. The streams of added workers
         continue after the sequence numbers in the snapshot: apply none of their deliveries before the call. Workers that were
-        removed from this index are added too. A source that has no model here gets its model from the snapshot. Blocks above a
-        memory limit are rejected (`evicted`).
+        removed from this index are added too. A source without a model in this index gets its model from the snapshot. Blocks
+        above a memory limit are rejected (`evicted`).
 
         If the call raises `SnapshotError`, it has added nothing. One cause of this error is a worker that the index already
         has: remove that worker first.
@@ -431,7 +431,7 @@ class PrefixIndex(_native.NativeIndex):
     # --- the overlay
 
     def speculate(self, worker: Worker, tokens: Any, namespace: Namespace | None = None, ttl: float = 2.0) -> None:
-        """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, because it was sent there.
+        """Add a speculative entry: a worker is expected to hold a prompt for `ttl` seconds, because it was routed there.
 
         The entry counts in `match(..., overlay=True)` only, and only if it is longer than the prefix that the worker holds. An
         entry has at most the first 65,536 blocks of the prompt.

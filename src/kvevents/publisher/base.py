@@ -216,7 +216,7 @@ class QueuedPublisher(EventPublisher):
             self._set_attention_rank(events)
         queue = self._queue
         # _limit is read after the length: CPython runs no other thread between the comparison and the append, so the publisher
-        # thread cannot fall asleep unnoticed. Other interpreters rely on the limited sleep of that thread.
+        # thread cannot fall asleep unnoticed. In other interpreters, a sleep ends at its limit.
         if len(queue) >= self._limit:
             self._publish_slowly(events)
             return

@@ -36,7 +36,7 @@ from kvevents.wire.decode import rank_of
 SequencedPayload: TypeAlias = tuple[int, bytes]
 """A batch as it is sent: its number and its payload."""
 Encode: TypeAlias = Callable[[Any], bytes]
-"""Encodes a batch."""
+"""Function that returns the payload of a batch."""
 _NATIVE_LIMITS: Final = astuple(DEFAULT_WIRE_LIMITS)[:6]
 
 # --- the compactor -----------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class DigestTracker:
     """Applies a stream as the index of a consumer does, and computes its digest.
 
     `index` is a subclass of `_native.NativeIndex`. `_native` is loaded at run time only, so that publishers work without it.
-    Without that module, index and digest are None, and only missing numbers are detected.
+    Without the native module, index and digest are None, and only missing numbers are detected.
     """
 
     def __init__(self, index: Any | None) -> None:

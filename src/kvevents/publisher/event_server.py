@@ -109,7 +109,7 @@ class EventSocket:
 
 
 class EventServer:
-    """The sockets and the replay thread of a stream. Numbers of batches must rise, and may start anywhere.
+    """The sockets and the replay thread of a stream. Numbers of batches must rise, and may start with any number.
 
     endpoint, replay_endpoint: used as they are, without adding a rank. bind: whether to bind the event socket.
     replay_topic: whether replies repeat the topic.

@@ -109,7 +109,7 @@ class _Snapshot(NamedTuple):
     """Number of the last batch in the snapshot."""
     batches: list[SequencedPayload]
     latest_start: int
-    """Highest start number of a request that still gets the snapshot."""
+    """Highest number with which a request may start and get the snapshot."""
     has_parts: bool
     """Whether the snapshot has several parts, which have the numbers of batches that were sent."""
 
@@ -128,7 +128,7 @@ class ReplayBuffer:
 
     With a `compactor`, evicted batches are compacted into a snapshot: a clear, and stores of the live blocks. `encode` encodes
     the snapshot. Batches are then evicted in groups: the buffer may exceed `steps` by less than `settings.group_size`, and by
-    at most the fraction 1/`settings.min_groups`. If the batches have more than `settings.max_bytes`, the buffer holds fewer.
+    at most `steps / settings.min_groups`. If the batches have more than `settings.max_bytes`, fewer than `steps` are held.
 
     One thread calls `extend` and one thread calls `batches_from`; all other methods may be called from any thread.
     """

@@ -82,7 +82,7 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     still be in flight at this rate."""
     progress_timeout: Seconds = 30.0
     """Seconds without progress after which a reply is abandoned, in addition to the time that large frames may need at
-    `min_read_rate`. A whole reply may also take at most this many seconds longer than at `min_read_rate`."""
+    `min_read_rate`. A whole reply may take at most this many seconds longer than a reply at that rate."""
     busy_timeout: Seconds = 2.0
     """Replaces `progress_timeout` while `max_sessions` replies are in progress, so that slow consumers do not delay others."""
 

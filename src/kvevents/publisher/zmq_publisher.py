@@ -3,7 +3,7 @@
 Theory of operation. `publish` puts a batch into a queue (`base`). One thread, `zmq-publisher`, takes bursts of batches out of
 the queue, encodes them and sends them (`event_server`). While batches arrive steadily, the thread sleeps until the next one is
 expected, because waking the thread would be the most expensive step of `publish`. If batches arrive irregularly, the thread
-sleeps until `publish` wakes it. Batches that the thread itself creates, such as heartbeats, get numbers before the queued ones.
+sleeps until `publish` wakes it. Batches that the thread itself creates, such as heartbeats, get numbers before queued batches.
 A second thread, `zmq-compaction`, compacts batches that leave the replay buffer, so that no live batch waits for compaction.
 
 The publisher fails open. The thread logs and counts every exception and continues with the next batch; the number of a batch

@@ -23,7 +23,7 @@ MAX_WAITING_BATCHES: Final = 4096
 MAX_WAITING_BYTES: Final = 16 << 20
 """Maximum number of payload bytes of the waiting batches in one stream."""
 _RECEIVE_TIME: Final = math.inf
-"""The time at which all frames count as received. It is infinite, so all timers of a stream are due when `tick` is called."""
+"""The time at which all frames count as received. An infinite time makes all timers of a stream due when `tick` is called."""
 _ENDPOINT: Final = "inproc://recording"
 _CONFIRMING_REPORT: Final = BatchReport(digest_matches=True)
 """The report about each live batch. A report confirms earlier replies: within one run, replies come from the same publisher."""

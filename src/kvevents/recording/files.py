@@ -4,8 +4,8 @@ A line is `{"socket", "run", "endpoint", "t", "frames"}`, with frames in base64.
 run, is a line with `meta` instead of `endpoint`, and without frames. A file whose name ends in `.gz` is compressed. `kvevents
 record` writes recordings; `kvevents play` and `kvevents.testing.TapePlayer` play them.
 
-A recorder that is killed leaves an incomplete line at the end. Readers yield all lines before that line and report it. Any
-other damage raises a `RecordingError` that names the file and the line.
+A recorder that is killed leaves an incomplete line at the end. Readers yield all complete lines and report the incomplete line.
+Any other damage raises a `RecordingError` that names the file and the line.
 """
 
 from __future__ import annotations

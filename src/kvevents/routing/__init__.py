@@ -8,7 +8,7 @@
     print(decision.worker, decision.explain())
 
 The guide is the page `guides/routing.md` of the documentation. Policies and `Router` raise `MissingDependencyError` if the
-compiled module is missing, as `kvevents.index` does. Code that reads the loads of engines works without it.
+compiled module is missing, as `kvevents.index` does. Code that reads the loads of engines works without that module.
 """
 
 from typing import TYPE_CHECKING

@@ -175,7 +175,7 @@ def _to_count(value: float) -> int:
 
 def _parse_metrics(text: bytes) -> Iterable[tuple[str, Mapping[str, str], float]]:
     require_prometheus("the load of vLLM needs")
-    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - in an extra
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - the package belongs to an extra
 
     try:
         for family in text_string_to_metric_families(text.decode()):

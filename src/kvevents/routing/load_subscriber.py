@@ -77,7 +77,7 @@ class _Stream(Readings):
 
     def _connect_to(self, address: str) -> None:
         if address != self._address:
-            with contextlib.suppress(zmq.ZMQError):  # the first address replaces no other
+            with contextlib.suppress(zmq.ZMQError):  # before the first address, there is nothing to disconnect
                 self.socket.disconnect(self._address)
             self.socket.set(zmq.IPV6, int(needs_ipv6(address)))
             connect_or_bind(self.socket, address, bind=False)

@@ -81,7 +81,7 @@ DECODING_WEIGHT: Final = 256.0
 
 A step that generates one token of an answer takes as long as computing about ten prompt tokens, since the step reads the keys
 and values of all earlier tokens. An answer takes some hundred steps, but a new prompt only waits for some of them. The values
-64 and 1,024 are worse, each for another kind of traffic (decision record 0008).
+64 and 1,024 are each worse for some kind of traffic (decision record 0008).
 """
 
 
@@ -94,7 +94,7 @@ MEASURES: Final[dict[str, Callable[[Load], float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class NoSettings:
-    """The settings of a policy that has no settings."""
+    """Settings without fields, for policies that need no settings."""
 
 
 class RandomChoice:
@@ -309,7 +309,7 @@ class PrefixAware:
         )
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
-        """Choose the lowest score. Among equal scores prefer the candidate that must compute less; then `tie` decides."""
+        """Choose the candidate with the lowest score; of equal scores, the one that must compute less; then `tie` decides."""
         sampled = self._sample(candidates)
         loads = [one.load for one in sampled]
         scores, best = self._scorer.weigh(

@@ -30,7 +30,7 @@ MAX_HALVINGS: Final = 16
 
 
 class _WorkerLoad:
-    """The load of a worker. Requests of a removed worker change its old object, never that of a new worker with its name.
+    """The load of a worker. Requests of a removed worker do not change the load of a new worker with the same name.
 
     A worker that is added while other workers have requests begins with their mean load, which is halved every `HALF_LIFE`.
     With no load it would get every prompt until it has as many requests as the other workers, whose requests may have ended.
@@ -176,10 +176,10 @@ class Decision(Struct, frozen=True):
 class Router:
     """Chooses a worker for each prompt, and keeps track of requests in flight. Thread-safe.
 
-    The load of a worker consists of the requests that this router has sent to it and that have not ended. With `engine_load` it
-    is the load that the engine reports.
+    The load of a worker consists of the requests that this router has sent to it and that have not ended. With
+    `engine_load`, the load of a worker is the load that its engine reports.
 
-    - `index` is needed by policies that use it. The caller keeps it up to date.
+    - `index` is needed by policies that use it. The caller keeps the index up to date.
     - `trust` returns the trust in a worker's stream, or the name of its state (`lambda worker: subscriber.trust(*worker)`);
       default: EXACT. `trust` must not call the router. What an EXACT worker holds on its `inexact_tiers` counts as DEGRADED.
       With any policy a STALE worker is chosen only if all workers are STALE, and a CONNECTING worker only if no worker has a

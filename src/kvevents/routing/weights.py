@@ -39,9 +39,9 @@ def distance_of(state: str) -> int:
 
 
 def tokens_by_tier(tiers: Mapping[str, int]) -> dict[str, int]:
-    """Return how many tokens each tier adds to the faster tiers, from cumulative counts. Their sum is the length of the prefix.
+    """Return how many tokens each tier adds to the faster tiers, from cumulative counts.
 
-    Tiers that add nothing are omitted.
+    The sum of the returned numbers is the length of the prefix. Tiers that add nothing are omitted.
     """
     added: dict[str, int] = {}
     for tier in (*(tier for tier in TIERS if tier in tiers), *sorted(tiers.keys() - set(TIERS))):

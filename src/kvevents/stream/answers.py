@@ -76,7 +76,7 @@ class AnswerReader:
         self._open(self._fetch_from_fingerprints(Purpose.VERIFY))
 
     def fetch_missing(self) -> None:
-        """Request missing batches, from the unconfirmed batch on, which shows whether the same publisher answers again."""
+        """Request missing batches. The request begins with the unconfirmed batch, which identifies the publisher."""
         self._open(self._fetch_from_missing(), self._deliverer.cross_check.last_live)
 
     def compare_soon(self) -> None:
@@ -111,7 +111,7 @@ class AnswerReader:
         live = deliverer.cross_check.last_live
         unconfirmed: Fingerprint | NewestBatch | None = next(iter(deliverer.cross_check.all_unconfirmed), None)
         if unconfirmed is not None and live is not None and live.seq < unconfirmed.seq:
-            # An older live batch cannot confirm the unconfirmed batch, but shows whether this publisher answers.
+            # An older live batch cannot confirm the unconfirmed batch, but shows whether its publisher answers.
             unconfirmed = live
         first = deliverer.chain.first or unconfirmed or live or deliverer.newest
         live_before = -1 if live is None else live.seq
@@ -276,7 +276,7 @@ class AnswerReader:
         elif reply.seq == fingerprint.seq:
             if fingerprint.matches(reply.payload):
                 return self._repeat_fingerprint(fetch, fingerprint)
-            return self._differ_from_fingerprint(fetch, fingerprint, reply)
+            return self._handle_other_payload(fetch, fingerprint, reply)
         return None
 
     def _repeat_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> NextInput:
@@ -316,7 +316,7 @@ class AnswerReader:
         is_incomplete = DegradedReason.IDENTITY in self._deliverer.ledger
         self._deliverer.chain = FingerprintChain(is_incomplete=is_incomplete)
 
-    def _differ_from_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> NextInput:
+    def _handle_other_payload(self, fetch: ReplayFetch, fingerprint: Fingerprint, reply: ReplayBatch) -> NextInput:
         reason = f"publisher restarted: number {fingerprint.seq} now has another content"
         if not begins_with_clear(reply.payload):
             return self._handle_conflict(fetch, reason)
@@ -380,7 +380,7 @@ class AnswerReader:
         order.highest_known = max(order.highest_known, seq)
         early_batch = deliverer.early.get(seq)
         if early_batch is not None and early_batch.payload != payload and (is_part or begins_with_clear(payload)):
-            # This part of the snapshot replaces the waiting live batch with the same number, and all missing earlier batches.
+            # The part of the snapshot replaces the waiting live batch with the same number, and all missing earlier batches.
             deliverer.early.pop(seq)
             early_batch = None
         elif early_batch is not None:
@@ -439,7 +439,7 @@ class AnswerReader:
         deliverer.end_snapshot()
         if fetch.fingerprint is not None:
             counters.truncated += 1
-            return self._miss_fingerprint(fetch, fetch.fingerprint)
+            return self._handle_missing_fingerprint(fetch, fetch.fingerprint)
         if fetch.stage is Stage.CONFIRMING:
             return (Input.COMPLETE,)
         if order.is_complete:
@@ -465,7 +465,7 @@ class AnswerReader:
             self.checks.fail_comparison(deliverer.now)
         return (Input.COMPLETE,)
 
-    def _miss_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> NextInput:
+    def _handle_missing_fingerprint(self, fetch: ReplayFetch, fingerprint: Fingerprint) -> NextInput:
         """Handle an answer that ended before it repeated a fingerprint, so that the publisher is not identified."""
         if not fetch.end_without_fingerprint(self._limits):
             self._retry(fetch)

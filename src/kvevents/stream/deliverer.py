@@ -298,7 +298,7 @@ class Deliverer:
             self.end_silence()
         self.newest = fingerprint = Fingerprint.of_batch(seq, payload, live=False)
         if not begins_with_clear(payload):
-            # The digest of a snapshot is not stored, because it differs from the digest of the batch with that number.
+            # The digest of a snapshot is not stored, because the live batch with the same number has another digest.
             self.order.add_digest(seq, fingerprint.digest)
         if self.chain.wants_first_of_connection:
             self.chain.add_first_of_connection(fingerprint)

@@ -176,7 +176,7 @@ class RawBatch(msgspec.Struct, frozen=True, gc=False):
 class Reset(msgspec.Struct, frozen=True, gc=False):
     """The consumer must drop all state from this stream. The batches that the publisher still holds are delivered again.
 
-    The publisher has begun a new incarnation, its identity cannot be verified, or its state differs from the delivered state.
+    Causes: a new incarnation, an identity that cannot be verified, or a state that differs from the publisher's.
     """
 
     source: str
@@ -222,7 +222,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The position of an application in a stream, for `Subscriber.add(source, resume=...)` in a later process.
 
     The application stores a checkpoint together with its state after the same deliveries; if the state can be newer, use
-    `merge_later`. A checkpoint has a few hundred bytes. `encode` writes it; msgspec can write it as a part of other data.
+    `merge_later`. A checkpoint has a few hundred bytes. It can be written by `encode`, or by msgspec as a part of other data.
     """
 
     source: str
@@ -238,7 +238,7 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stream begins with a `Reset`.
     """
     replay_seen: bool = False
-    """Whether the replay endpoint has ever sent a batch. An endpoint that sends none later serves another incarnation."""
+    """Whether the replay endpoint has ever sent a batch. If its buffer is empty later, it serves another incarnation."""
     degraded_reasons: dict[str, _LastSeq] = {}
     """Names of the degraded reasons that outlive a process, each with the last batch number that it affects."""
     fingerprints_dropped: bool = False
@@ -262,13 +262,13 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             return msgspec.json.decode(data, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise SnapshotError(f"invalid checkpoint of a stream: {error}; add its source without one") from error
+            raise SnapshotError(f"invalid checkpoint of a stream: {error}; add its source without a checkpoint") from error
 
     def merge_later(self, later: Checkpoint) -> Checkpoint:
         """Return the checkpoint for a state that was saved at an unknown time between this checkpoint and `later`.
 
         All batches after this checkpoint are delivered again; the state must skip the batches that it contains. The result has
-        the degraded reasons of both. If a new incarnation began in between, all batches are delivered again after a `Reset`.
+        the degraded reasons of both checkpoints. If their incarnations differ, all batches are delivered again after a `Reset`.
         """
         if later.incarnation != self.incarnation:
             return Checkpoint(self.source, self.rank, max(self.incarnation, later.incarnation), -1)

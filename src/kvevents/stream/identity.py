@@ -22,8 +22,8 @@ from kvevents.stream.settings import StreamLimits
 from kvevents.wire import MAX_SEQ, Live
 
 MAX_FINGERPRINTS: Final = 16
-"""Maximum number of fingerprints in a chain. A chain that needs more is incomplete, and IDENTITY remains a degraded reason.
-An unverified connection adds two."""
+"""Maximum number of fingerprints in a chain. If a chain needs more fingerprints, it is incomplete, and IDENTITY remains a
+degraded reason. An unverified connection adds two fingerprints."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SEQ)]
 _Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -104,7 +104,7 @@ class FingerprintChain:
 
     @property
     def first(self) -> Fingerprint | None:
-        """The oldest fingerprint. An answer that repeats this fingerprint may belong to the same incarnation."""
+        """The oldest fingerprint. An answer that repeats this fingerprint may belong to the chain's incarnation."""
         return self.fingerprints[0] if self.fingerprints else None
 
     @property

@@ -61,9 +61,9 @@ class ReplayFetch(Struct):
     verifies_reconnect: bool = False
     """Whether the answer has repeated the first fingerprint of the chain, so that the later fingerprints must follow."""
     has_more: bool = False
-    """Whether the answer had more than its fingerprints. Further messages of an answer with more may have been lost."""
+    """Whether the answer had more than its fingerprints, so that further messages of the answer may have been lost."""
     live_before: int = -1
-    """Number of the newest live batch at the time of the request, or -1. The publisher's own replay has this number or more."""
+    """Number of the newest live batch at the time of the request, or -1. Replay of the same publisher is at least as new."""
     highest: int = -1
     """The highest number of a batch in the answer."""
     highest_early: int = -1

@@ -11,7 +11,7 @@ class StreamLimits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     max_pending_batches: Positive = 65_536
     """Maximum number of batches that wait for a missing batch; further batches are replayed later. Engines' replay buffers have
-    10,000."""
+    10,000 batches."""
     max_pending_bytes: Bytes = 64 * 1024 * 1024
     """Maximum number of bytes of the batches that wait for a missing batch."""
     max_total_pending_bytes: Positive = 512 * 1024 * 1024

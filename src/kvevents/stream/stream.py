@@ -362,7 +362,7 @@ class Stream:
         self._record_arrival(1, now)
         self._record_first_live(live)
         self._apply(Input.LIVE, live)
-        # Called again, because the frame may have begun another incarnation, whose first live batch it is.
+        # The method is called again, because the frame may have begun another incarnation, whose first live batch it is.
         self._record_first_live(live)
 
     def _record_first_live(self, live: Live) -> None:
@@ -403,7 +403,7 @@ class Stream:
         elif order is Order.KNOWN:
             self._compare_with_replayed(live)
         else:
-            self._take_early(live)
+            self._buffer_early_batch(live)
 
     def _compare_with_replayed(self, live: Live) -> None:
         """Compare a live batch with the replayed batch of the same number; their payloads must be equal."""
@@ -419,7 +419,7 @@ class Stream:
             self._deliverer.cross_check.add_live(NewestBatch(live.seq, live.payload, True))
             self._answers.compare_soon()
 
-    def _take_early(self, live: Live) -> None:
+    def _buffer_early_batch(self, live: Live) -> None:
         """Let a batch wait because an earlier batch is missing."""
         deliverer, order = self._deliverer, self._deliverer.order
         order.highest_known = max(order.highest_known, live.seq)

@@ -32,8 +32,8 @@ Both payloads are correct; if an earlier batch is missing, only the snapshot is 
 ends the wait for all earlier batches: the first message of an answer is never lost, so the publisher has no earlier batch.
 Early batches with lower numbers are then dropped, because the snapshot contains them.
 
-A heartbeat of a kvevents publisher states the digest of its state after that batch, its trust in this state, its incarnation,
-and when the next heartbeat comes (`trust`). Only a consumer can compare that digest with its own state (`Stream.report`). A
+A heartbeat of a kvevents publisher states the digest of its state after the batch, its trust in this state, its incarnation,
+and when the next heartbeat comes (`trust`). Only a consumer can compare the digest with its own state (`Stream.report`). A
 matching digest ends the degraded reasons of earlier batches. If the digest or the incarnation differs, the stream starts over,
 because a publisher with heartbeats answers a request from 0 with its whole state. A publisher inside the engine also attests
 the contents of the engine's own cache. If the consumer's state differs from the attestation, the stream also starts over; only

@@ -152,7 +152,7 @@ class _Marks:
 
     A slow consumer may report about a batch after hundreds of later causes, so marks are stored separately. If there are more
     than `max_marks`, every number between the first mark and the oldest stored mark counts as affected. So a digest mismatch
-    may count as explained although it is not, but never the reverse.
+    without a known cause may count as explained, but a mismatch with a known cause never counts as unexplained.
     """
 
     __slots__ = ("_first_dropped", "_max_marks", "_newest")
@@ -199,7 +199,7 @@ class TrustLedger:
     """The degraded reasons of one stream, each with the last number that it affects.
 
     A consumer that decodes payloads itself reports clears or unreadable events some time after a batch was delivered, in any
-    order. Because each reason has a number, the ledger is then the same as if each batch had been decoded before the next one.
+    order. Because each reason has a number, the order and the time of reports do not change which reasons remain.
     """
 
     def __init__(self, max_marks: int = MAX_MARKS) -> None:
@@ -207,7 +207,7 @@ class TrustLedger:
         self._marks: dict[DegradedReason, _Marks] = {}
         self._last_clear = self._last_match = self._last_attestation = self._last_mismatch = self._last_estimate = -1
         self.estimate_reason = ""
-        """Why the consumer's answers are estimates, according to its last report."""
+        """Why the consumer's prefix matches are estimates, according to its last report."""
 
     def __bool__(self) -> bool:
         return bool(self._marks)
@@ -248,7 +248,7 @@ class TrustLedger:
             self.add(DegradedReason.REJECTED, seq)
 
     def record_estimate(self, seq: int, reason: str) -> None:
-        """Record why the consumer's answers are estimates from batch `seq` on; an empty reason means that answers are exact."""
+        """Record why the consumer's prefix matches are estimates from batch `seq` on; empty if the matches are exact."""
         if seq >= self._last_estimate:
             self._last_estimate, self.estimate_reason = seq, reason
             self.discard(DegradedReason.ESTIMATED_MATCHES)

@@ -202,7 +202,7 @@ class BoundSocket:
             else:
                 self._peers.add(value)
                 if value in self._ended_connections:
-                    # A new connection reuses the descriptor. Until the socket is drained, messages may belong to either one.
+                    # A new connection reuses the descriptor. Undrained messages may belong to the old or the new connection.
                     for feed in self._feeds_of(value):
                         feed.change(is_connected=False)
         if is_drained and self._ended_connections:

@@ -161,8 +161,8 @@ class FrontEnd(Generic[BatchT]):
         """Follow one more source; a string is its endpoint.
 
         If `resume` is given, continue after this checkpoint of an earlier process. As after a reconnect, the stream first
-        verifies that the publisher's incarnation has not changed; until it is verified, trust is STALE. If it has not changed,
-        the next delivery is the batch after the checkpoint; if it has, the next delivery is a `Reset`.
+        verifies that the publisher's incarnation has not changed; before this check succeeds, trust is STALE. If the
+        incarnation has not changed, the next delivery is the batch after the checkpoint; otherwise it is a `Reset`.
 
         Raise `ConfigError` if a source with this name and rank is followed already, or if `resume` has another name or rank.
         Raise `EndpointError` if the endpoint is invalid.
@@ -190,9 +190,9 @@ class FrontEnd(Generic[BatchT]):
             self._end_call(call)
 
     def report(self, delivery: Batch | RawBatch | Reset | Gap, report: BatchReport | None) -> None:
-        """Report the findings of decoding and applying a batch; they can change the trust. If `report` is None, do nothing.
+        """Report the findings of decoding and applying a batch, which can change the trust. If `report` is None, do nothing.
 
-        Call `report` at most once for each batch, at any time after its delivery. A subscriber with a `sink` calls it.
+        Call `report` at most once for each batch, at any time after its delivery. If there is a `sink`, `receive` does so.
         The report does not end degraded reasons that are newer than the batch. In a report about a `Batch`, all findings except
         comparisons and estimates are ignored, because the subscriber itself has decoded the batch. If a digest does not match,
         the next delivery may be a `Reset`. A report about a `Reset`, a `Gap` or a source that was removed is ignored.

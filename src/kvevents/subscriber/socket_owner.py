@@ -99,7 +99,7 @@ class SocketOwner:
         return socket
 
     def watch(self, socket: HasFileno, connections: Callable[[], Iterable[Connection]]) -> None:
-        """Make `wait` return these connections when the state of a socket changes."""
+        """Make `wait` return `connections()` when the state of a socket changes."""
         self.selector.register(socket.fileno(), selectors.EVENT_READ, connections)
 
     def close_socket(self, socket: Socket) -> None:

@@ -22,10 +22,10 @@ class Subscriber(FrontEnd[BatchT], Closeable):
             for delivery in subscriber:
                 print(delivery)
 
-    With `decode=False` it delivers `RawBatch` instead of `Batch`, for applications that decode payloads themselves. Such an
-    application must `report` its findings. With a `sink`, such as a `PrefixIndex`, each delivery is applied and reported before
-    it is returned. If the sink raises, `receive` raises the same exception, and each stream whose deliveries were passed to the
-    sink is delivered again after a `Reset`. Until all were delivered again, the trust of such a stream is at most REPLAYING.
+    With `decode=False`, `receive` returns `RawBatch` instead of `Batch`: the application decodes payloads, and must `report`
+    its findings. With a `sink`, such as a `PrefixIndex`, each delivery is applied and reported before it is returned. If the
+    sink raises, `receive` raises the same exception, and each stream whose deliveries were passed to the sink is delivered
+    again after a `Reset`. Until a stream is delivered again completely, its trust is at most REPLAYING.
     """
 
     if TYPE_CHECKING:

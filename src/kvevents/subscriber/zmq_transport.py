@@ -145,7 +145,7 @@ class ZmqTransport(SocketOwner):
     def close(self) -> None:
         """Close every connection, and the context if it is private."""
         if self.process != os.getpid():
-            # Descriptors stay registered: the parent uses the same epoll set, and would no longer see an unregistered one.
+            # Descriptors stay registered: the parent uses the same epoll set, and would not see an unregistered descriptor.
             self.finalizer()
             self.selector.close()
             self.names.close()
@@ -488,7 +488,7 @@ class ReceivedBatches(NamedTuple):
 
 
 def receive_batches(native: Any | None, socket: Socket, topic: bytes, numbers: range, limit: int) -> ReceivedBatches:
-    """Receive at most `limit` messages; expected batches (with this topic and these numbers) are reduced to their payloads.
+    """Receive at most `limit` messages; expected batches (with `topic` and `numbers`) are reduced to their payloads.
 
     A message with more or fewer than three frames is never an expected batch. If `native` is None, only pyzmq is used.
     """

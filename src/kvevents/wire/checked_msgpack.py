@@ -29,13 +29,13 @@ class WireLimits(Struct, frozen=True):
     max_hashes: int = 1_000_000
     """Maximum number of block hashes in one event: 16 million tokens at the smallest common block size."""
     max_fields: int = 256
-    """Maximum number of fields of an event, or of elements of a batch. Engines send up to 16. A decoded unknown field takes
-    100 times its size in memory."""
+    """Maximum number of fields of an event, or of elements of a batch. Engines send up to 16 fields. A decoded unknown field
+    takes 100 times its size in memory."""
     max_free_form_bytes: int = 4 * 1024 * 1024
     """Maximum number of bytes in the parts of a batch that have no fixed form: `extra_keys` and unknown fields. Empty lists
     take 140 times their size while they are decoded. Extra keys for a million tokens with a LoRA have about 2 MiB."""
     max_nesting: int = 8
-    """Maximum depth of containers; the event itself is level 1. Engines reach 4 (with multimodal `extra_keys`)."""
+    """Maximum depth of containers; the event itself is level 1. Engines reach depth 4 (with multimodal `extra_keys`)."""
     max_rejected: int = 1_000
     """Maximum number of rejected events in a batch. If more events are rejected, the whole batch is rejected."""
 
@@ -117,7 +117,7 @@ class DecodeBudget:
             raise BatchRejectedError("too-complex", "the batch takes more steps to read than its size allows")
 
     def take_bytes(self, name: str, size: int) -> None:
-        """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` if the batch has fewer bytes left."""
+        """Count `size` bytes of the field `name`. Raise `DecodeRejectedError` if fewer bytes are left for the batch."""
         if size > self._bytes_left:
             raise DecodeRejectedError(
                 "oversized", f"{name} has {size} bytes; the limit max_free_form_bytes of a batch is {self._max_bytes}"

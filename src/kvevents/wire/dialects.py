@@ -114,7 +114,7 @@ DECLARED: Final = replace(
 """The dialect that sends events as maps, with all fields of `kvevents.events` that any engine has."""
 DEFAULT_DIALECT: Final = replace(_V0_22, is_lossless=True)
 """The dialect of a publisher if no release is named: the last array form of vLLM, and replies without a topic. The decision
-record 0025 lists the programs that read this form."""
+record 0025 lists the programs that read arrays."""
 DEFAULT_SGLANG_DIALECT: Final = replace(_S0_5_9, is_lossless=True)
 """The dialect of `kvevents.compat.sglang` if no release is named: the last array form of SGLang."""
 ARRAY_STORED: Final = _V0_22.stored_fields
@@ -124,7 +124,7 @@ ARRAY_REMOVED: Final = (*_V0_22.removed_fields, "heartbeat")
 ARRAY_CLEARED: Final = ("medium", "group_idx")
 """Fields that limit a clear to a medium and a group. Only kvevents sends these fields in array events."""
 
-# No release sends this kind yet: https://github.com/vllm-project/vllm/pull/50732.
+# No release sends `BlockInactive` yet: https://github.com/vllm-project/vllm/pull/50732.
 NEUTRAL_KINDS: Final = frozenset({"BlockInactive"})
 """Kinds of events that do not change which blocks are resident. Decoders skip neutral events, and the stream stays trusted.
 An event of any other unknown kind might change blocks, so it is rejected, and the stream becomes DEGRADED."""
@@ -161,7 +161,7 @@ def dialect_for(engine: str, release: str = "latest") -> Dialect:
     `engine` is `vllm` or `sglang`, `release` a version such as `0.5.17`, `v0.11.1+cu128` or `latest`. A release newer than the
     newest row uses the newest row.
 
-    Raise `UnknownDialectError` for another engine, an unreadable release, or one older than the first row.
+    Raise `UnknownDialectError` for another engine, an unreadable release, or a release older than the first row.
     """
     rows = [row for row in _TABLE if row.engine == engine.lower()]
     if not rows:

@@ -168,8 +168,8 @@ def _write(path: Path, text: str, mode: int, *, replace: bool) -> None:
 class Curve(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """CURVE keys of one end, each 40 characters of Z85 (`zmq.curve_keypair`).
 
-    If `server_key` is None, this end is the CURVE server, whose public key the peers must know. If not, this end is a client of
-    the server that owns that key. Either end can bind.
+    If `server_key` is None, this end is the CURVE server, whose public key the peers must know. If it is set, this end is a
+    client of the server that owns that key. Either end can bind.
 
     Raises `ConfigError` if a key is invalid, or if `key_file` cannot be read or can be read by others.
     """

@@ -24,7 +24,7 @@ CACHE_SECONDS: Final = 3.0
 
 
 class Lookup:
-    """The addresses of an endpoint."""
+    """A lookup of the addresses of an endpoint."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
