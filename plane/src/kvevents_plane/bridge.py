@@ -63,7 +63,7 @@ __all__ = ["Bridge", "BridgeSettings", "Watch"]
 log = logging.getLogger(__name__)
 
 PAGE_BYTES: Final = 512 << 10
-"""Maximum size of a page in bytes; lower if the servers accept less. Such a page holds thousands of batches."""
+"""Maximum size of a page in bytes; lower if the servers accept less. A page of this size holds thousands of batches."""
 MARGIN_BYTES: Final = 4 << 10
 """Number of bytes in a message that are reserved for headers, a heartbeat and the bridge's name."""
 MIN_PAGE_BYTES: Final = MAX_REGISTRATION_BYTES + 8 * MAX_SOURCE_BYTES
@@ -106,13 +106,13 @@ class Bridge:
         self.resyncs = 0
         """Number of times that the bridge followed a stream again because the stream had diverged from the log."""
         self.name_conflict = ""
-        """Process and host that also write under this bridge's name; empty if there is no such conflict."""
+        """Process and host that also write under this bridge's name; empty without a conflict."""
         self.partitions: list[PartitionWriter] = []
         self.liveness: Final = EngineLiveness(settings.dead_seconds)
         self.unclaimed: Final = UnclaimedEngines(settings.unclaimed_seconds)
         self.ready = asyncio.Event()
         """Set as soon as every partition has been read to its end, and the engines are followed."""
-        self._watches: Final = {watch.key: watch.validated() for watch in watches}
+        self._watches: Final = {watch.key: watch.validate() for watch in watches}
         self._layout = Layout(plane.name, plane.partitions)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reader = EngineReader(self.id, self._on_records, self._has_room, receive_queue=settings.receive_queue)
@@ -139,12 +139,12 @@ class Bridge:
 
     @property
     def invalid_records(self) -> int:
-        """Number of invalid records in the log. No bridge writes such records, so a number above 0 shows a defect."""
+        """Number of invalid records in the log. No bridge writes invalid records, so a number above 0 shows a defect."""
         return sum(partition.builder.state.invalid_records for partition in self.partitions)
 
     @property
     def engine_conflict(self) -> str:
-        """Sentence that names an engine whose name another bridge uses for another engine; empty if there is no conflict."""
+        """Sentence that names an engine whose name another bridge uses for another engine; empty without a conflict."""
         return next((partition.conflict for partition in self.partitions if partition.conflict), "")
 
     def trusts(self) -> dict[StreamKey, TrustRecord | None]:
@@ -231,7 +231,7 @@ class Bridge:
 
     def watch(self, watches: Sequence[Watch]) -> None:
         """Follow exactly these ranks from now on. Call this in the event loop. Changes nothing if it raises `ConfigError`."""
-        wanted = {watch.key: watch.validated() for watch in watches}
+        wanted = {watch.key: watch.validate() for watch in watches}
         for key in [key for key in self._watches if key not in wanted]:
             del self._watches[key]
             self._unfollow(key)
@@ -447,7 +447,7 @@ class Bridge:
                 )
 
     def _conflict_in(self, partition: PartitionWriter, now: float) -> str:
-        """Return a sentence about a stream whose name another bridge uses for another engine; empty if there is no conflict."""
+        """Return a sentence about a stream whose name another bridge uses for another engine; empty without a conflict."""
         for key, stream in partition.builder.state.streams.items():
             if (watch := self._watches.get(key)) is None:
                 continue

@@ -149,7 +149,7 @@ MIN_ABSENT_ENGINES: Final = 2
 """Minimum number of absent engines for a suspicion. A single absent engine can have an unrelated cause."""
 
 
-def _suspicion(joined: Collection[StreamKey], absent: Collection[StreamKey], text: str) -> str:
+def _describe_suspicion(joined: Collection[StreamKey], absent: Collection[StreamKey], text: str) -> str:
     """Return `text` with the numbers of absent engines and of all engines. Return "" unless suspiciously many are absent."""
     engines, missing = len({source for source, _ in joined}), len({source for source, _ in absent})
     return text.format(missing, engines) if missing >= MIN_ABSENT_ENGINES and missing * 2 > engines else ""
@@ -163,7 +163,7 @@ class EngineLiveness:
         """Why the bridge suspects its own network; empty if it has no suspicion."""
         self._dead_seconds: Final = dead_seconds
         self.reports: dict[StreamKey, TrustRecord] = {}
-        """Current trust of each stream whose trust is known. The reachability of a stream without an entry does not change."""
+        """Trust of each stream whose trust is known. If a stream loses its entry, `dead_streams` counts it as before."""
         self._unreachable_since: dict[StreamKey, float] = {}
 
     def forget(self, key: StreamKey) -> None:
@@ -183,7 +183,7 @@ class EngineLiveness:
         since = {key: since.get(key, now) for key in unreachable}
         # A short outage removes no engine, so only a long outage makes the bridge suspect its network.
         is_long = max((now - began for began in since.values()), default=0.0) > self._dead_seconds / 2
-        suspicion = _suspicion(joined, unreachable, "{} of {} engines are unreachable") if is_long else ""
+        suspicion = _describe_suspicion(joined, unreachable, "{} of {} engines are unreachable") if is_long else ""
         if bool(suspicion) != bool(self.suspicion):
             text = f"{suspicion}: suspecting the network, removing none of them" if suspicion else "engines are reachable again"
             log.warning("%s", text)
@@ -211,7 +211,7 @@ class UnclaimedEngines:
         """Return the streams that were unclaimed for too long. Call this periodically: each call takes a sample."""
         self._since = {key: self._since.get(key, now) for key in unclaimed}
         self.engines = len({source for source, _ in unclaimed})
-        reason = _suspicion(joined, unclaimed, "no bridge claims {} of the {} engines in the log")
+        reason = _describe_suspicion(joined, unclaimed, "no bridge claims {} of the {} engines in the log")
         if bool(reason) != bool(self.suspicion):
             text = f"{reason}: removing none of them; check that all bridges run, and their settings" if reason else ""
             log.warning("%s", text or "bridges claim most engines in the log again")
@@ -222,14 +222,15 @@ class UnclaimedEngines:
 class BridgePeers:
     """The other bridges that write to one partition, according to what one bridge has read.
 
-    `heartbeats` returns the last heartbeats in the partition. A bridge is alive only if its heartbeat arrived after the start.
+    `heartbeats` returns each bridge's newest heartbeat in the partition. A bridge is alive only if its heartbeat arrived after
+    this bridge had started.
     """
 
     def __init__(self, own_id: str, heartbeats: Callable[[], Mapping[str, LastHeartbeat]]) -> None:
         self._own_id: Final = own_id
         self._heartbeats: Final = heartbeats
         self._arrivals: dict[str, tuple[int, float]] = {}
-        """Position and time of arrival of each bridge's last heartbeat."""
+        """Position and time of arrival of each bridge's newest heartbeat."""
         self._first_own: int | None = None
         """Position of the oldest known heartbeat of this bridge."""
 

@@ -58,7 +58,7 @@ async def connect(settings: PlaneSettings, *, name: str, on_state: Callable[[str
     The servers list the client under `name`. Each change of state calls `on_state` with `connected`, `reconnecting` or
     `closed`. This callback runs in the event loop, and must neither block nor raise an exception.
 
-    Each server is tried once. Raises `PlaneError` with the reason for each server, and `ConfigError` for invalid files.
+    Each server is tried one time. Raises `PlaneError` with the reason for each server, and `ConfigError` for invalid files.
     """
     options = client_options(settings)
     loop = asyncio.get_running_loop()
@@ -109,7 +109,7 @@ async def require_jetstream(client: Client) -> AccountInfo:
     with suppress(ValueError):  # a custom build of the server can have a version without numbers
         if (version.major, version.minor) < MIN_VERSION:
             raise PlaneError(
-                f"the NATS server{_at_server(client)} has version {version.major}.{version.minor}.{version.patch}; a plane "
+                f"the NATS server{_server_suffix(client)} has version {version.major}.{version.minor}.{version.patch}; a plane "
                 f"needs nats-server {'.'.join(map(str, MIN_VERSION))} or newer: update it",
                 fault="old",
             )
@@ -121,13 +121,13 @@ async def require_jetstream(client: Client) -> AccountInfo:
         if not isinstance(error.__cause__, APIError) or error.__cause__.err_code not in _NO_JETSTREAM_CODES:
             raise
         raise PlaneError(
-            f"JetStream is disabled for this account{_at_server(client)}; a plane needs `jetstream` in the configuration of "
-            "the servers, and of its account if there are accounts",
+            f"JetStream is disabled for this account{_server_suffix(client)}; a plane needs `jetstream` in the configuration "
+            "of the servers, and of its account if there are accounts",
             fault=error.fault,
         ) from error
 
 
-def _at_server(client: Client) -> str:
+def _server_suffix(client: Client) -> str:
     server = client.connected_url
     return f" at {server.hostname}:{server.port}" if server is not None else ""
 
@@ -255,7 +255,7 @@ class ReconnectPolicy:
         if not self._tried or not left:
             self._tried.clear()
             left, pause = servers, self._backoff.next_delay()
-        chosen = random.choice(left)  # noqa: S311 - not secret
+        chosen = random.choice(left)  # noqa: S311 - numbers that need not be secret
         self._tried.add(chosen.uri.netloc)
         return chosen, pause
 

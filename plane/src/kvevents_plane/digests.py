@@ -127,7 +127,7 @@ class ConsistencyCheck:
         self.complete_replicas: tuple[str, ...] = ()
         """Names of the replicas in `others` that miss no pages."""
         self.missing: dict[int, int] = {}
-        """Partitions that another replica cannot read, each with the first page after its missing ones."""
+        """Partitions that another replica cannot read, each with the first page after its missing pages."""
         self._name: Final = name
         self.differs_since: float | None = None
         """Time since which another replica's index has differed from this one; None if all are equal. Any of them can be wrong.

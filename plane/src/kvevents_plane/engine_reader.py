@@ -59,7 +59,7 @@ class Watch(NamedTuple):
         """The key of the stream in the log."""
         return self.source.label, self.source.rank
 
-    def validated(self) -> Watch:
+    def validate(self) -> Watch:
         """Return this watch if its name and registration fit into the log. Raises `ConfigError`."""
         name = self.source.label
         try:
@@ -87,7 +87,7 @@ class EngineReader(threading.Thread):
     """Follows engines, and calls `on_records` in this thread with their records. The reader is the sink of its own subscriber.
 
     While `has_room` returns False, the thread reads nothing. Up to `receive_queue` batches of an engine then wait in its
-    connection. ZeroMQ drops further batches, and the streams recover these by replay. The engines are not slowed down.
+    connection. ZeroMQ drops further batches, and the streams recover them by replay. The engines are not slowed down.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class EngineReader(threading.Thread):
             return
         deliveries = self._subscriber.receive_many(timeout=RECEIVE_SECONDS)
         now = time.monotonic()
-        # Lower trust is passed on with the deliveries that cause it: without it, readers would report these as EXACT.
+        # Lower trust is passed on with the deliveries that cause it. Otherwise readers would report these deliveries as EXACT.
         if deliveries or now >= self._check_trust_at:
             self._check_trust_at = now + TRUST_SECONDS
             self._add_trust_changes()
@@ -263,7 +263,7 @@ class _FollowedStream:
     history_requests: int = 0
     """Number of consecutive requests for the sender's whole history."""
 
-    def number(self, incarnation: int) -> int:
+    def to_log_incarnation(self, incarnation: int) -> int:
         """Return the log's number for an incarnation, which must be the newest incarnation or its successor."""
         if incarnation != self.incarnation:
             self.incarnation = incarnation
@@ -272,7 +272,7 @@ class _FollowedStream:
 
 
 def _record(delivery: Batch | RawBatch | Reset | Gap, followed: _FollowedStream) -> StreamRecord:
-    key, incarnation = (delivery.source, delivery.rank), followed.number(delivery.incarnation)
+    key, incarnation = (delivery.source, delivery.rank), followed.to_log_incarnation(delivery.incarnation)
     if isinstance(delivery, RawBatch):
         return BatchRecord(*key, incarnation, delivery.seq, delivery.replayed, delivery.payload)
     if isinstance(delivery, Gap):

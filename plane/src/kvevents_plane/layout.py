@@ -33,7 +33,7 @@ LAYOUT_VERSION: Final = 3
 METADATA_PREFIX: Final = "kvevents-"
 """Prefix of the keys in a stream's metadata. A key consists of this prefix and the name of a field of `PartitionMetadata`."""
 DIGEST_SECONDS: Final = 15
-"""Seconds after which a replica's digests expire, unless the replica publishes new ones."""
+"""Seconds after which a replica's digests expire, unless the replica publishes new digests."""
 FETCH_SECONDS: Final = 5.0
 """Timeout in seconds for one request for a message."""
 

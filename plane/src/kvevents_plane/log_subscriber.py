@@ -1,8 +1,8 @@
 """A subscriber whose streams come from a plane's log, with the interface of `kvevents.Subscriber`.
 
-Partition readers put messages into its queue. The thread that calls `receive_many` applies the messages. All state here belongs
-to that thread, except where stated. A stream's trust is the best report of any bridge that is alive, unless this subscriber
-itself finds a reason for lower trust: gaps, invalid records, heartbeats that do not match, and partitions that cannot be read.
+Partition readers put messages into its queue. The thread that calls `receive_many` applies the messages, and owns all state of
+the subscriber except the members that `LogSubscriber` lists. A stream's trust is the best report of any bridge that is alive.
+The subscriber lowers this trust for gaps, invalid records, heartbeats that do not match, and partitions that cannot be read.
 """
 
 from __future__ import annotations
@@ -431,7 +431,7 @@ class LogSubscriber:
         return Trust.ATTESTED if observed.ledger.is_attested else reported
 
     def trust_changes(self) -> list[tuple[StreamKey, Trust]]:
-        """Return the trust of every stream, because any trust may have changed with time alone."""
+        """Return the trust of every stream, because trust can also change without a message, as time passes."""
         return [(key, self.trust(*key)) for state in self.states.values() for key in state.registrations()]
 
     def _best_trust(self, partition: int, stream: StreamState) -> Trust:

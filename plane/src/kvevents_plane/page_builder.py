@@ -273,9 +273,9 @@ class PageBuilder:
         return selection
 
     def _lower_trust(self, key: StreamKey, queue: _StreamQueue, end: StreamEnd) -> TrustRecord | None:
-        """Return the queued trust if it is lower than the last report.
+        """Return the queued trust report if its trust is lower than in the report that was written before.
 
-        The page contains it twice: before the records that may have lowered the trust, and after these records.
+        The page contains the report twice: before the records that may have lowered the trust, and after these records.
         """
         stream = self.state.streams.get(key)
         report = None if stream is None else stream.trust_reports.get(self._bridge)

@@ -117,11 +117,11 @@ class PartitionReader:
         limits: ReaderLimits = DEFAULT_LIMITS,
     ) -> None:
         self.tail = tail
-        """The last message that was passed on or that the writer knew already."""
+        """The newest message that was passed on or that the writer already knows."""
         self.stream_id = stream_id
         """Id of the partition's stream, or None before the first query."""
         self.caught_up = asyncio.Event()
-        """Set as soon as all messages of the partition were passed on once."""
+        """Set as soon as all messages that the partition then has were passed on, and never cleared."""
         self.checked = asyncio.Event()
         """Cleared while a check that was requested (`request_check`) is not done."""
         self._client: Final = client
@@ -186,7 +186,7 @@ class PartitionReader:
         return self.checked
 
     def request_poll(self) -> None:
-        """Make a polling reader request the pages of other bridges now. A consumer receives such pages without a request."""
+        """Make a polling reader request the pages of other bridges now. A consumer receives them without a request."""
         if self._polls:
             self._poll_requested = True
             self._interrupted.set()
@@ -293,7 +293,7 @@ class PartitionReader:
     # --- poll
 
     async def _poll(self, writer: LocalWriter) -> ReadFailure | None:
-        """Request the pages of other bridges if there are any. Then wait for an interrupt or the next poll."""
+        """Request pages of other bridges, and pass them on. Then wait for an interrupt or the next poll."""
         self._is_urgent = True
         requested, self._poll_requested = self._poll_requested, False
         self._skip_known()

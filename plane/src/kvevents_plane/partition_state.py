@@ -58,7 +58,7 @@ MAX_DEPARTED_STREAMS: Final = 100_000
 MAX_REPORTS: Final = 64
 """Maximum number of trust reports about one stream. The report of the bridge with the oldest heartbeat is dropped first."""
 MAX_BRIDGES: Final = 1_000
-"""Maximum number of bridge processes whose last heartbeat is remembered. The oldest heartbeats are dropped first."""
+"""Maximum number of bridge processes whose newest heartbeat is remembered. The oldest heartbeats are dropped first."""
 
 
 class StreamJoined(NamedTuple):
@@ -122,7 +122,7 @@ class StreamState(msgspec.Struct, array_like=True):
     has_ended: bool = False
     """Whether the incarnation accepts no more records, because the stream had left or an invalid record was written."""
     engines: dict[str, bytes] = {}
-    """For each bridge, the digest (`engine_digest`) of the engine with which it last joined the stream."""
+    """For each bridge, the digest (`engine_digest`) of the engine with which it most recently joined the stream."""
 
     def differing_bridges(self, is_alive: Callable[[str], bool]) -> list[str]:
         """If the bridges that are alive joined the stream with different engines, return these bridges; else an empty list."""
@@ -158,7 +158,7 @@ class PartitionState:
         self.streams: dict[StreamKey, StreamState] = {}
         """Streams in the order in which they joined or left. Remembered streams that have left are included."""
         self.heartbeats: dict[str, LastHeartbeat] = {}
-        """The last heartbeat of each bridge, by the bridge's id."""
+        """The newest heartbeat of each bridge, by the bridge's id."""
         self.invalid_records = 0
         self.duplicate_records = 0
         """Number of records that the log already had, or that belong to an incarnation that has ended."""
@@ -175,7 +175,7 @@ class PartitionState:
         self.first_page = 1
         """Position of the page at which all streams start: the newest page with a `ResetRecord` or, without one, page 1."""
         self.newest: dict[StreamKey, bytes] = {}
-        """Payload of the newest batch of each stream. Snapshots do not contain these."""
+        """Payload of the newest batch of each stream. Snapshots do not contain these payloads."""
         self._writer = ""
         """The bridge that wrote the page that is being applied."""
         self.name: str | None = ""

@@ -66,7 +66,7 @@ class _SentPage:
 
 
 class PartitionWriter:
-    """One partition of one bridge. `read` and `write` run concurrently as long as the bridge runs."""
+    """Reads and writes one partition for one bridge. `read` and `write` run concurrently as long as the bridge runs."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class PartitionWriter:
         self.heartbeat_at = 0.0
         """Time at which the next heartbeat is due."""
         self.is_lagging = False
-        """Whether the last heartbeat reported a lag."""
+        """Whether the newest heartbeat of this bridge reported a lag."""
         self.conflict = ""
-        """The conflict in the last heartbeat: a stream that another bridge uses for another engine. Empty if none exists."""
+        """The conflict in the newest heartbeat of this bridge: a stream that another bridge uses for another engine."""
         self.conflicts = 0
         """Number of pages that were rejected because another bridge had written a page."""
         self._on_ready: Final = on_ready
@@ -292,7 +292,7 @@ class PartitionWriter:
                 if self._sent is not None and self._sent.answer.done():
                     await self._finish(self._sent)
                 elif self._sent is not None or not self._send():
-                    await self._idle()
+                    await self._wait_for_work()
         finally:
             self._end_page()
 
@@ -315,7 +315,7 @@ class PartitionWriter:
             answer.exception()  # so that asyncio does not log the exception of a page that was given up
             self._wake.set()
 
-    async def _idle(self) -> None:
+    async def _wait_for_work(self) -> None:
         self._wake.clear()
         wait = IDLE_SECONDS
         if self._sent is None and (due := self.builder.next_due()) is not None:

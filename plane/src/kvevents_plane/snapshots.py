@@ -3,8 +3,9 @@
 Each partition has its own snapshots, so a replica that holds only some partitions writes and reads only their snapshots. A
 snapshot is two objects, and an entry in a bucket that makes the snapshot valid. The writer writes the entry last, and replaces
 the entry only if it has not changed. The writer then purges the pages that the previous snapshot represents. A reader begins
-with the newest snapshot, or with the previous one if the newest cannot be read, and finds all later pages in the partition. If
-there is no room for another snapshot, the older one of the two, and the pages that the newest one contains, are deleted first.
+with the newest snapshot, or with the previous snapshot if the newest cannot be read, and finds all later pages in the
+partition. Without room for another snapshot, the writer first deletes the previous snapshot, and the pages that the newest
+snapshot contains.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ VERSION: Final = 5
 CHUNK_BYTES: Final = 512 << 10
 """Size of an object's chunks in bytes; smaller if the servers accept less."""
 SWEEP_SECONDS: Final = 600.0
-"""Seconds between two searches for objects that no entry lists, and age in seconds at which such an object is deleted. A
-process that is killed while it writes a snapshot leaves such objects."""
+"""Seconds between two searches for unlisted objects, and age in seconds at which an unlisted object is deleted. A process that
+is killed while it writes a snapshot leaves objects that no entry lists."""
 TRANSFER_SECONDS: Final = 300.0
 """Timeout in seconds for reading or writing one snapshot."""
 BODY_SECONDS: Final = 30.0
@@ -380,7 +381,7 @@ class Snapshots:
     async def _sweep(self) -> None:
         """Purge subjects of objects that no entry lists, after a time in which a running writer would have listed them.
 
-        Such subjects include chunks of an object whose writer was killed before the object was complete.
+        These subjects include chunks of an object whose writer was killed before the object was complete.
         """
         listed_objects: set[str] = set()
         for partition in range(self._layout.partitions):

@@ -42,7 +42,7 @@ class PartitionView(msgspec.Struct, frozen=True):
     bytes: int
     leader: str | None
     bridges: dict[str, float]
-    """The bridges that wrote the last pages, and the time at which the servers stored the last page of each bridge."""
+    """The bridges that wrote the newest pages, and the time at which the servers stored the newest page of each bridge."""
     alive_seconds: float = 0.0
     """Seconds within which each of these bridges must write again, according to their heartbeats."""
     silent: list[str] = []
@@ -90,7 +90,7 @@ class ReplicaView(msgspec.Struct, frozen=True):
     differs: list[str]
     """Names of the replicas whose digests differ from this replica's at the same position."""
     missing: dict[int, int] = {}
-    """For each partition that the replica cannot read, the first page after the missing ones."""
+    """For each partition that the replica cannot read, the first page after the missing pages."""
     lag_seconds: float = 0.0
     """Seconds from the oldest page that the replica lacks to the newest page of the partition."""
 
@@ -147,7 +147,7 @@ def format_partitions(partitions: Collection[int]) -> str:
 async def inspect_plane(js: JetStreamContext, layout: Layout) -> PlaneView:
     """Query the status of a plane. Raises `PlaneError` if the servers do not answer.
 
-    The call waits until each bridge has written another page to each partition; the next heartbeat is such a page. The pages
+    The call waits until each bridge has written another page to each partition; the next heartbeat is in such a page. The pages
     that exist do not show whether a bridge is alive, because clocks can differ.
     """
     snapshots = Snapshots(js, layout)
@@ -187,7 +187,7 @@ class _Scan:
             return set()
         heartbeats = [record for record in page.records if isinstance(record, HeartbeatRecord)]
         self.alive_seconds = max([self.alive_seconds, *(heartbeat.alive_seconds for heartbeat in heartbeats)])
-        # Every page shows that its bridge writes, not only those with heartbeats, which are few in a busy partition.
+        # Every page shows that its bridge writes. Pages with heartbeats are few in a busy partition.
         self.written.append((page.bridge, message.stored_at))
         self.conflicts |= {heartbeat.bridge: printable(heartbeat.conflict) for heartbeat in heartbeats}
         self.newest_at = message.stored_at

@@ -81,7 +81,7 @@ class BridgeTable(BridgeSettings, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class BridgeCommandSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the process."""
+    """Settings of the command: of its plane, its bridge and its discovery."""
 
     plane: PlaneSettings
     bridge: BridgeTable = msgspec.field(default_factory=BridgeTable)

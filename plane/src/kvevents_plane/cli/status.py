@@ -45,7 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Print the state of the plane once. Return `FAILED` if the plane has a fault."""
+    """Print the current state of the plane. Return `FAILED` if the plane has a fault."""
     given: SettingsValues[PlaneSettings] = args.settings.read(args)
     view = asyncio.run(_read(given.settings()))
     console = Console()

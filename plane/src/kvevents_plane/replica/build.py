@@ -377,7 +377,7 @@ class Snapshotter:
     The replicas that publish digests take turns: for each partition, rendezvous hashing of their names gives all replicas the
     same order without any message. The first replica writes the partition's snapshots. Every further replica waits one interval
     longer than its predecessor, which may be alive but unable to write. Two replicas that know different names can both write.
-    In this case, the second one finds that the list of snapshots has changed, and discards its own snapshot.
+    In this case, the second replica finds that the list of snapshots has changed, and discards its own snapshot.
 
     If another replica misses pages that this replica has, a snapshot is due at once.
     """
@@ -392,7 +392,7 @@ class Snapshotter:
 
     @property
     def fault(self) -> str:
-        """Why the last due snapshot of a partition was not written; empty if all due snapshots were written."""
+        """Why the newest due snapshot of a partition was not written; empty if all due snapshots were written."""
         return next(iter(self._faults.values()), "")
 
     async def run(self, layout: Layout, snapshots: Snapshots, build: IndexBuild) -> None:

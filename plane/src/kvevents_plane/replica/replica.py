@@ -3,8 +3,8 @@
 Theory of operation. An *index build* is an index with everything that fills it: ledgers, readers of the partitions, and a
 thread that applies their events. It begins with the newest snapshot of each partition and reads the partitions to their ends.
 The fleet then answers queries from this build. A build cannot continue if a partition was deleted or purged, or if the index
-differs from that of other replicas or from an engine. A new build then runs beside the old one, and replaces it as soon as the
-new build has read all partitions to their ends.
+differs from an engine or from the indexes of other replicas. A new build then runs beside the old build, and replaces it after
+reading all partitions to their ends.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Replica:
         self.build: IndexBuild | None = None
         """The index build that queries are answered from."""
         self._applied_registrations: Mapping[StreamKey, bytes] | None = None
-        """The registrations with which the fleet was last updated, or None before the first update."""
+        """The registrations of the newest update of the fleet, or None before the first update."""
         self._built_at = float("-inf")
         self.consistency: Final = ConsistencyCheck(name, plane.replicas.turn_seconds)
         self.snapshotter: Final = Snapshotter(name, self.consistency, snapshot_seconds)
@@ -196,7 +196,7 @@ class Replica:
                 registration = msgspec.json.decode(encoded, type=Registration)
             except (msgspec.MsgspecError, ConfigError) as error:
                 log.warning(
-                    "%s is left out, since its registration in the plane cannot be decoded: %s", stream_text(key), error
+                    "%s is left out, because its registration in the plane cannot be decoded: %s", stream_text(key), error
                 )
                 continue
             if registration.key == key:
@@ -208,7 +208,7 @@ class Replica:
     async def _register(self, build: IndexBuild, registrations: list[Registration]) -> None:
         known = {member.registration.key: member.registration for member in list(self._fleet.members.values())}
         if any(known.get(registration.key, registration) != registration for registration in registrations):
-            # If the model of a source changes, the index removes the source's blocks, and the log cannot restore these.
+            # If the model of a source changes, the index removes the source's blocks, and the log cannot restore these blocks.
             build.rebuild_reason = "the registration of an engine has changed"
         for fault in self._fleet.replace_registrations("plane", registrations, resume=lambda key: Checkpoint(*key, 0, -1)):
             log.warning("%s", fault)
