@@ -104,7 +104,7 @@ def test_a_writer_never_writes_the_same_text_twice() -> None:
 def test_the_configured_shares_of_sessions_have_a_lora_and_a_salt() -> None:
     """LoRAs and salts are among the configured numbers of them."""
     chat, random = Chat(lora_share=0.5, loras=3, salted_share=0.25, salts=2), Random(1)
-    loras, salts = zip(*(chat.tenant(random) for _ in range(4_000)), strict=True)
+    loras, salts = zip(*(chat.draw_tenant(random) for _ in range(4_000)), strict=True)
     assert set(loras) == {None, "lora-0", "lora-1", "lora-2"}
     assert set(salts) == {None, "tenant-0", "tenant-1"}
     assert fmean(lora is not None for lora in loras) == pytest.approx(0.5, abs=0.03)

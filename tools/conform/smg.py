@@ -98,7 +98,7 @@ class SmgTarget(RouterTarget):
         yield
         played.command("start")
 
-    def reports(self) -> dict[str, str | None]:
+    def read_reports(self) -> dict[str, str | None]:
         said: dict[str, list[str]] = {name: [] for name in self._registered}
         for metric, labels, value in REPORTS.findall(request(self._metrics).body.decode()):
             worker = next((name for url, name in self._names.items() if f'"{url}"' in labels), "")

@@ -113,7 +113,7 @@ class Indexer(Target):
 
     # --- answers
 
-    def differences(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
+    def find_wrong_answers(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
         self._caveats = {}
         return [difference for query in queries for difference in self._compare(query)]
 
@@ -142,15 +142,15 @@ class Indexer(Target):
             return {}
         if answer.status != 200:
             raise TargetError(f"{self._url}/query answered {answer.text}")
-        return self._matches(answer)
+        return self._decode_matches(answer)
 
     def _scope(self) -> dict[str, Any]:
         return {"model_name": self._model}
 
-    def _matches(self, answer: TargetResponse) -> dict[str, Match]:
+    def _decode_matches(self, answer: TargetResponse) -> dict[str, Match]:
         return answer.decode(_Matches).instances
 
-    def reports(self) -> dict[str, str | None]:
+    def read_reports(self) -> dict[str, str | None]:
         listed = self._list_problems()
         problems = {name: listed.get(str(instance), ["not listed"]) for name, instance in self._instances.items()}
         return {name: "; ".join(dict.fromkeys(texts)) or self._caveats.get(name) for name, texts in problems.items()}
@@ -207,7 +207,7 @@ class MooncakeIndexer(Indexer):
         sizes = [registration.block_size for registration in self._registrations]
         return {"model": self._model, "block_size": max(sizes, default=1)}
 
-    def _matches(self, answer: TargetResponse) -> dict[str, Match]:
+    def _decode_matches(self, answer: TargetResponse) -> dict[str, Match]:
         tenants = answer.decode(dict[str, dict[str, _MooncakeMatch]])
         return {instance: match for instances in tenants.values() for instance, match in instances.items()}
 

@@ -222,8 +222,8 @@ class Player:
         """Query until all answers have been right for the scenario's `hold` seconds, or `within` seconds have passed."""
         began = right_since = time.monotonic()
         while True:
-            differences = self._target.differences(check.queries)
-            outcome = judge(check, differences, {**self._target.reports(), **self._rejected})
+            differences = self._target.find_wrong_answers(check.queries)
+            outcome = judge(check, differences, {**self._target.read_reports(), **self._rejected})
             now = time.monotonic()
             if outcome.verdict is not (Verdict.REPORTED if check.must_report else Verdict.CORRECT):
                 right_since = now

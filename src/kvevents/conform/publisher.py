@@ -1,7 +1,8 @@
 """Targets that publish: the referee gives a publisher batches, and compares the publisher's messages with these batches.
 
-Sequence numbers reveal a loss: a consumer notices a missing number between two received ones, and a reply whose first number is
-above the requested one. A consumer cannot notice that the last batches are missing, so the verdict is then "silently wrong".
+Sequence numbers reveal a loss: a consumer notices a number that is missing between two received numbers, and a reply whose
+first number is above the requested number. A consumer cannot notice that batches at the end are missing, so the verdict is then
+"silently wrong".
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class PublisherPlayer:
         self._given = 0
 
     @singledispatchmethod
-    def do(self, step: Any) -> None:
+    def perform(self, step: Any) -> None:
         """Perform a step."""
         raise NotImplementedError(step)
 
@@ -133,7 +134,7 @@ class PublisherPlayer:
             raise TargetError(_CANNOT_FEED_REASON)
         return self._publisher.program
 
-    @do.register
+    @perform.register
     def _feed(self, step: steps.FeedBatches) -> None:
         macros = Macros(Forms(), BLOCK_SIZE, ScenarioEngine(seed=self._incarnation + 1))
         stores = ([{"$store": [0, self._given + place, 1]}] for place in range(step.batches))
@@ -141,21 +142,21 @@ class PublisherPlayer:
         self._given += step.batches
         self._program.feed(b"".join(batch + b"\n" for batch in batches), FEED_SECONDS)
 
-    @do.register
+    @perform.register
     def _restart(self, _: steps.RestartPublisher) -> None:
         self._program.kill()
         self._incarnation, self._given = self._incarnation + 1, 0
         self._publisher.start()
 
-    @do.register
+    @perform.register
     def _end(self, _: steps.EndPublisher) -> None:
         self._program.end(END_SECONDS)
 
-    @do.register
+    @perform.register
     def _pause(self, step: steps.Pause) -> None:
         time.sleep(step.seconds)
 
-    @do.register
+    @perform.register
     def _subscribe(self, step: steps.Subscribe) -> None:
         reader = self._readers[step.reader] = self._context.socket(zmq.SUB)
         reader.set(zmq.RCVHWM, 1 if step.stalls else 0)
@@ -178,7 +179,7 @@ class PublisherPlayer:
             finally:
                 disable_monitor(socket)  # if the socket closes first, libzmq waits forever to report to the monitor
 
-    @do.register
+    @perform.register
     def _send_request(self, step: steps.SendRequest) -> None:
         with self._context.socket(zmq.DEALER) as dealer:
             dealer.set(zmq.LINGER, 1_000)
@@ -187,7 +188,7 @@ class PublisherPlayer:
 
     # --- checks
 
-    @do.register
+    @perform.register
     def _check_live(self, step: steps.CheckLive) -> None:
         numbers = range(step.first, step.last + 1)
         stream = self._read_live(step.reader, len(numbers), step.within)
@@ -203,7 +204,7 @@ class PublisherPlayer:
             batches.append((message.seq, message.payload))
         return ReceivedStream(batches)
 
-    @do.register
+    @perform.register
     def _check_replay(self, step: steps.CheckReplay) -> None:
         with ExitStack() as stack:
             dealers = [stack.enter_context(self._context.socket(zmq.DEALER)) for _ in range(step.consumers)]
@@ -233,7 +234,7 @@ class PublisherPlayer:
                 self._publisher.program.check()
         return ReceivedStream([(batch.seq, batch.payload) for batch in sample.batches], fault)
 
-    @do.register
+    @perform.register
     def _check_watched(self, step: steps.CheckWatched) -> None:
         self._subscribe(steps.Subscribe("watcher"))
         if self._publisher.program is not None:
@@ -295,7 +296,7 @@ class PublisherDriver:
             publisher.start()
             player = PublisherPlayer(publisher, context)
             for step in scenario.steps:
-                player.do(step)
+                player.perform(step)
             return worst(player.outcomes)
 
     def _publisher(self, scenario: PublisherScenario, stack: ExitStack) -> Publisher:

@@ -204,7 +204,7 @@ class RouterTarget(Target):
         body = {"model": MODEL, "prompt": "1 2 3", "max_tokens": 1}
         self._program.start(lambda: request(f"{self._program.url}/v1/completions", "POST", body, seconds=5.0).status == 200)
 
-    def differences(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
+    def find_wrong_answers(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
         return [wrong for query in queries if (wrong := self._compare(query)) is not None]
 
     def _compare(self, query: CheckQuery) -> WrongAnswer | None:
@@ -238,7 +238,7 @@ class RouterTarget(Target):
         concerned = min(right) if wrong == CONTROL else wrong
         return WrongAnswer(concerned, f"{count} sent to {wrong}; tokens held: {truth}")
 
-    def reports(self) -> dict[str, str | None]:
+    def read_reports(self) -> dict[str, str | None]:
         return dict.fromkeys(self._registered)
 
     def engine_stopped(self, worker: str) -> None:

@@ -256,7 +256,7 @@ class Settle(_Step, frozen=True, tag="settle"):
 class Check(_Step, frozen=True, tag="check"):
     """Query for `within` seconds, or until all answers have been right for the scenario's `hold` seconds, and judge them.
 
-    Every answer must be right, and no worker may be reported, except for the workers named here.
+    Every answer must be right, and no worker may be reported, except for the workers in the fields below.
     """
 
     within: WaitSeconds
@@ -313,7 +313,7 @@ class Subscribe(_Step, frozen=True, tag="subscribe"):
 
     reader: PlainName
     stalls: bool = False
-    """Whether the socket has a short queue that is not read, like that of a consumer that hangs."""
+    """Whether the socket has a short queue that is not read, as if the consumer hung."""
 
 
 class SendRequest(_Step, frozen=True, tag="send-request"):
@@ -423,9 +423,9 @@ class Macros:
                     yield self._store(prompt, block, changes)
             case {"$remove": [prompt, place, count], **changes}:
                 hashes = [self._hash(prompt, block) for block in range(place, place + count)]
-                yield self.expand(_with_changes(self._forms.remove, changes), {"$hashes": hashes})
+                yield self.expand(_merge_changes(self._forms.remove, changes), {"$hashes": hashes})
             case {"$clear": True, **changes}:
-                yield self.expand(_with_changes(self._forms.clear, changes), {})
+                yield self.expand(_merge_changes(self._forms.clear, changes), {})
             case dict():
                 yield self._expand_object(value, names)
             case _:
@@ -451,7 +451,7 @@ class Macros:
         size = changes.get("block_size", self._block_size)
         first, parent = prompt + place * size, self._hash(prompt, place - 1) if place else None
         names = {"$hash": self._hash(prompt, place), "$parent": parent, "$block_size": size}
-        return self.expand(_with_changes(self._forms.store, changes), {**names, "$tokens": list(range(first, first + size))})
+        return self.expand(_merge_changes(self._forms.store, changes), {**names, "$tokens": list(range(first, first + size))})
 
     def _hash(self, prompt: int, place: int) -> int | bytes:
         number = block_hash(self._seed, prompt, place)
@@ -460,7 +460,7 @@ class Macros:
         return number - (1 << 64) if self._forms.hashes == "signed" and number >> 63 else number
 
 
-def _with_changes(form: Any, changes: Mapping[Any, Any]) -> Any:
+def _merge_changes(form: Any, changes: Mapping[Any, Any]) -> Any:
     return {**form, **changes} if changes else form
 
 

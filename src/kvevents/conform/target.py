@@ -1,8 +1,9 @@
 """The interfaces of a target and of its driver; HTTP requests to targets, and the processes of targets.
 
 A target translates the referee's questions into its own protocol. An indexer answers with tokens per worker, a router with the
-worker that it chose. Endpoint Pickers of the Gateway API could be a third kind of target: `differences` would send a request by
-the `ext_proc` protocol and read `x-gateway-destination-endpoint` of the answer; the workers would be those of a router.
+worker that it chose. Endpoint Pickers of the Gateway API could be a third kind of target: `find_wrong_answers` would send a
+request by the `ext_proc` protocol and read `x-gateway-destination-endpoint` of the answer. The workers would be as for a
+router.
 """
 
 from __future__ import annotations
@@ -132,12 +133,12 @@ class Target(ABC):
         """Follow an engine. Raise `RejectedError` if the target rejects the registration."""
 
     @abstractmethod
-    def differences(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
-        """Send the queries, and return the answers that differ from the right ones."""
+    def find_wrong_answers(self, queries: Sequence[CheckQuery]) -> list[WrongAnswer]:
+        """Send the queries, and return the wrong answers."""
 
     @abstractmethod
-    def reports(self) -> dict[str, str | None]:
-        """Return the problem that the target reports for each registered worker, or None if it reports no problem."""
+    def read_reports(self) -> dict[str, str | None]:
+        """Return, for each registered worker, the problem that the target reports, or None if it reports no problem."""
 
     def engine_stopped(self, worker: str) -> None:  # noqa: B027  most targets have nothing to end
         """Handle the end of a worker's engine: stop everything else that the referee simulates for this worker."""
@@ -161,7 +162,7 @@ class Target(ABC):
 
 
 class Driver(ABC):
-    """Starts a program under test, with its defaults, once per scenario."""
+    """Starts a program under test, with its defaults, for each scenario."""
 
     title: str
     """Name and version."""
@@ -178,7 +179,7 @@ class Driver(ABC):
 
 
 START_SECONDS: Final = 60.0
-"""Maximum time from the start of a program until the program is ready. It is long because many programs start at once."""
+"""Maximum time from the start of a program until the program is ready. It is long because many programs start together."""
 INSTALL_SECONDS: Final = 540.0
 """Maximum time to install a wheel with its dependencies."""
 
@@ -278,8 +279,8 @@ class Program:
 def python_with(package: str, version: str, folder: Path, *wheels: Path, requirements: Sequence[str] = ()) -> str:
     """Return the interpreter of a virtual environment with a released wheel. Create the environment in `folder` if needed.
 
-    Wheels in this folder and in the folders `wheels` are preferred to those in the package index. `requirements` are installed
-    too. Raise `ExternalError` if the installation fails.
+    Wheels in this folder and in the folders `wheels` are preferred to wheels of the package index. The packages in
+    `requirements` are also installed. Raise `ExternalError` if the installation fails.
     """
     home = folder / f"{package}-{version}"
     python, ready = home / "bin" / "python", home / ".ready"

@@ -33,7 +33,7 @@ class ChainState(NamedTuple):
     depth: int | None
     """Number of blocks from the root of the chain to this block, or None if unknown."""
     salt: int
-    """What the salt adds to the seed of local hashes; 0 if there is no salt."""
+    """What the salt adds to the seed of local hashes; 0 without a salt."""
 
 
 class Placement(NamedTuple):
@@ -94,7 +94,7 @@ class WorkerCache:
         self._time: float | None = None
         self._blocks: dict[int, _Block] = {}
         self._grouped_placements: set[tuple[str, str | None]] = set()
-        """Tiers and localities for which a store named a group. In these, a second store of a block adds a copy."""
+        """Tiers and localities for which a store named a group. For these, a second store of a block adds a copy."""
         self._apply: dict[type[KVEvent], Callable[[Any, BatchPosition, int], list[Row]]] = {
             BlockStored: self._store,
             BlockRemoved: self._remove,

@@ -103,7 +103,7 @@ class ExportLimits(Settings, frozen=True, kw_only=True):
     """Limits of an export. Raises `ConfigError`."""
 
     rows: Positive = 1 << 16
-    """Maximum number of rows in a row group. Such a row group takes about 50 MB in Python until it is written."""
+    """Maximum number of rows in a row group. A row group of this size takes about 50 MB in Python until it is written."""
     tokens: Positive = 1 << 20
     """Number of token ids in a row group above which the row group is written early, because token ids make rows long."""
     resident_blocks: Positive = 4_000_000

@@ -1,7 +1,7 @@
 """Checkpoints and snapshots that a relay writes into its journal, and how a relay continues from a journal.
 
 A *relay checkpoint* states how far each upstream was followed. A snapshot of the journal contains the history of the replay
-buffer and, if upstreams share the stream, which upstream owns which blocks. If there is no journal, nothing is written, and the
+buffer and, if upstreams share the stream, which upstream owns which blocks. Without a journal, nothing is written, and the
 checkpoints stay in memory.
 """
 

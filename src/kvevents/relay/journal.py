@@ -89,7 +89,7 @@ class JournalStats:
 
     state: JournalState
     reason: str
-    """Why the state is "memory" or the last snapshot failed; empty if neither happened."""
+    """Why the state is "memory" or the newest snapshot failed; empty if neither happened."""
     bytes: int
     """Size of the snapshot and the logs."""
     appended: int
@@ -129,7 +129,7 @@ class Journal:
         self._incarnation = self._generation = 0
         self._log: FileWriter | None = None
         self._closed_logs = 0
-        """Number of bytes of the logs after the last snapshot, except the current log."""
+        """Number of bytes of the logs after the newest snapshot, except the current log."""
         self._snapshot_bytes = 0
         self._snapshot_write: _SnapshotWrite | None = None
         self._is_disk_back = False
@@ -260,7 +260,7 @@ class Journal:
     ) -> bool:
         """Begin to write a snapshot if `wants_snapshot`; return whether it was begun.
 
-        `parts` are the state after batch `number`; if there is no state, `number` is -1. `tail` has all later batches that were
+        `parts` are the state after batch `number`; without a state, `number` is -1. `tail` has all later batches that were
         sent, which are recorded as batches of `upstream`. A thread writes the snapshot, and removes the files that it replaces.
         """
         if not self.wants_snapshot or self._folder is None:

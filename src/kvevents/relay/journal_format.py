@@ -11,12 +11,12 @@ All integers are little-endian. Each CRC continues from the CRC of the previous 
 foreign frame is detected like a flipped bit.
 
 Only *state* and *committed* are ever overwritten. `committed` is the number of valid bytes. It is written after the frames, and
-before they are acknowledged. If fewer bytes exist or one is invalid, the file is damaged. Further bytes belong to a write that
+before they are acknowledged. If fewer bytes exist or any is invalid, the file is damaged. Further bytes belong to a write that
 was not acknowledged, and are ignored. The state says whether `committed` covers everything that was sent:
 
 - OPEN while the log is written,
 - CLOSED after an orderly end,
-- CONTINUED if there is a later log,
+- CONTINUED if a later log exists,
 - BROKEN, or any other value, if the disk failed to record the newest batches that were sent.
 """
 

@@ -181,7 +181,7 @@ class IndexedStream:
             return self._index.digest(self._name)
         return _EMPTY_DIGEST
 
-    def attests(self, attestation: int) -> bool | None:
+    def matches_attestation(self, attestation: int) -> bool | None:
         """Return whether the stream's blocks match an attestation (`Heartbeat.attestation`); None if that is unknown."""
         if not any(worker.source == self._name for worker in self._index.workers()):
             return attestation == 0

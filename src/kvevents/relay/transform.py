@@ -129,7 +129,7 @@ class Transform:
     def _forward(self, batch: RawBatch) -> None:
         agrees = None
         if self._received is not None:
-            applied = self._received.apply([_with_rank(batch) if self._is_shared else batch.payload]).get(0)
+            applied = self._received.apply([_add_rank(batch) if self._is_shared else batch.payload]).get(0)
             # In a shared stream, `_received` was restored from sent batches, which can lack blocks of the upstream.
             agrees = None if applied is None or applied.report is None or self._is_shared else applied.report.digest_matches
         payloads, report = self._transform_batch(batch)
@@ -146,7 +146,7 @@ class Transform:
         if heartbeat is None or heartbeat.attestation is None or self._omits_blocks:
             return None
         if not self._is_shared:
-            return self._sequencer.state.attests(heartbeat.attestation)
+            return self._sequencer.state.matches_attestation(heartbeat.attestation)
         return sum(own.digest for own in self.blocks.values()) & ATTESTATION_MASK == heartbeat.attestation
 
     def _transform_batch(self, delivery: RawBatch) -> tuple[list[bytes], BatchReport]:
@@ -182,7 +182,7 @@ class Transform:
         return payloads, replace(report, rejected=tuple(rejected))
 
     def _record_blocks(self, rank: int, events: list[KVEvent], rejected: list[Rejected]) -> list[KVEvent]:
-        """Record the events of a rank, and return them for the shared stream; an empty list if there are too many ranks."""
+        """Record the events of a rank, and return them for the shared stream; an empty list above `MAX_RANKS` ranks."""
         blocks = self.blocks
         if rank not in blocks and len(blocks) >= MAX_RANKS:
             rejected.append(Rejected("more", f"an upstream has more than {MAX_RANKS} ranks"))
@@ -276,7 +276,7 @@ class Transform:
         return KVEventBatch(batch.ts, encodable, batch.data_parallel_rank)
 
 
-def _with_rank(batch: RawBatch) -> bytes:
+def _add_rank(batch: RawBatch) -> bytes:
     if rank_of(batch.payload) is not None:
         return batch.payload
     events = decode_batch(batch.payload).batch

@@ -2,7 +2,7 @@
 
 Several upstreams can become one stream, in which each upstream clears only its own blocks. A clear of one upstream is sent as
 removals of the blocks that this upstream holds, so that the blocks of other upstreams stay. If an upstream's history is not
-known from its start, the upstream can remove blocks that are not recorded for it. Such removals are dropped, because the blocks
+known from its start, removals can name blocks that are not recorded for the upstream. They are dropped, because the blocks
 can belong to another upstream.
 """
 

@@ -111,7 +111,7 @@ class Audit:
             stream.applied_count += 1
             number = stream.applied_count - 1
             return self.index.apply(msgspec.structs.replace(delivery, first=number, last=number))
-        return self._batch(worker, stream, delivery, stream.incarnation if incarnation is None else incarnation)
+        return self._process_batch(worker, stream, delivery, stream.incarnation if incarnation is None else incarnation)
 
     def position(self, worker: Worker) -> tuple[int, int]:
         """Return the incarnation, and the number of the next batch to apply. Any thread may call this."""
@@ -132,7 +132,7 @@ class Audit:
 
     # --- streams
 
-    def _batch(self, worker: Worker, stream: _Stream, batch: Batch | RawBatch, incarnation: int) -> ApplyResult:
+    def _process_batch(self, worker: Worker, stream: _Stream, batch: Batch | RawBatch, incarnation: int) -> ApplyResult:
         if (incarnation, batch.seq) != (stream.incarnation, stream.next_seq):
             self._skip_to(worker, stream, LookupPosition(incarnation, batch.seq, 0))
         self.settle(worker)
@@ -160,7 +160,7 @@ class Audit:
             while stream.pending and stream.pending[0].lookup_position < position:
                 stream.pending.popleft()
                 self.counts.unproven += 1
-        # `position` may run between the two assignments: the new incarnation with the number of the old one would mislead it.
+        # Another thread may call `position` between these assignments. The old number with the new incarnation would be wrong.
         stream.next_seq, stream.incarnation = position.seq, position.incarnation
 
     def _apply_batch(self, stream: _Stream, batch: Batch | RawBatch) -> ApplyResult:

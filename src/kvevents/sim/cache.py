@@ -10,8 +10,8 @@ reaches from the next token. Its group has index 0, as in gpt-oss and Gemma 3. T
 prompt can continue (vLLM 0.32's `prefix_cache_retention_interval` 0): at the end of the prompt, and at the end of the prefix
 that full attention found, if the window found less.
 
-The model of host memory is simpler than that of any engine: every complete block is copied to host memory when it is computed,
-the least recently used block is evicted, and a prompt finds a block on either tier.
+Host memory is simpler than in any engine: every complete block is copied to host memory when it is computed. The least recently
+used block is evicted. A prompt finds a block on either tier.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class PrefixCache:
     def take_events(self) -> list[KVEvent]:
         """Return the events of all changes since the previous call.
 
-        Events are created only here. The events of a step contain half a megabyte of token ids and hashes. If they were created
-        earlier, the CPU's caches would not hold them any more at the end of the step.
+        The events of a step contain half a megabyte of token ids and hashes. If they were created earlier, the CPU's caches
+        would not hold them any more at the end of the step.
         """
         events: list[KVEvent] = []
         for change in self._changes:

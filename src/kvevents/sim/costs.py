@@ -3,7 +3,7 @@
 A step computes the tokens of its prefill chunks and one token for each decoding sequence. The arithmetic of a step takes `2 x
 parameters` floating point operations for each token, and `4 x layers x attention width` for each pair of a token and an earlier
 token that it attends to (the usual count, as in "Scaling Laws for Neural Language Models", arXiv 2001.08361, 2.1). The memory
-traffic of a step is all weights once, and the cached keys and values that the step reads. Arithmetic and traffic overlap, so
+traffic of a step is all weights and the cached keys and values that the step reads. Arithmetic and traffic overlap, so
 the slower of the two determines the duration. A constant for the work of the host is added.
 
 Real kernels reach a share of the data sheet's figures: `COMPUTE_SHARE` and `BANDWIDTH_SHARE`. The two shares are assumptions,
@@ -80,7 +80,7 @@ class CostModel(Settings, frozen=True, kw_only=True):
     pair: Cost = 0.0
     """Seconds for each pair of a computed token and a token that it attends to."""
     weights: Cost = 0.0
-    """Seconds for reading the weights once."""
+    """Seconds for reading all weights."""
     context: Cost = 0.0
     """Seconds for each cached token that is read."""
     reload: Cost = 0.0

@@ -224,7 +224,7 @@ class ReportColumn:
     """Which value is the best. None for a count: the table then has the sum over the seeds instead of the mean."""
 
 
-def _of_ttft(read: Callable[[Distribution], float]) -> Callable[[PolicyResult], float | None]:
+def _ttft_reader(read: Callable[[Distribution], float]) -> Callable[[PolicyResult], float | None]:
     """Return a function that reads a value of the TTFT, and returns None if no request was answered."""
     return lambda result: None if result.ttft is None else read(result.ttft)
 
@@ -235,9 +235,9 @@ def _none_without_lookups(read: Callable[[PolicyResult], float]) -> Callable[[Po
 
 
 COLUMNS: Final = (
-    ReportColumn("TTFT p50", _of_ttft(lambda ttft: ttft.p50), "{:,.3f}".format, "least"),
-    ReportColumn("p90", _of_ttft(lambda ttft: ttft.p90), "{:,.3f}".format, "least"),
-    ReportColumn("p99", _of_ttft(lambda ttft: ttft.p99), "{:,.3f}".format, "least"),
+    ReportColumn("TTFT p50", _ttft_reader(lambda ttft: ttft.p50), "{:,.3f}".format, "least"),
+    ReportColumn("p90", _ttft_reader(lambda ttft: ttft.p90), "{:,.3f}".format, "least"),
+    ReportColumn("p99", _ttft_reader(lambda ttft: ttft.p99), "{:,.3f}".format, "least"),
     ReportColumn("hit rate", _none_without_lookups(lambda result: result.hit_rate), "{:.1%}".format, "most"),
     ReportColumn("tokens/s", _none_without_lookups(lambda result: result.output_tokens_per_second), "{:,.1f}".format, "most"),
     ReportColumn("imbalance", _none_without_lookups(lambda result: result.imbalance), "{:.2f}".format, "least"),

@@ -1,8 +1,7 @@
 """Requests to a fleet. The prompts and answers have a compact form from which token ids are generated.
 
-A production trace has 145 million tokens, and describes its prompts as sequences of pieces. For this reason, prompts are
-sequences of pieces here too. A piece is either a number, from which token ids are generated when they are needed, or an array
-of token ids.
+A production trace has 145 million tokens, and describes its prompts as sequences of pieces. So a simulated prompt is a sequence
+of pieces, too. A piece is either a number, from which token ids are generated when they are needed, or an array of token ids.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Sequence:
         self.hashes: Final = block_keys(tokens, block_size, Namespace(lora=lora, salt=f"{seed}/{salt or ''}"))
         """Hashes of all complete blocks, chained from the root, unsigned 64-bit integers."""
         self.known = prompt
-        """Number of tokens that can be computed: those of the prompt, and those of the answer that were produced."""
+        """Number of tokens that can be computed: the prompt, and the part of the answer that was produced."""
         self.computed = 0
         """Number of tokens whose keys and values are in the cache, or will be there at the end of the current step."""
         self.boundary = 0
@@ -128,7 +127,7 @@ def draw(number: int, length: int) -> array[int]:
 @cache
 def _token_source() -> array[int]:
     """Return pseudo-random token ids, which are equal in all processes."""
-    raw = array("H", Random(0).randbytes(2 * 2**_SOURCE_BITS))  # noqa: S311 - not secret
+    raw = array("H", Random(0).randbytes(2 * 2**_SOURCE_BITS))  # noqa: S311 - numbers that need not be secret
     return array("I", raw)
 
 

@@ -24,7 +24,7 @@ class Distribution(Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Distribution | None:
-        """Return the distribution of `values`, or None if there is no value."""
+        """Return the distribution of `values`, or None if `values` is empty."""
         if not values:
             return None
         ordered = sorted(values)
@@ -247,7 +247,7 @@ class RequestMetrics:
         self.batches = 0
         self.events = 0
         self.last = 0.0
-        """Time at which the last answer ended, in seconds from the beginning."""
+        """Time at which the latest answer ended, in seconds from the beginning."""
 
     def record_lookup(self, lookup: Lookup, predicted: int, block_size: int) -> None:
         """Record the first lookup of a prompt, for which the index had predicted `predicted` cached tokens."""

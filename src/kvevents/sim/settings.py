@@ -67,7 +67,7 @@ class FleetSettings(Settings, frozen=True, kw_only=True, forbid_unknown_fields=T
     event_delay: Annotated[float, Unit.SECONDS, Range()] = 0.001
     """Seconds from the end of a step until its events are in the index, in virtual time."""
     overlay: Annotated[float, Unit.SECONDS, Range()] = 2.0
-    """Seconds for which a router counts a prompt as cached by the worker that it chose, until events arrive; 0: only events."""
+    """Seconds for which a router counts a prompt as cached by the worker that received it; with 0, only events count."""
     seed: int = 0
     """Seed of all random numbers. A seed other than 0 also makes a trace up to 2 % faster or slower."""
 
@@ -142,7 +142,7 @@ class SimulationSettings(FleetSettings, frozen=True, kw_only=True):
     workload: WorkloadName = "trace"
     """Kind of requests; trace is the packaged sample unless --trace is given."""
     requests: Positive | None = None
-    """Number of requests (default: all of a trace, or 1,000 generated ones)."""
+    """Number of requests (default: all of a trace, or 1,000 generated requests)."""
     rate: AboveZero | None = None
     """Mean requests per second; a trace keeps its bursts (default: the rate of the workload)."""
     trace_speed: AboveZero | None = None

@@ -265,7 +265,7 @@ class SimulatedEngine:
                 continue
             if not self.cache.extend(sequence, chunk) and not self._make_room(job, chunk):
                 break
-            self._chunk(job, chunk, work)
+            self._schedule_chunk(job, chunk, work)
 
     def _admit(self, work: _Work) -> None:
         while self._waiting and work.budget and self.running < self._step_limits.max_num_seqs:
@@ -287,9 +287,9 @@ class SimulatedEngine:
             if job.cached is None:
                 job.cached = prefix.tokens
             work.loaded += prefix.loaded
-            self._chunk(job, chunk, work)
+            self._schedule_chunk(job, chunk, work)
 
-    def _chunk(self, job: Job, tokens: int, work: _Work) -> None:
+    def _schedule_chunk(self, job: Job, tokens: int, work: _Work) -> None:
         sequence = job.sequence
         work.budget -= tokens
         work.prefilled += tokens

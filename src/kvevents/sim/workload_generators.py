@@ -146,14 +146,14 @@ class Traffic(Settings, frozen=True, kw_only=True):
     def requests(self, seed: int = 0) -> Iterator[Request]:
         """Yield an endless series of requests, in the order of their times. Equal seeds give equal requests."""
         random = Random(f"{type(self).__name__} {seed}")  # noqa: S311 - random numbers that need not be secret
-        times = arrivals(self.arrivals, self.rate, Random(f"arrivals {seed}"), self.variation)  # noqa: S311 - not secret
+        times = arrivals(self.arrivals, self.rate, Random(f"arrivals {seed}"), self.variation)  # noqa: S311 - numbers that need not be secret
         return schedule(times, self.sessions(random))
 
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """Yield an endless series of sessions, in the order in which they begin."""
         raise NotImplementedError
 
-    def tenant(self, random: Random) -> tuple[str | None, str | None]:
+    def draw_tenant(self, random: Random) -> tuple[str | None, str | None]:
         """Draw the LoRA and the salt of a session."""
         lora, salt = random.random(), random.random()
         return (
@@ -215,7 +215,7 @@ class SharedPrompts(Traffic, frozen=True, kw_only=True):
     def sessions(self, random: Random) -> Iterator[TrafficSession]:
         """Yield sessions of one question each (see `Traffic`). A session has the name of its user."""
         writer = Writer(random)
-        systems = [(writer.write(self.system.draw(random)), *self.tenant(random)) for _ in range(self.prompts)]
+        systems = [(writer.write(self.system.draw(random)), *self.draw_tenant(random)) for _ in range(self.prompts)]
         users = random.choices(systems, cum_weights=zipf_weights(self.prompts, self.popularity), k=self.users)
         while True:
             user = random.randrange(self.users)
@@ -249,7 +249,7 @@ class LlmD(Traffic, frozen=True, kw_only=True):
         writer = Writer(random)
         requests: list[tuple[str, Text, str | None, str | None]] = []
         for group in range(self.groups):
-            system, (lora, salt) = writer.write(self.system), self.tenant(random)
+            system, (lora, salt) = writer.write(self.system), self.draw_tenant(random)
             names = [f"user-{group}.{user}" for user in range(self.users)]
             requests += [(name, system + writer.write(self.question), lora, salt) for name in names]
         random.shuffle(requests)
@@ -295,14 +295,14 @@ class Agents(Traffic, frozen=True, kw_only=True):
         weights = zipf_weights(self.kinds, self.popularity)
         for number in count():
             (schema,) = random.choices(schemas, cum_weights=weights)
-            lora, salt = self.tenant(random)
+            lora, salt = self.draw_tenant(random)
             agent = _Agent(self, TrafficSession(f"agent-{number}", iter(()), lora, salt), writer, random)
             yield agent.new_session(schema, self.turns, self.delegating)
 
 
 @dataclass(frozen=True, slots=True)
 class _Agent:
-    """One agent. Its session is the template for the sessions of its sub-agents."""
+    """Creates the sessions of one agent and its sub-agents. The agent's session is the template of all these sessions."""
 
     settings: Agents
     session: TrafficSession
@@ -310,17 +310,19 @@ class _Agent:
     random: Random
 
     def new_session(self, context: Text, turns: float, delegating: float) -> TrafficSession:
-        return self.session._replace(turns=self._work(context, turns, delegating))
+        return self.session._replace(turns=self._generate_turns(context, turns, delegating))
 
-    def _work(self, context: Text, turns: float, delegating: float) -> Iterator[Turn]:
+    def _generate_turns(self, context: Text, turns: float, delegating: float) -> Iterator[Turn]:
         settings, random, tool = self.settings, self.random, self.settings.tool
-        prompt = context + self._text(settings.task)
+        prompt = context + self._write_text(settings.task)
         helped = 0
         for _ in range(draw_turns(turns, random) - 1):
-            call = self._text(settings.call)
+            call = self._write_text(settings.call)
             helpers = random.randint(1, settings.helpers) if random.random() < delegating else 0
             following = (
-                prompt + call + Text(piece for _ in range(max(helpers, 1)) for piece in self._text(settings.result).pieces)
+                prompt
+                + call
+                + Text(piece for _ in range(max(helpers, 1)) for piece in self._write_text(settings.result).pieces)
             )
             if len(following) > settings.context:
                 break
@@ -334,9 +336,9 @@ class _Agent:
                 pause = tool.draw(random)
             yield Turn(prompt, call, answer_seconds(call) + pause, begins)
             prompt = following
-        yield Turn(prompt, self._text(settings.call), None)
+        yield Turn(prompt, self._write_text(settings.call), None)
 
-    def _text(self, lengths: Lengths) -> Text:
+    def _write_text(self, lengths: Lengths) -> Text:
         return self.writer.write(lengths.draw(self.random))
 
 
@@ -371,9 +373,9 @@ class Chat(Traffic, frozen=True, kw_only=True):
         weights = zipf_weights(self.apps, self.popularity)
         for number in count():
             (system,) = random.choices(systems, cum_weights=weights)
-            yield TrafficSession(f"chat-{number}", self._turns(system, writer, random), *self.tenant(random))
+            yield TrafficSession(f"chat-{number}", self._generate_turns(system, writer, random), *self.draw_tenant(random))
 
-    def _turns(self, context: Text, writer: Writer, random: Random) -> Iterator[Turn]:
+    def _generate_turns(self, context: Text, writer: Writer, random: Random) -> Iterator[Turn]:
         prompt = context + writer.write(self.user.draw(random))
         for _ in range(draw_turns(self.turns, random) - 1):
             answer = writer.write(self.answer.draw(random))

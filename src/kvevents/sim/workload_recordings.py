@@ -192,7 +192,7 @@ class RecordedRequests(Iterator[Request]):
     # --- requests of chains
 
     def _place_chain(self, chain: list[_Key]) -> None:
-        path = self._path(chain)
+        path = self._find_path(chain)
         if path is None:
             self.skipped += 1
             return
@@ -228,8 +228,8 @@ class RecordedRequests(Iterator[Request]):
         self._open.append(request)
         return request
 
-    def _path(self, chain: list[_Key]) -> list[_Key] | None:
-        """Return a prompt's blocks from the root on, or None if one is unknown. These blocks become the most recently used."""
+    def _find_path(self, chain: list[_Key]) -> list[_Key] | None:
+        """Return a prompt's blocks from the root on, or None if any is unknown. They become the most recently used blocks."""
         path: list[_Key] = []
         key: _Key | None = chain[-1]
         while key is not None:

@@ -190,7 +190,7 @@ def _pieces(text: Text) -> list[tuple[int, int] | TokenPiece]:
 
 
 MAX_LINE_BYTES: Final = 32 * 1024 * 1024
-"""Maximum length of a line in bytes. Such a line has room for a prompt of three million token ids."""
+"""Maximum length of a line in bytes. A line of this length has room for a prompt of three million token ids."""
 
 
 _KEYS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -235,7 +235,7 @@ class FakeTransport:
     def wait(self, timeout: float | None) -> list[FakeConnection]:
         """Return readable connections. If no connection is readable, advance the clock by `timeout` seconds.
 
-        Raise `EndpointError` if there is no timeout: a real subscriber would wait for ever.
+        Raise `EndpointError` without a timeout: a real subscriber would wait for ever.
         """
         readable = [connection for connection in self._connections if connection.is_readable]
         if not readable:
@@ -256,7 +256,7 @@ class FakeTransport:
         """Return None: a fake transport has no timers."""
 
     def fileno(self) -> int:
-        """Return -1: there is no descriptor, so `wait` must be called."""
+        """Return -1: the transport has no descriptor, so `wait` must be called."""
         return -1
 
     def wake(self) -> None:

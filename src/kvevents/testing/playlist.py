@@ -26,7 +26,7 @@ class NextBatch(NamedTuple):
     """Whether the recorded engine was restarted before this batch."""
 
 
-def as_batch(item: tuple[bytes, int, bytes] | LiveBatch) -> LiveBatch:
+def to_next_batch(item: tuple[bytes, int, bytes] | LiveBatch) -> LiveBatch:
     """Return a batch from a `LiveBatch` or from a plain tuple. A tuple's batch has no time."""
     return item if isinstance(item, LiveBatch) else LiveBatch(*item)
 
@@ -36,10 +36,10 @@ def load_tape(tape: Tape, run: str | None = None) -> list[LiveBatch]:
 
     Of a recording, return the batches of the first stream; if `run` is not None, of the first stream in this run.
 
-    Raise `RecordingError` for a file that cannot be read, `ConfigError` for a file without such a stream.
+    Raise `RecordingError` for a file that cannot be read, `ConfigError` for a file without this stream.
     """
     if not isinstance(tape, str | PathLike):
-        return [as_batch(batch) for batch in tape]
+        return [to_next_batch(batch) for batch in tape]
     streams = [stream for stream in recorded_endpoints(tape) if run in (None, stream.run)]
     if not streams:
         contents = f"run {run!r} with live batches" if run else "live batches"
@@ -70,7 +70,7 @@ class Playlist:
         return len(self._batches) - self._position % max(1, len(self._batches))
 
     def restart(self, batches: Sequence[LiveBatch] | None = None) -> None:
-        """Begin a new incarnation at number 0, with other batches or, if `batches` is None, with the same ones."""
+        """Begin a new incarnation at number 0, with other batches or, if `batches` is None, with the same batches."""
         if batches is not None:
             self._load(batches)
         else:
@@ -189,7 +189,7 @@ class Faults:
         stored = [batch for batch in replay_buffer if batch.seq >= start]
         if self.replay_silent:
             return Reply(iter(()), len(stored))
-        batches = stored if self.replay_foreign is None else [as_batch(batch) for batch in self.replay_foreign]
+        batches = stored if self.replay_foreign is None else [to_next_batch(batch) for batch in self.replay_foreign]
         holes = self.replay_holes
         inside = (batch for batch in batches[1:] if not _is_selected(holes, batch.seq, f"{self.seed}/{number}/{batch.seq}"))
         reply_batches = [*batches[:1], *inside][: self.replay_send_limit]

@@ -352,7 +352,7 @@ async def _close_writer(writer: asyncio.StreamWriter, linger: float) -> None:
     else:
         writer.transport.abort()
     closing = asyncio.ensure_future(writer.wait_closed())
-    # Retrieve its exception, an error of the network, here: this task may be cancelled before it awaits `closing`.
+    # The callback retrieves the exception, a network error, because this task may be cancelled before it awaits `closing`.
     closing.add_done_callback(lambda future: future.cancelled() or future.exception())
     try:
         await asyncio.wait([closing], timeout=linger or None)

@@ -270,7 +270,7 @@ class Pipe:
             self._has_room.set()
 
     def _next_chunk(self) -> Chunk | None:
-        """Return the first chunk of the queue or, if that one is held, the first command, or None if nothing can be sent."""
+        """Return the first chunk of the queue or, if that chunk is held, the first command, or None if nothing can be sent."""
         if not self._chunks:
             return None
         head = self._chunks[0]

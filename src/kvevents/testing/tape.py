@@ -182,7 +182,7 @@ class TapePlayer(Closeable):
     # --- commands
 
     def play(self, n: int | None = None, *, rate: Rate = None, times: int = 1) -> int:
-        """Publish the next `n` batches; if None, this round and `times - 1` further ones. Return how many were published.
+        """Publish the next `n` batches; if None, this round and `times - 1` further rounds. Return the number of batches.
 
         A tape starts again at its end. `rate` is in batches per second, `recorded` for the recorded times, None for as fast as
         possible. If the tape is stopped or closed during the call, the call ends early. Raise `UsageError` for a stopped tape.
@@ -190,7 +190,7 @@ class TapePlayer(Closeable):
         return self.start_playing(n, rate=rate, times=times).result()
 
     def start_playing(self, n: int | None = None, *, rate: Rate = None, times: int = 1) -> Future[int]:
-        """Start to play without waiting. Several calls play one after the other. The future's result is that of `play`."""
+        """Start to play without waiting. Several calls play one after the other. The future's result is what `play` returns."""
         if (n is not None and n < 0) or times < 1:
             raise ConfigError(f"invalid n={n}, times={times}: expected n of 0 or more and times of 1 or more")
         if rate is not None and rate != "recorded" and not rate > 0:

@@ -30,7 +30,7 @@ RETRY_SECONDS: Final = 0.005
 REPLY_QUEUE: Final = 1_000
 """Maximum number of queued reply messages for one consumer. Further messages wait, so that endless replies are bounded."""
 MAX_WAITING_REPLIES: Final = 100
-"""Maximum number of requests from one consumer that wait while an earlier request is answered. Further ones are refused."""
+"""Maximum number of requests from one consumer that wait while an earlier request is answered. Further requests are refused."""
 
 SendOutcome: TypeAlias = Literal["live", "dropped", "skipped", "unseen"]
 """`live`: the batch was sent and stored for replay. `dropped`: it was only stored. `skipped`: it was neither sent nor stored.
@@ -126,7 +126,7 @@ class TapeSockets:
         return self._pub is not None
 
     def open(self) -> None:
-        """Bind both sockets to the same addresses as before. If that fails, close both and raise `EndpointError`."""
+        """Bind both sockets to the same addresses as before. If a bind fails, close both sockets and raise `EndpointError`."""
         try:
             self._open()
         except EndpointError:
