@@ -204,7 +204,7 @@ class UnclaimedEngines:
         self._since: dict[StreamKey, float] = {}
 
     def clear(self) -> None:
-        """Start the times of all unclaimed engines again, because the bridge cannot know now which engines are claimed."""
+        """Forget how long engines have been unclaimed, because the bridge cannot know now which engines are claimed."""
         self._since.clear()
 
     def expired_streams(self, joined: Collection[StreamKey], unclaimed: Collection[StreamKey], now: float) -> list[StreamKey]:

@@ -222,8 +222,7 @@ class MooncakeIndexer(Indexer):
 
 DYNAMO: Final = ("ai-dynamo-runtime", "1.6.1")
 SNAPSHOT_SECONDS: Final = 0.5
-"""Seconds between two snapshots of `kvevents serve`. The time is short, because the driver waits for a snapshot before it kills
-the process."""
+"""Seconds between two snapshots of `kvevents serve`. Before the driver kills the process, it waits for one."""
 SNAPSHOT_WAIT_SECONDS: Final = 20.0
 
 FIRST_INSTANCE: Final = 1_000_000

@@ -270,10 +270,7 @@ def play(scenario: Scenario, driver: Driver) -> Result:
 def play_all(
     plays: Iterable[Callable[[], Result]], jobs: int, on_result: Callable[[Result], None] = lambda _: None
 ) -> Iterator[Result]:
-    """Call the functions in `plays`, each of which plays a scenario, and yield the results in their order.
-
-    `jobs` scenarios are played at the same time.
-    """
+    """Call the functions in `plays`, each of which plays a scenario, `jobs` at a time, and yield the results in their order."""
     with ThreadPoolExecutor(jobs, "kvevents-conform") as pool:
         played = [pool.submit(scenario_play) for scenario_play in plays]
         for future in played:

@@ -75,10 +75,7 @@ def apply(blocks: set[int], payload: bytes) -> str | None:
 
 
 def judge_stream(stream: ReceivedStream, start: int, required: set[int], allowed: set[int]) -> ScenarioOutcome:
-    """Return the verdict about batches from number `start` on.
-
-    A consumer that applies the batches must hold all `required` blocks, and only `allowed` blocks.
-    """
+    """Return the verdict about batches from `start` on: they must give consumers the `required`, and only `allowed` blocks."""
     held, last, gaps = set[int](), start - 1, list[str]()
     for number, payload in stream.batches:
         if number <= last and not (held == set() and begins_with_clear(payload)):
@@ -218,10 +215,7 @@ class PublisherPlayer:
                 self.outcomes.append(judge_stream(self._read_reply(dealer, step.within), step.start, required, allowed))
 
     def _read_reply(self, dealer: zmq.Socket[bytes], seconds: float) -> ReceivedStream:
-        """Read a reply until its end marker, until `SILENCE_SECONDS` pass without a message, or for `seconds` at most.
-
-        Raise `TargetError` if the publisher has ended.
-        """
+        """Read a reply until it ends or is silent, for at most `seconds`. Raise `TargetError` if the publisher has ended."""
         sample, fault = ReplaySample(), None
         sample.read(dealer, Patience(SILENCE_SECONDS, seconds), is_strict=True)
         if sample.malformed:

@@ -95,7 +95,7 @@ class RejectedError(ExternalError):
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until `condition` returns True, and return True. Return False if it does not within `seconds` seconds."""
+    """Wait until `condition` returns True, and return True. Return False if `seconds` seconds pass first."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -167,8 +167,7 @@ class Driver(ABC):
     title: str
     """Name and version."""
     abilities: frozenset[Ability]
-    """Abilities of the driver's targets, besides those of all targets: to follow the engines of their start, and to answer
-    queries."""
+    """Abilities of the targets, besides two that all targets have: to follow engines from the start, and to answer queries."""
 
     @abstractmethod
     def target(self, scenario: Scenario, registrations: Sequence[EngineRegistration]) -> AbstractContextManager[Target]:

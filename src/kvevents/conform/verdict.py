@@ -120,8 +120,7 @@ class Verdict(StrEnum):
 
 
 SCENARIOS_PER_NEEDLESS: Final = 20
-"""Number of played scenarios for each scenario that may have the verdict `NEEDLESS`, by default. So 5 of the 116 scenarios for
-readers may have it."""
+"""By default, one of this many played scenarios may have the verdict `NEEDLESS`, for example 5 of 116 scenarios."""
 
 
 class WrongAnswer(NamedTuple):

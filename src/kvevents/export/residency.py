@@ -174,10 +174,7 @@ class WorkerCache:
     def _stored_block(
         self, event: BlockStored, index: int, parent: int | None, chain: ChainState, keys: StoredKeys
     ) -> tuple[_Block, str | None]:
-        """Return the block at `index` of a store with its earlier residencies, and why it has no key (None if it has one).
-
-        `chain` is the state of the chain before the store.
-        """
+        """Return the block at `index` of a store that follows `chain`, and why the block has no key (None if it has a key)."""
         known_block = self._blocks.get(event.block_hashes[index])
         key, keyless_reason = (keys.keys[index], None) if index < len(keys.keys) else (None, keys.unkeyed)
         if key is None and known_block is not None and known_block.chain.key is not None:
@@ -204,9 +201,7 @@ class WorkerCache:
             existing.max_copies = max(existing.max_copies, existing.copies)
 
     def _token_ids(self, event: BlockStored, index: int) -> Row:
-        """Return a row with a block's token ids, or an empty row if token ids are not exported.
-
-        The ids are None if any of them is too large or is the digest of a multimodal item.
+        """Return a row with a block's token ids (None if any is too large or a digest); empty if ids are not exported.
 
         If the numbers of hashes and tokens do not match, the first block gets all tokens.
         """

@@ -66,8 +66,7 @@ class Ownership(msgspec.Struct, frozen=True):
     number: int = -1
     """The number of the last batch that the ownership covers."""
     blocks: list[tuple[BlocksKey, Any]] = []
-    """Pieces of `UpstreamBlocks.dump`, each with its upstream and rank. A snapshot can spread the pieces over several
-    `Ownership` records."""
+    """Pieces of `UpstreamBlocks.dump`, each with its upstream and rank. Several `Ownership` records can share the pieces."""
 
 
 # --- writing
@@ -278,9 +277,7 @@ def _decode_journal(settings: RelaySettings, recovered: Recovered) -> _DecodedJo
     return usable
 
 
-def _store_newest(
-    newest: dict[int, ForwardedBatch], batches: Iterable[ForwardedBatch], checkpoints: Sequence[Checkpoint]
-) -> None:
+def _update(newest: dict[int, ForwardedBatch], batches: Iterable[ForwardedBatch], checkpoints: Sequence[Checkpoint]) -> None:
     """Store in `newest` the newest batch of each upstream that was forwarded after the upstream's checkpoint.
 
     The journal omits heartbeats, so a batch with no other event cannot be compared with the upstream's replay, and is not
@@ -314,7 +311,7 @@ def _apply_journal(
             list(applying)  # wait until every stream has applied the previous chunk
             applying = pool.map(IndexedStream.apply, streams, repeat([batch.payload for batch in chunk]))
             buffer.extend([(batch.number, batch.payload) for batch in chunk])
-            _store_newest(newest, chunk, usable.checkpoint.checkpoints)
+            _update(newest, chunk, usable.checkpoint.checkpoints)
         list(applying)
     if len(settings.upstreams) == 1:
         return {}

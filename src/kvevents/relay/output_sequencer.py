@@ -27,8 +27,7 @@ from kvevents.wire.dialects import DECLARED, Dialect, detect_dialect, dialect_fo
 
 UNKNOWN_FORM: Final = ""
 SAMPLED_PAYLOADS: Final = 64
-"""Number of payloads of an upstream that are examined for the form of the stream. This shows whether hashes are signed: half
-of all unsigned 64-bit hashes are above the signed range."""
+"""Number of examined payloads of an upstream, enough to see unsigned hashes: half of these are above the signed range."""
 
 _FORMS: Final[dict[str, Dialect | None]] = {
     UNKNOWN_FORM: None,

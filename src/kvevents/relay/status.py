@@ -41,8 +41,7 @@ class RelayStatus:
     digest: str
     """Digest of the blocks that consumers hold."""
     divergences: int
-    """Number of upstream heartbeats whose digest differed from the relay's digest. A number above 0 shows a defect of the
-    sender or of the relay."""
+    """Number of upstream heartbeats whose digest differed from the relay's digest, because sender or relay has a defect."""
     subscribers: int
     buffered_batches: int
     """Number of batches in the replay buffer."""

@@ -95,8 +95,7 @@ class Audit:
     def apply(self, delivery: Batch | RawBatch | Reset | Gap, incarnation: int | None = None) -> ApplyResult:
         """Apply the next delivery of a stream to the index.
 
-        `incarnation` is the engine's incarnation. None means the current one. For a reset, None means that the new incarnation
-        is not known yet.
+        `incarnation` is the engine's incarnation. None means the current incarnation or, for a reset, an unknown one.
         """
         worker = (delivery.source, delivery.rank)
         stream = self._streams[worker]

@@ -188,10 +188,7 @@ class PrefixCache:
     # --- blocks
 
     def _count_needed(self, tokens: int, prefix: CachedPrefix, *, caps_windows: bool = False) -> int:
-        """Return the number of blocks for `tokens` tokens besides the blocks in `prefix`.
-
-        If `caps_windows`, a group with a window counts only the blocks that it uses at the same time.
-        """
+        """Return the number of blocks for `tokens` tokens besides those in `prefix`; a window limits it if `caps_windows`."""
         needed = -(-tokens // self.size.block_size)
         return sum(
             max(0, (group.max_blocks(tokens) if caps_windows else needed) - len(table))

@@ -98,8 +98,7 @@ class Judgement(NamedTuple):
     """`pay`, `nothing`, `balance` (the subject is faster, but does not find more tokens in caches) or `undecided`."""
     subject: str
     rival: str
-    """The simplest policy without events that is as fast as the subject. If the subject is faster than all policies without
-    events, the fastest of these."""
+    """The simplest policy without events that is as fast as the subject; if no policy is as fast, the fastest one."""
     ratio: Interval
     """TTFT p90 of the rival divided by TTFT p90 of the subject."""
 

@@ -65,8 +65,7 @@ class Trace(Settings, frozen=True, kw_only=True):
     def requests(self, seed: int = 0) -> Iterator[Request]:
         """Yield the requests. If `rate` is set, the file is read twice. Raises `WorkloadError`.
 
-        A trace has no random numbers. So that runs with several seeds differ, each seed except 0 makes the trace faster or
-        slower, by up to `JITTER`.
+        A trace has no random numbers. So that seeds differ, each seed except 0 changes the trace's speed by up to `JITTER`.
         """
         speed = 1.0
         times = [] if self.rate is None else [request.at for request in read_trace(self.path)]
