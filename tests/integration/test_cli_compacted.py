@@ -102,7 +102,7 @@ def test_doctor_reports_a_snapshot(old_engine: ZmqEventPublisher) -> None:
     found = examine(*endpoint_arguments(old_engine), is_enough=is_enough)
     assert {check: finding["verdict"] for check, finding in found.items()} == dict.fromkeys(found, "ok")
     assert re.search(r"the first is a snapshot of batches 0 to \d+, so a late subscriber is complete", found["replay"]["text"])
-    assert re.search(r"0 lost; a snapshot represents \d+ older ones", found["trust"]["text"])
+    assert re.search(r"0 lost; a snapshot represents \d+ older batches", found["trust"]["text"])
 
 
 def test_the_service_top_and_doctor_count_no_loss_for_a_snapshot(old_engine: ZmqEventPublisher) -> None:

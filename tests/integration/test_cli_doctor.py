@@ -396,7 +396,7 @@ def test_a_missing_rank_is_a_warning() -> None:
         served.wait_exact("engine-0/2", 1)
         found = examine_service(served.url)
     assert found["ranks"]["verdict"] == "warn"
-    assert found["ranks"]["text"] == "engine-0/1: not registered, though later ranks are"
+    assert found["ranks"]["text"] == "engine-0/1: not registered, though higher ranks are"
 
 
 def test_a_discovery_fault_fails() -> None:
@@ -437,7 +437,7 @@ def test_an_engine_with_another_block_size_than_registered_is_reported() -> None
         served.wait("engine-0/0", lambda source: source["trust"]["reason_codes"] == ["block-size"])
         found = examine_service(served.url)
     assert found["blocks"]["text"] == "tokens per block: engine-0/0 is registered with 32 and sends 16"
-    assert "its block size" in found["trust"]["advice"]
+    assert "its actual block size" in found["trust"]["advice"]
 
 
 @contextmanager

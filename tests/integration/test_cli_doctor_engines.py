@@ -126,14 +126,14 @@ CASES: dict[str, Case] = {
         lambda: engine(replay_silent=True),
         replay_option=False,
         verdicts={"replay": "warn", "trust": "warn"},
-        expected=("is open and does not answer replay requests", "which may hang or be busy"),
+        expected=("accepts connections, but does not answer replay requests", "which may hang or be busy"),
         unexpected=("start it with",),
     ),
     "idle, replay not named": Case(
         lambda: engine(idle=True),
         replay_option=False,
         verdicts={"traffic": "warn", "replay": "warn", "trust": "warn"},
-        expected=("may be one, but no live batch arrived",),
+        expected=("may be a replay endpoint, but no live batch arrived",),
     ),
     "replay of another engine that is ahead": Case(
         lambda: engine(replay_foreign=make_batches(2_000)),

@@ -339,7 +339,7 @@ PROBLEM: Final = msgspec.json.encode(Problem.of(400, "cannot", "it cannot", "do 
         (reply("400 Bad Request", PROBLEM), "cannot", "it cannot; do not"),
         (reply("503 Service Unavailable", PROBLEM), "cannot", "it cannot; do not"),
         (reply("502 Bad Gateway", b"<html>\x1b[2J"), "not-kvevents", "if this is a proxy"),
-        (reply("302 Found", b"", b"Location: http://other"), "not-kvevents", "redirections are not followed"),
+        (reply("302 Found", b"", b"Location: http://other"), "not-kvevents", "the client does not follow redirects"),
         (reply("200 OK", b"<html>"), "not-kvevents", "check the port"),
         (reply("200 OK", b'{"status": "fine"}'), "not-kvevents", "/health is not that of a kvevents service"),
         (b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f", "not-http", "does not answer in HTTP"),

@@ -390,7 +390,7 @@ def test_a_file_that_is_not_a_recording_is_reported(tmp_path: Path) -> None:
         ([tmp_path / "nothing.jsonl", trace], 2, "cannot read"),
         ([RECORDING, trace, "--run", "no such run"], 1, "no request can be derived from"),
         ([RECORDING, tmp_path / "no" / "out.jsonl"], 2, "cannot write"),
-        ([copy, copy], 2, "copy.jsonl is the recording; name another file for the trace"),
+        ([copy, copy], 2, "copy.jsonl would replace the recording; name another file for the trace"),
     ):
         with Program("sim", "convert", *arguments) as converting:
             ended = converting.end()

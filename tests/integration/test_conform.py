@@ -191,7 +191,7 @@ def test_wrong_usage_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ([], "name a target"),
         (["ours", "--only", "nothing-like-this"], "no scenario fits --only nothing-like-this; --list prints all scenarios"),
         (["ours", "--scenarios", str(wrong)], f"invalid {wrong}"),
-        (["ours", "--scenarios", str(empty)], f"{empty} holds no scenario"),
+        (["ours", "--scenarios", str(empty)], f"{empty} contains no scenario"),
     ):
         assert main(["conform", *arguments]) != 0
         assert message in capsys.readouterr().err

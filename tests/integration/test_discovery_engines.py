@@ -330,7 +330,7 @@ async def test_endpoints_of_other_hosts_need_a_setting(engine: Engine, endpoint:
     await watching.aclose()
     assert list_streams(found) == [("e rank 1", "tcp://127.0.0.1:5559", "tcp://127.0.0.1:5560")]
     (sentence,) = list_sentences(found)
-    assert sentence.startswith(f"rank 0 of e cannot be followed: {replay or endpoint} is not at 127.0.0.1, which named it;")
+    assert sentence.startswith(f"rank 0 of e cannot be followed: {replay or endpoint} is not at the host 127.0.0.1;")
     assert [each.label for each in (await query_engine(engine, Template(model="m"))).registrations] == ["e rank 0", "e rank 1"]
 
 

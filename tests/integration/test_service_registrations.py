@@ -137,7 +137,7 @@ def test_who_registers_what_discovery_names_learns_who_owns_it(tmp_path: Path) -
         with serving("--sources", path, "--state-dir", tmp_path / "state") as service:
             wait_for("the engine", service.sources)
             answer = service.register("e", nowhere, lease_seconds=1)
-            warning = f"e rank 0 was found by file {path}, which alone decides when the registration ends"
+            warning = f"e rank 0 was found by file {path}, which alone can unregister it"
             assert (answer.status, answer.json) == (200, {"status": "ok", "warnings": [warning]})
             assert service.source("e")["lease_expires_at"] is None
             answer = service.register("e", nowhere, topic="t")

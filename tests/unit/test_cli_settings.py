@@ -89,7 +89,7 @@ def format_option(setting: Setting, value: Any) -> list[str]:
 
 
 def write_file(settings_parser: SettingsParser[Any], path: str, value: Any, folder: Path) -> Path:
-    *tables, name = [*([settings_parser.within] if settings_parser.within else []), *path.split(".")]
+    *tables, name = [*([settings_parser.file_table] if settings_parser.file_table else []), *path.split(".")]
     head = f"[{'.'.join(tables)}]\n" if tables else ""
     file = folder / "settings.toml"
     file.write_text(f"{head}{name} = {format_value(value)}\n")

@@ -20,7 +20,7 @@ from kvevents.cli.values import PLACEHOLDERS
 from kvevents.errors import MissingDependencyError, UsageError
 from kvevents.settings import suggestion
 
-Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - what add_argument_group returns has no public name
+Group: TypeAlias = argparse._ArgumentGroup  # noqa: SLF001 - the type of add_argument_group has no public name
 
 OK: Final = 0
 FAILED: Final = 1
@@ -29,31 +29,31 @@ WRONG_USAGE: Final = 2
 NOTHING_ARRIVED: Final = 3
 """Exit code if no batch arrived before `--idle-timeout` ended the command."""
 CHECK_NOT_POSSIBLE: Final = 4
-"""Exit code of a checking command if the check could not be done, so its result is unknown."""
+"""Exit code of a command that checks something, if the check could not be done, so that its result is unknown."""
 INTERRUPTED: Final = 130
-"""Exit code, the same as in shells, if SIGINT or SIGTERM ended the command before its work was done."""
+"""Exit code if SIGINT or SIGTERM ended the command before its work was done; shells use the same code."""
 
 
 class CommandLineError(UsageError):
-    """Error for arguments that exclude each other or need others; its message names them."""
+    """Raised for arguments that exclude each other or need further arguments. The message names the arguments."""
 
 
 class Command(Struct, frozen=True):
     """One command of the program.
 
-    Its module is imported only if the command is chosen, so that other commands need neither the time nor the optional packages
+    The program imports the module of only the chosen command. So other commands need neither the time nor the optional packages
     of this import. The module has `DESCRIPTION`, `EXAMPLES`, `add_arguments(parser)` and `run(args) -> exit code`.
     """
 
     name: str
     summary: str
-    """The text of this command in the list of commands, on one line."""
+    """One line about this command in the list of commands."""
     module: str
-    """Module that implements the command, or `MODULE:NAME` of an object: below `kvevents.cli`, or of another distribution."""
+    """Module of the command, or `MODULE:NAME` for an object in it. A name without a dot means a module of `kvevents.cli`."""
     on_error: int = FAILED
     """Exit code if an error ends the command."""
     extra: str = ""
-    """Extra of our distribution, such as `service`, that installs the packages that the module imports."""
+    """Extra of the distribution, such as `service`, that installs the packages for the module; empty if it needs no extra."""
 
     def load(self, program: str) -> Any:
         """Import the module. Raises `MissingDependencyError`, which names the `program`, such as `kvevents plane status`."""
@@ -81,10 +81,10 @@ class CommandGroup(Struct, frozen=True):
 
 
 class HelpFormatter(RawDescriptionHelpFormatter):
-    """Wraps descriptions at the width of the terminal. Indented lines, such as examples, are not wrapped.
+    """Wraps descriptions at the width of the terminal, except indented lines, such as examples.
 
-    The help of an option has a placeholder by the type of its value, and the default unless the text mentions it already. The
-    list of commands has no line for the placeholder `COMMAND`.
+    The help of an option shows a placeholder for the type of its value, and the default unless the text mentions the default.
+    The list of commands has no line for the placeholder `COMMAND`.
     """
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -109,10 +109,10 @@ class HelpFormatter(RawDescriptionHelpFormatter):
 
 
 class CommandParser(ArgumentParser):
-    """A parser that reports unknown options and commands before anything else, with a suggestion.
+    """A parser that reports unknown options and commands before all other errors, with a suggestion.
 
-    argparse reports them last: it takes the value of a misspelled option for a positional argument and rejects that first.
-    Abbreviated options are rejected too: a later release can add an option with the same beginning.
+    argparse reports an unknown option too late: first, it rejects the value of the option as a positional argument. This
+    parser also rejects abbreviated options, because a later release can add an option with the same beginning.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -123,7 +123,7 @@ class CommandParser(ArgumentParser):
         self._command: Command | None = None
 
     def add_commands(self, commands: Iterable[Command | CommandGroup]) -> None:
-        """Require one of `commands`. The parsed arguments have its name as `command`, and its function as `execute`."""
+        """Require one of `commands`. The parsed arguments have the command's name as `command`, and `run` as `execute`."""
         self._commands = self.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=CommandParser)
         for command in commands:
             parser: CommandParser = self._commands.add_parser(command.name, help=command.summary)
@@ -134,7 +134,7 @@ class CommandParser(ArgumentParser):
                 parser._command = command
 
     def declare_options(self, words: Sequence[str]) -> None:
-        """Declare the options of the command that these words choose, without parsing the words."""
+        """Declare the options of the command that `words` choose, without parsing `words`."""
         if self._commands is not None:
             for word in words:
                 if word in self._commands.choices:
@@ -145,21 +145,21 @@ class CommandParser(ArgumentParser):
             self._command = None
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override] # overloads
-        """Parse arguments. The chosen command declares its options only at this point."""
-        # `--replay-endpoint` is accepted too, because files, variables and HTTP requests use that name for the field.
-        given = [re.sub("^--replay-endpoint(?=$|=)", "--replay", each) for each in (sys.argv[1:] if args is None else args)]
+        """Parse arguments. First, declare the options of the chosen command."""
+        # Accept `--replay-endpoint` for `--replay`: files, variables and HTTP requests use that name.
+        words = [re.sub("^--replay-endpoint(?=$|=)", "--replay", word) for word in (sys.argv[1:] if args is None else args)]
         command, self._command = self._command, None
         if command is not None:
             self._declare(command)
         if self._commands is None:
-            self._check_options(takewhile(lambda word: word != "--", given))
+            self._check_options(takewhile(lambda word: word != "--", words))
         else:
-            options = [*takewhile(lambda word: word.startswith("-"), given)]
+            options = [*takewhile(lambda word: word.startswith("-"), words)]
             self._check_options(options)
             names = list(self._commands.choices)
-            if (rest := given[len(options) :]) and rest[0] not in names:
-                self._reject("command", rest[0], [*names, *self._option_string_actions])
-        parsed, unknown = super().parse_known_args(given, namespace)
+            if (further_words := words[len(options) :]) and further_words[0] not in names:
+                self._reject("command", further_words[0], [*names, *self._option_string_actions])
+        parsed, unknown = super().parse_known_args(words, namespace)
         if self._commands is None and unknown:
             if unknown[0].startswith("-"):
                 self._reject("option", unknown[0], [*self._option_string_actions])
@@ -167,7 +167,7 @@ class CommandParser(ArgumentParser):
         return parsed, unknown
 
     def format_help(self) -> str:
-        """Return the help text, which includes the help texts of the settings of the command."""
+        """Return the help text, including the texts of the command's settings."""
         self._add_help_texts()
         return super().format_help()
 
@@ -176,13 +176,13 @@ class CommandParser(ArgumentParser):
             settings.add_help_texts()
 
     def error(self, message: str) -> NoReturn:
-        """Print one line of usage and the error, and exit."""
+        """Print a line of usage and a line with the error, and exit."""
         names = ((str(each.metavar or each.dest), each.nargs in {"?", "*"}) for each in self._get_positional_actions())
         words = [self.prog, "[OPTIONS]", *(f"[{name}]" if is_optional else name for name, is_optional in names)]
         self.exit(WRONG_USAGE, f"usage: {' '.join(words)} (--help explains it)\n{self.prog}: error: {message}\n")
 
     def _get_value(self, action: Action, arg_string: str) -> Any:
-        """Return the value of an argument. Errors have the text of the `UsageError`, which argparse itself would replace."""
+        """Return the value of an argument. After a `UsageError`, keep its text, which argparse would replace."""
         try:
             return super()._get_value(action, arg_string)
         except ArgumentError as error:
@@ -203,7 +203,7 @@ class CommandParser(ArgumentParser):
         self.set_defaults(command=command, execute=module.run)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print a message. Raise `ExternalError` if stdout cannot be written, while argparse ignores a full disk."""
+        """Print a message. Raise `ExternalError` if stdout cannot be written; argparse would ignore a full disk."""
         if file is not sys.stdout:
             super()._print_message(message, file)
             return

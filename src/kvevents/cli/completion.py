@@ -1,4 +1,4 @@
-"""`kvevents completion`: print the code with which a shell completes the command line."""
+"""`kvevents completion`: print the shell code that completes commands, options and their values."""
 
 from __future__ import annotations
 

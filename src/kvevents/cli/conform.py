@@ -1,4 +1,4 @@
-"""`kvevents conform`: play scenarios against a target (indexer, router, publisher), and print whether it behaved correctly."""
+"""`kvevents conform`: play scenarios against an indexer, router or publisher, and print whether it behaved correctly."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXAMPLES: Final = """\
 """
 
 JOBS: Final = 4
-"""Number of scenarios that are played at the same time. Scenarios need little CPU: they wait most of the time."""
+"""Number of scenarios that are played at the same time. Scenarios need little CPU, because they usually wait."""
 FOLDER_VARIABLE: Final = "KVEVENTS_CONFORM_FOLDER"
 AnyDriver: TypeAlias = Driver | PublisherDriver
 DRIVERS: Final[dict[str, Callable[[Path], AnyDriver]]] = {
@@ -99,7 +99,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Play scenarios. Return `FAILED` if an answer was wrong or missing without a report, or too many reports were needless."""
+    """Play scenarios. Return `FAILED` if a wrong or missing answer was not reported, or if too many reports were needless."""
     console = Console()
     scenarios = _choose_scenarios(args)
     if args.list:
@@ -115,13 +115,13 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"none of the chosen scenarios is for {driver.title}; --list prints all scenarios")
     done = 0
 
-    def count(_: Result) -> None:
+    def show_progress(_: Result) -> None:
         nonlocal done
         done += 1
-        console.progress(f"{done} of {len(plays)} scenarios played; Ctrl-C ends it")
+        console.progress(f"{done} of {len(plays)} scenarios played; Ctrl-C ends the command")
 
     began, results = time.monotonic(), list[Result]()
-    for result in play_all(plays, args.jobs, count):
+    for result in play_all(plays, args.jobs, show_progress):
         results.append(result)
         if args.output in {"table", "wide"}:
             _print(console, result, is_first=len(results) == 1 or results[-2].group != result.group)
@@ -136,7 +136,7 @@ def run(args: Namespace) -> int:
 
 
 def _play_functions(scenarios: Iterable[AnyScenario], driver: AnyDriver) -> list[Callable[[], Result]]:
-    """Return, for each scenario that suits the driver's kind of target, a function that plays the scenario."""
+    """Return a function that plays the scenario, for each scenario that the driver can play."""
     if isinstance(driver, PublisherDriver):
         return [partial(driver.play, scenario) for scenario in scenarios if isinstance(scenario, PublisherScenario)]
     return [partial(play, scenario, driver) for scenario in scenarios if isinstance(scenario, Scenario)]
@@ -148,7 +148,7 @@ def _choose_scenarios(args: Namespace) -> Sequence[AnyScenario]:
     else:
         paths = sorted(args.scenarios.glob("*.json")) if args.scenarios.is_dir() else [args.scenarios]
         if not paths:
-            raise ConfigError(f"{args.scenarios} holds no scenario: expected files *.json")
+            raise ConfigError(f"{args.scenarios} contains no scenario: expected files *.json")
         known = [read_scenario(path.read_bytes(), str(path)) for path in paths]
     chosen = [each for each in known if not args.only or any(text in each.name for text in args.only)]
     if args.dialect is not None:
@@ -165,7 +165,7 @@ def _choose_scenarios(args: Namespace) -> Sequence[AnyScenario]:
 def _parse_dialect(text: str) -> Dialect:
     dialect = resolve_dialect(text)
     if dialect is None:
-        raise ConfigError("expected a release, such as sglang-0.5.9")
+        raise ConfigError(f"unknown release {text!r}: expected a release such as sglang-0.5.9")
     return dialect
 
 

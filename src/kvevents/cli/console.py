@@ -1,4 +1,4 @@
-"""Output of commands: results on stdout, notes and progress on stderr; also tables, and views that fill the terminal."""
+"""Output of commands: results on stdout, notes and progress on stderr, tables, and views that fill the terminal."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ class Console:
         self._progress_at = 0.0
 
     def line(self, *parts: Part) -> None:
-        """Write a line of results. Raises BrokenPipeError if the reader of stdout has ended, and `ExternalError` otherwise."""
+        """Write a line of results. Raises BrokenPipeError if the reader of stdout has ended, else `ExternalError`."""
         with convert_output_errors():
             self._end_progress()
             self._out.write(_paint(parts, self._out_color) + "\n")
             self._out.flush()
 
     def lines(self, lines: Iterable[Line]) -> None:
-        """Write lines of results. Raises as `line` does."""
+        """Write lines of results. Raises the errors of `line`."""
         for line in lines:
             self.line(*line)
 
     def data(self, line: bytes) -> None:
-        """Write a line of results in UTF-8, regardless of the terminal's encoding. Raises as `line` does."""
+        """Write a line of results in UTF-8, whatever the terminal's encoding is. Raises the errors of `line`."""
         with convert_output_errors():
             self._end_progress()
             self._out.buffer.write(line + b"\n")
@@ -87,7 +87,7 @@ class Console:
         self._notes.flush()
 
     def progress(self, text: str) -> None:
-        """Show a text in the last line of a terminal until the next output replaces it. It changes at most every 0.1 s."""
+        """Show a text in the current line of a terminal until the next output. The text changes at most every 0.1 s."""
         now = time.monotonic()
         if self._progress and now - self._progress_at >= 0.1:
             self._progress_at = now
@@ -133,7 +133,7 @@ def terminal_size(stream: TextIO) -> tuple[int, int]:
 
 @contextmanager
 def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
-    """Use the whole terminal until the context ends. The yielded function replaces all lines, and cuts long lines."""
+    """Return a context that uses the whole terminal. The yielded function replaces all lines, and cuts long lines."""
 
     def show(lines: Sequence[Line]) -> None:
         columns, rows = terminal_size(stream)
@@ -141,7 +141,7 @@ def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
         stream.write("\x1b[H" + "".join(f"{line}\x1b[K\n" for line in shown) + "\x1b[J")
         stream.flush()
 
-    stream.write("\x1b[?1049h\x1b[?25l")  # switch to the alternate screen of the terminal, and hide the cursor
+    stream.write("\x1b[?1049h\x1b[?25l")  # Switches to the alternate screen of the terminal, and hides the cursor.
     try:
         yield show
     finally:
@@ -155,9 +155,9 @@ def whole_screen(stream: TextIO) -> Iterator[Callable[[Sequence[Line]], None]]:
 def table(
     titles: Sequence[str], rows: Sequence[Sequence[Part | Line]], left: Container[str], widths: Sequence[int] | None = None
 ) -> list[Line]:
-    """Return the lines of a table, the titles first. Columns in `left` are aligned to the left, all other columns to the right.
+    """Return the lines of a table, the titles first. Columns in `left` are aligned to the left, others to the right.
 
-    Cells are cut to the widths in `widths`.
+    Each column has the width in `widths`, by default the width of its longest cell. Longer cells are cut.
     """
     cells = [[Span(title, "dim") for title in titles], *rows]
     widths = widths or [max(map(width, column)) for column in zip(*cells, strict=True)]
@@ -174,7 +174,7 @@ def table(
 
 
 def cut(cell: Part | Line, max_width: int) -> list[Part]:
-    """Return a cell, or its beginning and an ellipsis if it has more than `max_width` columns."""
+    """Return a cell; if it takes more than `max_width` columns of the terminal, return its beginning and an ellipsis."""
     if width(cell) <= max_width:
         return list(_spans(cell))
     parts: list[Part] = []
@@ -189,7 +189,7 @@ def cut(cell: Part | Line, max_width: int) -> list[Part]:
 
 
 def width(cell: Part | Line) -> int:
-    """Return the number of terminal columns that a text takes."""
+    """Return the number of columns of the terminal that a cell takes."""
     text = "".join(span.text for span in _spans(cell))
     if text.isascii():
         return len(text)

@@ -1,4 +1,4 @@
-"""Contexts: named services with their tokens and certificate authorities, in a file that commands share."""
+"""Contexts: named services with their tokens and certificate authorities, in a file for all commands."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from kvevents.settings import convert, read_toml, suggestion
 
 
 class Context(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A service: its URL, and how clients authenticate and verify it."""
+    """A service, and the files with which clients authenticate to it and verify it."""
 
     service: str
-    """URL."""
+    """URL of the service."""
     token_file: str | None = None
     tls_ca: str | None = None
     """PEM file of the certificate authority that signed the service's certificate."""
 
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`contexts.toml`: The content of the file: `current = "prod"`, and a table `[contexts.NAME]` for each context."""
+    """The content of `contexts.toml`: the name of the current context, and a table `[contexts.NAME]` for each context."""
 
     contexts: dict[str, Context] = {}
     current: str | None = None
@@ -35,7 +35,7 @@ def context_file() -> Path:
 
 
 def find_context(name: str | None) -> Context | None:
-    """Return the context `name`, by default the one in KVEVENTS_CONTEXT or the file; None without one. Raises `ConfigError`."""
+    """Return the context `name`, else the context that KVEVENTS_CONTEXT or the file names, else None. Raises `ConfigError`."""
     path = context_file()
     contexts = convert(read_toml(path), _File, str(path)) if path.exists() else _File()
     wanted = name or os.environ.get("KVEVENTS_CONTEXT") or contexts.current

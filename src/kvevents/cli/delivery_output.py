@@ -1,7 +1,7 @@
 """Output of deliveries: lines for people, and records for programs; and the loop that `tail` and `record` share.
 
 The page `reference/cli.md` of the documentation has the keys of the records; programs rely on them. The loop iterates over the
-deliveries of a subscriber and prints a summary at its end.
+deliveries of a subscriber and prints a summary at the end.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvevents.subscriber import StreamStatus, Subscriber
 Detail: TypeAlias = Literal["batches", "events", "tokens"]
 
 MAX_EVENTS_INLINE: Final = 3
-"""Maximum number of events that the line of a batch describes one by one; more events are only counted."""
+"""Maximum number of events that the line of a batch describes one by one; further events are counted, but not described."""
 MAX_HASHES_INLINE: Final = 3
 _EVENT_STYLES: Final[dict[type[KVEvent], Style]] = {BlockStored: "good", BlockRemoved: "warn", AllBlocksCleared: "loud"}
 
 
 def short_hash(value: int) -> str:
-    """Return the first 8 hexadecimal digits of a block hash, which are enough to recognise it, as in git."""
+    """Return the first 8 hexadecimal digits of a block hash; as in git, 8 digits are enough to recognise a hash."""
     return f"{value:x}"[:8]
 
 
@@ -50,7 +50,7 @@ class LineFormat:
         return [self.reset(delivery) if isinstance(delivery, Reset) else self.gap(delivery)]
 
     def batch(self, batch: Batch) -> list[list[Part]]:
-        """Return the line of a batch; with the details `events` and `tokens` also a line for each event."""
+        """Return the line of a batch; with the detail `events` or `tokens`, return also a line for each event."""
         has_event_lines = self._detail in {"events", "tokens"}
         body = _event_totals(batch.events) if has_event_lines else _inline_events(batch.events)
         path: Part = Span("replay ", "warn") if batch.replayed else Span("live   ", "dim")
@@ -66,11 +66,11 @@ class LineFormat:
         return [*self._now(reset.source, reset.rank), Span(text, "loud")]
 
     def gap(self, gap: Gap) -> list[Part]:
-        """Return the line of a gap, or of the snapshot that represents its batches."""
+        """Return the line of a gap; if a snapshot replaces the missing batches, return the line of the snapshot."""
         numbers, count = number_range(gap.first, gap.last), gap.last - gap.first + 1
         if gap.compacted:
             span = Span(f"SNAPSHOT of batches {gap.first} to {gap.last} follows: nothing is lost", "dim")
-        elif gap.first == 0:  # no batch came before the gap: most likely we subscribed after these batches
+        elif gap.first == 0:  # The batches were probably published before this subscriber connected.
             span = Span(f"GAP     {numbers}: {plural(count, 'earlier batch')} not available", "warn")
         else:
             span = Span(f"GAP     {numbers}: {plural(count, 'batch')} permanently lost", "bad")
@@ -84,12 +84,12 @@ class LineFormat:
         return [Span(f"{clock(ts)}  ", "dim"), Span(f"{f'{source}/{rank}':<{self._width}}  ", "name")]
 
     def _now(self, source: str, rank: int) -> list[Part]:
-        # The spaces are as wide as the sequence number and the path (live or replayed) in the line of a batch.
+        # The spaces are as wide as the sequence number in the line of a batch.
         return [*self._line_head(time.time(), source, rank), " " * 9]
 
 
 def clock(ts: float) -> str:
-    """Return the local time of day, to the millisecond; dashes if the peer sent no time."""
+    """Return a Unix time as local time of day with milliseconds; dashes if the peer sent no time."""
     if ts <= 0:
         return "--:--:--.---"
     return datetime.fromtimestamp(ts, UTC).astimezone().strftime("%H:%M:%S.%f")[:-3]
@@ -146,7 +146,7 @@ def _event_line(event: KVEvent, *, tokens: bool) -> list[Part]:
 
 
 def _detail_text(event: KVEvent) -> list[tuple[str, object]]:
-    """Return the fields of an event that its line omits, except salts and extra keys, which identify tenants."""
+    """Return the names and values of further fields of an event, except salts and extra keys, which identify tenants."""
     names = ("lora_name", "group_idx", "kv_cache_spec_kind", "locality", "ownership", "session_id")
     fields = [(name, getattr(event, name, None)) for name in names]
     if isinstance(event, BlockStored):
@@ -171,7 +171,7 @@ BATCH_KEYS: Final = (*_STREAM_KEYS, "seq", "ts", "replayed", "events", "rejected
 
 
 def delivery_record(delivery: Delivery) -> dict[str, Any]:
-    """Return the record of a delivery. Events are maps with a `type`, and omit fields with default values, as in vLLM."""
+    """Return the record of a delivery. As in vLLM, events are maps with a `type`, and omit fields with default values."""
     if isinstance(delivery, Batch):
         rejected = [_select_fields(item, ("reason", "detail", "index", "count")) for item in delivery.rejected]
         return {"kind": "batch", **_select_fields(delivery, BATCH_KEYS), "rejected": rejected}
@@ -192,11 +192,11 @@ def trust_record(source: str, rank: int, trust: Trust) -> dict[str, Any]:
 # --- the loop
 
 POLL_SECONDS: Final = 0.1
-"""While no batch arrives, seconds between checks of the clock, of signals, and whether the reader of stdout exists."""
+"""If no batch arrives, seconds between two checks of the limits, of signals, and of the reader of stdout."""
 BUSY_POLL_SECONDS: Final = 0.05
-"""Seconds between the checks of `POLL_SECONDS` while batches arrive."""
+"""If batches arrive, seconds between two checks of the limits, of signals, and of the reader of stdout."""
 SETTLE_SECONDS: Final = 1.0
-"""Maximum seconds to wait at the end, even after Ctrl-C, for streams that are still REPLAYING. They need milliseconds."""
+"""Maximum seconds to wait at the end, even after Ctrl-C, for streams that are REPLAYING. Normally they need milliseconds."""
 
 
 def _count(totals: Counter[str], delivery: Delivery) -> None:
@@ -211,7 +211,7 @@ def _count(totals: Counter[str], delivery: Delivery) -> None:
 
 
 def subscribe(sources: Sequence[Source]) -> Subscriber[Batch]:
-    """Return a subscriber that does not log a missing replay endpoint: the command prints a note about it, with advice."""
+    """Return a subscriber that does not log a missing replay endpoint, because the command prints a note with advice."""
     logger = logging.getLogger("kvevents.subscriber.front_end")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -234,11 +234,11 @@ class DeliveryLoop:
 
     @property
     def batches(self) -> int:
-        """Number of batches that have arrived, of all streams together."""
+        """Number of batches of all streams that have arrived."""
         return sum(totals["batches"] for totals in self._totals.values())
 
     def __iter__(self) -> Iterator[Delivery | None]:
-        """Yield deliveries in order, and None repeatedly while no delivery waits."""
+        """Yield deliveries in order. If no delivery is available, yield None, so that the caller can do other work."""
         idle_at = 0.0
         while not self._is_over(now := time.monotonic()):
             delivery = self._subscriber.receive(timeout=0)
@@ -271,9 +271,9 @@ class DeliveryLoop:
         return NOTHING_ARRIVED
 
     def _wait_for_replays(self) -> None:
-        """Wait until no stream is REPLAYING, so that their trust is known. Discard deliveries that arrive during the wait."""
+        """Wait until no stream is REPLAYING, so that the trust of all streams is known. Discard further deliveries."""
         until = time.monotonic() + SETTLE_SECONDS
-        while time.monotonic() < until:  # a second signal ends the wait
+        while time.monotonic() < until:  # A second signal raises KeyboardInterrupt here.
             if all(status.trust != Trust.REPLAYING for status in self._subscriber.statuses()):
                 return
             self._subscriber.receive(timeout=POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""`kvevents doctor`: run the checks of an engine or of a service, and report."""
+"""`kvevents doctor`: run the checks of an engine or of a service, and print the findings."""
 
 from __future__ import annotations
 

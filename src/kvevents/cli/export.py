@@ -35,9 +35,9 @@ _COUNT_NOTES: Final = {
     "unknown_removals": ("removal", "{} of blocks that were not resident"),
     "dropped": ("block", "{} counted as removed: more were resident than fit into memory"),
 }
-"""For each count, a phrase for what it counts, and the note that is printed unless the count is 0."""
+"""By the name of a count: the noun that it counts, and the note that is printed unless the count is 0."""
 _NORMAL_COUNTS: Final = frozenset({"compacted", "unknown_removals"})
-"""Names of counts that can be above 0 without a fault if the recording began after the engine."""
+"""Names of counts that are above 0 without a fault if the recording began later than the engine."""
 
 
 def run(args: Namespace) -> int:
@@ -52,16 +52,16 @@ def run(args: Namespace) -> int:
 
 def _export(args: Namespace, console: Console) -> int:
     if len(args.paths) < 2:
-        raise CommandLineError("expected recordings, followed by the directory for the tables: kvevents export a.jsonl.gz out")
+        raise CommandLineError("name recordings, followed by the directory for the tables: kvevents export a.jsonl.gz out")
     *recordings, directory = args.paths
 
-    def progress(now: ExportProgress) -> None:
+    def show_progress(now: ExportProgress) -> None:
         rows = f"{plural(now.rows, 'row')} of events"
-        console.progress(f"{now.recording}: {plural(now.batches, 'batch')}, {rows}; Ctrl-C ends it")
+        console.progress(f"{now.recording}: {plural(now.batches, 'batch')}, {rows}; Ctrl-C ends the command")
 
-    gc.disable()  # rows are not in reference cycles, and garbage collection would take a third of the time
+    gc.disable()  # Rows have no reference cycles, so garbage collection would take a third of the time in vain.
     try:
-        done = export(recordings, directory, tokens=args.token_ids, force=args.force, progress=progress)
+        done = export(recordings, directory, tokens=args.token_ids, force=args.force, progress=show_progress)
     finally:
         gc.enable()
     for message in done.truncated:
@@ -96,7 +96,7 @@ def _run_query(args: Namespace, console: Console) -> int:
         console.lines([text] for text in query.sql.splitlines())
         return OK
     if len(args.paths) != 1:
-        raise CommandLineError(f"expected one directory with tables: kvevents export --query {args.query} out")
+        raise CommandLineError(f"--query needs one directory with tables: kvevents export --query {args.query} out")
     answer = run_query(args.paths[0], query)
     if args.output in DATA:
         for row in answer.rows:

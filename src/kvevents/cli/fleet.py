@@ -34,14 +34,16 @@ from kvevents.settings import suggestion
 
 
 class FleetCommand(NamedTuple):
-    """A command for the fleet of a service: `add` declares the options of the command, `ask` returns the service's answer."""
+    """A command about the fleet of a service."""
 
     DESCRIPTION: str
     EXAMPLES: str
     add: Callable[[ArgumentParser], None]
+    """Declares the options of the command."""
     ask: Callable[[Client, Namespace], Any]
+    """Sends the request, and returns the service's answer."""
     show: Callable[[Any, bool], list[Line]]
-    """Returns the lines that show an answer. If the second argument is True, they have the columns of `--output wide`."""
+    """Returns the lines that show an answer; if the second argument is True, with the columns of `--output wide`."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Declare the options of this command."""
@@ -193,15 +195,15 @@ def _show_reservations(answer: ReservationsAnswer | Reservation, wide: bool) -> 
     titles = ("id", "worker", "model", "progress", "prompt", "uncached", "output", "expires in", "url")[: 9 if wide else 8]
     rows = [
         (
-            Span(one.id, "name"),
-            worker_name(one.instance, one.rank, one.tenant, one.group),
-            one.model,
-            one.progress,
-            *(f"{count:,}" for count in (one.prompt_tokens, one.uncached_tokens, one.output_tokens)),
-            duration(one.expires_in),
-            one.url or "-",
+            Span(item.id, "name"),
+            worker_name(item.instance, item.rank, item.tenant, item.group),
+            item.model,
+            item.progress,
+            *(f"{count:,}" for count in (item.prompt_tokens, item.uncached_tokens, item.output_tokens)),
+            duration(item.expires_in),
+            item.url or "-",
         )[: len(titles)]
-        for one in (answer.reservations if isinstance(answer, ReservationsAnswer) else [answer])
+        for item in (answer.reservations if isinstance(answer, ReservationsAnswer) else [answer])
     ]
     return table(titles, rows, {"id", "worker", "model", "progress", "url"}) if rows else [["no reservation is open"]]
 

@@ -38,7 +38,7 @@ def _create(args: Namespace, console: Console) -> None:
     if not base.name or base.name.endswith((PUBLIC_SUFFIX, SECRET_SUFFIX)):
         raise UsageError(f"invalid name {str(base)!r}: expected a name without {PUBLIC_SUFFIX} and {SECRET_SUFFIX}")
     if not zmq.has("curve"):
-        raise UsageError("libzmq was built without CURVE; install a wheel of pyzmq, which has it")
+        raise UsageError("cannot create keys: libzmq was built without CURVE; install pyzmq from a wheel, which has CURVE")
     pair = KeyPair(*(key.decode() for key in zmq.curve_keypair()))
     public, secret = write_pair(base, pair, f"Made by kvevents {VERSION}.", replace=args.force)
     record = {"public_key": pair.public, "public_file": str(public), "secret_file": str(secret)}

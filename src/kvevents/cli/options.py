@@ -24,11 +24,11 @@ CURVE_FLAGS: Final = {
     "curve.server_key": "--curve-server-key",
     "curve.allowed": "--curve-allow",
 }
-"""Names of the options for a command's CURVE settings; `add_curve` uses the same names."""
+"""Names of options by CURVE settings, for commands with a file of settings; `add_curve` declares the same names."""
 
 
 def check_directory(file: Path) -> None:
-    """Raise `UsageError` if the directory of a file does not exist. Commands call this before they compute the content."""
+    """Raise `UsageError` if the directory of a file does not exist. Commands call this function before long computations."""
     directory = file.absolute().parent
     if not directory.is_dir():
         raise UsageError(f"cannot write {file}: the directory {directory} does not exist")
@@ -50,14 +50,14 @@ def engine(text: str) -> Source:
 
 
 def add_engine(parser: ArgumentParser, default: str | None = None) -> None:
-    """Declare the endpoint of an engine. The option is required unless `default` says what happens without the option."""
+    """Declare the argument for an engine, which is required if `default` is None; `default` says what happens without it."""
     more, count = ("", None) if default is None else (f" (default: {default})", "?")
     text = f"endpoint of the engine's events, tcp://HOST:PORT[,REPLAY_PORT], or the URL of its HTTP server{more}"
     parser.add_argument("endpoint", metavar="ENDPOINT|URL", nargs=count, type=endpoints_or_url, help=text)
 
 
 def add_engine_details(parser: ArgumentParser | Group) -> None:
-    """Declare how to request replay from an engine, and which of its topics to receive."""
+    """Declare the options for an engine's replay endpoint, topics and CURVE keys."""
     replay = parser.add_mutually_exclusive_group()
     replay.add_argument("--replay", type=endpoint, help="replay endpoint of the engine, which repairs losses (default: none)")
     replay.add_argument("--no-replay", action="store_true", help="run without replay: losses are reported, not repaired")
@@ -67,7 +67,7 @@ def add_engine_details(parser: ArgumentParser | Group) -> None:
 
 
 def add_curve(parser: ArgumentParser | Group) -> None:
-    """Declare CURVE keys, which `read_curve` reads. Secret keys are in files, since all users can read arguments."""
+    """Declare the options for CURVE keys. Secret keys are in files, because all users of the machine can read arguments."""
     parser.add_argument("--curve-key", metavar="FILE", help="own CURVE keys: a file NAME.key_secret of `kvevents keys`")
     text = "public key of the peer, or a file with it (NAME.key), if the peer is the CURVE server, as engines are"
     parser.add_argument("--curve-server-key", metavar="FILE|KEY", help=text)
@@ -76,16 +76,16 @@ def add_curve(parser: ArgumentParser | Group) -> None:
 
 
 def read_curve(args: Namespace) -> Curve | None:
-    """Return the keys that the options of `add_curve` name; None if no key is given. Raises as `make_curve` does."""
+    """Return the CURVE keys that the options name; None if no option is given. Raises the errors of `make_curve`."""
     if args.curve_key is not None and args.curve_server_key is None and getattr(args, "bind", True) is False:
         raise CommandLineError("--curve-key needs --curve-server-key: the engine's public key, or a file with it (NAME.key)")
     return make_curve(args.curve_key, args.curve_server_key, args.curve_allow)
 
 
 def make_curve(key: str | None, server_key: str | None, allowed: str | None = None) -> Curve | None:
-    """Return CURVE keys; None without `key`.
+    """Return CURVE keys; None if all arguments are None.
 
-    Raises `CommandLineError` if only `key` is missing, and `ConfigError` for a file that cannot be used.
+    Raises `CommandLineError` if only `key` is None, and `ConfigError` for a file that cannot be used.
     """
     if key is None:
         if server_key is not None or allowed is not None:
@@ -95,7 +95,7 @@ def make_curve(key: str | None, server_key: str | None, allowed: str | None = No
 
 
 def add_source(parser: ArgumentParser) -> None:
-    """Declare the engine that `tail` and `record` subscribe to, which `read_sources` reads."""
+    """Declare the arguments for the engine to which `tail` and `record` subscribe; `read_sources` reads them."""
     add_engine(parser)
     add_engine_details(parser)
     parser.add_argument("--source-name", metavar="NAME", help="name of the engine in the output (default: its address)")
@@ -106,9 +106,9 @@ def add_source(parser: ArgumentParser) -> None:
 def read_sources(args: Namespace) -> list[Source]:
     """Return the source of each rank. Raises `ConfigError` if a port would be above 65535.
 
-    The replay endpoint is never guessed: a port that answers can belong to another engine, which has a different history. An
-    engine that is named by its URL is asked for the endpoints of all ranks; the endpoints of its first rank replace
-    `args.endpoint` and `args.replay`. Raises `ExternalError` if that engine does not answer or publishes no events.
+    This function does not guess the replay endpoint: a port that answers can belong to another engine. If `args.endpoint` is a
+    URL, query the engine for the endpoints of all ranks, and store those of rank 0 in `args.endpoint` and `args.replay`. Raises
+    `ExternalError` if the queried engine does not answer or publishes no events.
     """
     args.endpoint, _, replay = args.endpoint.partition(",")
     args.replay = None if args.no_replay else replay or args.replay
@@ -116,25 +116,25 @@ def read_sources(args: Namespace) -> list[Source]:
     if not args.endpoint.startswith(URL_SCHEMES):
         source = Source(args.endpoint, args.replay, topic=args.topic_prefix, name=name, bind=args.bind, curve=curve)
         return source.ranks(args.ranks)
-    # Import this here, because other commands do not need the service's packages.
+    # Import the service's packages here, because other commands do not need these packages.
     from kvevents.service.discovery.engines import EngineProvider  # noqa: PLC0415
     from kvevents.service.discovery.provider import Template  # noqa: PLC0415
 
-    # A registration needs a model. Subscribers ignore it, so any text is enough.
+    # A registration needs a model. A subscriber ignores the model, so any text is enough.
     finding = asyncio.run(EngineProvider(args.endpoint, Template(model=args.endpoint, other_hosts=True)).query())
     if not finding.registrations:
         raise ExternalError("; ".join(finding.faults))
     sources: list[Source] = []
-    for one in finding.registrations:
-        replay = None if args.no_replay else args.replay or one.replay_endpoint
-        source = Source(one.endpoint, replay, topic=args.topic_prefix or one.topic, name=name, rank=one.rank, curve=curve)
-        sources.append(replace(source, replay_is_proven=one.replay_is_proven and args.replay is None))
+    for found in finding.registrations:
+        replay = None if args.no_replay else args.replay or found.replay_endpoint
+        source = Source(found.endpoint, replay, topic=args.topic_prefix or found.topic, name=name, rank=found.rank, curve=curve)
+        sources.append(replace(source, replay_is_proven=found.replay_is_proven and args.replay is None))
     args.endpoint, args.replay = sources[0].endpoint, sources[0].replay_endpoint
     return sources
 
 
 def note_missing_endpoints(args: Namespace, console: Console) -> None:
-    """Print a note if no replay endpoint is given, or if it equals the endpoint of the events."""
+    """Print a note if no replay endpoint is given, or if the replay endpoint equals the endpoint of the events."""
     if args.replay == args.endpoint:
         console.note(Span(f"{args.replay} is given for events and replay: each needs its own port", "warn"))
     if args.replay is None and not args.no_replay:
@@ -144,7 +144,7 @@ def note_missing_endpoints(args: Namespace, console: Console) -> None:
 
 
 def add_limits(parser: ArgumentParser) -> None:
-    """Declare the options for the conditions that end a command."""
+    """Declare the options that limit the batches or the time of a command."""
     parser.add_argument("-n", "--count", type=positive_int, help="stop after N batches (default: never)")
     parser.add_argument("--duration", type=positive_seconds, help="stop after S seconds (default: never)")
     text = "stop after S seconds without a batch, with exit code 3 if none ever arrived (default: never)"
@@ -165,7 +165,7 @@ def add_publisher(parser: ArgumentParser) -> None:
 
 
 def add_wait_for_subscriber(parser: ArgumentParser) -> None:
-    """Declare whether a publisher waits for a subscriber before it begins."""
+    """Declare the option with which a publisher waits for a subscriber before it begins."""
     text = "begin after a subscriber has connected; fail after S seconds without one (60 without S; default: begin at once)"
     parser.add_argument("--wait-for-subscriber", nargs="?", type=positive_seconds, const=60.0, help=text)
 
@@ -182,7 +182,7 @@ def wait_for_subscriber(args: Namespace, endpoint: str, has_subscriber: Callable
 
 
 def linger(args: Namespace, console: Console) -> None:
-    """Wait for the time given by `--linger`, while other threads answer replay requests. Signals must raise an exception."""
+    """Wait for the time of `--linger`, in which other threads answer replay requests. A signal must raise an exception."""
     if args.linger is None:
         return
     console.note("all batches are published; answering replay requests until Ctrl-C or the end of --linger")

@@ -1,6 +1,6 @@
-"""The option `--output`, which is the same in every command that prints tables or records.
+"""The option `--output` of all commands that print tables or records.
 
-JSON is one object per line, and YAML one document per object, so that both also suit results that are printed as they arrive.
+JSON is printed as one object per line, and YAML as one document per object, so that results can be printed one by one.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ FORMATS: Final = ("table", "wide", "json", "yaml")
 DATA: Final = frozenset({"json", "yaml"})
 """Formats for programs: the command prints records only, without tables and notes."""
 _ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
-"""JSON encoder. Unknown fields of peers can have values that JSON cannot express, which become their `repr`."""
+"""JSON encoder. A value that JSON cannot express, for example in an unknown field of a peer, becomes its `repr`."""
 _PLAIN_KEY: Final = re.compile(r"(?!(?:y|n|yes|no|on|off|true|false|null)$)[a-z_]+")
 """Matches keys that YAML reads as text if they have no quotation marks."""
 
 
 def add_output(parser: ArgumentParser, record: str, *further: str) -> None:
-    """Declare the format of the results. `further` are the command's own formats; `record` says what one JSON object is."""
+    """Declare the format of the results. `further` are formats of this command; `record` says what one JSON object contains."""
     text = f"table, wide (more columns, if there are any), json or yaml: {record}{''.join(f'; or {each}' for each in further)}"
     formats = (*FORMATS, *further)
     parser.add_argument("-o", "--output", choices=formats, default="table", metavar="FORMAT", help=f"{text} (default: table)")
 
 
 def write_record(value: object, output: str, console: Console) -> bool:
-    """Write a value if the format is JSON or YAML. Return whether the format is JSON or YAML. Raises as `Console.data` does."""
+    """If `output` is JSON or YAML, write a value and return True, else return False. Raises the errors of `Console.data`."""
     if output == "json":
         console.data(_ENCODER.encode(value))
     elif output == "yaml":
@@ -40,7 +40,7 @@ def write_record(value: object, output: str, console: Console) -> bool:
 
 
 def _yaml(value: Any) -> Iterator[str]:
-    """Yield the lines of a value as YAML. Strings, numbers and empty values are written as JSON, which is valid YAML."""
+    """Yield the lines of a value as YAML. Texts, numbers and empty values have the form of JSON, which is valid YAML."""
     if not isinstance(value, dict | list) or not value:
         yield msgspec.json.encode(value).decode()
     elif isinstance(value, list):

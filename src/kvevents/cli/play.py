@@ -46,9 +46,9 @@ def read_streams(path: Path, console: Console) -> dict[RecordedEndpoint, list[Li
 
 
 def choose(streams: dict[RecordedEndpoint, list[LiveBatch]], run: str | None, console: Console) -> list[LiveBatch]:
-    """Return the batches to play: those of the named run, or of all runs (incarnations) of the first endpoint.
+    """Return the batches of `run`; if it is None, the batches of all runs (incarnations) of the first endpoint.
 
-    Raises `UsageError` if the recording has no such run.
+    Raises `UsageError` if the recording does not have the run.
     """
     selected = [stream for stream in streams if run in {None, stream.run}]
     if not selected:
@@ -64,7 +64,7 @@ def choose(streams: dict[RecordedEndpoint, list[LiveBatch]], run: str | None, co
 
 
 def run(args: Namespace) -> int:
-    """Publish the recording, then linger."""
+    """Publish the recording, and then answer replay requests for the time of `--linger`."""
     console = Console()
     streams = read_streams(args.file, console)
     if args.list:
@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
     if args.speed != "max":
         batches = [batch if batch.t is None else batch._replace(t=batch.t / args.speed) for batch in batches]
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
-    # This command does not read the player's log of requests. The log is bounded, because a player can run for days.
+    # Bound the player's log of requests, because a player can run for days. This command does not read the log.
     with StopSignal() as stop, TapePlayer(batches, **endpoints, log=1_000) as player:
         console.note(f"publishing at {player.endpoint}, replay {player.replay_endpoint}")
         try:
@@ -92,9 +92,9 @@ def run(args: Namespace) -> int:
 
 
 def _watch(player: TapePlayer, future: Future[int], stop: StopSignal, console: Console) -> None:
-    # Check for signals between waits: a signal handler that raises while `future` holds its lock would break the lock.
+    # Check for signals between waits: a signal handler that raises while `future` uses its lock would break the lock.
     while not future.done():
-        console.progress(f"{plural(player.counts.published, 'batch')} played; Ctrl-C ends it")
+        console.progress(f"{plural(player.counts.published, 'batch')} played; Ctrl-C ends the command")
         stop.check()
         try:
             future.result(timeout=0.1)

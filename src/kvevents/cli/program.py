@@ -103,11 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             words = list(sys.argv[1:] if argv is None else argv)
             if words[:1] == ["help"]:
                 words = [*words[1:], "--help"]
-            elif words in [[], *([each.name] for each in COMMANDS if isinstance(each, CommandGroup))]:  # no command is chosen
+            elif words in [[], *([group.name] for group in COMMANDS if isinstance(group, CommandGroup))]:  # Without a command.
                 words = [*words, "--help"]
             parser = make_parser([each for each in COMMANDS if each.name == words[0]] or COMMANDS)
-            if "_ARGCOMPLETE" in os.environ:  # print how the shell can complete its command line, and exit
-                from argcomplete import autocomplete  # noqa: PLC0415 - an extra
+            if "_ARGCOMPLETE" in os.environ:  # Print completions for the shell; `autocomplete` ends the process.
+                from argcomplete import autocomplete  # noqa: PLC0415 - argcomplete might not be installed
 
                 parser.declare_options(os.environ["COMP_LINE"].split())
                 autocomplete(parser)
@@ -120,9 +120,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(error.strerror if isinstance(error, OSError) and error.strerror else str(error))
         return WRONG_USAGE if isinstance(error, UsageError) or _names_file(error.__cause__) else on_error
     except BrokenPipeError:
-        return OK  # the program that reads the output has ended; `head` ends after a few lines
+        return OK  # The program that reads the output has ended: `head`, for example, ends after some lines.
     except OSError as error:
-        # The message names the path rather than the operation, for example for a directory without permission.
+        # The error can name a path, for example of a directory without permission, but not the operation.
         _print_error(f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror or str(error))
         return WRONG_USAGE if _names_file(error) else on_error
     except KeyboardInterrupt:
@@ -132,12 +132,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _names_file(error: BaseException | None) -> bool:
-    """Whether the error names a file. Errors of opening and replacing files do, errors of reads and writes do not."""
+    """Return whether an error names a file, as errors of opening or replacing a file do; errors of reads and writes do not."""
     return isinstance(error, OSError) and error.filename is not None
 
 
 def make_parser(commands: Sequence[Command | CommandGroup] = COMMANDS) -> CommandParser:
-    """Return the parser of the program, with all commands or with the one that is chosen."""
+    """Return the parser of the program with these commands."""
     parser = CommandParser("kvevents", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("-V", "--version", action="version", version=f"kvevents {VERSION}", help="print the version and exit")
     parser.add_commands(commands)
@@ -145,19 +145,19 @@ def make_parser(commands: Sequence[Command | CommandGroup] = COMMANDS) -> Comman
 
 
 def _print_error(text: str) -> None:
-    with suppress(OSError):  # stderr may be closed or full
+    with suppress(OSError):  # stderr can be closed, or a file on a full disk.
         Console().note(Span("kvevents: ", "bad"), " ".join(text.split()))
 
 
 def _escape_unencodable_characters() -> None:
-    """Make stdout and stderr escape characters that the terminal's encoding lacks, instead of raising an error."""
+    """Make stdout and stderr escape characters that the terminal's encoding lacks; without this, they would raise errors."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def _flush_output() -> None:
-    """Flush stdout and stderr. Discard output that cannot be written, since the interpreter would print a traceback at exit."""
+    """Flush stdout and stderr. Discard output that cannot be written; otherwise the interpreter would print a traceback."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

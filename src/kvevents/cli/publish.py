@@ -1,4 +1,4 @@
-"""`kvevents publish`: publish events given as JSON lines, for experiments and for producers in other languages."""
+"""`kvevents publish`: publish events from JSON lines, for experiments and for producers in other languages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STDIN: Final = Path("-")
 
 
 class _Batch(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields of a line with a batch. Further keys that `kvevents tail -o json` writes are removed before decoding."""
+    """The fields of a line with a batch. `batch_of` first removes further keys, which `kvevents tail -o json` writes."""
 
     events: list[KVEvent]
     ts: float | None = None
@@ -52,12 +52,12 @@ _IGNORED: Final = {"kind", *BATCH_KEYS} - {"events", "ts"}
 
 
 def batch_of(line: bytes) -> KVEventBatch | None:
-    """Return the batch of a line; None if the line has no batch. Raises ValueError; msgspec's errors are subclasses."""
+    """Return the batch of a line; None if the line has no batch. Raises ValueError, for example msgspec's errors."""
     if not line.strip():
         return None
     found = msgspec.json.decode(line)
     if isinstance(found, dict) and "events" not in found and "kind" in found:
-        return None  # `tail -o json` writes such lines for gaps, resets and changes of trust
+        return None  # This line is a gap, a reset or a change of trust, from `tail -o json`.
     if isinstance(found, dict) and "events" in found:
         batch = msgspec.convert({key: value for key, value in found.items() if key not in _IGNORED}, _Batch)
         ts = time.time() if batch.ts is None else batch.ts
@@ -79,7 +79,7 @@ class LinePublisher:
         self._console = console
 
     def run(self, file: BinaryIO) -> None:
-        """Publish every valid line; report and skip invalid lines."""
+        """Publish the batches of valid lines; print a note about each invalid line."""
         due = time.monotonic()
         for number, line in enumerate(file, 1):
             batch = self._read(number, line)
@@ -90,7 +90,7 @@ class LinePublisher:
             self._publisher.publish(batch)
             if number % 1_000 == 0:
                 self._console.progress(f"{plural(self._publisher.stats().accepted, 'batch')} published")
-                while self._publisher.stats().queued > 50_000:  # half of the publisher's queue: a full queue would drop batches
+                while self._publisher.stats().queued > 50_000:  # Half of the publisher's queue; a full queue drops batches.
                     time.sleep(0.02)
         self.finished = True
 
@@ -98,7 +98,7 @@ class LinePublisher:
         try:
             batch = batch_of(line)
             if batch is not None:
-                # Detect errors here: when the publisher encodes a batch, the batch already has a sequence number.
+                # Detect errors here. In the publisher an error would leave a gap, because batches get numbers before encoding.
                 encode_batch(batch, self._dialect)
         except (ValueError, EncodeError) as error:
             self.invalid += 1
@@ -108,7 +108,7 @@ class LinePublisher:
 
 
 def run(args: Namespace) -> int:
-    """Publish all lines, linger, and print a summary."""
+    """Publish all lines, answer replay requests for the time of `--linger`, and print a summary."""
     console = Console()
     endpoints = {"endpoint": args.endpoint, "replay_endpoint": args.replay_endpoint}
     curve = read_curve(args)
@@ -126,7 +126,7 @@ def run(args: Namespace) -> int:
             if not feed.finished:
                 return INTERRUPTED
         finally:
-            report = publisher.shutdown(5.0)  # give a slow subscriber time to receive the last batches
+            report = publisher.shutdown(5.0)  # A slow subscriber has 5 s to receive the final batches.
             invalid = f", {plural(feed.invalid, 'invalid line')}" if feed.invalid else ""
             accepted = publisher.stats().accepted
             console.note(f"{accepted} accepted, {report.dropped} dropped, {report.unsent} unsent{invalid}")

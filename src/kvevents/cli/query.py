@@ -43,7 +43,7 @@ EXAMPLES: Final = """\
 
 STDIN: Final = "-"
 MAX_PROMPT_BYTES: Final = 64 << 20
-"""Maximum size of a prompt file: four times the default limit of a request to a service."""
+"""Maximum size of a prompt file in bytes: four times the default of the service's `limits.max_body_bytes`."""
 
 _TOKENS: Final[msgspec.json.Decoder[list[int]]] = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]])
 
@@ -65,7 +65,7 @@ def _tokens_or_stdin(text: str) -> list[int] | str:
 
 
 def add_prompt(parser: ArgumentParser) -> None:
-    """Declare the prompt: exactly one of four options."""
+    """Declare the arguments for the prompt: token ids or text, as arguments or in a file."""
     source = parser.add_mutually_exclusive_group(required=True)
     text = "token ids, or a JSON array of them, or - for stdin"
     source.add_argument("tokens", nargs="*", default=[], metavar="TOKENS", type=_tokens_or_stdin, help=text)
@@ -80,7 +80,7 @@ def add_prompt(parser: ArgumentParser) -> None:
 def read_prompt(args: Namespace) -> list[int]:
     """Return the token ids of the prompt.
 
-    Raises `CommandLineError`, `ConfigError` for a file, and `MissingDependencyError` without the package of a tokenizer.
+    Raises `CommandLineError`, `ConfigError` for an unusable file, and `MissingDependencyError` if text needs a missing package.
     """
     if args.text is None and args.text_file is None:
         if args.tokenizer is not None:
@@ -95,13 +95,13 @@ def read_prompt(args: Namespace) -> list[int]:
 def _token_ids_of(arguments: list[list[int] | str]) -> list[int]:
     if STDIN in arguments:
         if len(arguments) > 1:
-            raise CommandLineError("- reads the whole prompt from stdin; remove the other tokens")
+            raise CommandLineError("the argument - reads the whole prompt from stdin; remove the other tokens")
         return _read_tokens(Path(STDIN))
     return [token for part in arguments for token in part if isinstance(token, int)]
 
 
 def _read_tokens(file: Path) -> list[int]:
-    if file.suffix in {".u32", ".bin"}:  # the file consists of 32-bit little-endian token ids
+    if file.suffix in {".u32", ".bin"}:  # The file consists of 32-bit little-endian token ids.
         content = _read(file)
         if len(content) % 4:
             raise ConfigError(f"{file} has {len(content)} bytes, which is not a multiple of 4; expected 32-bit token ids")
@@ -136,16 +136,16 @@ def _read_text(file: Path) -> str:
 
 def _encode(text: str, file: Path, *, special: bool) -> list[int]:
     try:
-        from tokenizers import Tokenizer  # noqa: PLC0415 - only for text
+        from tokenizers import Tokenizer  # noqa: PLC0415 - only prompts that are text need it
     except ImportError as error:
-        raise MissingDependencyError("text needs the package tokenizers", "service") from error
+        raise MissingDependencyError("a prompt that is text needs the package tokenizers", "service") from error
     try:
         tokenizer: Any = Tokenizer.from_file(str(file))
-        # Tokenizer files can enable the truncation and padding of training; a prompt must have neither.
+        # A tokenizer file can enable truncation and padding, as in training. A prompt must be neither truncated nor padded.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return list(tokenizer.encode(text, add_special_tokens=special).ids)
-    except Exception as error:  # the library raises plain `Exception`
+    except Exception as error:  # The library raises `Exception` itself, without a subclass.
         raise ConfigError(f"cannot use --tokenizer {file}: {error}; expected the tokenizer.json of the model") from error
 
 
@@ -176,7 +176,7 @@ def run(args: Namespace) -> int:
 
 
 def _make_record(answer: MatchAnswer | Selection) -> dict[str, Any]:
-    """Return an answer with the number of tokens that each tier adds, since cumulative counts look like separate copies."""
+    """Return an answer as a record. Instead of cumulative counts, the record has the number of tokens that each tier adds."""
     record: dict[str, Any] = msgspec.to_builtins(answer)
     for worker in record.get("workers") or record.get("considered") or []:
         worker["tokens_by_tier"] = tokens_by_tier(worker.pop("tiers"))
@@ -184,7 +184,7 @@ def _make_record(answer: MatchAnswer | Selection) -> dict[str, Any]:
 
 
 def _find_only_model(client: Client, scope: dict[str, str]) -> str:
-    """Return the only model of the fleet. Raises `ExternalError` without a model, and `ConfigError` for several."""
+    """Return the model of the fleet. Raises `ExternalError` without an engine, and `ConfigError` for several models."""
     models = sorted({source.model for source in client.sources(deadline=None, **scope).sources})
     place = " ".join(f"{name} {value}" for name, value in scope.items())
     if not models:
@@ -195,7 +195,7 @@ def _find_only_model(client: Client, scope: dict[str, str]) -> str:
 
 
 def _explain_no_match(sources: Sequence[SourceView], prompt: int) -> str:
-    """Return a likely reason that no engine of a model holds a part of a prompt."""
+    """Return a likely reason why no engine of a model holds a prefix of a prompt, as a sentence."""
     if not any(source.blocks for source in sources):
         return "no engine of this model has published a block yet; `kvevents top` lists the engines"
     smallest = min((size for source in sources for size in source.block_sizes), default=0)
@@ -220,11 +220,11 @@ def _print_selection(selected: Selection, console: Console, *, wide: bool) -> No
     console.line(Span(worker_name(selected.instance, selected.rank), "name"), " should get the prompt")
     console.line(selected.why)
     if selected.unreachable:
-        left_out = [f"{worker_name(one.instance, one.rank)} is {one.trust.state}" for one in selected.unreachable]
+        left_out = [f"{worker_name(item.instance, item.rank)} is {item.trust.state}" for item in selected.unreachable]
         console.note(f"left out: {first_names(left_out)}")
-    considered = selected.considered or []
-    figures = [(f"{one.score:.3f}", percentage(one.uncached, 1), f"{one.load:.2f}", f"{one.tokens:,}") for one in considered]
-    _print_workers(considered, ("score", "to compute", "load", "tokens"), figures, console, wide=wide)
+    workers = selected.considered or []
+    figures = [(f"{item.score:.3f}", percentage(item.uncached, 1), f"{item.load:.2f}", f"{item.tokens:,}") for item in workers]
+    _print_workers(workers, ("score", "to compute", "load", "tokens"), figures, console, wide=wide)
 
 
 def _print_workers(
@@ -235,14 +235,14 @@ def _print_workers(
     *,
     wide: bool,
 ) -> None:
-    """Print a row for each worker: its name, its figures, the tokens that each tier adds, its trust, and if `wide` its URL."""
+    """Print a row for each worker: name, figures, the tokens that each tier adds, trust, and if `wide` the URL."""
     titles = ["worker", *figure_titles, "tiers", "trust", *(["url"] if wide else [])]
     rows: list[list[Part | Line]] = []
-    for one, texts in zip(workers, figures, strict=True):
-        tiers = " + ".join(f"{tier} {tokens:,}" for tier, tokens in tokens_by_tier(one.tiers).items())
-        reason = f" ({one.trust.reason})" if one.trust.reason else " (attested)" if one.trust.attested else ""
-        trust: Line = [Span(one.trust.state, TRUST_STYLES[one.trust.state]), reason]
-        rows.append([Span(worker_name(one.instance, one.rank), "name"), *texts, tiers, trust, one.url or "-"][: len(titles)])
+    for item, texts in zip(workers, figures, strict=True):
+        tiers = " + ".join(f"{tier} {tokens:,}" for tier, tokens in tokens_by_tier(item.tiers).items())
+        reason = f" ({item.trust.reason})" if item.trust.reason else " (attested)" if item.trust.attested else ""
+        trust: Line = [Span(item.trust.state, TRUST_STYLES[item.trust.state]), reason]
+        rows.append([Span(worker_name(item.instance, item.rank), "name"), *texts, tiers, trust, item.url or "-"][: len(titles)])
     console.lines(table(titles, rows, {"worker", "tiers", "trust", "url"}))
 
 

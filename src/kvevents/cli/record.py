@@ -31,7 +31,7 @@ EXAMPLES: Final = """\
 """
 
 FLUSH_SECONDS: Final = 1.0
-"""Maximum time between the arrival of a batch and its write to the file."""
+"""Maximum seconds from the arrival of a batch to its write to the file."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -60,7 +60,7 @@ def run(args: Namespace) -> int:
                 now = time.monotonic()
                 recorder.flush(now)
                 batches = plural(deliveries.batches, "batch")
-                console.progress(f"{batches}, {recorder.bytes:,} bytes, {now - began:.0f} s; Ctrl-C ends it")
+                console.progress(f"{batches}, {recorder.bytes:,} bytes, {now - began:.0f} s; Ctrl-C ends the command")
                 if deliveries.batches == args.count:
                     break
             code = deliveries.print_summary(console)
@@ -73,7 +73,7 @@ def run(args: Namespace) -> int:
 class Recorder:
     """Writes deliveries to a recording. Each incarnation of a stream is a run.
 
-    The file is opened at the first delivery, so that an older recording of the same name is kept if the engine sends nothing.
+    The recorder opens the file at the first delivery. So an existing recording is not replaced if the engine sends nothing.
     """
 
     def __init__(self, path: Path, sources: Iterable[Source]) -> None:
@@ -104,7 +104,7 @@ class Recorder:
             self._write_meta(key, delivery.incarnation, gap=[delivery.first, delivery.last], compacted=delivery.compacted)
 
     def flush(self, now: float) -> None:
-        """Flush the file if the last flush was at least `FLUSH_SECONDS` ago."""
+        """Flush the file if `FLUSH_SECONDS` have passed since the previous flush."""
         if self.writer is not None and now - self._flushed_at >= FLUSH_SECONDS:
             self._flushed_at = now
             self.writer.flush()
@@ -125,7 +125,7 @@ class Recorder:
 
 
 def run_name(source: str, rank: int, incarnation: int) -> str:
-    """Return the name of a run. Sequence numbers and hashes are comparable within one incarnation of one rank only."""
+    """Return the name of a run: one incarnation of one rank, within which sequence numbers and hashes are comparable."""
     return f"{source}/{rank}/incarnation{incarnation}"
 
 

@@ -39,7 +39,7 @@ EXAMPLES: Final = """\
 """
 
 HINT_SECONDS: Final = 5.0
-"""If an upstream's first connection takes longer than this, the relay logs the most common reason for a failure."""
+"""Seconds without a first connection to an upstream after which the relay logs a hint with a common reason."""
 
 log = logging.getLogger("kvevents.relay")
 
@@ -48,9 +48,9 @@ class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unkno
     """Settings of the process `kvevents relay`."""
 
     upstreams: tuple[str, ...]
-    """Endpoint of an engine's events, and its replay endpoint. The relay merges several upstreams into one stream."""
+    """Endpoint of an engine's events, and the engine's replay endpoint. The relay merges several upstreams into one stream."""
     ranks: Positive = 1
-    """Data-parallel ranks of each engine; rank R has the ports of rank 0 plus R."""
+    """Number of data-parallel ranks of each engine; rank R has the ports of rank 0 plus R."""
     topic_prefix: str = ""
     """Receive only topics with this prefix (default: all)."""
     upstream_curve_key: FilePath | None = None
@@ -58,9 +58,9 @@ class RelayCommandSettings(RelayOptions, frozen=True, kw_only=True, forbid_unkno
     upstream_curve_server_key: PublicKey | None = None
     """CURVE public key of the engines, or a file with that key (NAME.key)."""
     metrics_port: Port | None = None
-    """Port at which Prometheus scrapes metrics (default: none)."""
+    """Port at which Prometheus scrapes metrics (default: no port)."""
     metrics_host: Host = "127.0.0.1"
-    """Address at which the port for metrics listens."""
+    """Address at which the relay listens for Prometheus."""
 
     def relay(self) -> RelaySettings:
         """Return the settings of the relay. Raises `ConfigError`."""
@@ -83,25 +83,25 @@ def add_arguments(parser: ArgumentParser) -> None:
     settings.add(operators, "metrics_port", "metrics_host")
     add_log_options(operators)
     parser.add_argument("--duration", type=positive_seconds, help="stop after S seconds (default: never)")
-    settings.add_rest(parser)
+    settings.add_other_settings(parser)
 
 
 def run(args: Namespace) -> int:
     """Run a relay until SIGTERM or SIGINT."""
     given: SettingsValues[RelayCommandSettings] = args.settings.read(args)
     if "upstreams" not in given:
-        raise CommandLineError("no engine is given; name one as ENDPOINT[,REPLAY], or upstreams in --config")
+        raise CommandLineError("no engine is given: name an engine as ENDPOINT[,REPLAY], or set upstreams in --config")
     config = given.settings()
     settings = config.relay()
     configure_logging(args)
     if config.metrics_port is not None:
-        require_prometheus()  # raises its error before the relay binds endpoints
+        require_prometheus()  # Raise an error about a missing package before the relay binds endpoints.
     with StopSignal() as stop, trimming_memory(), ExitStack() as closing:
         relay = closing.enter_context(Relay(settings))
         turned_at = time.monotonic()
 
         def live() -> str:
-            silence = time.monotonic() - turned_at  # a turn normally takes milliseconds, and some seconds with a snapshot
+            silence = time.monotonic() - turned_at  # A turn of the relay takes milliseconds, or with a snapshot some seconds.
             return f"the relay has done nothing for {silence:.0f} s" if silence > 30.0 else ""
 
         if config.metrics_port is not None:
@@ -128,10 +128,10 @@ class RelayStatusLogger:
         self._poll_at = 0.0
         self._logger: Final = StateLogger(log)
         self._waiting: dict[tuple[str, int], float] = {}
-        """Time at which each upstream began to connect; infinity once the upstream has connected or the hint was logged."""
+        """Time at which each upstream began to connect; infinity after the upstream has connected or the hint was logged."""
 
     def poll(self) -> None:
-        """Log changes of state. This method may be called at any rate; it compares states every half second."""
+        """Log changes of state, at most every half second, however often this method is called."""
         now = self._clock()
         if now < self._poll_at:
             return
@@ -141,7 +141,7 @@ class RelayStatusLogger:
         self._logger.log_changes(_list_states(status))
 
     def _log_hints(self, status: RelayStatus, now: float) -> None:
-        """Log, once for each upstream, why there may be no connection although the engine runs."""
+        """Log a hint for each upstream that has not connected for `HINT_SECONDS`, one time per upstream."""
         for each in status.upstreams:
             since = self._waiting.setdefault((each.source, each.rank), now)
             if each.trust != Trust.CONNECTING:

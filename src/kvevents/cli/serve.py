@@ -30,15 +30,15 @@ EXAMPLES: Final = """\
 """
 
 
-class PlaneIsMissing(Action):
-    """Placeholder of an option that another distribution implements; raises `MissingDependencyError`."""
+class MissingPlaneOption(Action):
+    """An option for replicas if kvevents-plane is not installed: using it raises `MissingDependencyError`."""
 
     def __call__(self, *_: Any) -> NoReturn:
-        raise MissingDependencyError("a replica of a plane needs kvevents-plane", "plane")
+        raise MissingDependencyError("--nats starts a replica of a plane, which needs kvevents-plane", "plane")
 
 
 def find_plane() -> Any:
-    """Return the module of the distribution kvevents-plane with the settings of a replica; None if it is not installed."""
+    """Return the module with the settings of a replica; None if the distribution kvevents-plane is not installed."""
     return import_module("kvevents_plane.replica.settings") if find_spec("kvevents_plane") else None
 
 
@@ -50,7 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "serve",
         flags=SHARED_FLAGS | {"replica": "--replica-name", "tls.certificate": "--https-cert"},
         tables={"tls": "https"},
-        needs={"plane.servers": ", the URL of a NATS server; for HTTPS use --https-cert and --https-key"},
+        hints={"plane.servers": ", the URL of a NATS server; for HTTPS use --https-cert and --https-key"},
     )
     http = parser.add_argument_group("HTTP server (tokens are set in --config, TLS there or with --https-cert and --https-key)")
     settings.add(http, "host", "port", "insecure", "allowed_hosts", "ready.grace_seconds")
@@ -60,11 +60,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     settings.add(parser.add_argument_group("index"), "state_dir", "snapshot_seconds", "memory_limit")
     plane = parser.add_argument_group("replica of a plane (builds the index from the plane's log instead of from engines)")
     if replica is None:
-        plane.add_argument("--nats", action=PlaneIsMissing, metavar="URL", help="needs kvevents[plane]")
+        plane.add_argument("--nats", action=MissingPlaneOption, metavar="URL", help="needs kvevents[plane]")
     else:
         settings.add(plane, "plane.servers", "plane.name", "replica", *LOGIN_SETTINGS)
     add_log_options(parser)
-    settings.add_rest(parser, "TOML file; its [[sources]] are read again whenever it changes")
+    settings.add_other_settings(parser, "TOML file; its [[sources]] are read again whenever it changes")
     add_check(parser)
 
 
@@ -78,7 +78,7 @@ def run(args: Namespace) -> int:
         Console().note(Span("these settings can be used", "good"))
         return OK
     configure_logging(args)
-    # The service itself logs which engines it cannot reach, with more details than the transport's log has.
+    # Hide the transport's warnings about engines that cannot be reached: the service logs such engines with more details.
     logging.getLogger("kvevents.subscriber.zmq_transport").setLevel(logging.ERROR)
     configure_threads()
     with trimming_memory(keep=server.HEAP_RESERVE_BYTES):

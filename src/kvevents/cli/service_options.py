@@ -1,4 +1,4 @@
-"""Options of the commands that send requests to a service, and the client that they describe."""
+"""Options of the commands that send requests to a service, and the client that follows from these options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvevents.errors import ConfigError
 SERVICE_VARIABLE: Final = "KVEVENTS_SERVICE"
 DEFAULT_SERVICE: Final = "http://127.0.0.1:8090"
 MAX_TOKEN_BYTES: Final = 4096
-"""Maximum length of a bearer token, as in the service."""
+"""Maximum length of a bearer token; the service has the same limit."""
 
 
 def _reject_token(_text: str) -> NoReturn:
@@ -26,7 +26,7 @@ def _reject_token(_text: str) -> NoReturn:
 
 
 def add_service(parser: ArgumentParser | Group) -> None:
-    """Declare the service to ask, how to authenticate to it, and how long to wait."""
+    """Declare the options for the service, the token, the certificate authority and the timeout."""
     named = parser.add_mutually_exclusive_group()
     text = f"URL of the service (default: {SERVICE_VARIABLE}, else the current context, else {DEFAULT_SERVICE})"
     named.add_argument("-s", "--service", type=service_url, help=text)
@@ -39,21 +39,21 @@ def add_service(parser: ArgumentParser | Group) -> None:
 
 
 def add_scope(parser: ArgumentParser, *, model: str = "model", default: str = "default", required: bool = False) -> None:
-    """Declare the options for model, tenant and group, which `scope_of` returns."""
+    """Declare the options for model, tenant and group; `scope_of` returns their values."""
     parser.add_argument("--model", metavar="NAME", required=required, help=model)
     parser.add_argument("--tenant", metavar="NAME", help=f"tenant (default: {default})")
     parser.add_argument("--group", metavar="NAME", help=f"routing group (default: {default})")
 
 
 def scope_of(args: Namespace) -> dict[str, Any]:
-    """Return the values of the options of `add_scope` that are given."""
+    """Return the values of the given options among those that `add_scope` declares."""
     return {name: value for name in ("model", "tenant", "group") if (value := getattr(args, name)) is not None}
 
 
 def make_client(args: Namespace) -> Client:
     """Return the client for the options of `add_service`, and store the client's URL in `args.service`. Raises `ConfigError`.
 
-    A context is used only if neither `--service` nor the variable names a service. Its token is only sent to its own service.
+    If `--service` or the variable names a service, ignore the context: its token is only for the context's service.
     """
     variable = None if args.context else os.environ.get(SERVICE_VARIABLE)
     context = None if args.service or variable else find_context(args.context)
@@ -78,7 +78,7 @@ def _read_token(file: Path | None) -> str | None:
             given = file.read_text("latin-1").strip()
         except OSError as error:
             raise ConfigError(f"cannot read {origin}: {error.strerror or error}") from error
-    # Reject JSON: a prompt file given as the token file by mistake would otherwise be sent in a header, which proxies log.
+    # Reject JSON. Otherwise a prompt file that is given as token file by mistake would be sent in a header, which proxies log.
     if not 0 < len(given) <= MAX_TOKEN_BYTES or given[0] in '[{"' or not all("!" <= char <= "~" for char in given):
         raise ConfigError(f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters, no JSON")
     return given

@@ -4,12 +4,12 @@ The field `max_tokens` of the table `limits` in the settings of `kvevents serve`
 
 - the key `max_tokens` of `[limits]` in the file of `--config`,
 - the variable `KVEVENTS_SERVE_LIMITS_MAX_TOKENS`,
-- the option `--limits-max-tokens`, unless the command gives it a shorter one.
+- the option `--limits-max-tokens`, unless the command defines a shorter name.
 
 An option overrides a variable, a variable overrides the file, and the file overrides the default. The docstring below the
-field is the help text. Lists of tables have no option, since they hold secrets; their variable is a TOML array.
+field is the help text. A list of tables has no option, because it can contain secrets; its variable is a TOML array.
 
-`serve` and `bridge` also have the options of `add_sources`, which name the engines to subscribe to.
+In addition, `serve` and `bridge` have the options of `add_sources`, which name the engines to subscribe to.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 _READERS: Final[dict[Unit, Any]] = {Unit.SECONDS: seconds, Unit.BYTES: size, Unit.PORT: port, Unit.ENDPOINT: endpoint}
 _SERVICE_LINK: Final = re.compile(r"SERVICE_(HOST|PORT\w*)|PORT_\d+_\w+|PORT(?==(tcp|udp|sctp)://)")
-"""Matches variables that Kubernetes sets in every pod if a Service has a name that begins like our variables."""
+"""Matches a variable, without its prefix, that Kubernetes sets in pods for a Service whose name begins like the prefix."""
 
 
 class Setting:
-    """One setting. `path` is its key in the file, with the keys of its tables before it, such as `limits.max_tokens`."""
+    """One setting. `path` consists of the keys of its tables and its own key, such as `limits.max_tokens`."""
 
     def __init__(self, path: str, flag: str, variable: str, kind: Any, default: Any, read_text: Callable[[], str]) -> None:
         parts, self._types = list(parts_of(kind)), list(types_in(kind))
@@ -72,7 +72,7 @@ class Setting:
         lists = [each for each in parts if get_origin(each) in {list, tuple}]
         self.is_list: Final = bool(lists) and self._types == [*types_in(lists[0])]
         self.is_appended: Final = self.is_list and (self.is_tables or Unit.FILE in parts)
-        """Whether the values of file, variable and option are concatenated; else one value replaces the others."""
+        """Whether the values of file, variable and option are concatenated; if false, one value overrides the others."""
         self._range: Final = next((each for each in parts if isinstance(each, Range)), Range())
         self._unit: Final = next((each for each in parts if isinstance(each, Unit)), None)
         self._choices: Final = next((get_args(each) for each in parts if get_origin(each) is Literal), None)
@@ -80,7 +80,7 @@ class Setting:
         self._read_text: Final = read_text
 
     def read(self, text: str) -> Any:
-        """Return the value that a text stands for; for a list, the value of one item. Raises `ConfigError`."""
+        """Return the value that a text stands for; if the setting is a list, the text is one item. Raises `ConfigError`."""
         if self._unit is Unit.SECONDS and self._range.is_open:
             return positive_seconds(text)
         if self._unit in _READERS:
@@ -103,15 +103,16 @@ class Setting:
             raise ConfigError(f"{self.variable}: {error}") from error
 
     def add_to(self, group: ArgumentParser | Group, *, shown: bool = True) -> argparse.Action:
-        """Declare the option, without a help text."""
-        given: dict[str, Any] = {"dest": self.path, "default": argparse.SUPPRESS, "help": None if shown else argparse.SUPPRESS}
+        """Declare the option without a help text; `--help` leaves it out unless `shown`."""
+        hidden = argparse.SUPPRESS
+        options: dict[str, Any] = {"dest": self.path, "default": argparse.SUPPRESS, "help": None if shown else hidden}
         if bool in self._types:
-            return group.add_argument(self.flag, action=BooleanOptionalAction, **given)
+            return group.add_argument(self.flag, action=BooleanOptionalAction, **options)
         if self._choices:
-            return group.add_argument(self.flag, choices=self._choices, **given)
+            return group.add_argument(self.flag, choices=self._choices, **options)
         name = "N" if int in self._types else "X" if float in self._types else re.split(r"[._]", self.path)[-1].upper()
-        given |= {"type": self._argument, "metavar": self._unit.value if self._unit else name}
-        return group.add_argument(self.flag, action="append" if self.is_list else "store", **given)
+        options |= {"type": self._argument, "metavar": self._unit.value if self._unit else name}
+        return group.add_argument(self.flag, action="append" if self.is_list else "store", **options)
 
     @property
     def help(self) -> str:
@@ -136,10 +137,10 @@ class Setting:
 class SettingsParser(Generic[T]):
     """Declares and reads the settings of one command, which are the fields of the struct `kind`.
 
-    A flag among the annotations of a field is the name of its option; `flags` has other names, by the paths of settings.
-    `tables` maps tables to the prefixes of their options. `needs` maps required settings to an addition to the error if they
-    are missing. `defaults` has values for settings, by path, that replace the defaults of the struct. `without` are settings
-    that the command does not have. `within` is the table of the file with the settings; by default they are at the top.
+    A field's annotation can name its option. By the paths of settings, `flags` has other names of options, `defaults` has other
+    default values, and `hints` has the end of the error for a required setting that is missing. `tables` has the prefixes of
+    options by table. The command does not have the settings in `excluded_paths`. `file_table` is the table of the file that
+    contains the settings; None for the top of the file.
     """
 
     def __init__(
@@ -149,26 +150,26 @@ class SettingsParser(Generic[T]):
         *,
         flags: Mapping[str, str] | None = None,
         tables: Mapping[str, str] | None = None,
-        needs: Mapping[str, str] | None = None,
+        hints: Mapping[str, str] | None = None,
         defaults: Mapping[str, Any] | None = None,
-        without: Collection[str] = (),
-        within: str | None = None,
+        excluded_paths: Collection[str] = (),
+        file_table: str | None = None,
     ) -> None:
         self.kind: Final = kind
-        self.needs: Final = needs or {}
+        self.hints: Final = hints or {}
         self.defaults: Final = defaults or {}
-        self.within: Final = within
+        self.file_table: Final = file_table
         self.alternatives: Final[list[str]] = []
-        """Settings that exclude each other: a value for one of them removes the values of the others."""
+        """Paths of settings that exclude each other: a new value for one of them removes the values of the others."""
         self._prefix: Final = f"KVEVENTS_{command.upper()}_"
         self._flags: Final = flags or {}
         self._tables: Final = tables or {}
-        settings = (each for each in self._settings(kind, "") if each.path not in without)
+        settings = (each for each in self._settings(kind, "") if each.path not in excluded_paths)
         self.settings: Final = {each.path: each for each in settings}
         self._undeclared = dict(self.settings)
         """The settings for which `add` has not declared an option."""
         self._shown: Final[list[tuple[Setting, argparse.Action]]] = []
-        """Settings that `--help` shows."""
+        """Settings that `--help` shows, with their declared options."""
 
     def add(self, group: ArgumentParser | Group, *paths: str) -> None:
         """Declare the options of these settings."""
@@ -181,12 +182,12 @@ class SettingsParser(Generic[T]):
         self._shown.append((self._undeclared.pop(path), action))
 
     def add_help_texts(self) -> None:
-        """Add the help texts to the declared options. Only `--help` needs them, and reading them from the source takes time."""
+        """Add the help texts to the declared options. Only `--help` needs this method, which reads the source code."""
         for setting, action in self._shown:
             action.help = setting.help
 
-    def add_rest(self, parser: ArgumentParser, file: str = "TOML file of settings") -> None:
-        """Declare `--config`, and the options of all settings without an option. Only `--help-all` shows these options."""
+    def add_other_settings(self, parser: ArgumentParser, file: str = "TOML file of settings") -> None:
+        """Declare `--config`, and options for all settings that have no option yet; only `--help-all` shows those options."""
         parser.add_argument("-c", "--config", type=Path, help=file)
         group = parser.add_argument_group("all other settings")
         hidden = [(each, each.add_to(group, shown=False)) for each in self._undeclared.values() if not each.is_tables]
@@ -240,22 +241,22 @@ class SettingsParser(Generic[T]):
 
 
 class GivenValue(NamedTuple):
-    """A value that was given for a setting, and its origin."""
+    """The value of a setting from an option or a variable."""
 
     value: Any
     origin: str
-    """The name of the option or variable that gave the value."""
+    """Name of the option or variable."""
 
 
 class SettingsValues(Generic[T]):
-    """The values given for a command's settings, as nested tables, and the origin of each value."""
+    """The values of a command's settings before they are checked, as nested tables, and the origin of each value."""
 
     def __init__(self, parser: SettingsParser[T], file: Path | None) -> None:
         table = {} if file is None else read_toml(file)
-        if parser.within is not None:
-            table = table.get(parser.within, {})
+        if parser.file_table is not None:
+            table = table.get(parser.file_table, {})
             if not isinstance(table, dict):
-                raise ConfigError(f"{file}: {parser.within} is not a table")
+                raise ConfigError(f"{file}: {parser.file_table} is not a table")
         self.in_file: Final[dict[str, Any]] = table
         self._tables: Final = {**parser.defaults, **copy.deepcopy(self.in_file)}
         self._parser: Final = parser
@@ -263,7 +264,7 @@ class SettingsValues(Generic[T]):
         self._origins: dict[str, str] = {}
 
     def put(self, values: Mapping[str, GivenValue]) -> None:
-        """Set the values in `values`, whose keys are the paths of settings."""
+        """Store values; the keys of `values` are the paths of settings."""
         if not values.keys().isdisjoint(self._parser.alternatives):
             for path in self._parser.alternatives:
                 table, name = self._find_table(path)
@@ -274,7 +275,7 @@ class SettingsValues(Generic[T]):
             known = table.get(name, [])
             if not self._parser.settings[path].is_appended:
                 table[name] = value
-            elif isinstance(known, list):  # if it is not a list, `settings` reports its type
+            elif isinstance(known, list):  # If the file has another type here, `settings` reports it.
                 table[name] = [*known, *value]
             self._origins[path] = origin
 
@@ -284,7 +285,7 @@ class SettingsValues(Generic[T]):
         return bool(table.get(name))
 
     def origin(self, path: str) -> str | None:
-        """Return the name of the option or variable that gave a value; None for a value of the file or a default."""
+        """Return the name of the option or variable from which a value is; None for a value of the file or a default."""
         return self._origins.get(path)
 
     def settings(self) -> T:
@@ -295,7 +296,7 @@ class SettingsValues(Generic[T]):
             raise self._error(fault_of(error, self._parser.kind)) from error
 
     def _find_table(self, path: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
-        """Return the table of a setting, and its key there. A value in place of a table stays, so that an error reports it."""
+        """Return the table of a setting, and its key there. Keep a value in place of a table, so that an error reports it."""
         table = self._tables
         *tables, name = path.split(".")
         for each in tables:
@@ -304,12 +305,12 @@ class SettingsValues(Generic[T]):
         return table, name
 
     def _error(self, fault: SettingFault) -> UsageError:
-        """Return the error for an invalid value that the check found. It names the origin of the value if that is known."""
-        within = [origin for path, origin in self._origins.items() if path.startswith(f"{fault.place}.")]
-        flags = [origin for origin in within if origin.startswith("--")]
+        """Return the error for an invalid value, with the origin of the value if the origin is known."""
+        origins = [origin for path, origin in self._origins.items() if path.startswith(f"{fault.place}.")]
+        flags = [origin for origin in origins if origin.startswith("--")]
         if fault.missing is not None and flags:
             path = f"{fault.place}.{fault.missing}"
-            needed = f"{self._parser.settings[path].flag}{self._parser.needs.get(path, '')}"
+            needed = f"{self._parser.settings[path].flag}{self._parser.hints.get(path, '')}"
             return CommandLineError(f"{', '.join(flags)} needs {needed}")
         first = re.match(r"[\w.]*", fault.sentence)
         name = first[0].rpartition(".")[2] if first is not None else ""
@@ -322,17 +323,17 @@ class SettingsValues(Generic[T]):
             return ConfigError(f"{origin}{fault.sentence.removeprefix(name) if begins_with_name else f': {fault.sentence}'}")
         if self._file is not None:
             return ConfigError(f"{self._file}: {with_path(fault, self._parser.kind)}")
-        return ConfigError(f"{', '.join(within)}: {fault.sentence}" if within else fault.sentence)
+        return ConfigError(f"{', '.join(origins)}: {fault.sentence}" if origins else fault.sentence)
 
 
 def field_docstring(kind: type, name: str) -> str:
-    """Return the docstring below a field of a class or its base classes, on one line; empty if it has no docstring."""
-    written = next((text for each in kind.__mro__ if (text := _docstrings_of(each.__module__).get((each.__name__, name)))), "")
-    return " ".join(written.split())
+    """Return, on one line, the docstring below a field of a class or its base classes; empty without a docstring."""
+    found = next((text for base in kind.__mro__ if (text := _docstrings_of(base.__module__).get((base.__name__, name)))), "")
+    return " ".join(found.split())
 
 
 def _help_text(kind: type, name: str) -> str:
-    """Return the first sentence of a field's docstring, without the capital letter and the full stop."""
+    """Return the first sentence of a field's docstring, without the full stop, and with a small first letter."""
     sentence = re.split(r"\.(?:\s|$)", field_docstring(kind, name), maxsplit=1)[0]
     return sentence[:1].lower() + sentence[1:] if not sentence[1:2].isupper() else sentence
 
@@ -361,9 +362,9 @@ Sources = TypeVar("Sources", bound="EngineSources")
 LOGIN_SETTINGS: Final = tuple(
     f"plane.{name}" for name in ("credentials", "nkey", "tls_ca", "tls_certificate", "tls_key", "inbox_prefix")
 )
-"""Settings for the login at the NATS servers of a plane."""
+"""Paths of the settings for the login at a plane's NATS servers."""
 SHARED_FLAGS: Final = CURVE_FLAGS | {"plane.servers": "--nats"}
-"""Options whose names are the same in all commands, even if their settings are in different tables."""
+"""Names of options that are equal in all commands, by the paths of the settings."""
 
 
 def worker_source(text: str) -> dict[str, Any]:
@@ -382,7 +383,7 @@ def dns_source(text: str) -> dict[str, Any]:
 
 
 def add_sources(parser: ArgumentParser | Group, settings: SettingsParser[Any]) -> None:
-    """Declare the engines to subscribe to, which `read_sources` reads."""
+    """Declare the options for the engines to subscribe to; `read_sources` reads them."""
     text = "subscribe to this engine, whose model and block size are --model and --block-size; can be repeated"
     form = "NAME[:RANK]=ENDPOINT[,REPLAY]"
     parser.add_argument("--worker", dest="workers", action="append", default=[], type=worker_source, metavar=form, help=text)
@@ -402,8 +403,8 @@ def add_sources(parser: ArgumentParser | Group, settings: SettingsParser[Any]) -
 def read_sources(given: SettingsValues[Sources], args: Namespace) -> Sources:
     """Return the settings with the engines of `add_sources`, but without the engines in the file of `--config`.
 
-    The watcher of that file reads its engines. This function only checks the engines in the file, so that the start fails if
-    one is invalid. Raises `ConfigError` and `CommandLineError`.
+    The service watches that file, and reads its engines itself. This function only checks these engines, so that the start
+    fails if an engine is invalid. Raises `ConfigError` and `CommandLineError`.
     """
     model = {} if args.model is None else {"model": args.model}
     common = model | ({} if args.block_size is None else {"block_size": args.block_size})
@@ -418,5 +419,5 @@ def read_sources(given: SettingsValues[Sources], args: Namespace) -> Sources:
 
 
 def add_check(parser: ArgumentParser) -> None:
-    """Declare `--check`, with which a command ends after the check of its settings."""
+    """Declare `--check`, which makes a command check its settings and exit."""
     parser.add_argument("--check", action="store_true", help="check the settings, and exit")

@@ -1,4 +1,4 @@
-"""Process-wide setup that commands share: signals (SIGINT and SIGTERM mean the same), logs, threads and memory."""
+"""Process-wide setup for several commands: signals (SIGINT and SIGTERM have the same effect), logs, threads and memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def handling_signals(action: Callable[[int, FrameType | None], None] = _interrupt) -> Iterator[None]:
-    """Call `action` at SIGINT and SIGTERM; by default raise KeyboardInterrupt, so that context managers close resources.
+    """Return a context in which SIGINT and SIGTERM call `action`; by default they raise KeyboardInterrupt.
 
-    A signal that is ignored, as under `nohup`, stays ignored.
+    If the process already ignores a signal, as under `nohup`, the signal stays ignored.
     """
     handled = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, action) for number in handled}
@@ -38,13 +38,14 @@ def handling_signals(action: Callable[[int, FrameType | None], None] = _interrup
 
 
 class StopSignal:
-    """Sets a flag at SIGINT and SIGTERM, so that a signal does not interrupt a function that changes sockets.
+    """Context in which SIGINT and SIGTERM set `requested`, so that a signal does not interrupt a function that changes sockets.
 
     A second signal raises KeyboardInterrupt at once.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        """Whether a signal has arrived."""
         self.began: Final = time.monotonic()
         """Time at which the command began. `--duration` counts from this time, so it includes the wait for an engine."""
         self._raises = False
@@ -66,7 +67,7 @@ class StopSignal:
             raise KeyboardInterrupt
 
     def on_signal(self, callback: Callable[[], object]) -> None:
-        """Call `callback` in the signal handler too; call it at once if a signal has already arrived."""
+        """Make the signal handler call `callback`. If a signal has already arrived, call `callback` now."""
         self._callback = callback
         if self.requested:
             callback()
@@ -88,8 +89,8 @@ class StopSignal:
 
 
 SWITCH_SECONDS: Final = 0.0005
-"""Time after which a thread must release the interpreter to one that waits for it. A hundred queries take Python's default of 5
-ms, and applying a message from the plane acquires the interpreter several times."""
+"""Seconds after which a thread must release the interpreter to a waiting thread. Python's default of 5 ms is the time of a
+hundred queries, and a thread that applies a message from the plane waits several times."""
 
 
 # --- logging
@@ -117,7 +118,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a log record as a JSON object with `at`, `level`, `logger`, `message` and, for an exception, `traceback`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        import msgspec  # noqa: PLC0415 - only for this format
+        import msgspec  # noqa: PLC0415 - only this format needs it
 
         entry = {"at": record.created, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
         if record.exc_info:
@@ -126,14 +127,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class StateLogger:
-    """Logs one line for each change of state. A state that has always been normal is not logged."""
+    """Logs one line for each change of a state. A state that is normal from the start on is not logged."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log: Final = log
         self._logged: dict[str, str] = {}
 
     def log_changes(self, states: Iterable[tuple[str, str, int]]) -> None:
-        """Log the states that have changed. A state has a name, a description (empty if it is normal) and a log level."""
+        """Log the states that have changed. A state consists of name, description (empty if it is normal) and log level."""
         before, self._logged = self._logged, {}
         for name, state, level in states:
             self._logged[name] = state
@@ -147,10 +148,10 @@ class StateLogger:
 
 
 def configure_threads() -> None:
-    """Bound the time for which a thread of this process delays another thread. Call it after imports, before work.
+    """Bound the time for which a thread of this process delays another thread. Call this function after all imports.
 
-    The garbage collector stops all threads. This call makes it ignore the 40,000 objects that exist now: traversing them takes
-    10 to 20 ms, and almost none is garbage.
+    The garbage collector stops all threads. After this call, the collector ignores the 40,000 objects that exist now, because
+    traversing these objects takes 10 to 20 ms, and almost all of them stay.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()
@@ -161,11 +162,11 @@ def configure_threads() -> None:
 
 @contextmanager
 def trimming_memory(interval: float = 30.0, *, keep: int = 0) -> Iterator[None]:
-    """Return free memory to the system every `interval` seconds, except `keep` bytes at the top of the heap.
+    """Return a context that returns free memory to the system every `interval` seconds, except `keep` bytes of the heap's top.
 
-    glibc has one arena for each thread, and keeps freed memory while any memory above it is in use. So a process whose buffers
-    were once full never shrinks. `malloc_trim` returns every free page, in half a millisecond for each 10 MiB. Only programs
-    call this, not the library, since the allocator belongs to the process. It does nothing on systems without glibc.
+    glibc has one arena for each thread, and keeps freed memory as long as memory above it is in use. So a process would never
+    shrink after its buffers were full. `malloc_trim` returns every free page, in half a millisecond for each 10 MiB. A library
+    must not call this function, because the allocator belongs to the process. Without glibc, the context does nothing.
     """
     trim = _malloc_trim()
     if trim is None:

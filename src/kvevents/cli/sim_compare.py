@@ -31,19 +31,20 @@ from kvevents.sim.settings import FleetSettings, SimulationSettings
 from kvevents.sim.simulated_fleet import simulate
 
 
-def add_simulation(parser: ArgumentParser, *, without: Collection[str] = ()) -> None:
-    """Declare the settings of a fleet and its requests, except those in `without`, which the command does not use."""
-    settings = SettingsParser(SimulationSettings, "sim", without=without)
+def add_simulation(parser: ArgumentParser, *, excluded_paths: Collection[str] = ()) -> None:
+    """Declare the settings of a fleet and its requests, except `excluded_paths`, which the command does not use."""
+    settings = SettingsParser(SimulationSettings, "sim", excluded_paths=excluded_paths)
     requests = parser.add_argument_group("requests")
     settings.add(requests.add_mutually_exclusive_group(), "trace", "workload")
     settings.add(requests, "requests")
     settings.add(requests.add_mutually_exclusive_group(), "rate", "trace_speed")
-    settings.add(parser.add_argument_group("fleet"), *(each for each in FleetSettings.__struct_fields__ if each not in without))
-    settings.add_rest(parser, "TOML file with settings of the fleet and its requests")
+    fleet_paths = [path for path in FleetSettings.__struct_fields__ if path not in excluded_paths]
+    settings.add(parser.add_argument_group("fleet"), *fleet_paths)
+    settings.add_other_settings(parser, "TOML file with settings of the fleet and its requests")
 
 
 def read_simulation(args: Namespace) -> SimulationSettings:
-    """Return the settings of `add_simulation`. Raises `ConfigError`."""
+    """Return the values of the settings that `add_simulation` declares. Raises `ConfigError`."""
     given: SettingsValues[SimulationSettings] = args.settings.read(args)
     return given.settings()
 
@@ -59,10 +60,10 @@ def run_policies(
     jobs: int,
     on_result: Callable[[PolicyResult], None],
 ) -> list[PolicyResult]:
-    """Simulate each policy with consecutive seeds, and return the results in order; `on_result` gets each result at once.
+    """Simulate each policy with consecutive seeds, and return the results in order of policy and seed.
 
-    At most `jobs` simulations run at a time, each in its own process. Raises the errors of `simulate`, and `ExternalError`.
-    After an error all these processes are ended.
+    `on_result` is called with each result when its simulation ends. At most `jobs` simulations run at a time, each in a process
+    of its own. Raises the errors of `simulate`, and `ExternalError`. After an error, no process goes on.
     """
     planned = [(policy, seed) for policy in policies for seed in range(settings.seed, settings.seed + seeds)]
     if min(jobs, len(planned)) == 1:
@@ -71,13 +72,13 @@ def run_policies(
             results.append(_simulate(settings, policy, seed))
             on_result(results[-1])
         return results
-    resource_tracker.ensure_running()  # before Python 3.12 starting it unblocks what `_block_interrupts` blocks
-    # A spawned process does not inherit the threads and locks of this one.
+    resource_tracker.ensure_running()  # Before Python 3.12, its start unblocks the signals that `_block_interrupts` blocks.
+    # Unlike a forked process, a spawned process does not inherit threads and locks.
     with ProcessPoolExecutor(min(jobs, len(planned)), get_context("spawn")) as pool:
         try:
             with _block_interrupts():
                 futures = [pool.submit(_simulate, settings, policy, seed) for policy, seed in planned]
-                # The pool only detects that a process has died if the process ran at the last `submit`, so submit once more.
+                # The pool detects the death of a process only if the process ran at the newest `submit`: submit one more task.
                 pool.submit(os.getpid)
             for future in as_completed(futures):
                 on_result(future.result())
@@ -97,7 +98,7 @@ def _simulate(settings: SimulationSettings, policy: str, seed: int) -> PolicyRes
 
 @contextmanager
 def _block_interrupts() -> Iterator[None]:
-    """Block SIGINT in processes that are started here. A terminal sends it to them too, but only this process may end them."""
+    """Block SIGINT in processes started in this context. A terminal sends SIGINT to all, but only this process may react."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -162,7 +163,7 @@ def run(args: Namespace) -> int:
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the table and a conclusion."""
+    """Print the table of policies, and a conclusion."""
     console.note(Span(f"{traffic_text(comparison.settings)}; times in seconds, * is the best", "dim"))
     head, *lines = rows(comparison)
     spans = [[Span(n.text, "name"), *(Span(c.text, "good" if c.best else "plain") for c in figures)] for n, *figures in lines]
@@ -171,12 +172,12 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def report_disagreements(results: list[PolicyResult], console: Console) -> int:
-    """Print examples of lookups for which index and engine disagree, which is a defect of kvevents. Return their number."""
+    """Print examples of lookups for which index and engine disagree (a defect of kvevents), and return the number of all."""
     for result in results:
-        for one in result.examples:
-            text = f"found {one.cached:,} of {one.prompt:,} tokens where the index says {one.indexed:,}"
-            place = f"incarnation {one.incarnation}, batch {one.seq}, after {plural(one.position, 'event')} of it"
-            console.note(Span(f"{result.policy}: {one.source}/{one.rank} ", "bad"), f"{text} ({place})")
+        for lookup in result.examples:
+            text = f"found {lookup.cached:,} of {lookup.prompt:,} tokens where the index says {lookup.indexed:,}"
+            place = f"incarnation {lookup.incarnation}, batch {lookup.seq}, after {plural(lookup.position, 'event')} of it"
+            console.note(Span(f"{result.policy}: {lookup.source}/{lookup.rank} ", "bad"), f"{text} ({place})")
     wrong = sum(result.disagreements for result in results)
     if wrong:
         text = f"index and engines disagree on {plural(wrong, 'lookup')}: a defect of kvevents, please report it"

@@ -27,9 +27,9 @@ def run(args: Namespace) -> int:
     console = Console()
     conversion = from_recording(args.recording, args.run, args.endpoint)
     if args.trace.exists() and args.recording.exists() and args.trace.samefile(args.recording):
-        raise CommandLineError(f"{args.trace} is the recording; name another file for the trace")
+        raise CommandLineError(f"the trace {args.trace} would replace the recording; name another file for the trace")
     requests = iter(conversion)
-    # An existing trace is not replaced if the recording cannot be read or has no request.
+    # Read the first request before writing, so that an empty or unreadable recording does not replace an existing trace.
     first = next(requests, None)
     count = 0 if first is None else write_trace(args.trace, chain([first], requests))
     if conversion.truncation is not None:

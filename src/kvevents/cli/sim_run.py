@@ -59,7 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", default="sim", help="model in that file")
     add_wait_for_subscriber(parser)
     add_output(parser, "one object at the end")
-    add_simulation(parser, without=("event_delay",))  # no simulated delay, since real sockets have a delay
+    add_simulation(parser, excluded_paths=("event_delay",))  # Real sockets have a delay of their own.
 
 
 def run(args: Namespace) -> int:
@@ -69,11 +69,11 @@ def run(args: Namespace) -> int:
         raise ConfigError(f"invalid --model {args.model!r}: expected printable characters")
     settings, faults = read_simulation(args), parse_faults(args.faults)
     is_finite = settings.requests is not None or settings.trace is not None
-    settings.count()  # an error in the workload is raised before a socket is opened
+    settings.count()  # Raise an error in the workload before a socket is opened.
     sockets: dict[str, Any] = {"host": args.host, "base_port": args.base_port, "requested": faults}
     with StopSignal() as stop, LiveFleet(settings, args.policy, pace=args.time_scale, **sockets) as fleet:
         _print_endpoints(fleet, args, console)
-        with stop.raising():  # the router of this command is one of the subscribers
+        with stop.raising():  # The fleet's own router is the first subscriber, so wait for a second subscriber.
             wait_for_subscriber(args, fleet.addresses[0].endpoint, lambda: fleet.sockets.subscribers() > 1)
         began = time.monotonic()
         show = None if args.output in DATA else show_progress(fleet, console)
@@ -101,7 +101,7 @@ def run(args: Namespace) -> int:
 
 
 def note_delay(behind: float, console: Console) -> None:
-    """Print a note if the fleet was more than a second `behind` the clock. That makes the results worse."""
+    """Print a note if the fleet was more than a second behind the clock (`behind`, in seconds), which makes results worse."""
     if behind > 1.0:
         advice = f"the fleet was up to {behind:.1f} s late; use fewer engines, or a smaller --time-scale"
         console.note(Span("this machine is too slow for this fleet: ", "warn"), advice)
@@ -115,7 +115,7 @@ def _repeat(settings: SimulationSettings) -> Iterator[Request]:
         for request in msgspec.structs.replace(settings, seed=seed).generate():
             last = request.at
             yield replace(request, at=start + request.at)
-        start += last + 1.0  # pause for a simulated second
+        start += last + 1.0  # Add a pause of one simulated second.
         seed += 1
 
 
@@ -160,13 +160,13 @@ def streams_line(streams: Sequence[StreamResult], faults: Mapping[str, int]) -> 
 
 
 LINE_SECONDS: Final = 5.0
-"""Seconds between two lines of progress if stderr is no terminal."""
+"""Seconds between two lines of progress if stderr is not a terminal."""
 FRAME_SECONDS: Final = 0.25
 """Seconds between two updates of the progress line on a terminal."""
 
 
 def show_progress(fleet: LiveFleet, console: Console) -> Callable[[], None]:
-    """Return a function that shows the fleet's state at intervals: in the same line of a terminal, else in a new line."""
+    """Return a function that shows the fleet's state at intervals: on a terminal always in the same line, else in new lines."""
     is_live = is_terminal(sys.stderr)
     seconds, show = (FRAME_SECONDS, console.progress) if is_live else (LINE_SECONDS, console.note)
     shown_at = time.monotonic()
@@ -181,7 +181,7 @@ def show_progress(fleet: LiveFleet, console: Console) -> Callable[[], None]:
 
 
 def fleet_line(fleet: LiveFleet) -> str:
-    """Return the state of the fleet in a line."""
+    """Return a line about the state of the fleet."""
     progress, tally, trust = fleet.fleet.progress, fleet.fleet.metrics, list(fleet.follower.trust.values())
     engines = [worker.engine for worker in fleet.fleet.workers.values() if worker.is_up]
     counts = fleet.follower.audit.counts

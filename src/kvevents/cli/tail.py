@@ -71,7 +71,7 @@ def run(args: Namespace) -> int:
             deliveries = DeliveryLoop(subscriber, args, stop)
             for delivery in deliveries:
                 if delivery is None:
-                    # Trust already reflects deliveries that still wait, so print changes of trust only while no delivery waits.
+                    # Trust already reflects deliveries that are not printed yet, so print changes of trust only after them.
                     for (source, rank), trust in subscriber.trust_changes():
                         if not write_record(trust_record(source, rank, trust), args.output, console):
                             console.line(*lines.trust(source, rank, trust))
@@ -89,12 +89,12 @@ def run(args: Namespace) -> int:
 
 
 def select_events(batch: Batch, types: tuple[type[KVEvent], ...] | None, medium: str | None) -> Batch | None:
-    """Return the batch with only the events whose type and medium are given (None accepts any); None if no event is left."""
+    """Return the batch with only the events that have one of `types` and `medium` (None: any), or None without an event."""
     if types is None and medium is None:
         return batch
 
     def is_selected(event: KVEvent) -> bool:
-        # Before vLLM 0.10.2 and SGLang 0.5.9 events had no medium, since the GPU was the only medium.
+        # Before vLLM 0.10.2 and SGLang 0.5.9, events had no medium, because the GPU was the only medium.
         has_medium = isinstance(event, AllBlocksCleared) or (event.medium or MEDIUM_GPU).upper() == (medium or "").upper()
         return (types is None or isinstance(event, types)) and (medium is None or has_medium)
 

@@ -39,9 +39,9 @@ _STDIN: Final = 0
 
 @contextmanager
 def keyboard() -> Iterator[Callable[[float], bool]]:
-    """Read single keys from a terminal, without Enter and without echo. The yielded function waits for a number of seconds.
+    """Return a context that reads single keys from a terminal, without Enter and without echo.
 
-    The function returns True at once if q or Ctrl-D is pressed, and False after this time.
+    The yielded function waits for a number of seconds. It returns True at once if q or Ctrl-D is pressed, else False.
     """
     has_keys = sys.stdin is not None and sys.stdin.isatty()
     previous = termios.tcgetattr(_STDIN) if has_keys else None
@@ -50,7 +50,7 @@ def keyboard() -> Iterator[Callable[[float], bool]]:
         until = time.monotonic() + seconds
         while select.select([_STDIN] if has_keys else [], [], [], max(until - time.monotonic(), 0.0))[0]:
             pressed = os.read(_STDIN, 64)
-            if not pressed or set(b"qQ\x04") & set(pressed):  # the text is empty if the terminal was closed; 4 is Ctrl-D
+            if not pressed or set(b"qQ\x04") & set(pressed):  # `pressed` is empty if the terminal was closed; 4 is Ctrl-D.
                 return True
         return False
 
@@ -64,7 +64,7 @@ def keyboard() -> Iterator[Callable[[float], bool]]:
 
 
 def run(args: Namespace) -> int:
-    """Poll until q, Ctrl-D or a signal."""
+    """Poll the service and show each result, until q, Ctrl-D or a signal; with `--once` only one time."""
     poller, console, view = Poller(make_client(args), args.sort), Console(), TopView(args.limit)
     if args.once:
         frame = poller.poll()

@@ -1,4 +1,4 @@
-"""The terminal view of `kvevents top`. The view omits columns in a narrow terminal, and the last rows in a low terminal."""
+"""The terminal view of `kvevents top`. The view omits columns of a narrow terminal, and final rows of a low one."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from kvevents.client.schemas import StatsAnswer
 from kvevents.diagnosis.text_format import duration, percentage, plural, size
 
 MAX_NAME: Final = 40
-"""Maximum number of characters that are shown of a name."""
+"""Maximum width of a cell if the table is wider than the terminal."""
 MAX_FAULTS: Final = 3
-"""Maximum number of faults of discovery that are shown; further faults are counted."""
+"""Maximum number of discovery faults that are shown; further faults are counted, but not shown."""
 _COLUMN_GAP: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
 class SourceColumn:
-    """One column of the table."""
+    """One column of the table of sources."""
 
     title: str
     cell: Callable[[PolledSource, float], str]
     """Returns the text for a source; the second argument is the current Unix time."""
     rank: int
-    """Order of omission: a narrow view first omits the columns with the largest ranks, and never those with rank 0."""
+    """A narrow view omits the columns with the largest ranks first, and never omits columns with rank 0."""
     style: Callable[[PolledSource], Style] = lambda _: "plain"
 
 
@@ -68,7 +68,7 @@ def _count_style(count: int) -> Style:
 
 
 ISSUES: Final = SourceColumn("why", lambda source, _: source.issues, 1)
-"""The column with the problems of a source; it gets the remaining width."""
+"""The column with the problems of a source, which gets the width that the other columns leave."""
 MIN_ISSUES: Final = 16
 COLUMNS: Final = (
     SourceColumn("worker", lambda source, _: source.name, 0, lambda _: "name"),
@@ -107,7 +107,7 @@ class TopView:
         self._last: PollResult | None = None
 
     def draw(self, frame: PollResult, width: int, height: int | None) -> list[Line]:
-        """Return the lines of a frame. If the poll failed, they show the error and then the last successful frame."""
+        """Return the lines of a frame. If the poll failed, the lines show the error and then the newest successful frame."""
         if frame.error is None:
             self._last = frame
         shown = self._last
@@ -115,9 +115,9 @@ class TopView:
         if shown is not None and shown.sources:
             room = len(shown.sources) if height is None else max(height - len(lines) - 3, 1)
             rows = shown.sources[: min(room, self._limit or room)]
-            more = len(shown.sources) - len(rows)
+            omitted_count = len(shown.sources) - len(rows)
             lines += [[], *source_table(rows, shown.at, width, is_old=frame.error is not None)]
-            lines += [[Span(f"and {more:,} more", "dim")]] if more else []
+            lines += [[Span(f"and {omitted_count:,} more", "dim")]] if omitted_count else []
         return [cut(line, width) for line in lines]
 
 
@@ -181,9 +181,9 @@ def _wrap_facts(facts: Sequence[Part], width: int) -> list[Line]:
 def fault_lines(faults_by_provider: Mapping[str, Sequence[str]]) -> list[Line]:
     """Return lines with the first faults of discovery, and the number of further faults."""
     faults = [f"{name}: {sentence}" for name, sentences in faults_by_provider.items() for sentence in sentences]
-    rest = len(faults) - MAX_FAULTS
-    more = [f"and {plural(rest, 'fault')} more: see `kvevents doctor`"] if rest > 0 else []
-    return [[Span(sentence, "bad")] for sentence in [*faults[:MAX_FAULTS], *more]]
+    further_count = len(faults) - MAX_FAULTS
+    note = [f"and {plural(further_count, 'fault')} more: see `kvevents doctor`"] if further_count > 0 else []
+    return [[Span(sentence, "bad")] for sentence in [*faults[:MAX_FAULTS], *note]]
 
 
 # --- the table
@@ -197,7 +197,7 @@ def source_table(
     *,
     is_old: bool = False,
 ) -> list[Line]:
-    """Return the table of sources at the time `now`, without columns that are empty or do not fit. It is dim if `is_old`."""
+    """Return the table of sources at the time `now`, without columns that are empty or do not fit; dim if `is_old`."""
     cells = {
         column: [Span(column.cell(source, now), "dim" if is_old else column.style(source)) for source in sources]
         for column in columns
@@ -221,6 +221,6 @@ def _select_columns(widths: dict[SourceColumn, int], width: int) -> dict[SourceC
         del selected[least]
     if ISSUES in selected:
         selected[ISSUES] = min(widths[ISSUES], selected[ISSUES] + free_width())
-    elif free_width() < 0:  # cut the names of workers, but not their states
+    elif free_width() < 0:  # Cut the names of workers, which are in the first column, but not their states.
         selected[COLUMNS[0]] = max(selected[COLUMNS[0]] + free_width(), 1)
     return selected

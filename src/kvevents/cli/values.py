@@ -1,4 +1,4 @@
-"""Parsers of the values of options. Each parser returns the value that a text stands for, or raises `ConfigError`."""
+"""Parsers for the values of options. Each parser returns the value that a text stands for, or raises `ConfigError`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def endpoint(text: str) -> str:
 
 
 def endpoints(text: str) -> str:
-    """Return the ZeroMQ endpoints of `ENDPOINT[,REPLAY]`. `REPLAY` can be a port alone."""
+    """Return `ENDPOINT[,REPLAY]` with complete ZeroMQ endpoints; in the text, REPLAY can be only a port."""
     live, comma, replay = text.partition(",")
     live = endpoint(live)
     return f"{live},{endpoint(complete_replay(live, replay))}" if comma else live
 
 
 def endpoints_or_url(text: str) -> str:
-    """Return ZeroMQ endpoints as `endpoints` does, or the URL of an engine's HTTP server."""
+    """Return the ZeroMQ endpoints that `endpoints` returns, or the URL of an engine's HTTP server."""
     if text.startswith(URL_SCHEMES):
         return engine_url(text)
     try:
@@ -47,7 +47,7 @@ def endpoints_or_url(text: str) -> str:
 
 
 def number(text: str, expected: str, minimum: float = math.ulp(0.0)) -> float:
-    """Return a finite number of at least `minimum`; `expected` describes it, such as `a factor above 0`."""
+    """Return a finite number of at least `minimum`. Errors contain `expected`, such as `a factor above 0`."""
     try:
         value = float(text)
     except ValueError:
@@ -72,7 +72,7 @@ def size(text: str) -> int:
 
 
 def _parse_integer(text: str, expected: str, minimum: int = 0, maximum: float = math.inf, noun: str = "value") -> int:
-    """Return a whole number from `minimum` to `maximum`; `expected` describes it."""
+    """Return a whole number from `minimum` to `maximum`. Errors contain `expected`, and call the value `noun`."""
     if not text.isascii() or not text.isdecimal() or not minimum <= int(text) <= maximum:
         raise ConfigError(f"invalid {noun} {text!r}: expected {expected}")
     return int(text)
@@ -103,4 +103,4 @@ PLACEHOLDERS: Final[dict[Any, str]] = {
     endpoint: "ENDPOINT",
     Path: "FILE",
 }
-"""Placeholders for the values of options in help texts, by the parser of the value."""
+"""Placeholders for options' values in help texts, by the parser of the value."""

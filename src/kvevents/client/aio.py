@@ -19,8 +19,8 @@ T = TypeVar("T")
 class AsyncClient(AsyncCloseable):
     """A client of one service, for the tasks of one event loop; also a context manager, which closes its connections.
 
-    `deadline` is the time in seconds for a call with all its attempts; the argument `deadline` of a call replaces it. `retries`
-    is the maximum number of further attempts. Every method raises `ServiceRequestError`.
+    `deadline` is the time in seconds for a call with all its attempts; the argument `deadline` of a method replaces it.
+    `retries` is the maximum number of attempts after the first. Every method raises `ServiceRequestError`.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class AsyncClient(AsyncCloseable):
         return await self.send(protocol.match(request), deadline=deadline)
 
     async def match_many(self, request: schemas.MatchManyRequest, *, deadline: float | None = None) -> schemas.MatchManyAnswer:
-        """Return how many tokens of each of several prompts each worker holds."""
+        """Return, for several prompts, how many tokens of each prompt each worker holds."""
         return await self.send(protocol.match_many(request), deadline=deadline)
 
     async def select(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> schemas.Selection:
@@ -60,7 +60,7 @@ class AsyncClient(AsyncCloseable):
         return await self.send(protocol.select(request), deadline=deadline)
 
     def reserve(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> AsyncReservedWorker:
-        """Return a context manager that selects a worker. Until it ends, the prompt counts as load of the worker."""
+        """Return a context manager that selects a worker. Within the context, the prompt counts as load of the worker."""
         return AsyncReservedWorker(self, protocol.with_reservation_name(request), deadline)
 
     async def reservation(self, name: str, *, deadline: float | None = None) -> schemas.Reservation:
@@ -70,7 +70,7 @@ class AsyncClient(AsyncCloseable):
     # --- the fleet
 
     async def sources(self, *, deadline: float | None = None, **filters: str) -> schemas.SourcesAnswer:
-        """Return the sources; if `instance`, `model`, `tenant` or `group` is given, only those that have it."""
+        """Return the sources that have the given `instance`, `model`, `tenant` and `group`; without filters, all sources."""
         return await self.send(protocol.sources(filters), deadline=deadline)
 
     async def register(self, request: schemas.RegisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
@@ -78,19 +78,19 @@ class AsyncClient(AsyncCloseable):
         return await self.send(protocol.register(request), deadline=deadline)
 
     async def unregister(self, request: schemas.UnregisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
-        """Unregister an engine, or a rank of it, and return the service's answer."""
+        """Unregister an engine, or one of its ranks, and return the service's answer."""
         return await self.send(protocol.unregister(request), deadline=deadline)
 
     async def drain(self, request: schemas.DrainRequest, *, deadline: float | None = None) -> schemas.DrainAnswer:
-        """Exclude an engine, or a rank of it, from selections, or include it again. The stream is always followed."""
+        """Exclude an engine or one rank from selections, or include it again. In both cases the service follows the engine."""
         return await self.send(protocol.drain(request), deadline=deadline)
 
     async def ready(self, *, deadline: float | None = None) -> schemas.ReadyAnswer:
-        """Return whether the service is ready for queries, and why it is not."""
+        """Return whether the service is ready for queries; if it is not, the answer says why."""
         return await self.send(protocol.ready(), deadline=deadline)
 
     async def wait_ready(self, seconds: float = 60.0) -> schemas.ReadyAnswer:
-        """Wait until the service is ready. Raises `ServiceRequestError` after `seconds`."""
+        """Wait until the service is ready for queries. Raises `ServiceRequestError` after `seconds`."""
         wait = protocol.ReadyWait(seconds, time.monotonic)
         while True:
             try:
@@ -104,11 +104,11 @@ class AsyncClient(AsyncCloseable):
     async def get(
         self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, accepted_status: int = OK
     ) -> T:
-        """Return the response to GET as `kind`. The status must be 200 or `accepted_status`."""
+        """Send a GET request, and return the response as `kind`. The status must be 200 or `accepted_status`."""
         return await self.send(protocol.get(path, kind, parameters, accepted_status=accepted_status))
 
     async def send(self, call: Call[T], *, deadline: float | None = None) -> T:
-        """Send a call, again if necessary, and return its response."""
+        """Send a call, with further attempts if necessary, and return its response."""
         seconds = self._deadline if deadline is None else deadline
         attempts = Attempts(self._endpoint, call, deadline=seconds, retries=self._retries, now=time.monotonic)
         while True:
@@ -132,8 +132,8 @@ class AsyncClient(AsyncCloseable):
         return answer.status, answer.body
 
 
-class AsyncReservedWorker(protocol.Reserving[AsyncClient]):
-    """A reserved worker. The request counts as load of the worker until this context manager ends, with or without an error."""
+class AsyncReservedWorker(protocol.ReservedWorkerBase[AsyncClient]):
+    """A reserved worker. Within this context, the request counts as load of the worker. An error also ends the reservation."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -143,22 +143,22 @@ class AsyncReservedWorker(protocol.Reserving[AsyncClient]):
                 await self._finish(protocol.FINISH_SECONDS)
             raise
         if self.selection.reservation is None:
-            raise protocol.unusable(self.selection)
+            raise protocol.unusable_selection_error(self.selection)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._finish()
 
     async def first_token(self) -> schemas.Reservation | None:
-        """Report that the answer has its first token; return None if the report failed."""
+        """Report the first token of the answer, and return the reservation; None if the report failed."""
         return await self._send(protocol.update(self.id, schemas.ReservationUpdate(first_token=True)))
 
     async def output(self, tokens: int) -> schemas.Reservation | None:
-        """Report how many tokens of the answer have been generated; return None if the report failed."""
+        """Report the number of generated tokens, and return the reservation; None if the report failed."""
         return await self._send(protocol.update(self.id, schemas.ReservationUpdate(output_tokens=tokens)))
 
     async def _finish(self, deadline: float | None = None) -> None:
-        """End the reservation, even if the task is cancelled during the request."""
+        """End the reservation. If the task is cancelled during this request, the request goes on."""
         request = self._send(protocol.finish(self.id), deadline)
         await asyncio.shield(asyncio.ensure_future(request))
 

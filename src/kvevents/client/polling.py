@@ -14,7 +14,7 @@ from kvevents.client.sync import Client
 
 
 class PolledSource(SourceView, frozen=True, kw_only=True):
-    """One source, with its rate between two polls."""
+    """One source, with the rate of its batches."""
 
     rate: float | None = None
     """Batches per second since the previous poll; None in the first poll."""
@@ -39,9 +39,9 @@ class PollResult(msgspec.Struct, frozen=True, kw_only=True):
     """Time of the poll, in seconds since the epoch."""
     service: str
     error: str | None = None
-    """Why the poll failed; None if it succeeded. After a failed poll all fields below except `failing_since` are empty."""
+    """Why the poll failed; None if it succeeded. After a failed poll, the fields from `ready` on are empty."""
     failing_since: float | None = None
-    """When polls began to fail, in seconds since the epoch."""
+    """Time of the first of the consecutive failed polls, in seconds since the epoch; None if the poll succeeded."""
     ready: ReadyAnswer | None = None
     stats: StatsAnswer | None = None
     lookups_per_second: float | None = None
@@ -69,7 +69,7 @@ def sort_sources(sources: Sequence[PolledSource], order: str) -> list[PolledSour
 
 
 class Poller:
-    """Polls one service. Rates are averages between the last two successful polls."""
+    """Polls one service. Rates are averages between a successful poll and the successful poll before it."""
 
     def __init__(self, client: Client, order: str) -> None:
         self._client = client
@@ -101,7 +101,7 @@ class Poller:
         return self._previous
 
     def poll_or_error(self) -> PollResult:
-        """Poll the service; if that fails, return a result with the error."""
+        """Poll the service. If the poll fails, return a result with the error."""
         try:
             return self.poll()
         except ServiceRequestError as problem:
@@ -111,5 +111,5 @@ class Poller:
 
 
 def _rate_of(former: int | None, now: int, seconds: float) -> float | None:
-    """Return the rate per second at which a counter grew; None if there is no earlier value or the counter has restarted."""
+    """Return the rate per second at which a counter grew; None without a former value, or if the counter has restarted."""
     return None if former is None or now < former else (now - former) / seconds

@@ -2,8 +2,8 @@
 
 This module does no input or output: `kvevents.client.sync` and `kvevents.client.aio` send the calls, and report their outcomes.
 
-A request is sent again if the service has refused it temporarily (429, 503). If its connection failed, it is sent again only if
-it had no effect, or if repeating it changes nothing: a reservation with an `id` replaces the reservation that has this `id`.
+A request is sent again if the service has refused it temporarily (429, 503). After a failed connection, a request is sent again
+only if it had no effect, or if a repetition changes nothing, as for a reservation with an `id`, which replaces itself.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ T = TypeVar("T")
 
 _decoders: Final[dict[Any, msgspec.json.Decoder[Any]]] = {}
 _decoders_lock: Final = threading.Lock()
-TOKEN_VARIABLE: Final = "KVEVENTS_TOKEN"  # noqa: S105 - the name of the variable
+TOKEN_VARIABLE: Final = "KVEVENTS_TOKEN"  # noqa: S105 - the name of a variable, not a token
 DEADLINE: Final = 5.0
 """Default time in seconds for a call with all its attempts."""
 RETRIES: Final = 3
-"""Maximum number of further attempts of a call."""
+"""Default maximum number of attempts of a call after the first."""
 MAX_RESPONSE_BYTES: Final = 64 << 20
-"""Maximum size of a response. 4,096 sources with all their gaps are 25 MiB."""
+"""Maximum size of a response in bytes. A response with 4,096 sources and all their gaps has 25 MiB."""
 IDLE_SECONDS: Final = 20.0
-"""Seconds for which an idle connection can be reused. The service closes idle connections after 30 s."""
+"""Seconds for which an idle connection can be reused: less than the service's `limits.idle_seconds`."""
 FINISH_SECONDS: Final = 2.0
 """Time limit in seconds of the request that ends a reservation after an error."""
 INITIAL_DELAY: Final = 0.05
-"""Pause in seconds before the second attempt, less a random part of up to a half. It doubles with each attempt."""
+"""Maximum pause in seconds before the second attempt; the actual pause is random. The maximum doubles with each attempt."""
 MAX_DELAY: Final = 1.0
 POLL_SECONDS: Final = 0.1
 """Pause in seconds between two requests of `wait_ready`."""
 _MAX_QUOTED: Final = 80
-"""Maximum number of characters that an error message quotes of an unknown response, or of the detail of an error."""
+"""Maximum number of characters that an error message quotes of an unknown response, or of an error's detail."""
 OK: Final = 200
 UNAVAILABLE: Final = 503
 _BUSY_STATUSES: Final = frozenset({429, UNAVAILABLE})
 
 
 class ServiceRequestError(ExternalError):
-    """A request to a service failed, or its response was an error. The message is the sentence and the hint."""
+    """A request to a service failed, or its response was an error. The message consists of `sentence` and `hint`."""
 
     def __init__(self, sentence: str, reason: str, hint: str, status: int | None = None) -> None:
         super().__init__(f"{sentence}; {hint}" if hint else sentence)
@@ -64,7 +64,7 @@ class ServiceRequestError(ExternalError):
         """A code for programs: the reason in the service's error, an `HttpErrorKind` of the HTTP client, or `not-kvevents`."""
         self.hint = hint
         self.status = status
-        """HTTP status of the response; None if there was no response."""
+        """HTTP status of the response; None if no response arrived."""
 
 
 # --- calls
@@ -79,9 +79,9 @@ class Call(Generic[T]):
     kind: type[T]
     body: bytes | None = None
     accepted_status: int = OK
-    """A status whose responses have the type `kind` too, as those with status 200 do."""
+    """A further status, beside 200, whose responses have the type `kind`."""
     is_repeatable: bool = True
-    """Whether sending the request twice has the same effect as sending it once."""
+    """Whether two requests have the same effect as one request."""
 
 
 def get(path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, accepted_status: int = OK) -> Call[T]:
@@ -92,7 +92,7 @@ def get(path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *
 def post(
     path: str, request: msgspec.Struct, kind: type[T], *, accepted_status: int = OK, is_repeatable: bool = True
 ) -> Call[T]:
-    """Return a call that sends a request. It omits fields with default values, so that the service's own defaults apply."""
+    """Return a call that sends `request` without fields that have default values, so that the service's own defaults apply."""
     given = ((field, getattr(request, field.name)) for field in _fields_of(type(request)))
     body = {field.encode_name: value for field, value in given if value is not msgspec.UNSET and value != _default_of(field)}
     return Call("POST", path, kind, msgspec.json.encode(body), accepted_status, is_repeatable)
@@ -100,7 +100,7 @@ def post(
 
 @cache
 def _fields_of(kind: Any) -> tuple[msgspec.structs.FieldInfo, ...]:
-    return msgspec.structs.fields(kind)  # cached, because reading annotations takes a long time
+    return msgspec.structs.fields(kind)  # Cached, because reading annotations takes long.
 
 
 def _default_of(field: msgspec.structs.FieldInfo) -> object:
@@ -119,14 +119,14 @@ def match_many(request: schemas.MatchManyRequest) -> Call[schemas.MatchManyAnswe
 
 
 def select(request: schemas.SelectRequest) -> Call[schemas.Selection]:
-    """Return the call that asks for the worker for a prompt. It names an unnamed reservation, so that it can be repeated."""
+    """Return the call that asks which worker should take a prompt. A reservation gets an `id`, so that a client can retry."""
     if request.reserve is True or (isinstance(request.reserve, schemas.Reserve) and request.reserve.id is None):
         request = with_reservation_name(request)
     return post("/v1/select", request, schemas.Selection, is_repeatable=isinstance(request.reserve, schemas.Reserve))
 
 
 def with_reservation_name(request: schemas.SelectRequest) -> schemas.SelectRequest:
-    """Return a copy of the request whose reservation has a name."""
+    """Return a copy of the request that reserves the worker under an id."""
     reserve = request.reserve if isinstance(request.reserve, schemas.Reserve) else schemas.Reserve()
     return msgspec.structs.replace(request, reserve=msgspec.structs.replace(reserve, id=reserve.id or str(uuid4())))
 
@@ -142,7 +142,7 @@ def update(name: str, changes: schemas.ReservationUpdate) -> Call[schemas.Reserv
 
 
 def finish(name: str) -> Call[schemas.Reservation]:
-    """End a reservation."""
+    """Return the call that ends a reservation."""
     return Call("DELETE", f"/v1/reservations/{name}", schemas.Reservation)
 
 
@@ -157,31 +157,31 @@ def ready() -> Call[schemas.ReadyAnswer]:
 
 
 def register(request: schemas.RegisterRequest) -> Call[dict[str, Any]]:
-    """Return the call that registers a rank of an engine. Repeating an equal registration changes nothing."""
+    """Return the call that registers a rank of an engine. An equal registration, sent again, changes nothing."""
     return post("/register", request, dict[str, Any], accepted_status=201)
 
 
 def unregister(request: schemas.UnregisterRequest) -> Call[dict[str, Any]]:
-    """Unregister an engine. The service answers a repeated call with an error."""
+    """Return the call that unregisters an engine. The service answers a repeated call with an error."""
     return post("/unregister", request, dict[str, Any], is_repeatable=False)
 
 
 def drain(request: schemas.DrainRequest) -> Call[schemas.DrainAnswer]:
-    """Return the call that excludes an engine from selections, or includes it again. Repeating it changes nothing."""
+    """Return the call that excludes an engine from selections, or includes it again. A repeated call changes nothing."""
     return post("/v1/drain", request, schemas.DrainAnswer)
 
 
-def unusable(selection: schemas.Selection) -> ServiceRequestError:
+def unusable_selection_error(selection: schemas.Selection) -> ServiceRequestError:
     """Return the error of a selection that reserved no worker."""
-    sentence = f"no worker can be reached; the least bad one is {selection.instance} rank {selection.rank}"
+    sentence = f"no worker can be reached; the best of them is {selection.instance} rank {selection.rank}"
     return ServiceRequestError(sentence, "no-usable-worker", selection.trust.reason or "see /v1/sources")
 
 
-class Reserving(Generic[T]):
-    """The common part of `ReservedWorker` and `AsyncReservedWorker`.
+class ReservedWorkerBase(Generic[T]):
+    """The common base class of `ReservedWorker` and `AsyncReservedWorker`.
 
-    Updates only improve the choices for other requests, so a failed update raises no error. The reservation expires by itself
-    if the request to end it fails.
+    A report about the answer only improves the selections for other requests, so a failed report raises no error. If the
+    request that ends the reservation fails, the reservation expires by itself.
     """
 
     def __init__(self, client: T, request: schemas.SelectRequest, deadline: float | None) -> None:
@@ -191,11 +191,11 @@ class Reserving(Generic[T]):
         self.id = request.reserve.id if isinstance(request.reserve, schemas.Reserve) and request.reserve.id else ""
         """Name of the reservation."""
         self.selection: schemas.Selection
-        """The selected worker."""
+        """The selected worker; set when the context begins."""
 
     @property
     def url(self) -> str | None:
-        """URL at which the worker takes requests; None if that is not known."""
+        """URL at which the worker takes requests; None if the service does not know the URL."""
         return self.selection.url
 
 
@@ -203,7 +203,7 @@ class Reserving(Generic[T]):
 
 
 class Endpoint:
-    """The service of a client: URL, headers, TLS, and errors that name the service."""
+    """The service to which a client sends requests: URL, headers, TLS, and errors that name the URL."""
 
     def __init__(self, url: str, token: str | None, ca_file: Path | None, max_response_bytes: int) -> None:
         parts = urlsplit(url)
@@ -216,7 +216,7 @@ class Endpoint:
         self.url = url
         self.base = url.rstrip("/")
         self.prefix = parts.path.rstrip("/")
-        """Path prefix of the service, which precedes the paths of calls."""
+        """Path of the service's URL, which precedes the paths of calls."""
         self.host = parts.hostname
         self.max_bytes = max_response_bytes
         self.tls = _make_tls_context(ca_file) if parts.scheme == "https" else None
@@ -241,7 +241,7 @@ class Endpoint:
     def transport_error(self, kind: HttpErrorKind, detail: str, seconds: float) -> ServiceRequestError:
         """Return the error for a request that got no response."""
         sentence, hint = _TRANSPORT_ERRORS[kind]
-        detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # other protocols send any text
+        detail = detail if len(detail) <= _MAX_QUOTED else f"{detail[:_MAX_QUOTED]}..."  # Other protocols send any text.
         text = sentence.format(url=self.url, host=self.host, seconds=f"{seconds:g}", detail=detail, limit=self.max_bytes >> 20)
         return ServiceRequestError(text, kind, hint)
 
@@ -258,9 +258,9 @@ class Endpoint:
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
-    """Return JSON as a value of `kind`, in any thread. Raises `msgspec.MsgspecError` and `RecursionError`.
+    """Decode JSON as a value of `kind`; any thread may call this function. Raises `msgspec.MsgspecError` and `RecursionError`.
 
-    Only one thread at a time creates a decoder; `kvevents.settings.build_decoder_now` explains why.
+    Only one thread at a time creates a decoder, for the reason in `kvevents.settings.build_decoder_now`.
     """
     decoder = _decoders.get(kind)
     if decoder is None:
@@ -271,7 +271,7 @@ def decode_json(data: bytes, kind: type[T]) -> T:
 
 
 _STATUS_HINTS: Final = {
-    3: "redirections are not followed, since they would receive the token: use the final address",
+    3: "the client does not follow redirects, because their targets would receive the token: use the final address",
     4: "check that this is a kvevents service",
     5: "if this is a proxy, check that the service behind it runs",
 }
@@ -280,8 +280,8 @@ _TRANSPORT_ERRORS: Final[dict[HttpErrorKind, tuple[str, str]]] = {
     "untrusted": ("the certificate of {url} is not trusted: {detail}", "name the authority that signed it with --tls-ca"),
     "no-tls": ("the TLS handshake with {url} failed: {detail}", "check whether the URL begins with http://"),
     "unknown-host": ("the host name {host} cannot be resolved: {detail}", "check the name"),
-    "timeout": ("{url} does not answer within {seconds} s", "see its log, or raise --timeout"),
-    "refused": ("nothing listens at {url}", "start a service with `kvevents serve`, or name another one with --service"),
+    "timeout": ("{url} does not answer within {seconds} s", "see the service's log, or raise --timeout"),
+    "refused": ("nothing listens at {url}", "start a service with `kvevents serve`, or name another service with --service"),
     "closed": ("{url} closes the connection: {detail}", _OTHER_PORT),
     "not-http": ("{url} does not answer in HTTP: {detail}", _OTHER_PORT),
     "too-large": ("the response of {url} has more than {limit} MiB", "check that this is a kvevents service"),
@@ -307,7 +307,7 @@ class Pause:
 
 
 class Attempts(Generic[T]):
-    """The attempts of one call. A client sends the call and reports the outcome. If that returns a `Pause`, it repeats both."""
+    """The attempts of one call. A client sends the call and reports the outcome. After a `Pause`, it sends the call again."""
 
     def __init__(self, endpoint: Endpoint, call: Call[T], *, deadline: float, retries: int, now: Callable[[], float]) -> None:
         self._endpoint = endpoint
@@ -327,7 +327,7 @@ class Attempts(Generic[T]):
         """Return the value of a response, or the pause before the next attempt. Raises `ServiceRequestError`."""
         if status in _BUSY_STATUSES and status != self._call.accepted_status:
             error = self._endpoint.response_error(status, content)
-            # A proxy that refuses may have forwarded the request. If the service itself refuses, the request had no effect.
+            # A proxy that refuses a request may have forwarded it. If the service refuses, the request had no effect.
             if self._call.is_repeatable or error.reason != "not-kvevents":
                 return self._next_pause(error)
         return self._endpoint.decode(self._call, status, content)
@@ -360,13 +360,13 @@ class ReadyWait:
         return min(max(self._end - self._now(), 0.001), DEADLINE)
 
     def check(self, answer: schemas.ReadyAnswer) -> schemas.ReadyAnswer:
-        """Return the answer if the service is ready. Raises `ServiceRequestError`."""
+        """Return the answer if the service is ready, else raise `ServiceRequestError`."""
         if not answer.ready:
             raise ServiceRequestError(f"the service is not ready: {answer.why}", "not-ready", "", UNAVAILABLE)
         return answer
 
     def check_error(self, error: ServiceRequestError) -> None:
-        """Raise the error if a later attempt cannot succeed either; after the deadline raise every error."""
+        """Raise the error if a later attempt would also fail. After the deadline, raise every error."""
         if self._now() >= self._end or (error.status is not None and error.status not in _BUSY_STATUSES):
             raise error
 

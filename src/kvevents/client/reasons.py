@@ -24,7 +24,7 @@ _INDEX = "update the engine, or report it with a recording (kvevents record)"
 
 
 class Reason(enum.StrEnum):
-    """One code for each reason, with advice. If a source has several reasons, the one defined first counts."""
+    """Codes of reasons, each with advice. If a source has several reasons, the reason defined first counts."""
 
     _text: str
     _page: str
@@ -37,11 +37,11 @@ class Reason(enum.StrEnum):
 
     @property
     def advice(self) -> str:
-        """What to do. The text can contain `{endpoint}`, which stands for the endpoint of the source."""
+        """What to do, as a text. In the text, `{endpoint}` stands for the endpoint of the source."""
         return f"{self._text}; see {documented(self._page)}" if self._page else self._text
 
     UNRESOLVED = "unresolved", _NAME
-    """The host name of an endpoint does not resolve. This reason and those up to `NO_PEER` are faults of an endpoint."""
+    """The host name of an endpoint does not resolve. The reasons from here to `NO_PEER` are faults of an endpoint."""
     REFUSED = "refused", "check that the engine runs with KV events enabled and a wildcard endpoint such as tcp://*:5557"
     UNANSWERED = "unanswered", _ROUTE
     UNREACHABLE = "unreachable", _ROUTE
@@ -50,7 +50,7 @@ class Reason(enum.StrEnum):
     KEYS = "keys", _KEYS
     NO_PEER = "no-peer", "is the engine up, and does it connect to this service's host and port?"
     REPLAY_UNRESOLVED = "replay-unresolved", _NAME
-    """The host name of a replay endpoint does not resolve. The reasons up to `REPLAY_KEYS` are faults of a replay endpoint."""
+    """The host name of a replay endpoint does not resolve. The reasons to `REPLAY_KEYS` are faults of a replay endpoint."""
     REPLAY_REFUSED = "replay-refused", f"{_REPLAY}; {_CHECK_ENGINE}"
     REPLAY_UNANSWERED = "replay-unanswered", _ROUTE
     REPLAY_UNREACHABLE = "replay-unreachable", _ROUTE
@@ -59,10 +59,10 @@ class Reason(enum.StrEnum):
     REPLAY_KEYS = "replay-keys", _KEYS
 
     NO_REPLAY = "no-replay", _REPLAY
-    """There is no replay endpoint. The reasons up to `SILENT` are those that a stream reports, under the same names."""
+    """The source has no replay endpoint. The reasons from here to `SILENT` have the same names in `DegradedReason`."""
     REPLAY_SILENT = (
         "replay-silent",
-        f"check that its replay endpoint is right, and reachable from the service's host; {_CHECK_ENGINE}",
+        f"check that its replay endpoint is correct, and reachable from the service's host; {_CHECK_ENGINE}",
     )
     REPLAY_FOREIGN = "replay-foreign", "register it with the replay endpoint of this engine and rank"
     REPLAY_UNCONFIRMED = "replay-unconfirmed", "if this stays, the replay endpoint belongs to another engine or rank"
@@ -70,23 +70,23 @@ class Reason(enum.StrEnum):
     LOST = "lost", f"{_EXACT_AGAIN}; a larger buffer_steps of the engine avoids it"
     REJECTED = "rejected", f"{_EXACT_AGAIN}; check whether the engine's release is newer than kvevents; {_CHECK_ENGINE}"
     DIVERGED = "diverged", f"{_EXACT_AGAIN}, or after a matching digest", "operations/runbook#kveventssourcediverged"
-    UNATTESTED = "unattested", "report it with a recording (`kvevents record`); it ends when the engine's digest matches again"
+    UNATTESTED = "unattested", "report this with a recording (`kvevents record`); the next matching digest ends it"
     UNCERTAIN_COPIES = (
         "uncertain-copies",
         "install kvevents in the engine: its plugin omits repeated announcements",
         "guides/engines",
     )
     """Some blocks of this answer might be gone. Answers about a prompt have this reason, but sources never do."""
-    STORES_ONLY = "stores-only", "none is needed: the configuration says that removals of a tier are not announced"
-    """The engine announces no removals from some tiers. The state is EXACT, but it applies to the other tiers only."""
+    STORES_ONLY = "stores-only", "no action is needed: by its configuration, the engine announces no removals from some tiers"
+    """The engine announces no removals from some tiers. The state is EXACT, but EXACT applies only to the other tiers."""
     SENDER = "sender", "see the reason: the upstream of a relay is not exact, or the engine does not announce everything"
-    RANK = "rank", "compare the registered ports with those of the engine's ranks: those of two ranks are swapped"
+    RANK = "rank", "compare the registered ports with the ports of the engine's ranks: the ports of two ranks are swapped"
     SHARED = "shared", "give each publisher its own topic, or its own endpoint"
     SILENT = "silent", f"check that the relay runs: its heartbeats have stopped; {_CHECK_ENGINE}"
 
     EVICTED = "evicted", "raise --memory-limit, or distribute the engines over several services"
-    """Blocks were refused at the memory limit. The reasons up to `ESTIMATED_MATCHES` are those that the index reports."""
-    BLOCK_SIZE = "block-size", "register it with its block size, or without one"
+    """The index refused blocks at the memory limit. The index reports the reasons from here to `ESTIMATED_MATCHES`."""
+    BLOCK_SIZE = "block-size", "register the engine with its actual block size, or without a block size"
     ORPHANS_DROPPED = "orphans-dropped", _INDEX
     SET_ASIDE = "set-aside", _INDEX
     """Some events of the stream store blocks in a way that the index cannot use."""
@@ -104,14 +104,14 @@ class Reason(enum.StrEnum):
     NOT_FOLLOWED = "not-followed", "register the engine with the service (POST /register), or remove it from the candidates"
     """The service does not follow the worker."""
     CONNECTING = "connecting", _UP
-    """The stream is not yet connected. The reasons up to `DISCONNECTED` are phases of a stream without another reason."""
+    """The stream is not yet connected. The reasons from here to `DISCONNECTED` are phases of a stream without a fault."""
     REPLAYING = "replaying", f"if this stays, the replay endpoint is slow or loses messages; {_CHECK_ENGINE}"
     DISCONNECTED = "disconnected", _UP
     OTHER = "other", f"see the reason; {_CHECK_ENGINE}"
     """A reason without a code of its own, or a code that this release does not know."""
 
     @classmethod
-    def _missing_(cls, value: object) -> Reason:  # noqa: ARG003 - its name is the base class's
+    def _missing_(cls, value: object) -> Reason:  # noqa: ARG003 - the base class sets the name
         """Map an unknown code to `OTHER`, so that clients can read answers of newer services."""
         return cls.OTHER
 
@@ -120,6 +120,6 @@ def advise(state: str, reasons: Collection[Reason], endpoint: str) -> str:
     """Return the advice for the source's reason that `Reason` defines first; empty if the state is EXACT."""
     if state == "EXACT":
         return ""
-    # Ignore this reason while a stream connects or catches up, because it then always applies.
+    # `REPLAY_UNPROVEN` always applies to a stream that connects or catches up, so only a DEGRADED stream needs its advice.
     relevant = set(reasons) - ({Reason.REPLAY_UNPROVEN} if state != "DEGRADED" else set())
     return next((reason for reason in Reason if reason in relevant), Reason.OTHER).advice.format(endpoint=endpoint)

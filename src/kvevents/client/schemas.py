@@ -17,17 +17,17 @@ from kvevents.stream import TrustState
 DEFAULT_GROUP: Final = "default"
 """Default tenant, and default routing group, of requests and registrations."""
 MAX_NAME_BYTES: Final = 512
-"""Maximum size, in bytes, of the name of an instance, a model, a tenant, a LoRA or an endpoint."""
+"""Maximum size, in bytes, of an endpoint, and of the name of an instance, a model, a tenant or a LoRA."""
 MAX_RESERVATION_ID: Final = 128
 """Maximum number of characters in the name of a reservation."""
 RESERVATION_ID: Final = "^[.]*[A-Za-z0-9_~:-][A-Za-z0-9._~:-]*$(?!\\n)"
-"""Pattern of a reservation's name. It excludes names of dots alone, which clients remove from paths, and line feeds."""
+"""Pattern of a reservation's name, without line feeds, and without names of only dots, which clients remove from paths."""
 MAX_RESERVATION_SECONDS: Final = 86_400
 """Maximum number of seconds after which a reservation expires."""
 MAX_LABELS: Final = 32
 """Maximum number of labels of one registration, and of one filter."""
 MAX_LABEL_BYTES: Final = 2_048
-"""Maximum number of bytes of all labels of one registration, since each answer about a worker contains them."""
+"""Maximum number of bytes of all labels of one registration, because each answer about a worker contains them."""
 
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 RequestName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
@@ -40,9 +40,9 @@ Rank: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class Problem(Struct, frozen=True, kw_only=True):
-    """An error: problem details (RFC 9457) with extension members.
+    """An error: problem details (RFC 9457) with the extension members `reason`, `hint` and `error`.
 
-    `native/server/src/problems.rs` writes errors of connections in the same form.
+    `native/server/src/problems.rs` writes errors of connections in this form.
     """
 
     type: str
@@ -62,7 +62,7 @@ class Problem(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, status: int, reason: str, detail: str, hint: str) -> "Problem":
-        """Return the problem details of an error. The members that are not arguments follow from the arguments."""
+        """Return the problem details of an error. `type`, `title` and `error` follow from the arguments."""
         return cls(
             type=f"urn:kvevents:problem:{reason}",
             title=reason.replace("-", " ").capitalize(),
@@ -75,24 +75,24 @@ class Problem(Struct, frozen=True, kw_only=True):
 
 
 class TrustStatus(Struct, frozen=True):
-    """The trust in what the index knows of a worker."""
+    """The trust in what the index knows about a worker."""
 
     state: TrustState
     reason: str = ""
-    """Why the state is not EXACT, as a sentence."""
+    """Why the state is not EXACT, as a sentence; empty if it is EXACT."""
     reason_codes: tuple[Reason, ...] = ()
     """Codes of the reasons; the runbook lists them."""
     attested: bool = False
-    """Whether the state is EXACT, and the engine's newest attestation has confirmed what the index knows."""
+    """Whether the state is EXACT and the engine's newest attestation (a digest of its blocks) has confirmed the index."""
 
 
 class Media(Struct, frozen=True, kw_only=True, gc=False):
-    """One image, or an item of another kind, in a prompt."""
+    """An image, or another item that is not text, in a prompt."""
 
     id: Annotated[str | int, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
     """Content hash of the item, as the engine computes it."""
     start: Annotated[int, Meta(ge=0, lt=1 << 32)]
-    """Index in the prompt of the first token that stands for the item."""
+    """Index of the first token that stands for the item, among the tokens of the prompt."""
     length: Annotated[int, Meta(ge=0, lt=1 << 32)]
     """Number of tokens that stand for the item."""
 
@@ -104,12 +104,12 @@ SCOPE_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "lora": ("lora_name", "lora"),
     "salt": ("cache_salt", "salt", "additionalsalt", "additional_salt"),
 }
-"""For each field of a scope, by its name in `/v1`, its names in all APIs."""
+"""The names of each scope field in all APIs, by its name in `/v1`."""
 
 
 @build_decoder_now
 class ScopedRequest(Struct, frozen=True, kw_only=True):
-    """The scope of prompts. A field with several names accepts any of them; two names must not have different values."""
+    """The scope of prompts. Names of one field, such as `model` and `model_name`, must not have different values."""
 
     model: RequestName | UnsetType = UNSET
     model_name: RequestName | UnsetType = UNSET
@@ -121,19 +121,19 @@ class ScopedRequest(Struct, frozen=True, kw_only=True):
     lora: RequestName | None = None
     lora_name: RequestName | None = None
     lora_id: LoraId | None = None
-    """Number of the LoRA, for engines whose events have no LoRA name (vLLM before 0.14)."""
+    """Number of the LoRA, for engines whose events lack the name of the LoRA (vLLM before 0.14)."""
     salt: RequestName | None = None
     cache_salt: RequestName | None = None
     additionalsalt: RequestName | None = None
     additional_salt: RequestName | None = None
 
     ALIASES: ClassVar = frozenset(name for field, names in SCOPE_NAMES.items() for name in names if name != field)
-    """Names that the OpenAPI document leaves out, since one name of each field is enough."""
+    """Names that the OpenAPI document leaves out, because it has one name of each field."""
     mm: Annotated[list[Media], Meta(max_length=1024)] = []
     expected: bool = False
     """Whether to count speculative entries: selections that no event has confirmed yet."""
     whole_prompt: bool = False
-    """Whether to look up the last token too, although engines recompute the block of the last token."""
+    """Whether to look up the final token, although engines recompute the block of the final token."""
 
 
 class MatchRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -149,12 +149,12 @@ class MatchManyRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Worker(Struct, frozen=True, kw_only=True):
-    """A worker as answers describe it: one rank of one engine."""
+    """A worker in an answer: one rank of one engine."""
 
     instance: str
     rank: int
     url: str | None = None
-    """URL at which the rank takes requests; null if that is not known."""
+    """URL at which the rank takes requests; null if the service does not know the URL."""
     labels: dict[str, str] = {}
     """Labels of the rank, as registered."""
 
@@ -171,10 +171,10 @@ class WorkerMatch(Worker, frozen=True, kw_only=True):
     tokens: int
     """Number of tokens of the longest prefix that the worker holds, on any tiers."""
     certain: int
-    """How many of `tokens` the worker certainly holds. It is fewer if some blocks might be gone, belong to former weights of a
-    LoRA, or are only expected; `trust` then is not EXACT and has the code `uncertain-copies`."""
+    """How many of `tokens` the worker certainly holds. Blocks are uncertain if they might be gone, belong to former weights of
+    a LoRA, or are only expected; `trust` then is not EXACT and has the code `uncertain-copies`."""
     tiers: dict[str, int]
-    """Cumulative number of tokens by tier: `cpu` counts a prefix that begins on the GPU and continues in host memory."""
+    """Cumulative number of tokens by tier. For example, `cpu` counts a prefix that is partly on the GPU, partly on the CPU."""
     trust: TrustStatus
 
 
@@ -183,7 +183,7 @@ class MatchAnswer(Struct, frozen=True, kw_only=True):
 
     prompt_tokens: int
     workers: list[WorkerMatch]
-    """Workers with a match come first."""
+    """The workers; those with a match come first."""
 
 
 class PromptMatch(Struct, frozen=True, kw_only=True):
@@ -198,7 +198,7 @@ class MatchManyAnswer(Struct, frozen=True, kw_only=True):
 
     matches: list[PromptMatch]
     workers: list[WorkerTrust]
-    """All workers that may hold prefixes of the prompts. A worker that is no holder of a prompt holds none of its blocks."""
+    """All workers that may hold prefixes of the prompts. Workers that are not in a prompt's `holders` hold nothing of it."""
 
 
 class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -207,17 +207,17 @@ class Candidate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     instance: RequestName
     rank: Rank = 0
     load: Annotated[float, Meta(ge=0)] | None = None
-    """Number of requests in flight at the worker; default: 0 if another candidate has a load. If no candidate has a load, the
-    engines' own reports count; if no engine reports a load, the recent selections of the service count."""
+    """Number of requests in flight at the worker; default: 0 if any candidate has a load. If no candidate has a load, the
+    engines' own reports count. If no engine reports a load, the recent selections of the service count."""
 
 
 class Reserve(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How a selected worker is reserved."""
 
     id: ReservationId | None = None
-    """Name of the reservation (default: a new name). The reservation replaces an open reservation with the same name."""
+    """Name of the reservation; default: a new name. The reservation replaces an open reservation with this name."""
     seconds: ExpirySeconds | None = None
-    """Seconds after which the reservation expires unless it is updated; default: `limits.reservation_seconds`."""
+    """Seconds after which the reservation expires without an update; default: `limits.reservation_seconds`."""
 
 
 class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -227,11 +227,11 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     candidates: list[Candidate] | None = None
     """The workers to choose from; default: all workers of the model."""
     tiers: dict[Tier, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TIER_WEIGHTS))
-    """Value of a cached token on each tier; 1 is the cost of computing it. The key `other` is for media that are not known;
-    their weight is the lowest of all."""
+    """Value of a cached token by tier; 1 is the cost of computing the token. The key `other` is for unknown media, which have
+    the lowest of all weights."""
     wait_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.15
-    """Weight of a token of waiting work, compared with a token that the prompt must compute. Each request counts as 256 tokens
-    of work. The decision record 0008 explains the defaults."""
+    """Weight of a token of work that waits at the worker; 1 is the weight of a token of the prompt that the worker must
+    compute. Each request counts as 256 tokens of work. The decision record 0008 explains the defaults."""
     load_weight: Annotated[float, Meta(ge=0, le=1000)] = 0.05
     """Cost of a load that equals the mean load; 1 is the cost of computing the whole prompt."""
     trust: dict[TrustState, Annotated[float, Meta(ge=0, le=1)]] = field(default_factory=lambda: dict(TRUST_WEIGHTS))
@@ -239,17 +239,17 @@ class SelectRequest(ScopedRequest, frozen=True, kw_only=True, forbid_unknown_fie
     tie: Literal["rotate", "random", "first"] = "rotate"
     """How to choose between candidates with equal scores."""
     expect_seconds: Annotated[float, Meta(ge=0, le=60)] = 0.0
-    """Seconds for which the prompt counts as held by the selected worker; 0 adds no speculative entry."""
+    """Seconds for which the service assumes that the selected worker holds the prompt; 0 adds no speculative entry."""
     explain: bool = False
     ignores_cache: bool = False
-    """Whether the engine will compute the whole prompt, for example for `prompt_logprobs`. If true, caches do not count."""
+    """Whether the engine will compute the whole prompt, for example for `prompt_logprobs`, so that caches do not count."""
     labels: Annotated[dict[RequestName, RequestName], Meta(max_length=MAX_LABELS)] = {}
     """Labels that a candidate must have, such as `{"role": "decode"}`."""
     session: RequestName | None = None
-    """The conversation that the prompt belongs to. The turns of a conversation stay at one worker unless another worker saves
-    more than a tenth of the prompt."""
+    """Name of the conversation to which the prompt belongs. The prompts of a conversation stay at one worker unless another
+    worker would save more than a tenth of the prompt."""
     reserve: bool | Reserve = False
-    """Whether the selected worker counts the request as its load until `/v1/reservations/{id}` is finished or expires."""
+    """Whether to reserve the worker: the request counts as its load until `/v1/reservations/{id}` is deleted or expires."""
 
 
 class Reservation(Struct, frozen=True, kw_only=True):
@@ -262,16 +262,16 @@ class Reservation(Struct, frozen=True, kw_only=True):
     instance: str
     rank: int
     url: str | None
-    """URL at which the worker takes requests; null if that is not known."""
+    """URL at which the worker takes requests; null if the service does not know the URL."""
     prompt_tokens: int
     uncached_tokens: int
     """Number of tokens of the prompt that the worker must compute."""
     progress: Literal["waiting", "decoding"]
     """`waiting` until the request has its first token, then `decoding`."""
     output_tokens: int
-    """Number of tokens of the answer that the client has reported."""
+    """Number of generated tokens that the client has reported."""
     expires_in: float
-    """Seconds after which the reservation expires."""
+    """Seconds until the reservation expires."""
 
 
 class ReservationUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -280,7 +280,7 @@ class ReservationUpdate(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     first_token: bool = False
     """Whether the request has its first token."""
     output_tokens: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    """Number of tokens of the answer that have been generated."""
+    """Number of generated tokens; null: no change."""
     seconds: ExpirySeconds | None = None
     """New number of seconds after which the reservation expires without an update; default: no change."""
 
@@ -289,9 +289,9 @@ class ReservationsAnswer(Struct, frozen=True, kw_only=True):
     """Open reservations."""
 
     open: int
-    """Number of all open reservations."""
+    """Number of all open reservations, including those that this answer omits."""
     reservations: list[Reservation]
-    """The reservations that expire first."""
+    """The reservations that expire first, at most `limit`."""
 
 
 class ScoredCandidate(Worker, frozen=True, kw_only=True):
@@ -304,40 +304,40 @@ class ScoredCandidate(Worker, frozen=True, kw_only=True):
     load: float
     """The part of the score that the load of the worker adds."""
     hot: bool
-    """Whether the cache of the worker did not count because the worker has more than its share of requests."""
+    """Whether the worker's cache did not count, because the worker had too many requests."""
     session: bool
     """Whether the session of the request is at this worker, which lowers the worker's score by 0.1."""
     tokens: int
     tiers: dict[str, int]
     trust: TrustStatus
     inexact_tiers: list[str]
-    """Tiers from which the engine announces no removals. Tokens that an EXACT worker holds there had the weight of DEGRADED."""
+    """Tiers from which the engine announces no removals. Tokens there had the weight of DEGRADED, even at an EXACT worker."""
     requests: float | None
-    """Number of requests that counted as load of the worker; null if unknown: then the mean of the other workers counted."""
+    """Number of requests that counted as load of the worker; null if unknown, so that the mean of the other workers counted."""
 
 
 class Selection(Worker, frozen=True, kw_only=True):
     """The worker that should take a prompt."""
 
     usable: bool
-    """Whether the worker can be reached. If false, no candidate can be reached, and nothing was reserved."""
+    """Whether the worker can be reached. If false, no candidate can be reached, and no worker is reserved."""
     score: float
     trust: TrustStatus
     """Trust in the worker; CONNECTING or STALE only if no candidate has a connection."""
     why: str
     """Reason for the selection, as a sentence."""
     load_from: Literal["none", "request", "engines", "selections"]
-    """Source of the loads: none, the request, the engines, or the reservations and recent selections of the service."""
+    """Origin of the loads: none, the request, the engines, or (`selections`) the service's reservations and selections."""
     reservation: Reservation | None = None
-    """The reservation, if the request has `reserve` and the worker is usable."""
+    """The reservation; null unless the request has `reserve` and the worker is usable."""
     considered: list[ScoredCandidate] | None = None
-    """Scored candidates, best first, if the request has `explain`."""
+    """The scored candidates, the best first; null unless the request has `explain`."""
     unreachable: list[WorkerTrust] | None = None
-    """Candidates that were excluded because they have no connection, if the request has `explain`."""
+    """Candidates that were excluded because they have no connection; null unless the request has `explain`."""
 
 
 class Decision(Struct, frozen=True, kw_only=True):
-    """A selection that was made."""
+    """A past selection, with its time and request."""
 
     at: float
     """Time of the selection, in seconds since the epoch."""
@@ -346,11 +346,11 @@ class Decision(Struct, frozen=True, kw_only=True):
     group: str
     prompt_tokens: int
     selection: Selection
-    """The response to the request, as with `explain` but with at most 16 candidates."""
+    """The response to the request, with the fields for `explain`, and with at most 16 candidates."""
 
 
 class DecisionsAnswer(Struct, frozen=True, kw_only=True):
-    """A sample of the newest selections: at most one of each second, and at most 64."""
+    """A sample of the newest selections: at most one selection per second, and at most 64 in all."""
 
     decisions: list[Decision]
     """The sampled selections, the newest first."""
@@ -374,23 +374,23 @@ class LoadView(Struct, frozen=True, kw_only=True):
     waiting: int
     """Number of requests in the queue."""
     waiting_uncached_tokens: int | None
-    """Number of prompt tokens that the waiting requests must compute; null if the engine, such as vLLM, does not report it."""
+    """Number of prompt tokens that the waiting requests must compute; null if the engine, like vLLM, does not report it."""
     used_tokens: int
-    """Tokens of KV cache in use; 0 if unknown."""
+    """Number of tokens of the KV cache that are in use; 0 if unknown."""
     max_tokens: int
     """Capacity of the KV cache in tokens; 0 if unknown."""
     age_seconds: float
-    """Seconds since the load arrived."""
+    """Number of seconds since the report arrived."""
 
 
 class DrainRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """An engine, or one rank of it, that no selection should choose while its stream is followed."""
+    """A request to exclude an engine, or one of its ranks, from selections; the service goes on to follow the engine."""
 
     instance: EngineId
     rank: Annotated[int, Meta(ge=0, lt=1 << 32)] | None = None
     """Rank of the engine; None means all ranks."""
     model: str | None = None
-    """Expected model of the engine: the request fails if the engine has a different one. None accepts any model."""
+    """Expected model of the engine: if the engine has another model, the request fails. None accepts any model."""
     tenant: str = DEFAULT_GROUP
     group: str = DEFAULT_GROUP
     draining: bool = True
@@ -398,7 +398,7 @@ class DrainRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class DrainAnswer(Struct, frozen=True, kw_only=True):
-    """The ranks of an engine that a `DrainRequest` has changed."""
+    """The ranks of an engine that a `DrainRequest` has excluded or included."""
 
     instance: str
     ranks: list[int]
@@ -414,7 +414,7 @@ def worker_name(instance: str, rank: int, tenant: str = DEFAULT_GROUP, group: st
 
 
 class SourceView(Struct, frozen=True, kw_only=True):
-    """One data-parallel rank of one engine."""
+    """One data-parallel rank of one engine, as the service follows it."""
 
     instance: str
     rank: int
@@ -424,45 +424,45 @@ class SourceView(Struct, frozen=True, kw_only=True):
     endpoint: str
     replay_endpoint: str | None
     url: str | None = None
-    """URL at which the rank takes requests; null if that is not known."""
+    """URL at which the rank takes requests; null if the service does not know the URL."""
     labels: dict[str, str] = {}
     """Labels of the rank, as registered."""
     origin: str
-    """`http` for a client's registration, else `discovery` or `plane`."""
+    """`http` for a client's registration, else `discovery`, `topic` or `plane`."""
     lease_expires_at: float | None = None
-    """Time at which a client's registration ends unless it is renewed; null if it has no lease."""
+    """Time at which a client's registration ends unless the client renews it; null without a lease."""
     draining: bool = False
     """Whether a client of `/v1/drain` has excluded this rank from selections."""
     trust: TrustStatus
     advice: str = ""
-    """Advice for people how to restore the trust; empty if the state is `EXACT`."""
+    """What people can do to restore the trust, as a text; empty if the state is `EXACT`."""
     since: float
-    """Time of the last change of the trust state."""
+    """Time of the newest change of the trust state."""
     fault: str | None
-    """Problem with an endpoint, such as a name that does not resolve, a port without a listener, or a wrong socket type."""
+    """Fault of an endpoint, such as a name that does not resolve or a wrong socket type; null without a fault."""
     incarnation: int
-    """Number of the publisher's current incarnation, to which gaps refer. Only changes of the number have a meaning."""
+    """Number of the publisher's current incarnation, to which gaps refer. Only a change of the number has a meaning."""
     last_seq: int
     """Sequence number of the newest batch; -1 before the first batch."""
     last_event: float | None
-    """Arrival time of the newest batch."""
+    """Arrival time of the newest batch; null before the first batch."""
     lag_seconds: float | None
-    """Delay of the newest live batch: receive time minus the publisher's timestamp."""
+    """Delay of the newest live batch: arrival time minus the publisher's timestamp; null before the first live batch."""
     waiting: int
     """Number of batches that wait for an earlier batch."""
     blocks: int
     tiers: dict[str, int]
-    """Blocks by tier."""
+    """Number of blocks by tier."""
     stores_only: list[str]
     """Tiers from which the engine announces no removals: `EXACT` applies to the other tiers only."""
     drafts: list[int] | None = None
-    """KV cache groups of the engine's draft model, as registered; an empty list means all groups, null no draft model."""
+    """KV cache groups of the engine's draft model, as registered: an empty list for all groups, null without a draft model."""
     orphans: int
     """Number of blocks that wait for their parent."""
     uncertain: int
-    """Number of blocks that might be gone, because they were announced several times and removed less often."""
+    """Number of blocks that might be gone, because the engine announced each more often than it announced the removal."""
     block_sizes: list[int]
-    """Sizes of blocks in tokens, as the events state them."""
+    """Numbers of tokens per block that the events have shown."""
     declared_block_size: int | None
     batches: int
     replayed: int
@@ -475,35 +475,35 @@ class SourceView(Struct, frozen=True, kw_only=True):
     gaps: list[GapView]
     """The newest gaps."""
     resets: int
-    """How often the service has dropped the blocks of the source, because the publisher had restarted or lost its history."""
+    """Number of times that the service dropped the source's blocks, because the publisher restarted or lost its history."""
     reconnects: int
     load: LoadView | None = None
-    """Load of the engine; null if the engine reports none, or if the newest report is older than `load.max_age_seconds`."""
+    """Load of the engine; null without a report, or if the newest report is older than `load.max_age_seconds`."""
     load_fault: str | None = None
-    """Why the load is unknown although the source has a setting `load`."""
+    """Why the load is unknown although the source has the setting `load`; null without a fault."""
     rejected: dict[str, int]
     """Number of rejected events by reason."""
 
     @property
     def name(self) -> str:
-        """The name under which texts for people show the worker."""
+        """Name of the worker in texts for people."""
         return worker_name(self.instance, self.rank, self.tenant, self.group)
 
     @property
     def issues(self) -> str:
-        """Text for people: the reason of the trust state, and the fault unless the reason contains it."""
+        """Text for people: the reason of the trust state, and the fault if the reason does not contain it."""
         fault = self.fault or ""
         return "; ".join(part for part in (self.trust.reason, fault if fault not in self.trust.reason else "") if part)
 
 
 class SourcesAnswer(Struct, frozen=True, kw_only=True):
-    """The fleet."""
+    """The sources of the fleet, and the faults of discovery."""
 
     sources: list[SourceView]
     faults: dict[str, list[str]]
     """Faults by discovery provider, such as a missing rank or a name that does not resolve."""
     next: str | None = None
-    """`cursor` of the next page; null on the last page."""
+    """Parameter `cursor` for the next page; null on the final page."""
 
 
 class BlockView(Struct, frozen=True, kw_only=True):
@@ -519,13 +519,13 @@ class BlockView(Struct, frozen=True, kw_only=True):
 
 
 class BlocksAnswer(Struct, frozen=True, kw_only=True):
-    """Blocks of one worker at one moment, in no order."""
+    """Blocks of one worker at one moment, unsorted."""
 
     total: int
     """Number of blocks on all pages together."""
     blocks: list[BlockView]
     next: str | None
-    """`cursor` of the next page; null on the last page."""
+    """Parameter `cursor` for the next page; null on the final page."""
     trust: TrustStatus
     """Trust in the worker when the blocks were read."""
 
@@ -554,9 +554,9 @@ class StatsAnswer(Struct, frozen=True, kw_only=True):
     batches_per_second: float
     """Mean number of batches per second over the last ten seconds."""
     snapshot_seconds: float | None
-    """Interval between snapshots; None without `state_dir`."""
+    """Interval between snapshots; null without `state_dir`."""
     snapshot_at: float | None
-    """Time at which the state in the newest snapshot was read."""
+    """Time at which the service began to write the newest snapshot; null before the first snapshot."""
     snapshot_fault: str | None
 
 
@@ -579,14 +579,14 @@ class ReadyAnswer(Struct, frozen=True, kw_only=True):
     quorum: float
     """Fraction of the sources that must be EXACT."""
     deadline_seconds: float
-    """Seconds after the start from which the quorum no longer counts."""
+    """Seconds after the start of the service from which the quorum no longer counts."""
 
 
 # --- registrations: Dynamo's and Mooncake's `/register` and `/unregister`
 
 
 class ScopeFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The scope of prompts. A field with several names accepts any of them; two names must not have different values."""
+    """The scope of prompts. Names of one field, such as `model` and `model_name`, must not have different values."""
 
     model_name: str | None = None
     modelname: str | None = None
@@ -604,7 +604,7 @@ class ScopeFields(Struct, kw_only=True, forbid_unknown_fields=True):
     additional_salt: str | None = None
 
     ALIASES: ClassVar = frozenset({"tenant", "group", "lora", "salt", "additional_salt"})
-    """Names that the OpenAPI document leaves out, since one name of each field is enough."""
+    """Names that the OpenAPI document leaves out, because it has one name of each field."""
 
 
 class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
@@ -612,7 +612,7 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
 
     instance_id: EngineId
     endpoint: str = ""
-    """Where the rank publishes. If it is empty, the service queries the engine at `url` for the endpoints of all its ranks."""
+    """Endpoint at which the rank publishes. If it is empty, the service queries the engine at `url` for all its endpoints."""
     block_size: int | None = None
     dp_rank: int | None = None
     replay_endpoint: str | None = None
@@ -621,14 +621,14 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
     stores_only: Annotated[list[str], Meta(max_length=16)] = []
     """Tiers from which the engine announces no removals, such as `cpu`. The original APIs do not have this field."""
     drafts: list[int] | None = None
-    """KV cache groups of the engine's draft model (EAGLE, MTP), `[]` for all. The original APIs do not have this field."""
+    """KV cache groups of the engine's draft model (EAGLE, MTP); `[]` means all. The original APIs do not have this field."""
     load: str | None = None
     """Address from which the load is read: `tcp://HOST:PORT` of SGLang's load stream, or `http://HOST:PORT` of a server with
     metrics. The original APIs do not have this field."""
     lease_seconds: Annotated[int, Meta(ge=1, le=7 * 86_400)] | None = None
-    """Time after which the rank is unregistered unless an equal registration renews it; not in the original APIs."""
+    """Seconds until the rank is unregistered, unless it is registered again. The original APIs do not have this field."""
     url: str | None = None
-    """URL at which the engine takes requests, for answers to clients. The original APIs do not have this field."""
+    """URL at which the engine takes requests, which answers return. The original APIs do not have this field."""
     labels: Annotated[dict[str, str], Meta(max_length=MAX_LABELS)] = {}
     """Labels by which `/v1/select` filters. The original APIs do not have this field."""
 
@@ -636,7 +636,7 @@ class RegisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class UnregisterRequest(ScopeFields, kw_only=True, forbid_unknown_fields=True):
-    """An instance, or one rank of it, that the service stops following."""
+    """A request to stop following an instance, or one of its ranks."""
 
     instance_id: EngineId
     dp_rank: int | None = None

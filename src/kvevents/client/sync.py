@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MAX_IDLE: Final = 16
-"""Maximum number of idle connections that are kept open for further calls."""
+"""Maximum number of idle connections that stay open for further calls."""
 
 
 class Client(Closeable):
     """A client of one service, for any number of threads; also a context manager, which closes its connections.
 
-    `deadline` is the time in seconds for a call with all its attempts; the argument `deadline` of a call replaces it. `retries`
-    is the maximum number of further attempts. Every method raises `ServiceRequestError`.
+    `deadline` is the time in seconds for a call with all its attempts; the argument `deadline` of a method replaces it.
+    `retries` is the maximum number of attempts after the first. Every method raises `ServiceRequestError`.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Client(Closeable):
         return self.send(protocol.match(request), deadline=deadline)
 
     def match_many(self, request: schemas.MatchManyRequest, *, deadline: float | None = None) -> schemas.MatchManyAnswer:
-        """Return how many tokens of each of several prompts each worker holds."""
+        """Return, for several prompts, how many tokens of each prompt each worker holds."""
         return self.send(protocol.match_many(request), deadline=deadline)
 
     def select(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> schemas.Selection:
@@ -74,7 +74,7 @@ class Client(Closeable):
         return self.send(protocol.select(request), deadline=deadline)
 
     def reserve(self, request: schemas.SelectRequest, *, deadline: float | None = None) -> ReservedWorker:
-        """Return a context manager that selects a worker. Until it ends, the prompt counts as load of the worker."""
+        """Return a context manager that selects a worker. Within the context, the prompt counts as load of the worker."""
         return ReservedWorker(self, protocol.with_reservation_name(request), deadline)
 
     def reservation(self, name: str, *, deadline: float | None = None) -> schemas.Reservation:
@@ -84,7 +84,7 @@ class Client(Closeable):
     # --- the fleet
 
     def sources(self, *, deadline: float | None = None, **filters: str) -> schemas.SourcesAnswer:
-        """Return the sources; if `instance`, `model`, `tenant` or `group` is given, only those that have it."""
+        """Return the sources that have the given `instance`, `model`, `tenant` and `group`; without filters, all sources."""
         return self.send(protocol.sources(filters), deadline=deadline)
 
     def register(self, request: schemas.RegisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
@@ -92,19 +92,19 @@ class Client(Closeable):
         return self.send(protocol.register(request), deadline=deadline)
 
     def unregister(self, request: schemas.UnregisterRequest, *, deadline: float | None = None) -> Mapping[str, Any]:
-        """Unregister an engine, or a rank of it, and return the service's answer."""
+        """Unregister an engine, or one of its ranks, and return the service's answer."""
         return self.send(protocol.unregister(request), deadline=deadline)
 
     def drain(self, request: schemas.DrainRequest, *, deadline: float | None = None) -> schemas.DrainAnswer:
-        """Exclude an engine, or a rank of it, from selections, or include it again. The stream is always followed."""
+        """Exclude an engine or one rank from selections, or include it again. In both cases the service follows the engine."""
         return self.send(protocol.drain(request), deadline=deadline)
 
     def ready(self, *, deadline: float | None = None) -> schemas.ReadyAnswer:
-        """Return whether the service is ready for queries, and why it is not."""
+        """Return whether the service is ready for queries; if it is not, the answer says why."""
         return self.send(protocol.ready(), deadline=deadline)
 
     def wait_ready(self, seconds: float = 60.0) -> schemas.ReadyAnswer:
-        """Wait until the service is ready. Raises `ServiceRequestError` after `seconds`."""
+        """Wait until the service is ready for queries. Raises `ServiceRequestError` after `seconds`."""
         wait = protocol.ReadyWait(seconds, time.monotonic)
         while True:
             try:
@@ -116,11 +116,11 @@ class Client(Closeable):
     # --- transport
 
     def get(self, path: str, kind: type[T], parameters: Mapping[str, str] | None = None, *, accepted_status: int = OK) -> T:
-        """Return the response to GET as `kind`. The status must be 200 or `accepted_status`."""
+        """Send a GET request, and return the response as `kind`. The status must be 200 or `accepted_status`."""
         return self.send(protocol.get(path, kind, parameters, accepted_status=accepted_status))
 
     def send(self, call: Call[T], *, deadline: float | None = None) -> T:
-        """Send a call, again if necessary, and return its response."""
+        """Send a call, with further attempts if necessary, and return its response."""
         seconds = self._deadline if deadline is None else deadline
         attempts = Attempts(self._endpoint, call, deadline=seconds, retries=self._retries, now=time.monotonic)
         while True:
@@ -133,7 +133,7 @@ class Client(Closeable):
             time.sleep(outcome.seconds)
 
     def exchange(self, call: Call[Any], seconds: float) -> tuple[int, bytes]:
-        """Send a call once. Return status and body. Raises `OSError` and `HTTPException`."""
+        """Send a call in one attempt. Return the status and the body. Raises `OSError` and `HTTPException`."""
         end = time.monotonic() + seconds
         connection = self._take_idle() or self._connect(seconds)
         connected_socket: Any = connection.sock
@@ -143,9 +143,9 @@ class Client(Closeable):
             response = connection.getresponse()
             content = response.read(self._endpoint.max_bytes + 1)
             if len(content) > self._endpoint.max_bytes:
-                raise _TooLargeError("the response is too large")  # noqa: TRY301 - as for errors of the connection
+                raise _TooLargeError("the response is too large")  # noqa: TRY301 - the handler closes the socket
             if response.length:
-                raise IncompleteRead(content, response.length)  # noqa: TRY301 - as above
+                raise IncompleteRead(content, response.length)  # noqa: TRY301 - the handler closes the socket
         except BaseException:
             connected_socket.close()
             raise
@@ -157,11 +157,11 @@ class Client(Closeable):
         return response.status, content
 
     def _take_idle(self) -> HTTPConnection | None:
-        """Return an idle connection that the service has not closed; None if there is no such connection."""
+        """Return an idle connection that the service has not closed; None without one."""
         while self._idle:
             try:
                 idle_since, connection = self._idle.pop()
-            except IndexError:  # another thread has taken the last idle connection
+            except IndexError:  # Another thread has taken the only idle connection.
                 return None
             is_readable = connection.sock.fileno() < 0 or select.select([connection.sock], [], [], 0)[0]
             if time.monotonic() - idle_since < protocol.IDLE_SECONDS and not is_readable:
@@ -183,8 +183,8 @@ class Client(Closeable):
         return connection
 
 
-class ReservedWorker(protocol.Reserving[Client]):
-    """A reserved worker. The request counts as load of the worker until this context manager ends, with or without an error."""
+class ReservedWorker(protocol.ReservedWorkerBase[Client]):
+    """A reserved worker. Within this context, the request counts as load of the worker. An error also ends the reservation."""
 
     def __enter__(self) -> Self:
         try:
@@ -194,18 +194,18 @@ class ReservedWorker(protocol.Reserving[Client]):
                 self._send(protocol.finish(self.id), protocol.FINISH_SECONDS)
             raise
         if self.selection.reservation is None:
-            raise protocol.unusable(self.selection)
+            raise protocol.unusable_selection_error(self.selection)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._send(protocol.finish(self.id))
 
     def first_token(self) -> schemas.Reservation | None:
-        """Report that the answer has its first token; return None if the report failed."""
+        """Report the first token of the answer, and return the reservation; None if the report failed."""
         return self._send(protocol.update(self.id, schemas.ReservationUpdate(first_token=True)))
 
     def output(self, tokens: int) -> schemas.Reservation | None:
-        """Report how many tokens of the answer have been generated; return None if the report failed."""
+        """Report the number of generated tokens, and return the reservation; None if the report failed."""
         return self._send(protocol.update(self.id, schemas.ReservationUpdate(output_tokens=tokens)))
 
     def _send(self, call: Call[T], deadline: float | None = None) -> T | None:
@@ -223,18 +223,18 @@ class _TooLargeError(HTTPException):
 
 
 class _TimedSocket(io.RawIOBase):
-    """A connected socket, as `HTTPConnection` uses it, whose operations time out at `end`; also the file of received data.
+    """A connected socket for `HTTPConnection`, whose operations time out at the time `end`.
 
-    `close` leaves the socket open: the reader of the response still needs the socket, and `Client` closes it.
+    The object is also the file that `makefile` returns. `close` leaves the socket open for the reader; `Client` closes it.
     """
 
-    def __init__(self, inner: socket.socket, end: float) -> None:
-        self._inner = inner
+    def __init__(self, connected_socket: socket.socket, end: float) -> None:
+        self._socket = connected_socket
         self._end = end
 
     def sendall(self, data: Any) -> None:
         self._limit_next()
-        self._inner.sendall(data)
+        self._socket.sendall(data)
 
     def makefile(self, _mode: str) -> io.BufferedReader:
         return io.BufferedReader(self)
@@ -244,7 +244,7 @@ class _TimedSocket(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         self._limit_next()
-        return self._inner.recv_into(buffer)
+        return self._socket.recv_into(buffer)
 
     def close(self) -> None:
         pass
@@ -254,10 +254,10 @@ class _TimedSocket(io.RawIOBase):
         seconds = self._end - time.monotonic()
         if seconds <= 0:
             raise TimeoutError("timed out")
-        self._inner.settimeout(seconds)
+        self._socket.settimeout(seconds)
 
 
-# The first match counts: some types are subclasses of later ones.
+# The first type that fits an error counts: some types are subclasses of types below them.
 _ERROR_KINDS: Final[tuple[tuple[type[BaseException], HttpErrorKind], ...]] = (
     (TimeoutError, "timeout"),
     (ssl.SSLCertVerificationError, "untrusted"),

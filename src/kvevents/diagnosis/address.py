@@ -1,4 +1,4 @@
-"""Checks of an address: whether it can be reached, what socket is there, and whether it accepts the CURVE keys."""
+"""Checks of an address: whether it can be reached, which type of socket it has, and whether it accepts the CURVE keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import disable_monitor
 
 CURVE_TIMEOUT: Final = 3.0
-"""Maximum number of seconds for the connection and the CURVE handshake, which normally take milliseconds."""
+"""Maximum number of seconds for the connection and the CURVE handshake together, which normally take milliseconds."""
 
 CurveOutcome: TypeAlias = Literal["accepted", "refused", "dropped", "silent"]
 
@@ -37,8 +37,8 @@ _OUTCOMES: Final[dict[int, CurveOutcome]] = {
 def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_TIMEOUT) -> CurveOutcome:
     """Connect a socket of `kind`, and return the outcome of the first CURVE handshake.
 
-    A server of kvevents does not send an error if it refuses a key, so that the peer retries (see `kvevents.zeromq.zap`). The
-    outcome is then `silent` or `dropped`.
+    If a server of kvevents refuses a key, it sends no error, so that the peer retries (see `kvevents.zeromq.zap`). The outcome
+    is then `silent` or `dropped`.
     """
     deadline = time.monotonic() + timeout
     with open_client(kind, endpoint, curve) as socket:
@@ -51,7 +51,7 @@ def probe_curve(endpoint: str, curve: Curve, kind: int, timeout: float = CURVE_T
                 if outcome is not None:
                     return outcome
         finally:
-            disable_monitor(socket)  # before the socket closes: libzmq's I/O thread would block for ever on a closed monitor
+            disable_monitor(socket)  # If the socket closed first, libzmq's I/O thread would block for ever on the monitor.
     return "silent"
 
 
@@ -114,11 +114,11 @@ _CURVE_FAULTS: Final[dict[CurveOutcome, tuple[str, str]]] = {
 
 
 def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
-    """Check whether it is possible to subscribe to `endpoint`."""
+    """Check whether a SUB socket can subscribe at `endpoint`."""
     if endpoint.startswith("inproc://"):
         return fail("address", f"{endpoint} exists in the process of the engine only", BINDS)
     target = split_tcp(endpoint)
-    if target is not None and (target[0] == "0.0.0.0" or target[1] == 0):  # noqa: S104 - compared, not bound
+    if target is not None and (target[0] == "0.0.0.0" or target[1] == 0):  # noqa: S104 - this code binds no socket
         return fail("address", f"{endpoint} is an address to listen at", "use the engine's host and port, or --bind")
     result = _check_reach("address", endpoint, curve, zmq.SUB)
     if isinstance(result, CheckResult):
@@ -131,7 +131,7 @@ def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
 
 
 def _check_reach(check: str, endpoint: str, curve: Curve | None, kind: int) -> Handshake | CheckResult:
-    """Return the handshake if the address has a socket that accepts the keys (or needs none); else a finding with the fault."""
+    """Return the handshake if a ZeroMQ socket at `endpoint` accepts `curve`, else a finding named `check` with the fault."""
     handshake = perform_handshake(endpoint)
     if curve is not None and handshake.outcome == "socket":
         text = f"{endpoint} does not use CURVE, but keys are given"
@@ -176,13 +176,13 @@ def check_replay_address(endpoint: str, curve: Curve | None = None) -> CheckResu
 
 
 def next_ranks(endpoint: str) -> int:
-    """Return how many consecutive ports after that of `endpoint` have publishers, such as those of further ranks."""
+    """Return how many consecutive ports after the port of `endpoint` have publishers, for example further ranks."""
     neighbours = (endpoint_of_rank(endpoint, distance) for distance in range(1, MAX_PROBED_RANKS))
     return sum(1 for _ in takewhile(lambda neighbour: neighbour is not None and _is_publisher(neighbour), neighbours))
 
 
 def endpoint_of_rank(endpoint: str, distance: int) -> str | None:
-    """Return the endpoint with a port that is higher by `distance`; None if it is not TCP or the port would exceed 65535."""
+    """Return `endpoint` with `distance` added to its port; None if it is not a TCP endpoint, or if that port is invalid."""
     target = split_tcp(endpoint)
     if target is None or not 0 < target[1] + distance <= MAX_PORT:
         return None

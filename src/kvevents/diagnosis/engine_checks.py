@@ -45,19 +45,19 @@ class EngineChecks:
     """The checks of one engine."""
 
     def __init__(self, source: Source, stop: AbstractContextManager[Stop], seconds: float, *, searches: bool = True) -> None:
-        """`searches` says whether to look for a replay endpoint at the next port if the source has none.
+        """`searches` says whether to look for a replay endpoint at the next port if the source has no replay endpoint.
 
-        Messages are received within the context `stop`, for `seconds`. If a replay is not complete then, this time can double.
+        Messages are received within the context `stop`, for `seconds`, or for twice as long if a replay is not complete then.
         """
         self.source = source
-        """The engine to check. Its replay endpoint is added if the checks find one."""
+        """The engine to check. The checks add a replay endpoint that they find."""
         self._stop = stop
         self._seconds = seconds
         self._searches = searches and not source.bind
-        self._earlier = 0  # number of batches before the first received batch that replay does not have
+        self._unavailable_batches = 0  # Number of batches before the first received batch, which replay no longer has.
 
     def findings(self) -> Iterator[CheckResult]:
-        """Run every check whose preconditions hold, beginning with the address, and yield the findings."""
+        """Run every check whose preconditions hold, and yield the findings, the address first."""
         if not self.source.bind:
             yield (finding := check_address(self.source.endpoint, self.source.curve))
             if finding.verdict is Severity.FAIL:
@@ -74,10 +74,10 @@ class EngineChecks:
         yield from self._check_sample(sample, response, status.trust != Trust.CONNECTING)
         yield from replay
         yield from self._check_comparisons(sample, response)
-        yield check_trust(status, self._seconds, self._earlier)
+        yield check_trust(status, self._seconds, self._unavailable_batches)
 
     def _find_replay(self, sample: TrafficSample, stop: Stop) -> CheckResult:
-        """Look for a replay endpoint. Use it if live batches prove that it belongs to the stream."""
+        """Look for a replay endpoint, and use the endpoint if live batches prove that it belongs to the stream."""
         if not self._searches:
             return warn("replay", "no replay endpoint given, so lost batches stay lost", USE_REPLAY)
 
@@ -96,25 +96,25 @@ class EngineChecks:
             comparison = compare(replay, sample.numbers, self.source.curve)
             if (finding := check_stream(replay, comparison)) is not None:
                 yield finding
-            endpoint = replay if comparison.agreeing else None
+            endpoint = replay if comparison.equal_batches else None
         if (losses := check_losses(sample.numbers, endpoint, self.source.curve)) is not None:
             yield losses
 
     def _watch(self, sample: TrafficSample, stop: Stop) -> StreamStatus:
-        """Take the sample and subscribe to the stream at the same time, or, if the socket must listen, one after the other."""
+        """Take the sample while a subscriber follows the stream. If the socket must listen, take the sample first."""
         if self.source.bind:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS))
-            # Close this socket, since only one socket can listen at an address. The engine then connects to the subscriber.
+            # Only one socket can listen at an address. After this close, the engine connects to the subscriber.
             sample.close()
         with self._make_subscriber() as subscriber:
             turn = partial(self._turn, subscriber, sample)
             self._repeat(stop, turn)
-            # An incomplete replay gets the same time once more, because trust is unknown until the replay ends.
+            # Wait for an incomplete replay for as long again, because trust is unknown until the replay ends.
             self._repeat(stop, turn, lambda: subscriber.statuses()[0].trust != Trust.REPLAYING)
             return subscriber.statuses()[0]
 
     def _make_subscriber(self) -> Subscriber[Batch] | Subscriber[RawBatch]:
-        """Return a subscriber. If there is a native module, it fills an index, which detects contradictions."""
+        """Return a subscriber. With the native module, the subscriber fills an index, which detects contradictory events."""
         if find_native() is None:
             return Subscriber(self.source)
         from kvevents.index import PrefixIndex  # noqa: PLC0415 - needs the native module
@@ -135,15 +135,15 @@ class EngineChecks:
             if delivery is None:
                 return
             if isinstance(delivery, Gap) and delivery.first == 0 and not delivery.compacted:
-                self._earlier += delivery.last + 1
+                self._unavailable_batches += delivery.last + 1
 
     def _check_sample(self, sample: TrafficSample, response: ReplaySample | None, is_connected: bool) -> Iterator[CheckResult]:
-        """Check the received messages. If no message arrived, check topics and dialect of the replayed batches instead."""
+        """Check the received messages. If no message arrived, check the topics and the dialect of replayed batches instead."""
         yield check_traffic(sample, is_connected=is_connected)
         contents, topics, origin = sample.contents, sample.topics, "live"
         if response is not None and not sample.messages:
             contents, origin = DecodedContents(), "replayed"
-            topics = Counter(batch.topic for batch in response.batches if batch.topic is not None)  # None: older engines
+            topics = Counter(batch.topic for batch in response.batches if batch.topic is not None)  # None: an older engine.
             for batch in response.batches:
                 contents.add(batch.payload)
         neighbours = 0 if self.source.bind else next_ranks(self.source.endpoint)

@@ -1,4 +1,4 @@
-"""The results of checks: what was examined, the verdict, and what to do."""
+"""Results of checks, also called findings: the check, the verdict, the reason, and what to do."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class CheckResult(msgspec.Struct, frozen=True):
     verdict: Severity
     text: str
     advice: str = ""
-    """Advice what to do; empty if nothing has to be done."""
+    """What to do; empty if nothing must be done."""
 
 
 def ok(check: str, text: str, advice: str = "") -> CheckResult:
-    """Return a finding that there is no fault."""
+    """Return a finding without a fault."""
     return CheckResult(check, Severity.OK, text, advice)
 
 

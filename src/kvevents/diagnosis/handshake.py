@@ -1,7 +1,7 @@
 """Opens a ZMTP connection without libzmq, to find out what listens at an endpoint.
 
-libzmq only reports that a handshake failed. The bytes show why: a peer names its security mechanism and its socket type before
-it checks ours. The greeting has 64 bytes: signature (10), version (2), mechanism (20), role and padding (RFC 23).
+libzmq reports that a handshake failed, but not why. The bytes show why: a peer names its security mechanism and its socket type
+before it checks ours. A greeting has 64 bytes: signature (10), version (2), mechanism (20), role and padding (RFC 23).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 from kvevents.endpoints import split_tcp
 
 _GREETING: Final = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
-"""Our greeting: signature, version 3.0, mechanism NULL, client role, padding."""
+"""The greeting that this module sends: signature, version 3.0, mechanism NULL, client role, padding."""
 HANDSHAKE_TIMEOUT: Final = 3.0
-"""Time limit in seconds of connection and exchange: enough for a peer on another continent or a peer that is swapping."""
+"""Maximum number of seconds to connect and exchange greetings: enough for a peer on another continent, or a peer that swaps."""
 
 SIGNATURE: Final = 0xFF
 MAJOR_AT: Final = 10
@@ -26,11 +26,11 @@ MECHANISM: Final = slice(12, 32)
 HandshakeOutcome: TypeAlias = Literal[
     "socket", "curve", "unknown-host", "refused", "unreachable", "timeout", "closed", "silent", "not-zeromq"
 ]
-"""`socket`: a ZeroMQ socket without CURVE. `timeout`: not connected in time. `silent`: connected, but no bytes came in time."""
+"""`socket`: a ZeroMQ socket without CURVE. `timeout`: no connection in time. `silent`: a connection, but no bytes in time."""
 
 
 class Handshake(NamedTuple):
-    """Result of a handshake. With the outcome `socket`, `detail` is the peer's socket type, such as `PUB`."""
+    """Result of a handshake. If the outcome is `socket`, `detail` is the peer's socket type, such as `PUB`."""
 
     outcome: HandshakeOutcome
     detail: str = ""
@@ -88,7 +88,7 @@ async def perform_handshake_async(endpoint: str, seconds: float = HANDSHAKE_TIME
 
 
 async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Handshake:
-    # Send only the version first: if our mechanism differs from the peer's, the peer closes without naming its own.
+    # Send only the version first: a peer that receives another mechanism than its own closes without naming its own.
     writer.write(_GREETING[: MECHANISM.start])
     greeting = await _read_bytes(reader, len(_GREETING))
     if not greeting:
@@ -98,7 +98,7 @@ async def _exchange_greetings(reader: asyncio.StreamReader, writer: asyncio.Stre
     mechanism = greeting[MECHANISM].rstrip(b"\0").decode("ascii", "replace")
     if mechanism != "NULL":
         return Handshake("curve" if mechanism == "CURVE" else "not-zeromq", mechanism)
-    # The peer now sends its socket type. Do not send ours: the peer closes the connection if the types do not fit.
+    # The peer now sends its socket type. Send no socket type: the peer would close the connection if the types do not fit.
     writer.write(_GREETING[MECHANISM.start :])
     head = await _read_bytes(reader, 2)
     body = await _read_bytes(reader, head[1]) if len(head) == 2 else b""

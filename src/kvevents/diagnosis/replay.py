@@ -1,4 +1,4 @@
-"""Checks of a replay endpoint: whether it answers, what it holds, and whether it belongs to the stream."""
+"""Checks of a replay endpoint: whether it answers, which batches it has, and whether it belongs to the stream."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from kvevents.wire.decode import begins_with_clear
 from kvevents.zeromq.keys import Curve
 
 PATIENCE: Final = Patience(silence=2.0, seconds=10.0)
-"""Time limits for reading an answer with all batches. Engines are silent for at most 0.2 s."""
+"""Time limits for reading an answer with all batches. Within an answer, engines are silent for at most 0.2 s."""
 COMPARE_PATIENCE: Final = Patience(silence=1.0, seconds=5.0)
 """Time limits for reading an answer that is compared with live batches."""
 COMPARE_REQUESTS: Final = 3
-"""Maximum number of requests for a batch to compare. Answers can have holes, and engines publish a batch before they store
-it."""
+"""Maximum number of requests for a batch to compare. One request can fail: an answer can have holes, and an engine publishes a
+batch before it stores it."""
 MAX_MISSING: Final = 1_000_000
 """Maximum number of missing batches to request again: a hundred times the number that an engine keeps by default."""
 _RETRIES: Final = 4
-"""Maximum number of further requests for missing batches. A subscriber retries for as long as new batches arrive."""
+"""Maximum number of requests for missing batches. A subscriber has no such limit if each answer has new batches."""
 
+NO_REPLAY: Final = "no replay endpoint given, so lost batches stay lost"
 USE_REPLAY: Final = (
     'use the engine\'s replay endpoint with --replay; if it has none, start it with "replay_endpoint": "tcp://*:5558" in its'
     " KV events configuration"
@@ -33,7 +34,7 @@ USE_REPLAY: Final = (
 
 
 def check_replay(endpoint: str, curve: Curve | None = None) -> tuple[list[CheckResult], ReplaySample | None]:
-    """Request all batches, and request missing batches again. Return findings, and the response or None without a request."""
+    """Request all batches, and request missing batches again. Return findings and the answers; None if no request was sent."""
     if not endpoint.startswith("inproc://") and (fault := check_replay_address(endpoint, curve)) is not None:
         return [fault], None
     sample = sample_replay(endpoint, (0,), PATIENCE, curve)
@@ -113,13 +114,13 @@ def compare(endpoint: str, numbers: SequenceNumbers, curve: Curve | None = None)
     live = dict(numbers.newest)
     requests = COMPARE_REQUESTS if live else 0
     sample = sample_replay(endpoint, live, COMPARE_PATIENCE, curve, requests=requests, any_of=True)
-    return LiveComparison.of(sample, live)
+    return LiveComparison.compare(sample, live)
 
 
 def check_stream(endpoint: str, comparison: LiveComparison) -> CheckResult | None:
     """Check whether `endpoint` belongs to the published stream; None if this is unknown."""
-    if comparison.agreeing:
-        text = f"{endpoint} has {plural(comparison.agreeing, 'live batch')} as published: it belongs to this stream"
+    if comparison.equal_batches:
+        text = f"{endpoint} has {plural(comparison.equal_batches, 'live batch')} as published: it belongs to this stream"
         return ok("replay", text)
     if not comparison.difference:
         return None
@@ -128,9 +129,9 @@ def check_stream(endpoint: str, comparison: LiveComparison) -> CheckResult | Non
 
 
 def check_losses(numbers: SequenceNumbers, endpoint: str | None, curve: Curve | None = None) -> CheckResult | None:
-    """Check whether live batches were lost on the way; None if no live batch arrived.
+    """Check whether live batches were lost between publisher and subscriber; None if no live batch arrived.
 
-    `endpoint` is a replay endpoint that belongs to the stream. If a batch is not at this endpoint, it was never published.
+    `endpoint` is a replay endpoint that belongs to the stream. A batch that this endpoint does not have was never published.
     """
     gaps = missing_ranges(numbers.received)
     if not numbers.received:
@@ -153,25 +154,24 @@ def find_replay_endpoint(
 ) -> tuple[CheckResult, str | None]:
     """Look for the replay endpoint of the engine at `endpoint`, at the port after the ports of the engine's ranks.
 
-    Return a finding, and the endpoint if it provably belongs to the stream. `wait_for_live` waits until `numbers` has a batch.
+    Return a finding, and the replay endpoint if live batches prove that it is the engine's. `wait_for_live` waits for a batch.
     """
     candidate = endpoint_of_rank(endpoint, 1 + next_ranks(endpoint))
-    problem = "no replay endpoint given, so lost batches stay lost"
     if candidate is None:
-        return warn("replay", problem, USE_REPLAY), None
+        return warn("replay", NO_REPLAY, USE_REPLAY), None
     handshake = perform_handshake(candidate)
     if handshake.outcome != "curve" and handshake != Handshake("socket", "ROUTER"):
-        return warn("replay", f"{problem}; nothing at {candidate} is a replay endpoint", USE_REPLAY), None
+        return warn("replay", f"{NO_REPLAY}; {candidate} is not a replay endpoint", USE_REPLAY), None
     wait_for_live()
     if not numbers.newest:
-        text = f"{problem}; {candidate} may be one, but no live batch arrived to compare with it"
+        text = f"{NO_REPLAY}; {candidate} may be a replay endpoint, but no live batch arrived to compare with it"
         return warn("replay", text, f"if it belongs to this engine, use --replay {candidate}"), None
     comparison = compare(candidate, numbers, curve)
     if not comparison.is_answered:
-        text = f"{problem}; {candidate} is open and does not answer replay requests"
+        text = f"{NO_REPLAY}; {candidate} accepts connections, but does not answer replay requests"
         condition = "if it belongs to this engine, which may hang or be busy"
         return warn("replay", text, f"{condition}, try again with --replay {candidate}, then restart the engine"), None
-    if not comparison.agreeing:
-        return warn("replay", f"{problem}; {candidate} belongs to another stream: {comparison.difference}", USE_REPLAY), None
+    if not comparison.equal_batches:
+        return warn("replay", f"{NO_REPLAY}; {candidate} belongs to another stream: {comparison.difference}", USE_REPLAY), None
     text = f"no replay endpoint given; {candidate} has the live batches as published, and is used here"
     return ok("replay", text, f"use --replay {candidate} with other commands"), candidate

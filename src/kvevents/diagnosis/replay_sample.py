@@ -1,4 +1,4 @@
-"""A sample of a replay endpoint's batches: requests batches, collects answers, and compares these with live batches."""
+"""Requests a sample of a replay endpoint's batches, and compares it with live batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvevents.zeromq.keys import Curve
 from kvevents.zeromq.sockets import connect_or_bind, destroy_context
 
 MAX_REPLY_MESSAGES: Final = 200_000
-"""Maximum number of messages to read of one answer. An engine keeps 10,000 batches, so a longer answer has no end."""
+"""Maximum number of messages to read of one answer. An engine keeps 10,000 batches by default."""
 _SHAPES: Final = {2: "bare end marker", 3: "[seq, payload]", 4: "[topic, seq, payload]"}
 
 
@@ -27,9 +27,9 @@ class Patience(NamedTuple):
     """Time limits for reading an answer."""
 
     silence: float
-    """Seconds without a message after which an answer has ended."""
+    """Seconds without a message after which the answer counts as complete."""
     seconds: float
-    """Maximum number of seconds of a whole answer."""
+    """Maximum number of seconds for the whole answer."""
 
 
 @dataclass(slots=True)
@@ -38,13 +38,13 @@ class ReplaySample:
 
     batches: list[ReplayBatch] = field(default_factory=list)
     malformed: list[str] = field(default_factory=list)
-    """For each malformed message, why it is malformed."""
+    """Why a message is malformed, for each malformed message."""
     shapes: set[str] = field(default_factory=set)
     """The layouts of the messages, as text."""
     has_end: bool = False
     """Whether the newest answer has an end marker."""
     is_cut: bool = False
-    """Whether reading the newest answer ended while messages still arrived."""
+    """Whether a limit ended the newest answer although messages still arrived."""
 
     @property
     def is_answered(self) -> bool:
@@ -53,11 +53,11 @@ class ReplaySample:
 
     @property
     def holes(self) -> list[tuple[int, int]]:
-        """Missing ranges of sequence numbers, between the first and the last number of the answers."""
+        """Ranges of sequence numbers that are missing between batches of the answers."""
         return missing_ranges([batch.seq for batch in self.batches])
 
     def read(self, socket: zmq.Socket[bytes], patience: Patience, *, is_strict: bool = False) -> bool:
-        """Read an answer until it ends, or until a malformed message if `is_strict`. Return whether any message arrived."""
+        """Read an answer to its end, or if `is_strict` to a malformed message. Return whether any message arrived."""
         deadline = time.monotonic() + patience.seconds
         self.has_end = self.is_cut = False
         for count in range(MAX_REPLY_MESSAGES):
@@ -82,27 +82,27 @@ class ReplaySample:
 
 
 class LiveComparison(NamedTuple):
-    """The comparison of live batches with those of a replay endpoint."""
+    """The comparison of live batches with the batches of a replay endpoint."""
 
     is_answered: bool
-    agreeing: int
-    """Number of live batches that the endpoint has with the same bytes as published."""
+    equal_batches: int
+    """Number of live batches that the endpoint has with equal bytes."""
     difference: str
-    """Why the endpoint belongs to another stream; empty if a batch agrees, or if there was no batch to compare."""
+    """Why the endpoint belongs to another stream; empty if any batch is equal, or if no batch could be compared."""
 
     @classmethod
-    def of(cls, sample: ReplaySample, live: dict[int, bytes]) -> LiveComparison:
-        """Compare live batches (payloads by sequence number) with the batches of the answers."""
+    def compare(cls, sample: ReplaySample, live: dict[int, bytes]) -> LiveComparison:
+        """Compare live payloads, by sequence number, with the batches of a sample."""
         stored = {batch.seq: batch.payload for batch in sample.batches}
         absent = [seq for seq in live if seq not in stored]
         different = [seq for seq in live if seq in stored and stored[seq] != live[seq]]
-        agreeing = len(live) - len(absent) - len(different)
+        equal_batches = len(live) - len(absent) - len(different)
         difference = ""
-        if different and not agreeing:
-            difference = f"its batch #{different[0]} differs from the published one"
-        elif absent and not agreeing and sample.is_answered:
+        if different and not equal_batches:
+            difference = f"its batch #{different[0]} differs from the published batch"
+        elif absent and not equal_batches and sample.is_answered:
             difference = f"it does not have {number_range(absent[0], absent[-1])}, which just arrived"
-        return cls(sample.is_answered, agreeing, difference)
+        return cls(sample.is_answered, equal_batches, difference)
 
 
 def missing_ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -112,14 +112,14 @@ def missing_ranges(numbers: Sequence[int]) -> list[tuple[int, int]]:
 
 def send_request(socket: zmq.Socket[bytes], start: int) -> None:
     """Request all batches whose number is at least `start`."""
-    # If the peer broke the protocol, libzmq has closed the connection and the message cannot be queued.
+    # If the peer broke the protocol, libzmq has closed the connection and cannot queue the message.
     with suppress(zmq.Again):
         socket.send_multipart(replay_request_frames(start), zmq.DONTWAIT)
 
 
 @contextmanager
 def open_client(kind: int, endpoint: str, curve: Curve | None) -> Iterator[zmq.Socket[bytes]]:
-    """Open a socket that can connect to `endpoint`, in a ZeroMQ context that only this socket uses."""
+    """Open a socket that can connect to `endpoint`, in a ZeroMQ context of its own."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         socket = context.socket(kind)
@@ -134,9 +134,9 @@ def open_client(kind: int, endpoint: str, curve: Curve | None) -> Iterator[zmq.S
 def sample_replay(
     endpoint: str, numbers: Collection[int], patience: Patience, curve: Curve | None, *, requests: int = 1, any_of: bool = False
 ) -> ReplaySample:
-    """Send up to `requests` requests, each from the first missing batch on, until all `numbers` (or any, if `any_of`) arrived.
+    """Send requests until the batches `numbers` have arrived; if `any_of`, until one of them has arrived.
 
-    Stop after a request without an answer. Raise `EndpointError` if the socket cannot connect.
+    Each request begins at the first missing number. Stop after `requests` requests, or if no answer arrives.
     """
     sample, outstanding = ReplaySample(), set(numbers)
     for _ in range(requests):

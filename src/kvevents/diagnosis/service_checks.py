@@ -17,7 +17,7 @@ from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.text_format import duration, first_names, percentage, plural, size
 
 ENOUGH_LOOKUPS: Final = 20
-"""Number of lookups from which it counts as a fault that no lookup had a hit."""
+"""Minimum number of lookups for a fault if all lookups found nothing; with fewer lookups, this is a warning."""
 _LOG_ADVICE: Final = "see the service's log"
 _NOT_HTTP: Final = frozenset({"timeout", "closed", "not-http"})
 """Errors that a port without an HTTP server can cause."""
@@ -28,7 +28,7 @@ class ServiceChecks:
 
     def __init__(self, client: Client) -> None:
         self.version: str | None = None
-        """Release of the service; known after the first response."""
+        """Release of the service; None before the answer that contains it."""
         self._client = client
 
     def findings(self) -> Iterator[CheckResult]:
@@ -73,7 +73,7 @@ def check_health(health: HealthAnswer, stats: StatsAnswer) -> Iterator[CheckResu
     for warning in health.warnings:
         if has_failed:
             yield fail("health", warning, "restart the service; its log has the cause")
-        elif warning != stats.snapshot_fault:  # reported below
+        elif warning != stats.snapshot_fault:  # `check_snapshot` reports this fault.
             yield warn("health", warning, "change its settings, and restart it")
     if not health.warnings:
         yield fail("health", "the service reports that it has failed", _LOG_ADVICE) if has_failed else ok("health", "no faults")
@@ -108,7 +108,7 @@ def check_lookups(stats: StatsAnswer) -> CheckResult:
 
 
 def check_memory(stats: StatsAnswer) -> CheckResult:
-    """Check the memory use of the index. Warn if it is at least 90% of the limit."""
+    """Check the memory use of the index. Warn if the index uses at least 90% of the limit."""
     usage = f"{plural(stats.blocks, 'block')} in {size(stats.index_bytes)}"
     if stats.evicted:
         text = f"{usage}; {plural(stats.evicted, 'block')} were refused at the limit"
@@ -141,17 +141,17 @@ def check_snapshot(stats: StatsAnswer, now: float) -> CheckResult:
 # --- checks of the fleet
 
 MAX_LISTED: Final = 10
-"""Maximum number of sources that one check lists, the worst first; further sources are only counted."""
+"""Maximum number of findings that one check lists, the worst first; further findings are counted, but not listed."""
 PATIENCE_SECONDS: Final = 10.0
-"""Number of seconds that a source may take to connect or catch up. Normally seconds are enough."""
+"""Seconds for which a source may connect or catch up before this counts as a fault."""
 LATE_SECONDS: Final = 1.0
 """Lag in seconds above which the check warns: a router with older events selects workers for blocks that are gone."""
 _PHASES: Final = frozenset({Reason.CONNECTING, Reason.REPLAYING, Reason.REPLAY_UNPROVEN})
-"""Reasons that are no fault while they last a short time."""
+"""Reasons that are normal for `PATIENCE_SECONDS`, and faults after this time."""
 
 
 def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
-    """Check the faults of discovery, and whether there is any source."""
+    """Check the faults of discovery, and whether any engine is registered."""
     advice = "its engines may be missing from answers; repair what the fault names, or correct the service's settings"
     faults = [fail("discovery", f"{name}: {text}", advice) for name, texts in answer.faults.items() for text in texts]
     yield from _worst_of(faults, "discovery", "fault")
@@ -164,7 +164,7 @@ def check_discovery(answer: SourcesAnswer) -> Iterator[CheckResult]:
 
 
 def check_ranks(sources: Sequence[SourceView]) -> CheckResult | None:
-    """Check whether a rank below the highest registered rank of an engine is missing; None if no engine has several ranks."""
+    """Check whether a rank below an engine's highest registered rank is missing; None if all engines have only rank 0."""
     ranks: dict[tuple[str, str, str], set[int]] = defaultdict(set)
     for source in sources:
         ranks[source.tenant, source.group, source.instance].add(source.rank)
@@ -176,7 +176,7 @@ def check_ranks(sources: Sequence[SourceView]) -> CheckResult | None:
         for rank in sorted(set(range(min(max(numbers), len(numbers) + MAX_LISTED))) - numbers)
     ]
     if names:
-        text = f"{first_names(names)}: not registered, though later ranks are"
+        text = f"{first_names(names)}: not registered, though higher ranks are"
         return warn("ranks", text, "its blocks are not found: register every rank, or use --engine, which finds them")
     return ok("ranks", "no rank is missing")
 
@@ -206,7 +206,7 @@ def _trust_finding(source: SourceView, now: float) -> CheckResult:
 
 
 def _worst_of(findings: Sequence[CheckResult], check: str, noun: str) -> Iterator[CheckResult]:
-    """Return the worst findings, and one finding with the number of further findings."""
+    """Yield the worst findings, and a finding with the number of all others."""
     worst_first = sorted(findings, key=lambda finding: list(Severity).index(finding.verdict), reverse=True)
     yield from worst_first[:MAX_LISTED]
     if others := worst_first[MAX_LISTED:]:
@@ -214,7 +214,7 @@ def _worst_of(findings: Sequence[CheckResult], check: str, noun: str) -> Iterato
 
 
 def check_block_sizes(sources: Sequence[SourceView]) -> CheckResult | None:
-    """Check whether blocks have the registered size; None if no block has arrived."""
+    """Check whether blocks have the registered number of tokens; None if no block has arrived."""
     sizes = sorted({size for source in sources for size in source.block_sizes})
     if not sizes:
         return None
@@ -305,7 +305,7 @@ def _list_losses(sources: Sequence[SourceView]) -> str:
 
 
 def check_rejected(sources: Sequence[SourceView]) -> CheckResult | None:
-    """Check for events that could not be decoded or applied; None if there were none."""
+    """Check for events that could not be decoded or applied; None without rejected events."""
     affected = [source for source in sources if source.rejected]
     if not affected:
         return None

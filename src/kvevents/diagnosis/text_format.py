@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Final
 
 MAX_NAMES: Final = 5
-"""Maximum number of names in one sentence; further names are only counted."""
+"""Maximum number of names in one sentence; further names are counted, but not listed."""
 _MAX_RANGES: Final = 3
 _DURATIONS: Final = ((86_400.0, "d"), (3_600.0, "h"), (60.0, "min"))
 _SIZES: Final = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def plural(count: int, noun: str) -> str:
-    """Return a text of a count and its noun, such as `1 block`, `2 blocks`, `3 batches`."""
+    """Return a count with its noun, such as `1 block`, `2 blocks`, `3 batches`."""
     suffix = "" if count == 1 else "es" if noun.endswith("ch") else "s"
     return f"{count:,} {noun}{suffix}"
 
@@ -30,7 +30,7 @@ def number_ranges(ranges: Sequence[tuple[int, int]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as a text in the largest unit of which it has at least two, such as `0.2 s`, `5 min`, `3 h`."""
+    """Return a duration in the largest unit in which its value is at least 2, such as `0.2 s`, `5 min`, `3 h`."""
     for length, unit in _DURATIONS:
         if abs(seconds) >= 2 * length:
             return f"{seconds / length:,.0f} {unit}"
@@ -46,7 +46,7 @@ def size(count: int) -> str:
 
 
 def percentage(part: float, total: float) -> str:
-    """Return `part` of `total` in percent. Values are not rounded to `0%` or `100%`."""
+    """Return `part` of `total` in percent. A value near 0% is `<1%`, and a value near 100% is `>99%`."""
     percent = 100 * part / total if total else 0.0
     if 0 < percent < 1:
         return "<1%"
@@ -54,6 +54,6 @@ def percentage(part: float, total: float) -> str:
 
 
 def first_names(names: Sequence[str]) -> str:
-    """Return a text with the first names, and the number of further names."""
-    rest_count = len(names) - MAX_NAMES
-    return ", ".join(names[:MAX_NAMES]) + (f" and {rest_count:,} more" if rest_count > 0 else "")
+    """Return the first `MAX_NAMES` names as a text, with the number of further names."""
+    further_count = len(names) - MAX_NAMES
+    return ", ".join(names[:MAX_NAMES]) + (f" and {further_count:,} more" if further_count > 0 else "")

@@ -22,7 +22,7 @@ from kvevents.zeromq.zap import secure_sockets
 
 
 class SequenceNumbers:
-    """The live batches of one stream since its publisher began. If there are several topics, no batch is kept."""
+    """The live batches of one incarnation of a publisher. If batches have several topics, no batch is stored."""
 
     def __init__(self, topic: str) -> None:
         self.received: list[int] = []
@@ -31,7 +31,7 @@ class SequenceNumbers:
         self._topics: set[bytes] = set()
 
     def add(self, topic: bytes, seq: int, payload: bytes) -> None:
-        """Add one live batch. A number that is not above the last number begins another incarnation of the publisher."""
+        """Add a live batch. If its number is not above the previous number, another incarnation of the publisher begins."""
         if not topic.startswith(self._prefix):
             return
         self._topics.add(topic)
@@ -44,7 +44,7 @@ class SequenceNumbers:
 
 
 MAX_DECODED: Final = 20_000
-"""Maximum number of messages that are decoded; further messages are only counted. Detecting a dialect takes some 50 us."""
+"""Maximum number of batches to decode; further batches are not decoded. For each batch, detecting the dialect takes 50 us."""
 MAX_PER_TURN: Final = 1_000
 MAX_TOPICS: Final = 1_000
 
@@ -56,12 +56,13 @@ class DecodedContents:
         self.batches = 0
         self.events: Counter[str] = Counter()
         self.dialect: Dialect | None = None
-        """The oldest release that can have written all batches; None if it is unknown."""
-        self.rejects: Counter[str] = Counter()
-        self.undecodable = 0
-        """Number of payloads that have no decodable event."""
+        """The oldest release that can have written all batches; None if no batch has shown a release."""
+        self.rejected: Counter[str] = Counter()
+        """Number of rejected events by reason."""
+        self.undecodable_batches = 0
+        """Number of batches with rejected events, but without a decodable event."""
         self.example = ""
-        """Details of the first rejected event, as an example."""
+        """Details of the first rejected event, as an example; empty if no event was rejected."""
         self.ranks: set[int] = set()
 
     def add(self, payload: bytes) -> None:
@@ -72,24 +73,24 @@ class DecodedContents:
         self.batches += 1
         self.events.update(type(event).__name__ for event in decoding.batch.events)
         for rejection in decoding.rejected:
-            self.rejects[rejection.reason] += rejection.count
+            self.rejected[rejection.reason] += rejection.count
             self.example = self.example or rejection.detail
-        self.undecodable += bool(decoding.rejected) and not decoding.batch.events
+        self.undecodable_batches += bool(decoding.rejected) and not decoding.batch.events
         if decoding.batch.data_parallel_rank is not None:
             self.ranks.add(decoding.batch.data_parallel_rank)
-        if decoding.batch.events and decoding.dialect is not None:  # an empty batch shows no release
-            # A batch shows the oldest release that could have written it. The rows of older releases precede newer rows.
+        if decoding.batch.events and decoding.dialect is not None:  # A batch without events shows no release.
+            # `decoding.dialect` is the oldest release that could have written this batch. Older releases precede newer ones.
             self.dialect = max(self.dialect or decoding.dialect, decoding.dialect, key=dialects().index)
 
 
 class TrafficSample:
-    """A SUB socket that receives all messages. It is separate from the subscriber, which hides invalid messages."""
+    """A SUB socket that receives and counts all messages. A subscriber would hide invalid messages."""
 
     def __init__(self, source: Source) -> None:
         self.messages = 0
         self.bytes = 0
         self.seconds = 0.0
-        """Seconds from the start to the last call of `take`."""
+        """Seconds from the start to the newest call of `take`."""
         self._began: Final = time.monotonic()
         self.topics: Counter[bytes] = Counter()
         self.malformed: Counter[str] = Counter()
@@ -117,7 +118,7 @@ class TrafficSample:
         self._context.term()
 
     def take(self, timeout: float) -> None:
-        """Wait up to `timeout` seconds for messages, and count the messages that have arrived."""
+        """Wait up to `timeout` seconds for a message, and count all messages that have arrived."""
         is_readable = self._socket.poll(ceil(1000 * timeout))
         self.seconds = time.monotonic() - self._began
         if not is_readable:
@@ -159,7 +160,7 @@ def check_traffic(sample: TrafficSample, *, is_connected: bool) -> CheckResult:
 
 
 def check_topic(topics: Counter[bytes], prefix: str) -> CheckResult | None:
-    """Check whether `prefix` matches the topics; None if no topic is known."""
+    """Check whether the topics begin with `prefix`; None if no topic is known."""
     if not topics:
         return None
     most_common = [(topic.decode("utf-8", "backslashreplace"), count) for topic, count in topics.most_common(5)]
@@ -168,7 +169,7 @@ def check_topic(topics: Counter[bytes], prefix: str) -> CheckResult | None:
     if not mismatch_count:
         every = "all topics are received" if not prefix else f"all begin with {prefix!r}"
         return ok("topic", f"{every}; seen: {topics_text}")
-    common = commonprefix([topic.decode("utf-8", "ignore") for topic in topics])  # noqa: RUF071 - of texts
+    common = commonprefix([topic.decode("utf-8", "ignore") for topic in topics])  # noqa: RUF071 - topics are not paths
     advice = f"use --topic-prefix {common!r}" if common else "omit --topic-prefix to receive all topics"
     if mismatch_count == topics.total():
         return fail("topic", f"no topic begins with {prefix!r}, so a subscriber receives nothing; seen: {topics_text}", advice)
@@ -176,7 +177,7 @@ def check_topic(topics: Counter[bytes], prefix: str) -> CheckResult | None:
 
 
 def check_frames(sample: TrafficSample) -> CheckResult | None:
-    """Check whether messages have the frames of live batches; None if all have these."""
+    """Check whether messages have the frames of live batches; None if all messages have these frames."""
     malformed_count = sample.malformed.total()
     if not malformed_count:
         return None
@@ -188,16 +189,16 @@ def check_frames(sample: TrafficSample) -> CheckResult | None:
 
 
 def check_decoding(contents: DecodedContents, origin: str) -> CheckResult | None:
-    """Check whether payloads can be decoded, and which release can have written them; None if there is no batch."""
+    """Check whether batches can be decoded, and which release can have written them; None without a batch."""
     if not contents.batches:
         return None
     release = f"{contents.dialect} ({contents.batches:,})" if contents.dialect else "unknown"
     batches = f"{plural(contents.batches, 'batch')} {origin}"
     events = ", ".join(f"{count:,} {name}" for name, count in sorted(contents.events.items())) or "no events"
-    if not contents.rejects:
+    if not contents.rejected:
         return ok("decoding", f"{batches}: {events}; oldest release with this format: {release}")
-    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in contents.rejects.most_common())
-    if contents.undecodable == contents.batches:
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in contents.rejected.most_common())
+    if contents.undecodable_batches == contents.batches:
         text = f"none of {batches} can be decoded: {reasons}; {contents.example}"
         return fail("decoding", text, "check the port, and that the engine neither encrypts nor compresses its events")
     text = f"{batches}, not all decodable: {reasons}; {contents.example}; oldest release with this format: {release}"
@@ -205,7 +206,7 @@ def check_decoding(contents: DecodedContents, origin: str) -> CheckResult | None
 
 
 def check_ranks(ranks: set[int], neighbours: int) -> CheckResult | None:
-    """Check which data-parallel ranks publish at the endpoint and at the next ports, or return None without such ranks."""
+    """Check which data-parallel ranks publish at the endpoint, and at the next ports (`neighbours`); None if none is known."""
     numbers = ", ".join(map(str, sorted(ranks)))
     if len(ranks) > 1:
         text = f"ranks {numbers} share this endpoint, as behind a relay, which numbers their batches as one stream"
@@ -240,19 +241,19 @@ IDLE_ADVICE: Final = "send the engine a request; the next batch confirms the rep
 
 
 def is_idle(status: StreamStatus) -> bool:
-    """Return whether a stream only lacks a live batch that confirms the replay endpoint."""
+    """Return whether a stream would be EXACT if a live batch confirmed the replay endpoint, but no live batch has arrived."""
     is_unproven = status.trust == Trust.DEGRADED and status.degraded_reasons == {DegradedReason.REPLAY_UNPROVEN}
     return is_unproven and not status.counters.live
 
 
-def check_trust(status: StreamStatus, seconds: float, earlier: int) -> CheckResult:
-    """Check the trust that a subscriber reached. `earlier` is the number of unavailable batches from before it connected."""
-    counters, lost = status.counters, status.counters.lost - earlier
+def check_trust(status: StreamStatus, seconds: float, unavailable_batches: int) -> CheckResult:
+    """Check the trust that a subscriber reached; `unavailable_batches` is the number of older batches that replay has not."""
+    counters, lost = status.counters, status.counters.lost - unavailable_batches
     progress = f"after {seconds:g} s: {counters.delivered:,} delivered, {counters.replayed:,} by replay, {lost:,} lost"
-    if earlier:
-        progress += f"; {plural(earlier, 'earlier batch')} not available"
+    if unavailable_batches:
+        progress += f"; {plural(unavailable_batches, 'earlier batch')} not available"
     if counters.compacted:
-        progress += f"; a snapshot represents {counters.compacted:,} older ones"
+        progress += f"; a snapshot represents {counters.compacted:,} older batches"
     text = f"{status.trust}, {progress}"
     if status.trust == Trust.EXACT:
         return ok("trust", text)

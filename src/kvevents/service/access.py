@@ -147,7 +147,7 @@ class Hosts(Struct, frozen=True):
 
     names: list[str]
     suffixes: list[str]
-    """Suffixes of further names in the set, each with its leading dot."""
+    """Suffixes, each with a leading dot, of all further names in the set."""
     networks: list[tuple[str, str]]
     """First and last address of each network."""
 
@@ -194,10 +194,7 @@ MAX_REASON: Final = 800
 
 
 class AuditLog:
-    """Writes to the logger `kvevents.service.audit`: changes at level INFO, refused requests at level WARNING.
-
-    Only one thread may use this object.
-    """
+    """Logs changes (level INFO) and refused requests (WARNING) to `kvevents.service.audit`. Only one thread may use it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock: Final = clock
@@ -210,7 +207,7 @@ class AuditLog:
         log.info("%s%s", "" if client is None else f"{client.caller} client={client.peer} ", change)
 
     def log_refusal(self, request: str, *, caller: str, peer: str, reason: str) -> None:
-        """Log a refused request. If `REFUSALS_PER_SECOND` requests were logged in this second, count it instead."""
+        """Log a refused request. After `REFUSALS_PER_SECOND` of them in a second, count the request instead."""
         second = int(self._clock())
         if second != self._second:
             if self._suppressed:

@@ -32,7 +32,7 @@ _FORBIDDEN_NETWORKS: Final = tuple(
         "a link-local address, where clouds have metadata services": ("169.254.0.0/16", "fe80::/10"),
         "a multicast address": ("224.0.0.0/4", "ff00::/8"),
         "a broadcast address": ("255.255.255.255/32",),
-        # IPv4: Alibaba, Azure, Oracle. IPv6: AWS, Google, Oracle, Scaleway. Addresses beside these are ordinary.
+        # IPv4: Alibaba, Azure, Oracle. IPv6: AWS, Google, Oracle, Scaleway. Other addresses next to them are allowed.
         "the metadata service of a cloud": (
             *("100.100.100.200/32", "168.63.129.16/32", "192.0.0.192/32"),
             *("fd00:ec2::/32", "fd20:ce::254/128", "fd00:c1::a9fe:a9fe/128", "fd00:42::42/128"),
@@ -48,7 +48,7 @@ _LOCATION: Final = re.compile(rf"(?:\[(?P<six>[^\[\]%]*)\]|(?P<host>[^:\[\]]+)):
 """Matches a host and its port, and in patterns also a network and a range of ports."""
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
 _NUMERIC: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
-"""Matches a host whose last label is a number: `inet_aton` and WHATWG's URL standard read it as an IPv4 address."""
+"""Matches a host whose last label is a number. `inet_aton` and WHATWG's URL standard read such hosts as IPv4 addresses."""
 _FORMS: Final = "tcp://HOST:PORT, ipc:///PATH or inproc://NAME"
 _NO_PATTERN: Final = "no pattern of the allow-list covers"
 
@@ -187,10 +187,7 @@ def _normalize_address(address: Address) -> Address:
 
 
 def _forbidden_kind(address: Address) -> str | None:
-    """Return the kind of a forbidden address; None if it is not forbidden.
-
-    A NAT64 or 6to4 address is forbidden if the IPv4 address in it is forbidden.
-    """
+    """Return the kind of a forbidden address, which can be the IPv4 address in a NAT64 or 6to4 address; None if allowed."""
     aliases: list[Address] = [address]
     if isinstance(address, IPv6Address):
         aliases += [address.sixtofour] if address.sixtofour else []

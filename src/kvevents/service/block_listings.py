@@ -2,8 +2,7 @@
 
 Blocks in the index have no order, so a page could not continue after a given block. Therefore the request for the first page
 copies all blocks of the worker, 32 bytes each. All pages together show the blocks at the time of the copy. A listing is dropped
-after its final page, after some time without a request, and if newer listings need the memory. A client whose listing was
-dropped too early starts over.
+after its final page, after some time without a request, and if newer listings need the memory. The client then starts over.
 """
 
 from __future__ import annotations

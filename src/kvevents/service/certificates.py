@@ -39,7 +39,7 @@ def _files_of(tls: Tls) -> list[str]:
 
 
 class CertificateFiles:
-    """The files of a certificate. `reload` makes the server read them again, and raises `ValueError` if it cannot use them."""
+    """The files of a certificate. `reload` makes the server read the files again, or raises `ValueError` for unusable files."""
 
     def __init__(self, tls: Tls, reload: Callable[[], None]) -> None:
         self._tls: Final = tls
@@ -55,10 +55,9 @@ class CertificateFiles:
             await asyncio.to_thread(self.check)
 
     def check(self) -> None:
-        """Read changed files again, one check after the change was noticed, because the files are then written completely.
+        """Read changed files again if two consecutive checks find equal files, which are then written completely.
 
-        If the files changed again since the previous check, wait for the next check. If the new files cannot be used, the old
-        certificate stays in use, and `fault` has the reason.
+        If the new files cannot be used, the old certificate stays in use, and `fault` has the reason.
         """
         former, self._newest_stamps = self._newest_stamps, self._read_stamps()
         if self._newest_stamps == self._loaded_stamps or self._newest_stamps != former:

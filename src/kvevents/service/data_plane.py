@@ -2,9 +2,8 @@
 
 The data plane answers queries and probes without the Python interpreter, from the index and a *routing table*.
 Whenever the fleet changes, `DataPlane.publish` writes the changed rows of this table. The data plane forwards all other
-requests to `kvevents.service.http.app`. It also forwards queries that it does not fully understand, so that one module writes
-the errors. If a forwarded query is valid, the application calls `DataPlane.answer`. If spans are recorded, all queries are
-forwarded.
+requests to `kvevents.service.http.app`. Queries that the data plane does not fully understand are also forwarded, so that one
+module writes the errors; so are all queries if spans are recorded. For a valid query, the app calls `DataPlane.answer`.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class QueryAnswer(NamedTuple):
 
 
 class DataPlane:
-    """The native server of one service. Any thread may call its methods. They do nothing before `start` and after `close`."""
+    """The native server of one service. Any thread may call the methods; before `start` and after `close`, nothing happens."""
 
     def __init__(self, fleet: Fleet, health: Callable[[], HealthAnswer], readiness: Callable[[], ReadyAnswer]) -> None:
         """`health` and `readiness` return the answers to probes."""
@@ -102,15 +101,15 @@ class DataPlane:
         """Number of each worker's row in the routing table, so that only the rows of changed workers are written."""
         self._free_rows: list[int] = []
         self._next_refresh = 0.0
-        """Time from which `publish` refreshes the responses to probes; before this time, only the service's timer does."""
+        """Time from which `publish` refreshes the responses to probes; until then, only the service's timer refreshes them."""
 
     def start(
         self, listening: socket.socket, handle: Callable[[_native.Request | int], None], settings: Mapping[str, Any]
     ) -> None:
         """Serve at a listening socket. Call this method in the event loop.
 
-        `handle` is called with each forwarded request. It is called with the number of a response in pieces when this response
-        has room for another piece, or when its client has left. `settings` are the fields of `native/server/src/settings.rs`.
+        `handle` is called with each forwarded request. `handle` is also called with the number of a response in pieces when the
+        response has room for another piece, or when the client has left. `native/server/src/settings.rs` has the `settings`.
         """
         wakes, waker = socket.socketpair()
         wakes.setblocking(False)
@@ -158,7 +157,7 @@ class DataPlane:
                 workers[row] = _describe_worker(member)
             elif row is not None:
                 removed.append(row)
-                self._free_rows.append(row)  # This change can fill the row again: it removes workers before it adds workers.
+                self._free_rows.append(row)  # The same change can fill it: removals precede additions.
         return {
             "has_failed": fleet.failure is not None,
             "removed": removed,
@@ -180,7 +179,7 @@ class DataPlane:
         self._next_refresh = end + REFRESH_PAUSE * (end - begin)
 
     def reload_tls(self) -> None:
-        """Read the TLS files again, for new connections. Raises `ValueError` if they cannot be used."""
+        """Read the TLS files again, for new connections. Raises `ValueError` for files that cannot be used."""
         if self._native is not None:
             self._native.reload_tls()
 

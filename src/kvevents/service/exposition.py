@@ -90,7 +90,7 @@ def _source_families(table: Table[T], sources: list[tuple[Labels, T]]) -> Iterat
 def _histogram_family(
     name: str, text: str, bounds: tuple[float, ...], histograms: Mapping[str, HistogramCounts], *labels: str
 ) -> Metric:
-    """Return a metric family of histograms: one for each value of the label in `labels`, or one if it is empty."""
+    """Return a metric family of histograms: one for each value of the label in `labels`, or one without a label."""
     metric = HistogramMetricFamily(name, text, labels=labels)
     for value, histogram in histograms.items():
         buckets = list(zip([*map(str, bounds), "+Inf"], accumulate(histogram.counts), strict=True))

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 ROUND_SECONDS: Final = 0.1
 """Pause in seconds between two searches for endpoints to probe."""
 FULL_RATE_ENDPOINTS: Final = 256
-"""Number of probed endpoints above which the pauses between probes grow in proportion to this number."""
+"""Number of probed endpoints above which the pauses between probes grow in proportion to the number of endpoints."""
 AUDIT_SECONDS: Final = 30.0
 """Seconds between two checks of all endpoints that clients registered, because a name can later resolve to another address."""
 
@@ -72,7 +72,7 @@ def endpoints_of(registration: Registration) -> list[str]:
 
 
 def load_target(load: str) -> str:
-    """Return the endpoint from which a load is read: `load` itself, or the TCP endpoint of its server if it is a URL."""
+    """Return the endpoint from which a load is read: `load` itself, or if `load` is a URL the TCP endpoint of its server."""
     if not is_load_url(load):
         return load
     parts = urlsplit(load)
@@ -129,8 +129,7 @@ class Prober:
         for target in targets:
             probe = self._probes.get(target)
             if probe is None:
-                # Wait before the first probe of a replay endpoint, because its answer may still arrive. A missing connection
-                # needs no wait.
+                # Wait before probing a replay endpoint, whose answer may still arrive. A missing connection needs no wait.
                 wait = 0.0 if target[1] == "endpoint" else min(self._settings.patience_seconds, self._settings.pause_seconds)
                 backoff = Backoff(maximum=self._settings.pause_seconds)
                 probe = self._probes[target] = _Probe(now, now + wait, backoff)

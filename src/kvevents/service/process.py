@@ -60,9 +60,9 @@ STOP_SECONDS: Final = 1.0
 SEND_BYTES: Final = 1 << 18
 """Size of a connection's send buffer in bytes. A client that does not read fills this buffer; Linux' default is megabytes."""
 KEEP_ALIVE: Final[Mapping[str, int]] = {"TCP_KEEPIDLE": 30, "TCP_KEEPALIVE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
-"""TCP options of client connections, as far as the system has them. They detect a dead client after 60 s."""
+"""TCP options of client connections, as far as the system has these options. A dead client is detected after 60 s."""
 MAX_THREADS: Final = 8
-"""Maximum number of threads of the data plane. It has one thread for each CPU, up to this number."""
+"""Maximum number of threads of the data plane, which has one thread for each CPU up to this number."""
 HEAP_RESERVE_BYTES: Final = 64 << 20
 """Maximum size in bytes of free memory that the process keeps for the next large request."""
 
@@ -162,10 +162,7 @@ class _Server:
             await service.stop()
 
     def _stop(self, number: int) -> None:
-        """After SIGTERM, report that the service is not ready, and end after `grace_seconds`.
-
-        After SIGINT, or after a second signal, end at once.
-        """
+        """At SIGTERM, become not ready, and end after `grace_seconds`. At SIGINT or a second signal, end at once."""
         service = self._service
         grace = service.settings.ready.grace_seconds if number == signal.SIGTERM and not service.is_ending else 0.0
         service.is_ending = True
@@ -236,6 +233,5 @@ def _listen(host: str, port: int) -> socket.socket:
         if listening is not None:
             listening.close()
         reason = error.strerror or error
-        hint = "choose another address with --host and --port"
-        raise ConfigError(f"cannot listen at {host} port {port}: {reason}; {hint}") from error
+        raise ConfigError(f"cannot listen at {host} port {port}: {reason}; change --host or --port") from error
     return listening

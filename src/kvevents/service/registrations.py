@@ -58,7 +58,7 @@ class Registrations(Struct, eq=False, kw_only=True):
     store: StateStore | None
     audit: AuditLog
     advice: str
-    """Where clients can register engines if this service does not follow engines itself; empty if it does."""
+    """Where clients can register engines if this service follows no engines itself; else empty."""
     owner_of: Callable[[Key], str | None]
     """Returns the name of the discovery provider that has found a rank; None if no provider has found it."""
     resume: Callable[[Key], Checkpoint | None]
@@ -105,8 +105,7 @@ class Registrations(Struct, eq=False, kw_only=True):
     ) -> RegistrationOutcome:
         """Follow an engine's rank, if its endpoints are allowed. If an equal registration exists, only renew its lease.
 
-        The newest registration decides whether the rank has a lease; the lease begins now. A rank that discovery found has no
-        lease.
+        A lease begins now, or ends if `lease_seconds` is None. Registrations by discovery have no lease.
         """
         self._check_follows_engines()
         await check_allowed(self.allow_list, *endpoints_of(registration))
@@ -124,8 +123,7 @@ class Registrations(Struct, eq=False, kw_only=True):
         try:
             await asyncio.wrap_future(following)
         except (ConfigError, EndpointError) as error:
-            sentence = f"cannot follow {registration.label}: {error}"
-            raise RefusedError(sentence, "bad-endpoint", "correct its endpoints or keys") from error
+            raise RefusedError(f"cannot follow {registration.label}: {error}", "bad-endpoint", "check its endpoints") from error
         await self.save()
         change = f"registered {registration.label} of tenant {registration.tenant} at {registration.endpoint}"
         self.audit.log_change(change, client)
@@ -144,8 +142,7 @@ class Registrations(Struct, eq=False, kw_only=True):
         if different := current.differences(registration):
             sentence = f"{current.label} was found by {owner}, with a different {' and '.join(different)}"
             raise ConflictError(sentence, "named-by-discovery", "change the engine where discovery finds it")
-        warning = f"{current.label} was found by {owner}, which alone decides when the registration ends"
-        return RegistrationOutcome(is_new=False, warning=warning)
+        return RegistrationOutcome(is_new=False, warning=f"{current.label} was found by {owner}, which alone can unregister it")
 
     def _grant_lease(self, key: Key, seconds: int | None) -> None:
         if (member := self.fleet.members.get(key)) is not None:  # None if the follower has refused the rank.
@@ -176,8 +173,7 @@ class Registrations(Struct, eq=False, kw_only=True):
         for member in members:
             if member.origin != HTTP and (owner := self.owner_of(member.registration.key)) is not None:
                 sentence = f"{member.registration.label} was found by {owner}"
-                hint = "remove the engine where discovery finds it; otherwise the service would follow it again at once"
-                raise ConflictError(sentence, "named-by-discovery", hint)
+                raise ConflictError(sentence, "named-by-discovery", "remove the engine where discovery finds it")
         self._check_follows_engines()
         ranks = [member.registration for member in members]
         await asyncio.gather(*(asyncio.wrap_future(self.fleet.unregister(rank.key)) for rank in ranks))
@@ -211,8 +207,7 @@ class Registrations(Struct, eq=False, kw_only=True):
         if query.model is not None and first.model != query.model:
             raise NotFoundError(f"{subject} with model {first.model!r}", "other-model", "send this model, or no model")
         if (query.lora and query.lora != first.lora_name) or (query.salt and query.salt != first.salt):
-            hint = "send the registered LoRA and salt, or omit both"
-            raise NotFoundError(f"{subject} with another LoRA or salt", "other-scope", hint)
+            raise NotFoundError(f"{subject} with another LoRA or salt", "other-scope", "send that LoRA and salt, or neither")
         return ranks
 
     def _check_follows_engines(self) -> None:

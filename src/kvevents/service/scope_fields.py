@@ -64,7 +64,7 @@ _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt",
 _ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
 """All names of the scope fields except the model, by the name without underscores."""
 MAX_UNKNOWN: Final = 64
-"""Maximum number of unknown fields in one request. It bounds the time to compare each of them with the known names."""
+"""Maximum number of unknown fields in one request, because comparing each field with the known names takes time."""
 MAX_COMPARED: Final = 40
 """Maximum length, in characters, of names that are compared with the known names."""
 
@@ -107,15 +107,11 @@ def pick(request: Any, names: tuple[str, ...]) -> str | None:
 
 
 def check_unknown_fields(unknown_names: Collection[str], all_names: Collection[str]) -> None:
-    """Raise `RefusedError` for too many unknown names, and for a name similar to a scope field.
-
-    `all_names` are the names of all fields of the request. If the model is in them, similarity to the model is no error.
-    """
+    """Raise `RefusedError` for too many unknown names, and for a name similar to a scope field that `all_names` lack."""
     if len(unknown_names) > MAX_UNKNOWN:
         sentence = f"the request has {len(unknown_names)} unknown fields, more than {MAX_UNKNOWN}"
         raise RefusedError(sentence, "too-many-fields", "leave them out; see /openapi.json")
-    has_model = any(name in all_names for name in MODEL)
-    aliases = _ALIASES if has_model else {name.replace("_", ""): name for name in MODEL} | _ALIASES
+    aliases = _ALIASES | ({} if any(name in all_names for name in MODEL) else {name.replace("_", ""): name for name in MODEL})
     for name in unknown_names:
         if (field := _similar_field(name, aliases)) is not None:
             sentence = f"unknown field {name[:MAX_COMPARED]!r}; did you mean {field!r}?"
@@ -146,8 +142,7 @@ def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], 
     for parameter, value in parameters.items():
         name = _CANONICAL.get(parameter, parameter)
         if name not in accepted_names:
-            names = ", ".join(sorted(accepted_names)) if accepted_names else f"no parameters{beside}"
-            hint = f"this endpoint takes {names}"
+            hint = f"this endpoint takes {', '.join(sorted(accepted_names)) or f'no parameters{beside}'}"
             raise RefusedError(f"unknown parameter {parameter[:MAX_COMPARED]!r}", "unknown-field", hint)
         if result.setdefault(name, value) != value:
             raise RefusedError(f"parameter {name} has two different values", "contradiction", f"send only {name}")

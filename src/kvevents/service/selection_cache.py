@@ -39,7 +39,7 @@ class PendingSelection(NamedTuple):
 
 
 class SelectionCache:
-    """Selections by scope and name. At a limit of age, number or bytes, the oldest are removed. Any thread may use it."""
+    """Selections by scope and name. Limits of age, number and bytes remove the oldest. Any thread may use this object."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock: Final = clock
@@ -53,7 +53,7 @@ class SelectionCache:
         return len(self._entries)
 
     def add(self, name: str, selection: PendingSelection) -> None:
-        """Store a selection. It replaces a selection with the same scope and name."""
+        """Store a selection; the new selection replaces a selection with the same scope and name."""
         with self._lock:
             now = self._clock()
             self._remove(_key_of(selection.scope, name))
@@ -72,7 +72,7 @@ class SelectionCache:
             return None if entry is None or self._clock() - entry[0] > MAX_SECONDS else entry[1]
 
     def discard(self, scope: Scope, name: str) -> None:
-        """Remove a selection, if the cache has it."""
+        """Remove a selection; a missing selection is no error."""
         with self._lock:
             self._remove(_key_of(scope, name))
 

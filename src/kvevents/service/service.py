@@ -51,7 +51,7 @@ class Service:
     limit_warning = ""
     """A sentence about `max_clients` if it was lowered, because the process cannot open so many files; else empty."""
     is_ending = False
-    """Whether the process is ending. It then answers requests, but reports that it is not ready."""
+    """Whether the process is ending. The service then answers requests, but reports that it is not ready."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Service:
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
         for sentence in self.warnings():
-            if sentence not in self.restore_faults:  # `_report_lost` has already logged these.
+            if sentence not in self.restore_faults:  # `_report_lost` has already logged these sentences.
                 log.warning("%s", sentence)
 
     async def _refresh_data_plane(self) -> None:
@@ -170,7 +170,7 @@ class Service:
             log.info("restored %d blocks of %d streams", self.index.stats().blocks, len(self._checkpoints))
 
     def _owner_of(self, key: Key) -> str | None:
-        """Return the name of the topic endpoint or provider that has found a rank; None if a client has registered it."""
+        """Return the name of the topic endpoint or provider that has found a rank; None if a client has registered the rank."""
         member, topics = self.fleet.members.get(key), self.settings.topics
         is_by_topic = member is not None and member.origin == TOPIC and topics is not None
         return f"its topic at {topics.endpoint}" if is_by_topic and topics else self._discovery.owner_of(key)
@@ -328,7 +328,7 @@ class Service:
         tiers: Counter[str] = Counter()
         blocks = 0
         for info in [worker.info for worker in list(self.fleet.workers.values()) if worker.info is not None]:
-            blocks += info.blocks  # Add up blocks and tiers from the same refresh, so that they agree.
+            blocks += info.blocks  # Blocks and tiers are from the same refresh, so their sums agree.
             tiers.update(info.tiers)
         return StatsAnswer(
             version=VERSION,

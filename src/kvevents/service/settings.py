@@ -50,8 +50,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Maximum size in bytes of a JSON or msgpack body, not counting the token ids of a JSON prompt. Python decodes a body of
     the default size in about 5 ms."""
     max_hashes: Positive = 131_072
-    """Maximum number of hashes in one request to `/query_by_hash`. The default is enough for two million tokens in blocks of 16
-    tokens."""
+    """Maximum number of hashes in one request to `/query_by_hash`. The default is for two million tokens in blocks of 16."""
     max_candidates: Positive = 4_096
     """Maximum number of candidates in one request to `/v1/select`. The default equals `max_sources`."""
     max_rows: Positive = 262_144
@@ -83,7 +82,7 @@ class Limits(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     listing_seconds: Seconds = 60.0
     """Seconds for which a listing is stored after the newest request for one of its pages."""
     request_seconds: Seconds = 10.0
-    """Maximum seconds from a client's connection to its first byte, and from that to the end of the request."""
+    """Maximum seconds from a client's connection to its first byte, and from the first byte to the end of the request."""
     idle_seconds: Seconds = 75.0
     """Seconds after which an idle connection is closed. Common HTTP clients close idle connections earlier."""
     unread_seconds: Seconds = 10.0
@@ -98,7 +97,7 @@ class Readiness(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True)
     quorum: Annotated[float, Range(0, 1)] = 1.0
     """Fraction of the sources that must be EXACT, 0 to 1."""
     deadline_seconds: Annotated[float, Unit.SECONDS, Range()] = 30.0
-    """Seconds after the start from which `/readyz` returns 200 even if fewer sources are EXACT. The answer has their number.
+    """Seconds after the start from which `/readyz` returns 200 even if fewer sources are EXACT; the answer has the number.
     One source is required even then if engines are expected: by the settings, by registrations before a restart, or by
     `expected`. A selector of pods expects no engine after the API server has listed the pods."""
     expected: Annotated[int, Range()] = 0
@@ -138,8 +137,8 @@ class DnsTable(Template, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A DNS name that resolves to several engines."""
 
     target: str
-    """`HOST:PORT` to look up addresses, or `_kv._tcp.NAME` to look up SRV records. With `http://` before it, each engine is
-    queried for its endpoints."""
+    """`HOST:PORT` to look up addresses, or `_kv._tcp.NAME` to look up SRV records. If it begins with `http://`, each engine
+    is queried for its endpoints."""
 
 
 class TopicSettings(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -231,8 +230,7 @@ class ServiceSettings(EngineSources, frozen=True, kw_only=True, forbid_unknown_f
     """Allow requests without a token even if other machines can reach the address."""
     allowed_hosts: Annotated[list[Host], "--allowed-host"] = field(default_factory=list)
     """Host name of the service for clients, in addition to its addresses: HOST or *.SUFFIX; can be repeated. Pages from these
-    hosts can send requests from browsers. If requests need no token, their header `Host` must be an allowed host or an
-    address."""
+    hosts can send requests from browsers. Without tokens, a request's header `Host` must have such a name or an address."""
     state_dir: FolderPath | None = None
     """Folder for snapshots and registrations, which the service loads when it starts; default: the service stores no state."""
     snapshot_seconds: Seconds = 60.0

@@ -100,7 +100,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     operators = parser.add_argument_group("metrics and logs")
     settings.add(operators, "bridge.metrics_port", "bridge.metrics_host")
     add_log_options(operators)
-    settings.add_rest(parser, "TOML file; its [[sources]] are read again whenever it changes")
+    settings.add_other_settings(parser, "TOML file; its [[sources]] are read again whenever it changes")
     add_check(parser)
 
 

@@ -37,10 +37,10 @@ DEFAULT_SERVER: Final = "nats://127.0.0.1:4222"
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options of this command."""
     settings = SettingsParser(
-        PlaneSettings, "plane", flags={"servers": "--nats"}, defaults={"servers": [DEFAULT_SERVER]}, within="plane"
+        PlaneSettings, "plane", flags={"servers": "--nats"}, defaults={"servers": [DEFAULT_SERVER]}, file_table="plane"
     )
     settings.add(parser, "servers", "name", *(path.removeprefix("plane.") for path in LOGIN_SETTINGS))
-    settings.add_rest(parser, "TOML file with a table [plane], such as that of a bridge or a service")
+    settings.add_other_settings(parser, "TOML file with a table [plane], such as that of a bridge or a service")
     add_output(parser, "one object")
 
 

@@ -26,7 +26,7 @@ MIN_SECONDS: Final = 5.0
 """Minimum pause in seconds between two lookups, even if the TTL is shorter. CoreDNS sends a TTL of 5 for a headless service;
 some servers send 0."""
 MAX_SECONDS: Final = 60.0
-"""Maximum pause in seconds between two lookups, even if the TTL is longer. It bounds the time until a new engine is found."""
+"""Maximum pause in seconds between two lookups, even if the TTL is longer, so that new engines are found in time."""
 _SCHEMES: Final = ("tcp", "http", "https")
 
 

@@ -155,9 +155,7 @@ def parse_server_info(answer: Any, host: str) -> EngineInfo:
         if rank in node_ranks:
             found.endpoints.append(_make_sglang_rank(rank, descriptor, host))
         else:
-            found.missing_ranks[rank] = (
-                "runs on another node, whose address SGLang does not return: name it in a [[sources]] table"
-            )
+            found.missing_ranks[rank] = "runs on another node, whose address SGLang does not return: name it in [[sources]]"
     return found
 
 
@@ -195,7 +193,7 @@ def _make_sglang_rank(rank: int, descriptor: _Descriptor, host: str) -> RankEndp
     endpoint = replace_wildcard_host(f"tcp://{own}:{descriptor.endpoint_port_base + rank}", host)
     # The engine always binds the replay socket on the host of the HTTP server, even if it sends events to another host.
     replay = None if replay_port is None else replace_wildcard_host(f"tcp://*:{replay_port + rank}", host)
-    # If the load port cannot be used, only the load is missing, so follow the rank without it.
+    # If the load port cannot be used, only the load is missing, so follow the rank without the load.
     load_port = (descriptor.load_endpoint_port_base or 0) + rank if descriptor.load_endpoint_port_base else 0
     load = replace_wildcard_host(f"tcp://{own}:{load_port}", host) if 0 < load_port <= MAX_PORT else None
     topic, size = descriptor.topic or "", descriptor.block_size or None
@@ -225,7 +223,7 @@ INFO_PATHS: Final = (
 )
 """Paths at which engines describe themselves, and the parsers of the answers. The first path that the server has is used."""
 RETRY_SECONDS: Final = 2.0
-"""Maximum pause in seconds between two queries to an engine that does not answer; it delays finding a started engine."""
+"""Maximum pause in seconds between two queries to an engine that does not answer, and so the delay until it is found."""
 RESOLVE_SECONDS: Final = 2.0
 """Maximum number of seconds for resolving a host name."""
 MAX_REDIRECTS: Final = 3
@@ -249,8 +247,8 @@ class EngineHttpClient(Struct, frozen=True):
     """Maximum number of bytes in an answer's body. The largest body, from SGLang's `/server_info`, has tens of kilobytes."""
     max_connections: int = 256
     """Maximum number of open connections of all clients in one event loop; the first client in the loop sets this limit. More
-    connections would need many file descriptors, and the busy loop would let them time out. With this limit, if 4,096 engines
-    are dead, each is queried every 32 s."""
+    connections would need many file descriptors, and the busy loop would let them time out. With this limit, each of 4,096
+    dead engines is queried every 32 s."""
     tls: ssl.SSLContext | None = None
     """TLS settings for `https` URLs; by default the system's authorities are trusted."""
     server_name: str | None = None
@@ -297,7 +295,7 @@ async def is_same_host(host: str, server: str) -> bool:
 
 
 async def resolve(host: str) -> set[str]:
-    """Return the addresses of a host. Raises `OSError` or `UnicodeError` if it has no address or its lookup times out."""
+    """Return the addresses of a host. Raises `OSError` or `UnicodeError` if no address is found within `RESOLVE_SECONDS`."""
     async with asyncio.timeout(RESOLVE_SECONDS):
         records = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return {str(address[4][0]) for address in records}
@@ -360,7 +358,7 @@ class EngineProvider(Struct, frozen=True):
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = SYSTEM_CLOCK
     declaration: Declaration | None = None
-    """What the pod declares. It is used if the engine does not describe itself, or requires a key; None without a pod."""
+    """What the pod declares, for an engine that does not describe itself, or that requires a key; None without a pod."""
 
     def __post_init__(self) -> None:
         BaseUrl.parse(self.base_url)
@@ -477,9 +475,7 @@ class EngineProvider(Struct, frozen=True):
                 if not hosts[host]:
                     info.endpoints.remove(rank)
                     hint = "to allow this, set other_hosts = true in the engine's table"
-                    info.missing_ranks[rank.rank] = (
-                        f"cannot be followed: {endpoint} is not at {url.host}, which named it; {hint}"
-                    )
+                    info.missing_ranks[rank.rank] = f"cannot be followed: {endpoint} is not at the host {url.host}; {hint}"
                     break
 
     async def _models(self, url: BaseUrl, *, is_needed: bool) -> list[_Model]:

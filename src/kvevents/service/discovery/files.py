@@ -71,7 +71,7 @@ class FileProvider(Struct, frozen=True):
             stamp = await asyncio.to_thread(file_stamp, self.path)
             if stamp != read_stamp:
                 newest = await asyncio.to_thread(self._load, finding)
-                # If the file was written during the read, the content may be incomplete. The next check then reads it again.
+                # If the file was written during the read, the content may be incomplete: the next check reads the file again.
                 if stamp == await asyncio.to_thread(file_stamp, self.path):
                     read_stamp, finding = stamp, newest
                     yield finding
@@ -101,11 +101,7 @@ def read_sources(path: Path, *, only_sources: bool = True, max_bytes: int = MAX_
     """
     try:
         raw = _read(path, only_sources=only_sources, max_bytes=max_bytes)
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError includes decoding errors and `ConfigError`.
+    except (OSError, ValueError, RecursionError) as error:  # ValueError is a base class of `ConfigError`.
         reason = f"cannot be read: {error.strerror or error}" if isinstance(error, OSError) else str(error)
         raise ExceptionGroup(f"{path} is invalid", [ConfigError(f"{path}: {reason}")]) from error
     tables: list[SourceTable] = []

@@ -155,11 +155,10 @@ def _build_finding(namespaces: list[_Namespace]) -> Finding:
     of_pods = [reading.fault for reading in readings if reading.fault]
     if len(of_pods) > MAX_FAULTS:
         of_pods[MAX_FAULTS:] = [f"{len(of_pods) - MAX_FAULTS} further pods have a fault"]
+    unready_sources = tuple((each.engine.source, each.why_not_ready) for each in readings if each.engine and each.why_not_ready)
     return Finding(
         registrations=tuple(registration for engine in engines for registration in engine.registrations),
         faults=(*faults, *of_pods),
         providers=tuple(provider for engine in engines for provider in engine.providers),
-        unready_sources=tuple(
-            (each.engine.source, each.why_not_ready) for each in readings if each.engine and each.why_not_ready
-        ),
+        unready_sources=unready_sources,
     )

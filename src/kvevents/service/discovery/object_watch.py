@@ -3,8 +3,8 @@
 The watch begins at the version of the list, so it contains every later change, including deletions. When a watch ends, the next
 watch begins at the newest version that the former watch received. Bookmarks keep this version recent if nothing changes. If
 the server no longer has the changes since that version (status 410, after etcd is compacted), the objects are listed again, and
-objects that are not listed are removed. So no deletion is missed, even if the server was unreachable for long. Until it answers
-again, the objects stay. The section "Efficient detection of changes" of "Kubernetes API Concepts" describes the protocol.
+objects that are not listed are removed. So no deletion is missed, even if the server was unreachable for long. Until the server
+answers again, the objects stay. See the section "Efficient detection of changes" of "Kubernetes API Concepts".
 """
 
 from __future__ import annotations

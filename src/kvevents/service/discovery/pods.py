@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _PREFIX: Final = "kvevents/"
 _ZONE: Final = "topology.kubernetes.io/zone"
-"""Label for the zone. Kubernetes 1.35 copies it from nodes to pods; 1.33 and 1.34 need `PodTopologyLabelsAdmission`."""
+"""Label for the zone. Kubernetes 1.35 copies the label from nodes to pods; 1.33 and 1.34 need `PodTopologyLabelsAdmission`."""
 _ROLES: Final = frozenset({"encode", "prefill", "decode", "both"})
 """Known roles. A label can join several roles by hyphens, as in llm-d's `prefill-decode`; Dynamo has workers without a role."""
 _HTTP_PORTS: Final = ("http", "api", "container-port", "modelserver", "vllm", "sglang", "serve")
-"""Names of the container port of an HTTP server. If a pod has none of these, its first port without a known name is used."""
+"""Names of the container port of an HTTP server. If a pod has no such port, its first port without a known name is used."""
 _EVENTS_PORTS: Final = ("kv-events", "kv-event", "zmq-kv")
 _REPLAY_PORTS: Final = ("kv-replay", "kv-events-replay")
 _RELAY: Final = "kvevents-relay"
@@ -260,7 +260,7 @@ class _Facts:
         return tuple(map(int, texts))
 
     def number(self, name: str, maximum: int, *fallbacks: str) -> int | None:
-        """Return what `text` returns as a number from 1 to `maximum`; None without a value. Raises `ConfigError`."""
+        """Return the text that `text` returns as a number from 1 to `maximum`; None without a text. Raises `ConfigError`."""
         text = self.text(name, *fallbacks)
         if not text:
             return None
@@ -279,7 +279,7 @@ class _Facts:
 
     @property
     def http_port(self) -> int | None:
-        """The container port of the HTTP server; None if no port can be it."""
+        """The container port of the HTTP server; None if no port has a name for HTTP or an unknown name."""
         if named := self._find_port(_HTTP_PORTS):
             return named
         others = {*_EVENTS_PORTS, *_REPLAY_PORTS}

@@ -1,8 +1,8 @@
 """The common interface of discovery providers, and the settings of the engines that they find.
 
 A provider is one way to find engines. To add a provider, write a module with a class that has a name, and a method `watch()`
-that yields findings. A finding contains registrations (`Template.registrations` makes those of all ranks of an engine). It can
-also contain further providers, such as an `EngineProvider` for each address; `ProviderRunner` runs these too.
+that yields findings. A finding contains registrations (`Template.registrations` makes the registrations of an engine), and can
+also contain further providers, such as an `EngineProvider` for each address, which `ProviderRunner` also runs.
 
 The settings are `[[sources]]` tables, and templates for all engines with the same DNS name.
 """
@@ -57,7 +57,7 @@ class Provider(Protocol):
 
 
 WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - names to recognise in the answers of engines
-"""Hosts that mean "all interfaces of this machine". A client cannot connect to them."""
+"""Hosts that mean "all interfaces of this machine", to which a client cannot connect."""
 _WILDCARD_HOST: Final = re.compile(r"((?:tcp|https?|grpc)://)(?:\*|0\.0\.0\.0|\[::\]|::)(?=[:/]|$)")
 MAX_RANKS: Final = 1_024
 """Maximum number of data-parallel ranks of one engine. The largest known deployments have a few hundred."""

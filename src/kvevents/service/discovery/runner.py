@@ -39,7 +39,7 @@ class MergedFindings(Struct):
     faults: dict[str, tuple[str, ...]] = {}
     """Faults by the name of the provider. Providers without a fault are omitted."""
     waiting: tuple[str, ...] = ()
-    """Names of providers that have not yielded a finding yet. Their engines are missing from the registrations."""
+    """Names of providers that have not yielded a finding yet, so that their engines are missing from the registrations."""
     adapters: set[Scope] = set()
     """LoRA adapters that requests can name as their model."""
     origins: dict[Key, str] = {}
@@ -51,10 +51,9 @@ class MergedFindings(Struct):
 
 
 def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: int = Limits().max_sources) -> MergedFindings:
-    """Merge findings. They are given with the names of their providers, in order of decreasing precedence.
+    """Merge findings, given with their providers' names in order of decreasing precedence; None for a missing finding.
 
-    None stands for a provider that has not yielded a finding yet. If two findings have different registrations of a rank, the
-    first takes effect, and the provider of the second gets a fault.
+    If two findings have different registrations of a rank, the first takes effect, and the provider of the second gets a fault.
     """
     merged = MergedFindings()
     for name, finding in findings:

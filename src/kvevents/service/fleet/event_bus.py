@@ -16,7 +16,7 @@ from kvevents.client.schemas import TrustStatus
 from kvevents.stream import TrustState
 
 MAX_STORED: Final = 1_024
-"""Number of events stored for clients that are slow or reconnect. A client that missed older events receives their number."""
+"""Number of events stored for clients that are slow or reconnect. Of older events, a client receives only the number."""
 
 
 class _Event(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -81,7 +81,7 @@ class EventBus:
         return len(self._subscriptions)
 
     def publish(self, event: StreamEvent) -> None:
-        """Send an event to all clients. Any thread may call it."""
+        """Send an event to all clients. Any thread may call this method."""
         with self._lock:
             self._newest.append(event)
             self._count += 1
@@ -94,16 +94,15 @@ class EventBus:
             subscription.has_events.set()
 
     def close(self) -> None:
-        """End the subscriptions of all clients. Call it in the event loop."""
+        """End the subscriptions of all clients. Call this method in the event loop."""
         self.is_closed = True
         self._wake()
 
     @contextmanager
     def subscribe(self, last_id: str | None = None) -> Iterator[Subscription]:
-        """Return a context with a subscription to the events after the event `last_id`. Call it in the event loop.
+        """Return a context with a subscription to the events after `last_id`. Call this method in the event loop.
 
-        If `last_id` is None, the subscription begins with the next event. If another process made the id, the subscription
-        begins with the first event.
+        The first event is the next event if `last_id` is None, and the oldest stored event if another process made the id.
         """
         self._loop = asyncio.get_running_loop()
         name, _, number = (last_id or "").partition("-")

@@ -40,8 +40,7 @@ TRUST_SECONDS: Final = 0.1
 LOSS_LOG_SECONDS: Final = 10.0
 """Minimum seconds between two log lines about losses of one stream, so that a network with many losses cannot fill the disk."""
 REFRESH_SECONDS: Final = 0.25
-"""Pause in seconds between two refreshes. A refresh reads the blocks, orphans and rejected stores of some members: of all that
-received events, and of some of the others."""
+"""Pause in seconds between two refreshes, which read blocks, orphans and rejected stores of members that received events."""
 REFRESHES_PER_ROUND: Final = 8
 """Number of refreshes that together read each member at least one time. One refresh of all members would delay queries."""
 MAX_REFRESHED: Final = 64
@@ -69,7 +68,7 @@ class Fleet(Listener):
     failure: str | None = None
     """The error that ended the follower; None while the follower runs."""
     _registration_of: Callable[[str], Registration]
-    """Function that returns the registration for an engine's topic. It is only set if engines can connect to the service."""
+    """Function that returns the registration for an engine's topic; missing if engines cannot connect to the service."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class Fleet(Listener):
         """Why engines that discovery found are not followed, for example because an endpoint cannot be bound."""
         self._max_sources, self._hide_stale_seconds = max_sources, hide_stale_seconds
         self.curve = curve
-        """CURVE keys for engines whose registration has no keys. They are not in registrations, which are written to disk."""
+        """CURVE keys for engines whose registration has no keys. Registrations omit these keys, because a file stores them."""
         self._clock, self._lock = clock, threading.Lock()
         self.revision: Final = Revision()
         """The number changes after each change of members that is visible in answers."""
@@ -288,7 +287,7 @@ class Fleet(Listener):
         if member.origin in {HTTP, TOPIC}:  # Discovery might find an engine again, which then stays drained.
             self.drained.pop(member.registration.key, None)
         self._collect_workers(member.registration.key[0])
-        self.on_change()  # Publish this before the blocks are removed, so that no answer shows an EXACT member without blocks.
+        self.on_change()  # Answers omit the member before the index drops its blocks: EXACT without blocks would be wrong.
 
     def _leave(self, member: Member) -> int:
         name, rank = member.registration.key
@@ -296,7 +295,7 @@ class Fleet(Listener):
         self.loads.leave((name, rank))
         with suppress(LookupError):
             self.follower.subscriber.trust(name, rank)
-            return 0  # The index source has added this stream again before this task ran.
+            return 0  # The index source has added the stream again before this task.
         blocks = self.index.remove_worker((name, rank))
         if not self.members_of(name):
             self.index.set_model(name, None)
@@ -307,7 +306,7 @@ class Fleet(Listener):
     def replace_registrations(self, origin: str, registrations: Iterable[Registration], resume: Resume) -> list[str]:
         """Replace all registrations of `origin` by `registrations`. Return sentences about the registrations that failed.
 
-        If a client's registration equals one of `registrations`, it becomes a registration of `origin`.
+        A client's registration that equals one of `registrations` becomes a registration of `origin`.
         """
         targets = {registration.key: registration for registration in registrations}
         faults: list[str] = []
@@ -342,7 +341,7 @@ class Fleet(Listener):
     # --- answers
 
     def why_unanswered(self, scope: Scope) -> ServiceError:
-        """Return the error for a query whose scope had no worker in the routing table, even if it has one now."""
+        """Return the error for a query without a worker in the routing table, even if the scope has a worker now."""
         if self.failure is not None:
             return UnavailableError(f"the service no longer receives events: {self.failure}", "failed", "restart the service")
         if reason := self.why_incomplete():
@@ -352,7 +351,7 @@ class Fleet(Listener):
     # --- callbacks of the follower
 
     def on_received(self, keys: Iterable[Key]) -> None:
-        """Lower the trust of the streams `keys` if their new deliveries require it, before the index applies these."""
+        """Lower the trust of the streams `keys`, if necessary, before the index applies their new deliveries."""
         for key in keys:
             member = self.members.get(key)
             if member is None or member.trust != Trust.EXACT:
@@ -467,7 +466,7 @@ class Fleet(Listener):
             if (report := (trust.name, trust.reason, trust.attested)) != member.report:
                 self._reported_members.add(registration.key)
                 member.report = report
-                member.status = self.follower.subscriber.status(*registration.key)  # The status has the reasons for this trust.
+                member.status = self.follower.subscriber.status(*registration.key)  # It has the reasons.
         except LookupError:  # The task that adds or removes the stream has not run yet.
             return
         codes, why_not_ready = member.trust_status.reason_codes, self._why_not_ready(registration.key, member)

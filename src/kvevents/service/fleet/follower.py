@@ -34,7 +34,7 @@ TICK_SECONDS: Final = 0.02
 MIN_TURN_SECONDS: Final = 0.001
 """Minimum seconds from the start of a turn with deliveries to the next turn. A turn of the follower receives all that has
 arrived. With hundreds of engines, a turn then receives the batches of a dozen engines, which saves about a quarter of the CPU.
-If the follower waits, it receives an event without delay (decision record 0015)."""
+A follower that waits receives an event without delay (decision record 0015)."""
 RATE_SECONDS: Final = 10
 """Period in seconds over which the rate of batches is averaged."""
 
@@ -53,13 +53,13 @@ class Listener:
 class IndexSink:
     """The `Sink` of a subscriber: it writes deliveries to the index, and returns the outcomes to the subscriber's streams.
 
-    It calls the listener before each write, and after a write that rejected events.
+    The sink calls the listener before each write, and after a write that rejected events.
     """
 
     def __init__(self, index: PrefixIndex, listener: Listener | None = None) -> None:
         self._index: Final = index
         self.listener = listener or Listener()
-        """Object whose methods are called; any thread may replace it at any time."""
+        """Object whose methods are called; any thread may replace the object at any time."""
 
     def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> list[ApplyResult]:
         """Apply the deliveries in this order and return one outcome for each."""
@@ -100,7 +100,7 @@ class Follower(threading.Thread):
         """Number of batches that were applied to the index."""
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in the thread, when the index contains all that the subscriber has received, and return its future result.
+        """Run `work` in the thread, when the index contains all that the subscriber has received; return the future result.
 
         If the thread has not started or has ended, run `work` in the calling thread.
         """

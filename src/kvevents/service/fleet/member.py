@@ -51,7 +51,7 @@ class SourceFault(NamedTuple):
 
 
 class Revision:
-    """A number that changes after each change of the fleet that is visible in answers. A reader reads it before the fleet."""
+    """A number that changes after each change of the fleet that answers show. A reader reads the number before the fleet."""
 
     def __init__(self) -> None:
         self._next = count(1)
@@ -170,9 +170,8 @@ class Member(Struct, eq=False):
     def update_reach(self, why_not_ready: str = "") -> bool:
         """Update `why_unreachable`. Return whether the rank has become reachable or unreachable.
 
-        A connected stream does not show that the engine takes requests: the HTTP server is another process, and a stopped
-        process keeps its connections. If the replay endpoint has stopped answering and no event arrives, the engine counts as
-        stopped.
+        A connected stream proves nothing: the HTTP server is another process, and a stopped process keeps its connections.
+        If the replay endpoint has stopped answering and no event arrives, the engine counts as stopped.
         """
         self._was_exact |= self.trust_status.state == "EXACT"
         self.why_not_ready, self.silence = why_not_ready, self.silence_of_server()

@@ -35,8 +35,7 @@ Key: TypeAlias = tuple[str, int]
 class Scope(NamedTuple):
     """The boundary of prefix matches: one model of one tenant and routing group.
 
-    If an engine's events do not name their LoRA or salt, the engine's registration can name them. The engine then has a scope
-    of its own.
+    If an engine's events name no LoRA or salt, its registration can name them, which gives the engine a scope of its own.
     """
 
     model: str
@@ -48,7 +47,7 @@ class Scope(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of this scope in the index. It contains a digest of the salt, because names are written into snapshots."""
+        """The name of this scope in the index, with a digest of the salt, because snapshots contain names."""
         parts = [self.tenant, self.group, self.model]
         if self.lora is not None or self.salt is not None:
             parts.append("" if self.lora is None else f"+{self.lora}")
@@ -62,7 +61,7 @@ class GroupFields(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: str | None = None
     """Name of the model; required unless the engine reports the name itself."""
     block_size: Annotated[int | None, Range(1, MAX_BLOCK_SIZE)] = None
-    """Number of tokens in a block. If the engine sends blocks of another size, it is DEGRADED."""
+    """Number of tokens in a block. An engine that sends blocks of another size is DEGRADED."""
     tenant: str = DEFAULT_GROUP
     """Tenant of the engine: prompts of other tenants do not match its blocks."""
     group: str = DEFAULT_GROUP
@@ -82,7 +81,7 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
     topic: str = ""
     """Prefix of the topics to subscribe to; by default all topics."""
     bind: bool = False
-    """Whether to listen at the endpoint. Use it for an engine that connects."""
+    """Whether to listen at the endpoint, for an engine that connects."""
     lora_name: str | None = None
     """LoRA of all events that do not name a LoRA."""
     salt: str | None = None
@@ -95,10 +94,10 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
     """KV cache groups of a draft model (EAGLE, MTP); an empty list means all groups. In these groups the engine recomputes
     the last block of a match. None, the default, means no draft model: events do not show whether there is a draft model."""
     url: str | None = None
-    """URL at which the engine takes requests, such as `http://10.0.0.7:8000`; answers return it. A wildcard host, as in
+    """URL at which the engine takes requests, such as `http://10.0.0.7:8000`; answers return this URL. A wildcard host, as in
     `http://*:8000`, means the engine's own host. Default for a queried engine: its base URL."""
     labels: Mapping[str, str] = {}
-    """Labels by name, such as `role = "decode"`. Answers return them, and `/v1/select` filters by them."""
+    """Labels by name, such as `role = "decode"`. Answers return labels, and `/v1/select` filters by labels."""
 
     def __post_init__(self) -> None:
         Settings.__post_init__(self)
@@ -158,7 +157,7 @@ class Registration(EngineFields, frozen=True, kw_only=True, forbid_unknown_field
 
         `replay_is_proven` is not compared.
         """
-        if self == other:  # This takes a tenth of the time, and registrations are usually equal.
+        if self == other:  # Registrations are usually equal, and this comparison is ten times as fast.
             return []
         names = (name for name in self.__struct_fields__ if getattr(self, name) != getattr(other, name))
         return sorted(name for name in names if name != "replay_is_proven")

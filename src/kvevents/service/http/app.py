@@ -1,6 +1,6 @@
 """The control plane's part of the HTTP server: it handles requests that the data plane forwards, by the table of endpoints.
 
-It uses no framework: dispatch is a dictionary lookup, and a few lines handle the errors of all endpoints. The data plane has
+Dispatch is a dictionary lookup, and a few lines handle the errors of all endpoints, without a framework. The data plane has
 already found the endpoint and the caller of a request, and has decided whether to refuse it (`native/server/src/policy.rs`).
 
 Requests have OpenTelemetry spans if an SDK is configured. The service uses only OpenTelemetry's API, and only if that is
@@ -147,7 +147,7 @@ class App:
             return problem(ServiceError("internal error", "internal", hint, status=500))
 
     async def _handle(self, endpoint: Route, native: _native.Request, span: Span | None) -> AnyResponse:
-        """Handle a request. Log it in the audit log if it is refused, or if it should register engines but fails."""
+        """Handle a request. The audit log names refused requests, and failed requests to register engines."""
         headers, path, limits = Headers(native.headers), native.path, self.service.settings.limits
         try:
             if native.refusal is not None:

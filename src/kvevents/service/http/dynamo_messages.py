@@ -18,7 +18,7 @@ Session = Annotated[str, Meta(max_length=MAX_NAME_BYTES)]
 
 
 class WorkerRank(Struct, frozen=True):
-    """A rank of a worker. If `dp_rank` is missing, this is rank 0, or in `affinity_target` any rank."""
+    """A rank of a worker. A missing `dp_rank` means rank 0, or in `affinity_target` any rank."""
 
     worker_id: WorkerId
     dp_rank: Rank | None = None
@@ -80,7 +80,7 @@ class SelectWorkerRequest(PromptRequest, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def session(self) -> str | None:
-        """The name of the conversation; None if the request has no name for it."""
+        """The name of the conversation; None if the request does not name a conversation."""
         return (self.session_id if self.session_context is None else self.session_context.session_id) or None
 
 
@@ -111,7 +111,7 @@ class TieredQueryRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Overlap(Struct, frozen=True, kw_only=True):
-    """Numbers of a prompt's tokens that a worker holds: cumulative by tier, and in `dp` by rank, on the device."""
+    """How many tokens of a prompt a worker holds: by tier (cumulative), and in `dp` by rank (on the device)."""
 
     longest_matched: int
     gpu: int
@@ -265,7 +265,6 @@ _PROMPT: Final = [
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     PromptRequest: {"anyOf": _PROMPT},
     SelectWorkerRequest: {"anyOf": _PROMPT},
-    # Without `worker_id`, the stored selection has the prompt.
-    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},
+    BookRequest: {"anyOf": [*_PROMPT, {"properties": {"worker_id": {"type": "null"}}}]},  # A stored selection has a prompt.
 }
-"""JSON Schema rules for request bodies that their types do not express."""
+"""JSON Schema rules for request bodies, beside those that follow from the types."""

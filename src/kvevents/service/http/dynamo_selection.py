@@ -68,7 +68,7 @@ class _Prompt(NamedTuple):
 
 
 def _dummy_tokens(count: int) -> memoryview:
-    """Return `count` arbitrary token ids, for a selection that only counts them (`ignores_cache`)."""
+    """Return `count` arbitrary token ids, for a selection that only counts token ids (`ignores_cache`)."""
     return memoryview(bytes(4 * count)).cast("I")
 
 
@@ -79,8 +79,7 @@ def _read_prompt(service: Service, body: messages.PromptRequest, tokens: Any) ->
         check_tokens(service, len(tokens))
         return _Prompt(len(tokens), array("I", tokens) if isinstance(tokens, list) else tokens, None)
     if body.isl_tokens is None:
-        sentence = "the request has neither token_ids nor isl_tokens"
-        raise RefusedError(sentence, "bad-prompt", "send token_ids, or block_hashes and isl_tokens")
+        raise RefusedError("token_ids or isl_tokens is missing", "bad-prompt", "send token_ids, or block_hashes and isl_tokens")
     check_tokens(service, body.isl_tokens)
     return _Prompt(body.isl_tokens, None, read_hashes(service, body.block_hashes or []))
 
@@ -114,7 +113,7 @@ class _Fleet:
         return [worker for worker in self.members if worker_id(worker[0]) == number and rank in {None, worker[1]}]
 
     def fields(self, **others: Any) -> dict[str, Any]:
-        """Return the fields of a query to `/v1`: the scope, and those of `others` that are not None."""
+        """Return the fields of a query to `/v1`: the scope, and all of `others` except None."""
         scope_fields = {name: value for name, value in self.scope._asdict().items() if value is not None}
         return scope_fields | {name: value for name, value in others.items() if value is not None}
 
@@ -138,10 +137,7 @@ class _Fleet:
         return {(worker.instance, worker.rank): _tokens_by_tier(worker.tiers, worker.tokens) for worker in workers}
 
     def _match_hashes(self, hashes: list[int]) -> dict[Worker, _HeldTokens]:
-        """Return how much of a prompt each worker holds, by the hashes of its blocks.
-
-        Of the two queries, Dynamo's has the matches on the device by rank, and Mooncake's the matches on all tiers by rank.
-        """
+        """Match the hashes of blocks. By rank, Dynamo's query returns matches on the device, Mooncake's query on all tiers."""
         if not hashes:
             return {}
         model, tenant, group = self.scope[:3]
@@ -213,7 +209,7 @@ class _Chooser:
         }
 
     def choose(self, name: str | None = None) -> _Choice:
-        """Select a worker that can be reached. Reserve it under `name`, unless this is None. Raises `ServiceError`."""
+        """Select a worker that can be reached. If `name` is given, reserve the worker under it. Raises `ServiceError`."""
         target = self._body.affinity_target
         if target is not None:
             targets = self._fleet.workers(target.worker_id, target.dp_rank)
@@ -357,8 +353,7 @@ def _check_free(service: Service, name: str) -> None:
         if error.code != HTTPStatus.NOT_FOUND:
             raise
         return
-    hint = "use another selection_id, or end the reservation first"
-    raise ConflictError(f"selection {name} is already reserved", "reserved", hint)
+    raise ConflictError(f"selection {name} is already reserved", "reserved", "end the reservation, or use another selection_id")
 
 
 def book(service: Service, request: HttpRequest) -> Response:

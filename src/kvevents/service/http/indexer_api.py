@@ -1,8 +1,8 @@
 """The indexer API of Dynamo's standalone indexer and of Mooncake Conductor (RFC #1403): registration and queries.
 
 Both APIs derive from one draft and differ in names. A request with `model_name` gets a response in Dynamo's form. A request
-with `model` (`modelname` to register) gets a response in Mooncake's form. As in both projects, unknown fields are ignored; the
-service counts them. An unknown field is rejected if its name is similar to a scope field (`kvevents.service.scope_fields`).
+with `model` (`modelname` to register) gets a response in Mooncake's form. As in both projects, unknown fields are ignored, but
+counted. A field whose name is similar to a scope field is rejected instead (`kvevents.service.scope_fields`).
 """
 
 # Without `from __future__ import annotations`, as in `kvevents.client.schemas`.
@@ -57,7 +57,7 @@ class HashQueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True)
     """A query with the hashes of a prompt's blocks.
 
     `block_hashes` (Dynamo) are hashes of single blocks, `seq_hashes` (Mooncake) are rolling hashes. A hash is a signed or
-    unsigned number. It can also be a string of decimal digits, or of `0x` and hexadecimal digits.
+    unsigned number. A hash can also be a string of decimal digits, or of `0x` and hexadecimal digits.
     """
 
     block_hashes: list[Hash] | None = None
@@ -89,7 +89,7 @@ SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     QueryRequest: _ONE_MODEL,
     HashQueryRequest: {"allOf": [_ONE_MODEL, _ONE_KIND]},
 }
-"""JSON Schema rules for request bodies that their types do not express."""
+"""JSON Schema rules for request bodies, beside those that follow from the types."""
 
 
 # --- registration
@@ -135,8 +135,7 @@ def _shared_fields(body: RegisterRequest) -> dict[str, Any]:
 
 
 def _make_registration(body: RegisterRequest) -> Registration:
-    model, shared_fields = model_of(body), _shared_fields(body)
-    replay_endpoint = body.replay_endpoint or None  # Clients in Go send "" for a missing text.
+    model, shared, replay_endpoint = model_of(body), _shared_fields(body), body.replay_endpoint or None  # Go clients send "".
     try:
         check_endpoint("endpoint", body.endpoint)
         if replay_endpoint is not None:
@@ -152,7 +151,7 @@ def _make_registration(body: RegisterRequest) -> Registration:
         rank=body.dp_rank or 0,
         replay_endpoint=replay_endpoint,
         url=body.url or None,
-        **shared_fields,
+        **shared,
     )
 
 
@@ -165,8 +164,7 @@ async def _ask_engine(service: Service, body: RegisterRequest) -> tuple[Registra
     try:
         finding = await provider.query()
     except EngineQueryError as error:
-        hint = "register the engine after it has started, or send its endpoint"
-        raise UnavailableError(str(error), "engine-silent", hint) from error
+        raise UnavailableError(str(error), "engine-silent", "start the engine first, or send its endpoint") from error
     ranks = tuple(registration for registration in finding.registrations if body.dp_rank in {None, registration.rank})
     if not ranks:
         sentence = "; ".join(finding.faults) or f"the engine at {body.url} has no rank {body.dp_rank}"
@@ -203,8 +201,7 @@ def query_by_hash(service: Service, request: HttpRequest) -> Response:
     body: HashQueryRequest = request.read()
     queries = {name: hashes for name in _HASHES if (hashes := getattr(body, name)) is not None}
     if len(queries) != 1:
-        sentence = "invalid query by hash: expected either block_hashes or seq_hashes"
-        raise ServiceError(sentence, "bad-shape", _fields_hint(), status=422)
+        raise ServiceError("the body needs either block_hashes or seq_hashes", "bad-shape", _fields_hint(), status=422)
     ((name, hashes),) = queries.items()
     changes = {name: read_hashes(service, hashes), "instance_id": _instance_of(body)}
     return answer_query(service, request, body, **changes)

@@ -28,7 +28,7 @@ _STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "act
 
 
 def workers(service: Service, request: HttpRequest) -> Response:
-    """List every instance with its ranks; if a further page exists, its address is in the header `Link`."""
+    """List every instance with its ranks; the header `Link` has the address of the next page, if it exists."""
     instances: dict[Key, list[Member]] = {}
     for member in list_members(service, request.arguments):  # A filter selects all ranks of an instance or none.
         instances.setdefault((member.registration.key[0], 0), []).append(member)

@@ -103,7 +103,7 @@ class HttpRequest(Struct, eq=False):
 
     @property
     def parameters(self) -> Mapping[str, str]:
-        """All parameters of the query string. Raises `RefusedError` if it cannot be parsed."""
+        """All parameters of the query string. Raises `RefusedError` if the query string cannot be parsed."""
         try:
             text = self.query.decode("ascii")
             pairs = parse_qsl(text, keep_blank_values=True, max_num_fields=32, errors="strict")
@@ -211,7 +211,7 @@ def _shorten(text: str) -> str:
 
 
 MAX_REWRITTEN: Final = 1 << 16
-"""Maximum size in bytes of JSON in which numbers such as `1.0` are replaced. For this size it takes about 10 ms."""
+"""Maximum size in bytes of JSON in which numbers such as `1.0` are replaced, in about 10 ms."""
 
 
 def _replace_whole_floats(body: bytes) -> bytes:
@@ -230,16 +230,15 @@ def _replace_whole_floats(body: bytes) -> bytes:
 
 
 def _decode(decoder: Any, body: bytes, ignored_fields: Iterable[str] = ()) -> Any:
-    """Return a decoded body. If a required field is missing, the error suggests it for an ignored field with a similar name."""
+    """Return a decoded body. If a required field is missing and an ignored field has a similar name, the error names both."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         sentence = str(error)
         if isinstance(decoder.type, type):
             fault = fault_of(error, decoder.type)
-            missing = [fault.missing] if fault.missing and not fault.place else []
-            suggestions = [(name, suggestion(name, missing)) for name in ignored_fields]
-            sentences = [f"unknown field {name!r}{text}" for name, text in suggestions if text != ";"]
+            names = [fault.missing] if fault.missing and not fault.place else []
+            sentences = [f"unknown field {name!r}{text}" for name in ignored_fields if (text := suggestion(name, names)) != ";"]
             sentence = sentences[0] if sentences else with_path(fault, decoder.type)
         raise ServiceError(f"invalid body: {sentence}", "bad-shape", "see /openapi.json", status=422) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,8 +1,7 @@
 """Queries that the data plane has forwarded. This module checks a query, and then the data plane answers it.
 
-The data plane answers a query itself if it understands the whole request. All other queries arrive here: queries with an error,
-queries from browsers, and queries with a content type or fields that only this plane reads. If spans are recorded, all queries
-arrive here.
+The data plane answers a query itself if it understands the whole request and no spans are recorded. It forwards queries with
+errors, queries from browsers, and queries with a content type or fields that only the control plane reads.
 """
 
 from __future__ import annotations

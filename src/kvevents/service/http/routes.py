@@ -28,7 +28,7 @@ from kvevents.service.service import Service
 from kvevents.stream import TrustState
 
 Handler: TypeAlias = "Callable[[Service, HttpRequest], AnyResponse | Awaitable[AnyResponse]]"
-"""Function that handles a request. The thread pool of the route, or without a pool the event loop, runs it."""
+"""Function that handles a request. The thread pool of the route runs it; without a pool, the event loop does."""
 
 
 class Route(Struct, frozen=True):
@@ -50,7 +50,7 @@ class Route(Struct, frozen=True):
     accepts_raw: bool = False
     """Whether the body may be raw token ids instead: 32-bit unsigned little-endian numbers."""
     is_probe: bool = False
-    """Whether orchestrators send this request. It may have any host name, and is accepted even if `max_clients` is reached."""
+    """Whether orchestrators send such requests, which may have any host name, and are accepted even at `max_clients`."""
     pool: PoolName | None = None
     """The thread pool that runs a handler that may take longer than a match; None if the event loop runs the handler."""
     parameters: tuple[Mapping[str, Any], ...] = ()
@@ -134,7 +134,7 @@ def health(service: Service, request: HttpRequest) -> Response:
 
 
 def ready(service: Service, request: HttpRequest) -> Response:
-    """Return whether the service can be queried: enough sources are EXACT, or the deadline has passed; 503 if it cannot."""
+    """Return whether the service can be queried: if enough sources are EXACT, or the deadline has passed; else 503."""
     readiness = service.readiness()
     return answer(readiness, request, status=200 if readiness.ready else 503)
 

@@ -19,7 +19,6 @@ _THREADS: Final[dict[PoolName, int]] = {
     "fleet": 2,  # Lists all members of the fleet.
     "metrics": 1,  # Writes the metrics. A pool of its own, so that no other request delays a scrape.
 }
-"""Number of threads of each pool."""
 
 
 class ThreadPool:

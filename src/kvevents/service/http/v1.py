@@ -25,7 +25,7 @@ CURSOR: Final = re.compile(r"^([0-9a-f]{16}\.[0-9]{1,12})?$")
 """Pattern of the cursor of `/v1/blocks`; empty for the first page."""
 HEARTBEAT_SECONDS: Final = 15.0
 """Seconds without an event after which `/v1/events` sends a comment. The comment keeps proxies from closing the connection and
-reveals clients that have left. Its id replaces the client's last id, even if no event has passed the client's filters."""
+reveals clients that have left. The comment's id becomes the client's last id, even if the filters exclude all events."""
 
 
 # --- prompts
@@ -127,8 +127,7 @@ def blocks(service: Service, request: HttpRequest) -> Response:
 def events(service: Service, request: HttpRequest) -> StreamingResponse:
     """Stream server-sent events: changes of trust, losses, and up to four times a second the number of each source's batches.
 
-    Events have ids. If a client sends `Last-Event-ID`, the stream continues after that event. If the next event is not stored
-    any more, the stream first reports how many events the client has missed.
+    Events have ids. After `Last-Event-ID`, the stream continues with the next event, or reports the number of missed events.
     """
     if len(service.fleet.event_bus) >= (limit := service.settings.limits.max_listeners):
         sentence = f"{limit} clients are already connected to /v1/events"
