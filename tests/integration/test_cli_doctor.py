@@ -35,7 +35,7 @@ from kvevents.client.schemas import HealthAnswer, LoadView, SourceView
 from kvevents.diagnosis import service_checks as checks
 from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.replay import check_replay
-from kvevents.diagnosis.service_checks import ENOUGH_LOOKUPS
+from kvevents.diagnosis.service_checks import MIN_LOOKUPS
 from kvevents.diagnosis.traffic import check_topic
 from kvevents.events import BlockStored, KVEventBatch
 from kvevents.publisher import ZmqEventPublisher
@@ -414,7 +414,7 @@ def test_lookups_that_never_match_fail_with_advice() -> None:
         wrong = {"model": "m", "tokens": list(range(100, 164))}
         served.ask("POST", "/v1/match", wrong)
         few = examine_service(served.url)["lookups"]
-        for _ in range(ENOUGH_LOOKUPS):
+        for _ in range(MIN_LOOKUPS):
             served.ask("POST", "/v1/match", wrong)
         many = examine_service(served.url)["lookups"]
     assert (few["verdict"], many["verdict"]) == ("warn", "fail")

@@ -127,7 +127,7 @@ async def test_redirects_stay_on_the_host(engine: Engine) -> None:
         assert "another server" in await get_error(engine, path)
     assert "not a valid URL" in await get_error(engine, "/z")
     assert "more than 3 times" in await get_error(engine, "/round")
-    assert BaseUrl.parse("http://h/x").redirected("https://h/x") == BaseUrl.parse("https://h/x")
+    assert BaseUrl.parse("http://h/x").follow_redirect("https://h/x") == BaseUrl.parse("https://h/x")
 
 
 async def test_redirects_to_another_server_need_a_setting(engine: Engine) -> None:
@@ -137,7 +137,7 @@ async def test_redirects_to_another_server_need_a_setting(engine: Engine) -> Non
         answer = await await_in_time(EngineHttpClient().get(BaseUrl.parse(engine.url).join("/here"), other_hosts=True))
         assert answer.body == b"7"
         with pytest.raises(EngineQueryError, match="another server"):
-            BaseUrl.parse("https://h").redirected("http://h", other_hosts=True)
+            BaseUrl.parse("https://h").follow_redirect("http://h", other_hosts=True)
 
 
 async def test_the_number_of_connections_is_bounded(engine: Engine) -> None:

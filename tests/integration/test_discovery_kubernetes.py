@@ -273,7 +273,7 @@ async def test_a_pod_uses_its_service_account(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "token").write_text("first")
     monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(tmp_path / "token"))
     monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(tmp_path / "ca.pem"))
-    monkeypatch.setattr(object_watch, "_ACCOUNT", tmp_path)
+    monkeypatch.setattr(object_watch, "_ACCOUNT_FOLDER", tmp_path)
     async with run_stream_server(tls) as server:
         server.bearer = "first"
         host, _, port = server.url.removeprefix("https://").partition(":")

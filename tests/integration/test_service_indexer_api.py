@@ -23,7 +23,7 @@ import pytest
 from cli_cases import refuse_connections
 from kvevents.index import Namespace, block_keys, local_hashes
 from kvevents.service.http.routes import ENDPOINTS
-from kvevents.service.scope_fields import MAX_UNKNOWN
+from kvevents.service.scope_fields import MAX_UNKNOWN_FIELDS
 from service_cases import (
     BLOCK,
     DEADLINE,
@@ -615,9 +615,9 @@ def test_too_many_unknown_fields_are_400(service: Service, fresh: tuple[int, str
         ("/query_by_hash", {"model_name": fresh[1], "block_hashes": [1]}),
     ]
     for path, body in requests:
-        answer = service.post(path, {**body, **{f"x{number}": 0 for number in range(MAX_UNKNOWN + 1)}})
+        answer = service.post(path, {**body, **{f"x{number}": 0 for number in range(MAX_UNKNOWN_FIELDS + 1)}})
         assert (answer.status, answer.reason) == (400, "too-many-fields"), path
-    most = {f"x{number}": 0 for number in range(MAX_UNKNOWN)}
+    most = {f"x{number}": 0 for number in range(MAX_UNKNOWN_FIELDS)}
     assert service.post("/query", {"model_name": fresh[1], "token_ids": [1], **most}).status == 200
 
 

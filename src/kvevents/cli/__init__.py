@@ -32,6 +32,6 @@ def run_program() -> int:
     code = main(sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            # The command has ended. From now on, a signal ends the process at once, without an error of the shutdown.
+            # The command has ended. From here on, a signal ends the process at once, so that it cannot disturb the shutdown.
             signal.signal(number, lambda *_: os._exit(code))
     return code

@@ -1,4 +1,4 @@
-"""Commands, their exit codes, and the argument parser that they share."""
+"""Commands, their exit codes, and the argument parser of all commands."""
 
 from __future__ import annotations
 

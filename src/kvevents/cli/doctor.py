@@ -10,7 +10,7 @@ from typing import Any, Final
 from kvevents.cli.command import FAILED, OK, CommandLineError
 from kvevents.cli.console import Console, Span, Style
 from kvevents.cli.options import add_engine, add_engine_details, read_sources
-from kvevents.cli.output import DATA, add_output, write_record
+from kvevents.cli.output import DATA_FORMATS, add_output, write_record
 from kvevents.cli.service_options import add_service, make_client
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import positive_seconds
@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
     if args.endpoint is not None and (args.service or args.context):
         raise CommandLineError("name an engine or a service (--service, --context), not both")
     console = Console()
-    quiet = args.output in DATA
+    quiet = args.output in DATA_FORMATS
     subject: dict[str, Any]
     if args.endpoint is None:
         service = ServiceChecks(make_client(args))

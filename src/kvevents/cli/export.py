@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, Span, table
-from kvevents.cli.output import DATA, add_output, write_record
+from kvevents.cli.output import DATA_FORMATS, add_output, write_record
 from kvevents.diagnosis.text_format import plural
 from kvevents.export import ExportProgress, export, find_query, queries, run_query
 
@@ -98,7 +98,7 @@ def _run_query(args: Namespace, console: Console) -> int:
     if len(args.paths) != 1:
         raise CommandLineError(f"--query needs one directory with tables: kvevents export --query {args.query} out")
     answer = run_query(args.paths[0], query)
-    if args.output in DATA:
+    if args.output in DATA_FORMATS:
         for row in answer.rows:
             write_record(dict(zip(answer.columns, row, strict=True)), args.output, console)
     else:

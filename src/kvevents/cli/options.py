@@ -38,7 +38,7 @@ def check_directory(file: Path) -> None:
 
 
 def engine(text: str) -> Source:
-    """Return the source that `[NAME[:RANK]=]ENDPOINT[,REPLAY_ENDPOINT]` describes. The default of NAME is the address."""
+    """Return the source that `[NAME[:RANK]=]ENDPOINT[,REPLAY_ENDPOINT]` describes. By default, NAME is the address."""
     head, separator, address = text.rpartition("=")
     name, colon, rank = head.rpartition(":")
     if not colon:

@@ -15,7 +15,7 @@ import msgspec
 from kvevents.cli.console import Console
 
 FORMATS: Final = ("table", "wide", "json", "yaml")
-DATA: Final = frozenset({"json", "yaml"})
+DATA_FORMATS: Final = frozenset({"json", "yaml"})
 """Formats for programs: the command prints records only, without tables and notes."""
 _ENCODER: Final = msgspec.json.Encoder(enc_hook=repr)
 """JSON encoder. A value that JSON cannot express, for example in an unknown field of a peer, becomes its `repr`."""
@@ -36,7 +36,7 @@ def write_record(value: object, output: str, console: Console) -> bool:
         console.data(_ENCODER.encode(value))
     elif output == "yaml":
         console.data("\n".join(("---", *_yaml(msgspec.json.decode(_ENCODER.encode(value))))).encode())
-    return output in DATA
+    return output in DATA_FORMATS
 
 
 def _yaml(value: Any) -> Iterator[str]:

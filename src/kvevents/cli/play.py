@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from kvevents.cli.command import INTERRUPTED, OK
 from kvevents.cli.console import Console, Span, table
 from kvevents.cli.options import add_publisher, linger, wait_for_subscriber
-from kvevents.cli.output import DATA, add_output, write_record
+from kvevents.cli.output import DATA_FORMATS, add_output, write_record
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.values import number, positive_int
 from kvevents.diagnosis.text_format import plural
@@ -111,7 +111,7 @@ def _print_runs(streams: dict[RecordedEndpoint, list[LiveBatch]], output: str, c
         seconds = max(times) - min(times) if times else None
         rows.append([stream.run, stream.endpoint, len(batches), batches[0].seq, batches[-1].seq, seconds])
         write_record(dict(zip(titles, rows[-1], strict=True)), output, console)
-    if output not in DATA:
+    if output not in DATA_FORMATS:
         cells = [[*map(str, row[:-1]), "-" if row[-1] is None else f"{row[-1]:.1f}"] for row in rows]
         console.lines(table(titles, cells, {"run", "endpoint"}))
     return OK

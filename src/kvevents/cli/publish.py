@@ -48,7 +48,7 @@ class _Batch(msgspec.Struct, forbid_unknown_fields=True):
     data_parallel_rank: int | None = None
 
 
-_IGNORED: Final = {"kind", *BATCH_KEYS} - {"events", "ts"}
+_IGNORED_KEYS: Final = {"kind", *BATCH_KEYS} - {"events", "ts"}
 
 
 def batch_of(line: bytes) -> KVEventBatch | None:
@@ -59,7 +59,7 @@ def batch_of(line: bytes) -> KVEventBatch | None:
     if isinstance(found, dict) and "events" not in found and "kind" in found:
         return None  # This line is a gap, a reset or a change of trust, from `tail -o json`.
     if isinstance(found, dict) and "events" in found:
-        batch = msgspec.convert({key: value for key, value in found.items() if key not in _IGNORED}, _Batch)
+        batch = msgspec.convert({key: value for key, value in found.items() if key not in _IGNORED_KEYS}, _Batch)
         ts = time.time() if batch.ts is None else batch.ts
         return KVEventBatch(ts, batch.events, batch.data_parallel_rank)
     kind: Any = list[KVEvent] if isinstance(found, list) else KVEvent

@@ -17,7 +17,7 @@ from kvevents.cli.options import CURVE_FLAGS, engine, make_curve
 from kvevents.cli.settings_parser import SettingsParser, SettingsValues
 from kvevents.cli.signals import StateLogger, StopSignal, add_log_options, configure_logging, trimming_memory
 from kvevents.cli.values import positive_seconds
-from kvevents.diagnosis.address import BINDS, BOTH_CONNECT
+from kvevents.diagnosis.address import BIND_HINT, CONNECT_HINT
 from kvevents.prometheus import require_prometheus
 from kvevents.relay import Relay, RelayStatus
 from kvevents.relay.settings import RelayOptions, RelaySettings
@@ -148,9 +148,8 @@ class RelayStatusLogger:
                 self._waiting[each.source, each.rank] = math.inf
             elif now - since >= HINT_SECONDS:
                 self._waiting[each.source, each.rank] = math.inf
-                log.warning(
-                    "%s rank %d: no connection to %s yet; %s: %s", each.source, each.rank, each.endpoint, BOTH_CONNECT, BINDS
-                )
+                hint = f"{CONNECT_HINT}: {BIND_HINT}"
+                log.warning("%s rank %d: no connection to %s yet; %s", each.source, each.rank, each.endpoint, hint)
 
 
 def _list_states(status: RelayStatus) -> Iterator[tuple[str, str, int]]:

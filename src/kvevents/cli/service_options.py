@@ -78,7 +78,7 @@ def _read_token(file: Path | None) -> str | None:
             given = file.read_text("latin-1").strip()
         except OSError as error:
             raise ConfigError(f"cannot read {origin}: {error.strerror or error}") from error
-    # Reject JSON. Otherwise a prompt file that is given as token file by mistake would be sent in a header, which proxies log.
+    # JSON is rejected, because a prompt file given by mistake as token file would be sent in a header, which proxies log.
     if not 0 < len(given) <= MAX_TOKEN_BYTES or given[0] in '[{"' or not all("!" <= char <= "~" for char in given):
         raise ConfigError(f"{origin} has no valid token: expected 1 to {MAX_TOKEN_BYTES} printable ASCII characters, no JSON")
     return given

@@ -138,9 +138,9 @@ class SettingsParser(Generic[T]):
     """Declares and reads the settings of one command, which are the fields of the struct `kind`.
 
     A field's annotation can name its option. By the paths of settings, `flags` has other names of options, `defaults` has other
-    default values, and `hints` has the end of the error for a required setting that is missing. `tables` has the prefixes of
-    options by table. The command does not have the settings in `excluded_paths`. `file_table` is the table of the file that
-    contains the settings; None for the top of the file.
+    default values, and `hints` has ends of the errors about missing settings. `tables` has prefixes of options by table. The
+    command does not have the settings in `excluded_paths`. `file_table` is the table of the file that contains the settings;
+    None for the top of the file.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class SettingsValues(Generic[T]):
             raise self._error(fault_of(error, self._parser.kind)) from error
 
     def _find_table(self, path: str, *, make: bool = False) -> tuple[dict[str, Any], str]:
-        """Return the table of a setting, and its key there. Keep a value in place of a table, so that an error reports it."""
+        """Return the table and the key of a setting. Keep a value that is not a table, so that an error reports the value."""
         table = self._tables
         *tables, name = path.split(".")
         for each in tables:

@@ -15,7 +15,7 @@ import msgspec
 from kvevents.cli.command import FAILED, OK
 from kvevents.cli.console import Console, Span, is_terminal
 from kvevents.cli.options import add_wait_for_subscriber, wait_for_subscriber
-from kvevents.cli.output import DATA, add_output, write_record
+from kvevents.cli.output import DATA_FORMATS, add_output, write_record
 from kvevents.cli.signals import StopSignal
 from kvevents.cli.sim_compare import add_simulation, print_comparison, read_simulation, report_disagreements
 from kvevents.cli.values import factor, positive_int, positive_seconds
@@ -76,7 +76,7 @@ def run(args: Namespace) -> int:
         with stop.raising():  # The fleet's own router is the first subscriber, so wait for a second subscriber.
             wait_for_subscriber(args, fleet.addresses[0].endpoint, lambda: fleet.sockets.subscribers() > 1)
         began = time.monotonic()
-        show = None if args.output in DATA else show_progress(fleet, console)
+        show = None if args.output in DATA_FORMATS else show_progress(fleet, console)
 
         def poll(_: LiveFleet) -> None:
             if show is not None:

@@ -10,7 +10,7 @@ import msgspec
 from kvevents.cli.console import Console
 from kvevents.cli.delivery_output import DeliveryLoop, LineFormat, delivery_record, subscribe, trust_record
 from kvevents.cli.options import add_limits, add_source, note_missing_endpoints, read_sources
-from kvevents.cli.output import DATA, add_output, write_record
+from kvevents.cli.output import DATA_FORMATS, add_output, write_record
 from kvevents.cli.signals import StopSignal
 from kvevents.errors import ConfigError
 from kvevents.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
     lines = LineFormat(width, "tokens" if args.token_ids else "events" if args.output == "wide" else "batches")
 
     def show(delivery: Delivery) -> None:
-        if args.output in DATA:
+        if args.output in DATA_FORMATS:
             write_record(delivery_record(delivery), args.output, console)
         else:
             console.lines(lines.delivery(delivery))

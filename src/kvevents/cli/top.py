@@ -17,9 +17,9 @@ import msgspec
 
 from kvevents.cli.command import OK, CommandLineError
 from kvevents.cli.console import Console, is_terminal, terminal_size, whole_screen
-from kvevents.cli.output import DATA, add_output, write_record
+from kvevents.cli.output import DATA_FORMATS, add_output, write_record
 from kvevents.cli.service_options import add_service, make_client
-from kvevents.cli.top_view import UNLIMITED, TopView
+from kvevents.cli.top_view import UNLIMITED_WIDTH, TopView
 from kvevents.cli.values import positive_int, positive_seconds
 from kvevents.client.polling import SOURCE_ORDERS, Poller, PollResult
 
@@ -41,7 +41,7 @@ _STDIN: Final = 0
 def keyboard() -> Iterator[Callable[[float], bool]]:
     """Return a context that reads single keys from a terminal, without Enter and without echo.
 
-    The yielded function waits for a number of seconds. It returns True at once if q or Ctrl-D is pressed, else False.
+    The yielded function waits for a number of seconds. The function returns True at once if q or Ctrl-D is pressed, else False.
     """
     has_keys = sys.stdin is not None and sys.stdin.isatty()
     previous = termios.tcgetattr(_STDIN) if has_keys else None
@@ -69,10 +69,10 @@ def run(args: Namespace) -> int:
     if args.once:
         frame = poller.poll()
         if not write_record(_limit_sources(frame, args.limit), args.output, console):
-            columns = terminal_size(sys.stdout)[0] if is_terminal(sys.stdout) else UNLIMITED
+            columns = terminal_size(sys.stdout)[0] if is_terminal(sys.stdout) else UNLIMITED_WIDTH
             console.lines(view.draw(frame, columns, None))
         return OK
-    is_data = args.output in DATA
+    is_data = args.output in DATA_FORMATS
     if not is_data and not is_terminal(sys.stdout):
         raise CommandLineError("a live view needs a terminal; use --once or --output json")
     # A signal is the normal end of a live view.

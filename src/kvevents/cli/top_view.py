@@ -1,4 +1,4 @@
-"""The terminal view of `kvevents top`. The view omits columns of a narrow terminal, and final rows of a low one."""
+"""The terminal view of `kvevents top`. In a small terminal, the view omits columns and the final rows."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ WIDE_COLUMNS: Final = (
 )
 _LEFT_ALIGNED: Final = frozenset({"worker", "model", "trust", "tiers", "why", "endpoint", "replay", "url", "origin", "labels"})
 """Titles of the columns with text."""
-UNLIMITED: Final = 10_000
+UNLIMITED_WIDTH: Final = 10_000
 """Width of a view that is written to a file or a pipe: wide enough for all columns."""
 
 
@@ -192,7 +192,7 @@ def fault_lines(faults_by_provider: Mapping[str, Sequence[str]]) -> list[Line]:
 def source_table(
     sources: Sequence[PolledSource],
     now: float,
-    width: int = UNLIMITED,
+    width: int = UNLIMITED_WIDTH,
     columns: Sequence[SourceColumn] = COLUMNS,
     *,
     is_old: bool = False,

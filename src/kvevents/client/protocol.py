@@ -3,7 +3,7 @@
 This module does no input or output: `kvevents.client.sync` and `kvevents.client.aio` send the calls, and report their outcomes.
 
 A request is sent again if the service has refused it temporarily (429, 503). After a failed connection, a request is sent again
-only if it had no effect, or if a repetition changes nothing, as for a reservation with an `id`, which replaces itself.
+only if it had no effect, or if a repetition changes nothing. For example, a repeated reservation with an `id` replaces itself.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class Pause:
 
 
 class Attempts(Generic[T]):
-    """The attempts of one call. A client sends the call and reports the outcome. After a `Pause`, it sends the call again."""
+    """The attempts of one call. A client sends the call and reports the outcome. After a `Pause`, another attempt follows."""
 
     def __init__(self, endpoint: Endpoint, call: Call[T], *, deadline: float, retries: int, now: Callable[[], float]) -> None:
         self._endpoint = endpoint

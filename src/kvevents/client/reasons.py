@@ -41,7 +41,7 @@ class Reason(enum.StrEnum):
         return f"{self._text}; see {documented(self._page)}" if self._page else self._text
 
     UNRESOLVED = "unresolved", _NAME
-    """The host name of an endpoint does not resolve. The reasons from here to `NO_PEER` are faults of an endpoint."""
+    """The host name of an endpoint does not resolve. Reasons up to `NO_PEER` are faults of an endpoint."""
     REFUSED = "refused", "check that the engine runs with KV events enabled and a wildcard endpoint such as tcp://*:5557"
     UNANSWERED = "unanswered", _ROUTE
     UNREACHABLE = "unreachable", _ROUTE
@@ -50,7 +50,7 @@ class Reason(enum.StrEnum):
     KEYS = "keys", _KEYS
     NO_PEER = "no-peer", "is the engine up, and does it connect to this service's host and port?"
     REPLAY_UNRESOLVED = "replay-unresolved", _NAME
-    """The host name of a replay endpoint does not resolve. The reasons to `REPLAY_KEYS` are faults of a replay endpoint."""
+    """The host name of a replay endpoint does not resolve. Reasons up to `REPLAY_KEYS` are faults of a replay endpoint."""
     REPLAY_REFUSED = "replay-refused", f"{_REPLAY}; {_CHECK_ENGINE}"
     REPLAY_UNANSWERED = "replay-unanswered", _ROUTE
     REPLAY_UNREACHABLE = "replay-unreachable", _ROUTE
@@ -59,7 +59,7 @@ class Reason(enum.StrEnum):
     REPLAY_KEYS = "replay-keys", _KEYS
 
     NO_REPLAY = "no-replay", _REPLAY
-    """The source has no replay endpoint. The reasons from here to `SILENT` have the same names in `DegradedReason`."""
+    """The source has no replay endpoint. Reasons up to `SILENT` have the same names in `DegradedReason`."""
     REPLAY_SILENT = (
         "replay-silent",
         f"check that its replay endpoint is correct, and reachable from the service's host; {_CHECK_ENGINE}",
@@ -85,7 +85,7 @@ class Reason(enum.StrEnum):
     SILENT = "silent", f"check that the relay runs: its heartbeats have stopped; {_CHECK_ENGINE}"
 
     EVICTED = "evicted", "raise --memory-limit, or distribute the engines over several services"
-    """The index refused blocks at the memory limit. The index reports the reasons from here to `ESTIMATED_MATCHES`."""
+    """The index refused blocks at the memory limit. The index reports the reasons up to `ESTIMATED_MATCHES`."""
     BLOCK_SIZE = "block-size", "register the engine with its actual block size, or without a block size"
     ORPHANS_DROPPED = "orphans-dropped", _INDEX
     SET_ASIDE = "set-aside", _INDEX
@@ -104,7 +104,7 @@ class Reason(enum.StrEnum):
     NOT_FOLLOWED = "not-followed", "register the engine with the service (POST /register), or remove it from the candidates"
     """The service does not follow the worker."""
     CONNECTING = "connecting", _UP
-    """The stream is not yet connected. The reasons from here to `DISCONNECTED` are phases of a stream without a fault."""
+    """The stream is not yet connected. Reasons up to `DISCONNECTED` are phases of a stream without a fault."""
     REPLAYING = "replaying", f"if this stays, the replay endpoint is slow or loses messages; {_CHECK_ENGINE}"
     DISCONNECTED = "disconnected", _UP
     OTHER = "other", f"see the reason; {_CHECK_ENGINE}"

@@ -32,7 +32,7 @@ MAX_LABEL_BYTES: Final = 2_048
 Token: TypeAlias = Annotated[int, Meta(ge=0, lt=1 << 32)]
 RequestName: TypeAlias = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_BYTES)]
 ReservationId: TypeAlias = Annotated[str, Meta(pattern=RESERVATION_ID, max_length=MAX_RESERVATION_ID)]
-"""Name of a reservation, which is part of its path."""
+"""Name of a reservation. The path of a reservation contains this name."""
 ExpirySeconds: TypeAlias = Annotated[float, Meta(ge=1, le=MAX_RESERVATION_SECONDS)]
 EngineId: TypeAlias = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1})]
 LoraId: TypeAlias = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
@@ -311,7 +311,7 @@ class ScoredCandidate(Worker, frozen=True, kw_only=True):
     tiers: dict[str, int]
     trust: TrustStatus
     inexact_tiers: list[str]
-    """Tiers from which the engine announces no removals. Tokens there had the weight of DEGRADED, even at an EXACT worker."""
+    """Tiers from which the engine announces no removals. Tokens on these tiers had the weight of DEGRADED."""
     requests: float | None
     """Number of requests that counted as load of the worker; null if unknown, so that the mean of the other workers counted."""
 

@@ -59,11 +59,11 @@ MAX_PROBED_RANKS: Final = 64
 NEIGHBOUR_TIMEOUT: Final = 1.0
 """Maximum number of seconds to probe one of the ports that follow the engine's port."""
 
-BOTH_CONNECT: Final = (
+CONNECT_HINT: Final = (
     "an engine whose own endpoint has a concrete host connects instead of listening;"
     " then both sides connect and nothing is transferred"
 )
-BINDS: Final = 'give the engine a wildcard, "endpoint": "tcp://*:PORT" in its KV events configuration'
+BIND_HINT: Final = 'give the engine a wildcard, "endpoint": "tcp://*:PORT" in its KV events configuration'
 
 _HANDSHAKE_FAULTS: Final[dict[HandshakeOutcome, tuple[str, str]]] = {
     "unknown-host": (
@@ -72,7 +72,7 @@ _HANDSHAKE_FAULTS: Final[dict[HandshakeOutcome, tuple[str, str]]] = {
     ),
     "refused": (
         "nothing listens there",
-        f"check that the engine runs with KV events enabled. Note that {BOTH_CONNECT}: {BINDS}, or listen with --bind",
+        f"check that the engine runs with KV events enabled. Note that {CONNECT_HINT}: {BIND_HINT}, or listen with --bind",
     ),
     "unreachable": ("it cannot be reached: {detail}", "check the address, routes, and firewalls and network policies"),
     "timeout": ("it does not answer", "check the address, routes, and firewalls and network policies"),
@@ -116,7 +116,7 @@ _CURVE_FAULTS: Final[dict[CurveOutcome, tuple[str, str]]] = {
 def check_address(endpoint: str, curve: Curve | None = None) -> CheckResult:
     """Check whether a SUB socket can subscribe at `endpoint`."""
     if endpoint.startswith("inproc://"):
-        return fail("address", f"{endpoint} exists in the process of the engine only", BINDS)
+        return fail("address", f"{endpoint} exists in the process of the engine only", BIND_HINT)
     target = split_tcp(endpoint)
     if target is not None and (target[0] == "0.0.0.0" or target[1] == 0):  # noqa: S104 - this code binds no socket
         return fail("address", f"{endpoint} is an address to listen at", "use the engine's host and port, or --bind")

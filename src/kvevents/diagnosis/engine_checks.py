@@ -101,7 +101,7 @@ class EngineChecks:
             yield losses
 
     def _watch(self, sample: TrafficSample, stop: Stop) -> StreamStatus:
-        """Take the sample while a subscriber follows the stream. If the socket must listen, take the sample first."""
+        """Take the sample and subscribe at the same time; if the socket must listen, take the sample first."""
         if self.source.bind:
             self._repeat(stop, lambda: sample.take(POLL_SECONDS))
             # Only one socket can listen at an address. After this close, the engine connects to the subscriber.

@@ -44,7 +44,7 @@ class ReplaySample:
     has_end: bool = False
     """Whether the newest answer has an end marker."""
     is_cut: bool = False
-    """Whether a limit ended the newest answer although messages still arrived."""
+    """Whether a limit ended the newest answer although further messages arrived."""
 
     @property
     def is_answered(self) -> bool:

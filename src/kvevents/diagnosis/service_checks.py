@@ -16,7 +16,7 @@ from kvevents.diagnosis.findings import CheckResult, Severity, fail, ok, warn
 from kvevents.diagnosis.handshake import perform_handshake
 from kvevents.diagnosis.text_format import duration, first_names, percentage, plural, size
 
-ENOUGH_LOOKUPS: Final = 20
+MIN_LOOKUPS: Final = 20
 """Minimum number of lookups for a fault if all lookups found nothing; with fewer lookups, this is a warning."""
 _LOG_ADVICE: Final = "see the service's log"
 _NOT_HTTP: Final = frozenset({"timeout", "closed", "not-http"})
@@ -104,7 +104,7 @@ def check_lookups(stats: StatsAnswer) -> CheckResult:
         "clients must send the tokens that the engine computes (`kvevents tail ENDPOINT --token-ids` shows them): compare "
         "model name, block size, tokenizer, chat template, special tokens, LoRA and salt"
     )
-    return (fail if stats.lookups >= ENOUGH_LOOKUPS else warn)("lookups", text, advice)
+    return (fail if stats.lookups >= MIN_LOOKUPS else warn)("lookups", text, advice)
 
 
 def check_memory(stats: StatsAnswer) -> CheckResult:
@@ -184,7 +184,7 @@ def check_ranks(sources: Sequence[SourceView]) -> CheckResult | None:
 def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[CheckResult]:
     """Report which sources are not EXACT, why, and for how long."""
     exact = sum(source.trust.state == "EXACT" for source in sources)
-    findings = [_trust_finding(source, now) for source in sources if source.trust.state != "EXACT"]
+    findings = [_check_source_trust(source, now) for source in sources if source.trust.state != "EXACT"]
     yield from _worst_of(findings, "trust", "source")
     if exact:
         count = sum(source.trust.attested for source in sources)
@@ -192,7 +192,7 @@ def check_trust(sources: Sequence[SourceView], now: float) -> Iterator[CheckResu
         yield ok("trust", f"{exact:,} of {plural(len(sources), 'source')} EXACT{note}")
 
 
-def _trust_finding(source: SourceView, now: float) -> CheckResult:
+def _check_source_trust(source: SourceView, now: float) -> CheckResult:
     state = source.trust.state
     seconds = max(now - source.since, 0.0)
     reason = source.issues

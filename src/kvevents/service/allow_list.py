@@ -21,8 +21,8 @@ from kvevents.service.access import Address, Network
 from kvevents.service.discovery.provider import bracket_host
 from kvevents.service.errors import ServiceError
 
-_PRIVATE: Final = ("127.0.0.0/8", "[::1]", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "[fc00::/7]")
-DEFAULT_ALLOW: Final = tuple(f"tcp://{network}:*" for network in _PRIVATE)
+_PRIVATE_NETS: Final = ("127.0.0.0/8", "[::1]", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "[fc00::/7]")
+DEFAULT_ALLOW: Final = tuple(f"tcp://{network}:*" for network in _PRIVATE_NETS)
 """Patterns that apply by default: loopback, private (RFC 1918, unique local IPv6) and carrier-grade NAT addresses."""
 
 _FORBIDDEN_NETWORKS: Final = tuple(
@@ -47,7 +47,7 @@ _PORT: Final = r"[1-9][0-9]{0,4}"
 _LOCATION: Final = re.compile(rf"(?:\[(?P<six>[^\[\]%]*)\]|(?P<host>[^:\[\]]+)):(?P<ports>\*|{_PORT}(?:-{_PORT})?)")
 """Matches a host and its port, and in patterns also a network and a range of ports."""
 _LABEL: Final = re.compile(r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?")
-_NUMERIC: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
+_NUMERIC_HOST: Final = re.compile(r"(?:.*\.)?(?:[0-9]+|0x[0-9a-f]*)\.?")
 """Matches a host whose last label is a number. `inet_aton` and WHATWG's URL standard read such hosts as IPv4 addresses."""
 _FORMS: Final = "tcp://HOST:PORT, ipc:///PATH or inproc://NAME"
 _NO_PATTERN: Final = "no pattern of the allow-list covers"
@@ -165,7 +165,7 @@ def _parse_target(endpoint: str, location: str) -> _Target:
     try:
         if six is not None:
             address = _normalize_address(IPv6Address(six))
-        elif _NUMERIC.fullmatch(text.lower()):
+        elif _NUMERIC_HOST.fullmatch(text.lower()):
             address = IPv4Address(text)
     except ValueError as error:
         reason = f"invalid address {text or six!r}"
@@ -224,7 +224,7 @@ def _parse_tcp(pattern: str, location: str) -> _TcpPattern:
         raise _pattern_error(pattern, "expected tcp://HOST:PORT, where PORT is a number, a range such as 5000-6000, or *")
     ports = _parse_ports(pattern, match["ports"])
     host = (match["host"] or "").lower().removesuffix(".")
-    if match["six"] is not None or "/" in host or _NUMERIC.fullmatch(host):
+    if match["six"] is not None or "/" in host or _NUMERIC_HOST.fullmatch(host):
         return _TcpPattern(_parse_network(pattern, match["six"], host), "", ports)
     if not _is_name(host.removeprefix("*.")):
         forms = "a name, *.SUFFIX, address or network"

@@ -55,7 +55,7 @@ class CertificateFiles:
             await asyncio.to_thread(self.check)
 
     def check(self) -> None:
-        """Read changed files again if two consecutive checks find equal files, which are then written completely.
+        """Read changed files again if two checks find the same files, so that no incomplete file is read.
 
         If the new files cannot be used, the old certificate stays in use, and `fault` has the reason.
         """

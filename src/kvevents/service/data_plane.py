@@ -3,7 +3,7 @@
 The data plane answers queries and probes without the Python interpreter, from the index and a *routing table*.
 Whenever the fleet changes, `DataPlane.publish` writes the changed rows of this table. The data plane forwards all other
 requests to `kvevents.service.http.app`. Queries that the data plane does not fully understand are also forwarded, so that one
-module writes the errors; so are all queries if spans are recorded. For a valid query, the app calls `DataPlane.answer`.
+module writes the errors. If spans are recorded, all queries are forwarded. For a valid query, the app calls `DataPlane.answer`.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class DataPlane:
             self.refresh()
 
     def _take_change(self, fleet: Fleet) -> Mapping[str, Any]:
-        """Return the change of the table, as `native/server/src/fleet.rs` reads it, and record it as written."""
+        """Return the change of the table in the form that `native/server/src/fleet.rs` reads; it then counts as written."""
         former_adapters, self._published_adapters = self._published_adapters, fleet.adapters
         changes, members = fleet.revision.changed_members, list[Member]()
         while changes:

@@ -226,7 +226,7 @@ _SERVICE: Final[Table[_Scrape]] = {
     ),
     "index_rejected_stores_total": (
         "Decoded stores that the index could not use, by reason.",
-        lambda s: samples_by_label("reason", _reasons_of_stores(s.index_stats.rejected)),
+        lambda s: samples_by_label("reason", _sum_store_reasons(s.index_stats.rejected)),
     ),
     "rejected_events_total": (
         "Events that could not be decoded, by dialect and reason.",
@@ -279,8 +279,8 @@ def _sum_tiers(tiers: Mapping[str, int]) -> dict[str, int]:
     return counts | {"other": sum(tiers.values()) - sum(counts.values())}
 
 
-def _reasons_of_stores(rejections: Mapping[tuple[str, str], int]) -> Counter[str]:
-    """Return sums by reason over all kinds of groups: engines choose the names of the kinds, so they must not be labels."""
+def _sum_store_reasons(rejections: Mapping[tuple[str, str], int]) -> Counter[str]:
+    """Return sums by reason over all kinds of groups: engines choose the names of the kinds, so names must not be labels."""
     sums = Counter[str]()
     for (_, reason), count in rejections.items():
         sums[reason] += count

@@ -22,7 +22,7 @@ from kvevents.service.fleet.registration import Key, Scope
 class Scopes:
     """The streams of each scope.
 
-    Any thread may read this object. A thread that changes it holds the fleet's lock.
+    Any thread may read this object. A thread that changes this object holds the fleet's lock.
     """
 
     def __init__(self) -> None:
@@ -63,9 +63,9 @@ _WORDS: Final[Mapping[str, str]] = {"tenant": "tenant_id", "salt": "cache_salt",
 """Words that only names of scope fields contain, each with a field to suggest. An unknown name with such a word is rejected."""
 _ALIASES: Final = {alias.replace("_", ""): alias for alias in (*TENANT, *GROUP, *LORA, *SALT)}
 """All names of the scope fields except the model, by the name without underscores."""
-MAX_UNKNOWN: Final = 64
+MAX_UNKNOWN_FIELDS: Final = 64
 """Maximum number of unknown fields in one request, because comparing each field with the known names takes time."""
-MAX_COMPARED: Final = 40
+MAX_COMPARED_LENGTH: Final = 40
 """Maximum length, in characters, of names that are compared with the known names."""
 
 
@@ -108,23 +108,23 @@ def pick(request: Any, names: tuple[str, ...]) -> str | None:
 
 def check_unknown_fields(unknown_names: Collection[str], all_names: Collection[str]) -> None:
     """Raise `RefusedError` for too many unknown names, and for a name similar to a scope field that `all_names` lack."""
-    if len(unknown_names) > MAX_UNKNOWN:
-        sentence = f"the request has {len(unknown_names)} unknown fields, more than {MAX_UNKNOWN}"
+    if len(unknown_names) > MAX_UNKNOWN_FIELDS:
+        sentence = f"the request has {len(unknown_names)} unknown fields, more than {MAX_UNKNOWN_FIELDS}"
         raise RefusedError(sentence, "too-many-fields", "leave them out; see /openapi.json")
     aliases = _ALIASES | ({} if any(name in all_names for name in MODEL) else {name.replace("_", ""): name for name in MODEL})
     for name in unknown_names:
         if (field := _similar_field(name, aliases)) is not None:
-            sentence = f"unknown field {name[:MAX_COMPARED]!r}; did you mean {field!r}?"
+            sentence = f"unknown field {name[:MAX_COMPARED_LENGTH]!r}; did you mean {field!r}?"
             raise RefusedError(sentence, "unknown-field", f"write {field}, or leave it out")
 
 
 def _similar_field(name: str, aliases: Mapping[str, str]) -> str | None:
     """Return the scope field to which an unknown name is similar; None without similarity."""
-    letters = re.sub(r"[^a-z0-9]", "", name.lower()) if len(name) <= MAX_COMPARED else name.lower()
+    letters = re.sub(r"[^a-z0-9]", "", name.lower()) if len(name) <= MAX_COMPARED_LENGTH else name.lower()
     for word, field in _WORDS.items():
         if word in letters:
             return field
-    if len(name) > MAX_COMPARED:
+    if len(name) > MAX_COMPARED_LENGTH:
         return None
     anagrams = [known for known in aliases if sorted(known) == sorted(letters)]
     similar = anagrams or get_close_matches(letters, aliases, 1, cutoff=0.8)
@@ -143,7 +143,7 @@ def scope_parameters(parameters: Mapping[str, str], known_names: Iterable[str], 
         name = _CANONICAL.get(parameter, parameter)
         if name not in accepted_names:
             hint = f"this endpoint takes {', '.join(sorted(accepted_names)) or f'no parameters{beside}'}"
-            raise RefusedError(f"unknown parameter {parameter[:MAX_COMPARED]!r}", "unknown-field", hint)
+            raise RefusedError(f"unknown parameter {parameter[:MAX_COMPARED_LENGTH]!r}", "unknown-field", hint)
         if result.setdefault(name, value) != value:
             raise RefusedError(f"parameter {name} has two different values", "contradiction", f"send only {name}")
     return result

@@ -269,7 +269,7 @@ class Service:
     def readiness(self) -> ReadyAnswer:
         """Return whether the service is ready for queries.
 
-        A service that was ready stays ready until it ends or fails, since trust reports later problems.
+        A service that was ready stays ready until it ends or fails, because trust reports later problems.
         """
         members = list(self.fleet.members.values())
         exact = sum(member.trust_status.state == "EXACT" for member in members)

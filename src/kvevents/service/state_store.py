@@ -86,7 +86,7 @@ class StateStore:
             try:
                 former = {(checkpoint.source, checkpoint.rank): checkpoint for checkpoint in read_checkpoints()}
                 _write_index(index, self.folder / _INDEX.format(generation))
-                # The streams have advanced while the snapshot was written. After a restart, the checkpoints deliver batches
+                # The streams have advanced during the write of the snapshot. After a restart, the checkpoints deliver batches
                 # again that the snapshot already contains. The index recognises these batches by their sequence numbers.
                 points = {(point.source, point.rank): point for point in read_checkpoints()}
                 checkpoints = [former[key].merge_later(point) for key, point in points.items() if key in former]

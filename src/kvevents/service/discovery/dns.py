@@ -1,8 +1,8 @@
 """Discovery of the engines behind a DNS name: every address, or every SRV target, is one instance.
 
-A name is looked up in the hosts file first and then in DNS, which is the usual order of `nsswitch.conf` in containers.
-dnspython sends the queries, since `getaddrinfo` knows neither SRV records nor TTLs. Besides, while a nameserver is silent,
-`getaddrinfo` blocks its thread, and cannot be cancelled. Names that only other NSS modules know (mDNS, LDAP) are not found.
+A name is looked up in the hosts file first and then in DNS. Containers usually configure this order in `nsswitch.conf`.
+dnspython sends the queries, because `getaddrinfo` knows neither SRV records nor TTLs. If a nameserver is silent, `getaddrinfo`
+blocks its thread and cannot be cancelled. Names that only other NSS modules know (mDNS, LDAP) are not found.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class DnsResolver:
         from dns.resolver import NXDOMAIN  # noqa: PLC0415
 
         try:
-            # Create a resolver for each lookup, because it reads resolv.conf only once.
+            # Create a resolver for each lookup, because a resolver reads resolv.conf only when it is created.
             resolver = AsyncResolver(configure=not self.nameservers)
             if self.nameservers:
                 resolver.nameservers, resolver.port = list(self.nameservers), self.port
@@ -164,7 +164,7 @@ class DnsProvider:
     template: Template = DEFAULT_TEMPLATE
     resolver: DnsResolver = field(default_factory=DnsResolver)
     max_stale: float = 300.0
-    """Seconds for which engines are kept after their name stops resolving: a dead nameserver must not empty the index."""
+    """Seconds for which engines stay after their name stops resolving, so that a dead nameserver does not empty the index."""
     http: EngineHttpClient = DEFAULT_HTTP_CLIENT
     clock: Clock = field(default=SYSTEM_CLOCK, compare=False, repr=False)
 
@@ -199,13 +199,13 @@ class DnsProvider:
                 backoff.reset()
                 pause = apply_jitter(min(max(resolved.ttl, MIN_SECONDS), MAX_SECONDS), self.clock.random)
                 resolved_at = self.clock.now()
-                finding = last = self._finding(resolved)
+                finding = last = self._make_finding(resolved)
             if finding != yielded:
                 yield finding
             yielded = finding
             await self.clock.sleep(pause)
 
-    def _finding(self, resolved: Resolution) -> Finding:
+    def _make_finding(self, resolved: Resolution) -> Finding:
         scheme, name, port = DnsTarget.parse(self.target)
         addresses = [f"{bracket_host(host)}:{own or port}" for host, own in resolved.hosts]
         if scheme == "tcp":

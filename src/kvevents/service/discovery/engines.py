@@ -227,12 +227,12 @@ RETRY_SECONDS: Final = 2.0
 RESOLVE_SECONDS: Final = 2.0
 """Maximum number of seconds for resolving a host name."""
 MAX_REDIRECTS: Final = 3
-_UNREADABLE: Final = "{url} does not answer in HTTP, or not to the end ({error})"
+_UNREADABLE_ANSWER: Final = "{url} does not answer in HTTP, or not to the end ({error})"
 _HTTP_ERRORS: Final = {
     "timeout": "{url} does not answer in time",
-    **dict.fromkeys(("not-http", "closed", "too-large"), _UNREADABLE),
+    **dict.fromkeys(("not-http", "closed", "too-large"), _UNREADABLE_ANSWER),
 }
-_UNAUTHORIZED: Final = frozenset({401, 403})
+_UNAUTHORIZED_STATUSES: Final = frozenset({401, 403})
 _HEADERS: Final = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "kvevents"}
 
 
@@ -260,17 +260,17 @@ class EngineHttpClient(Struct, frozen=True):
             answer = await self._get(url)
             if answer.status not in {301, 302, 303, 307, 308} or not answer.location:
                 return answer
-            url = url.redirected(answer.location, other_hosts=other_hosts)
+            url = url.follow_redirect(answer.location, other_hosts=other_hosts)
         raise EngineQueryError(f"{url} redirects more than {MAX_REDIRECTS} times")
 
     async def _get(self, url: BaseUrl) -> "Answer":
-        # Import aiohttp late: it is a third of what a service imports, and services need it only if they query engines.
+        # Import aiohttp late: aiohttp is a third of a service's imports, and is only needed to query engines.
         from kvevents.routing.http_client import HttpConnections, HttpError, RequestLimits  # noqa: PLC0415
 
         bounds = RequestLimits(self.read_seconds, self.max_bytes, self.connect_seconds)
         host = bracket_host(self.server_name or url.host)
         headers = {**_HEADERS, "Host": f"{host}:{url.port}"}
-        slots = _SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_connections))
+        slots = _CONNECTION_SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_connections))
         try:
             async with slots, HttpConnections(bounds, tls=self.tls or _default_tls()) as connections:
                 return await connections.get(str(url), headers, server_name=self.server_name)
@@ -281,7 +281,7 @@ class EngineHttpClient(Struct, frozen=True):
 
 DEFAULT_HTTP_CLIENT: Final = EngineHttpClient()
 _default_tls: Final = functools.cache(ssl.create_default_context)
-_SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] = WeakKeyDictionary()
+_CONNECTION_SLOTS: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]] = WeakKeyDictionary()
 
 
 async def is_same_host(host: str, server: str) -> bool:
@@ -322,7 +322,7 @@ class Declaration(Struct, frozen=True):
     """Port of the first rank's events if neither the engine nor the pod names a port."""
     assumed_replay_port: int | None = None
     is_relay: bool = False
-    """Whether the ports belong to relays in the engine's pod, which are followed in place of the engine."""
+    """Whether the ports belong to relays in the engine's pod, which are followed instead of the engine."""
 
     def endpoints(self, host: str, template: Template) -> list[RankEndpoint]:
         """Return the endpoints of all ranks at `host`, for an engine that does not name its endpoints."""
@@ -397,19 +397,19 @@ class EngineProvider(Struct, frozen=True):
         for path, parse in INFO_PATHS:
             answer = await self._get(url.join(path))
             if answer is not None:
-                return await self._finding(url, parse(answer, url.host))
+                return await self._make_finding(url, parse(answer, url.host))
         if self.declaration is not None:
             ranks = self.declaration.endpoints(bracket_host(url.host), self.template)
-            return await self._finding(url, EngineInfo(ranks, has_metrics=True))  # For example, vLLM before 0.31.
+            return await self._make_finding(url, EngineInfo(ranks, has_metrics=True))  # For example, vLLM before 0.31.
         paths = "neither /kv_event_sources (vLLM from 0.31 on) nor /server_info (SGLang)"
         raise EngineQueryError(f"cannot ask {url} for its endpoints: it has {paths}; name the engine by its endpoint")
 
     async def _get(self, url: BaseUrl) -> Any:
         """Return the JSON at a URL; None if the path does not exist."""
         answer = await self.http.get(url, other_hosts=self.template.other_hosts)
-        if answer.status in {404, 405} or (answer.status in _UNAUTHORIZED and self.declaration is not None):
+        if answer.status in {404, 405} or (answer.status in _UNAUTHORIZED_STATUSES and self.declaration is not None):
             return None
-        if answer.status in _UNAUTHORIZED:
+        if answer.status in _UNAUTHORIZED_STATUSES:
             hint = "name the engine's endpoints in a [[sources]] table"
             raise EngineQueryError(f"{url} requires a key (status {answer.status}): {hint}")
         if answer.status != 200:
@@ -419,13 +419,13 @@ class EngineProvider(Struct, frozen=True):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise EngineQueryError(f"{url} does not answer in JSON: {error}") from error
 
-    async def _finding(self, url: BaseUrl, info: EngineInfo) -> Finding:
+    async def _make_finding(self, url: BaseUrl, info: EngineInfo) -> Finding:
         if info.off_reason is not None:
             return Finding(faults=(f"{self.label} {info.off_reason}",))
         declared = self.declaration or Declaration()
         if declared.is_relay:
             self._follow_relays(declared.endpoints(bracket_host(url.host), self.template), info)
-        models = await self._models(url, is_needed=not (self.template.model or info.model or declared.model))
+        models = await self._query_models(url, is_needed=not (self.template.model or info.model or declared.model))
         base = next((model.id for model in models if model.parent is None and model.id), None)
         model = self.template.model or info.model or base or declared.model
         if model is None:
@@ -478,7 +478,7 @@ class EngineProvider(Struct, frozen=True):
                     info.missing_ranks[rank.rank] = f"cannot be followed: {endpoint} is not at the host {url.host}; {hint}"
                     break
 
-    async def _models(self, url: BaseUrl, *, is_needed: bool) -> list[_Model]:
+    async def _query_models(self, url: BaseUrl, *, is_needed: bool) -> list[_Model]:
         """Return the models of `/v1/models`. If that fails, raise `EngineQueryError` if `is_needed`, else return no model."""
         try:
             answer = await self._get(url.join("/v1/models"))

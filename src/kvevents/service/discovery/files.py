@@ -38,7 +38,7 @@ def build_finding(tables: Iterable[SourceTable]) -> Finding:
 
 
 class StaticProvider(Struct, frozen=True):
-    """Finds the engines of tables that do not change while the service runs."""
+    """Finds the engines of tables that do not change after the start of the service."""
 
     tables: tuple[SourceTable, ...]
     name: str = "config"
@@ -64,7 +64,7 @@ class FileProvider(Struct, frozen=True):
         return f"file {self.path}"
 
     async def watch(self) -> AsyncGenerator[Finding, None]:
-        """Yield the engines in the file: once at the start, and then after each change."""
+        """Yield the engines in the file at the start, and then after each change."""
         finding = Finding()
         read_stamp: _Stamp | str = "never"
         while True:

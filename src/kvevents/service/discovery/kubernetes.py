@@ -8,7 +8,7 @@
 | failed (evicted, out of memory) | gone, with a fault until the pod is deleted |
 | deleted | gone |
 
-Independent of the number of engines, each namespace has one watch of pods, and one watch of pools if pools are configured.
+Each namespace has one watch of pods, and if pools are configured one watch of pools, for any number of engines.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class _Namespace:
         if not pod.status.pod_ip or pod.status.phase == "Succeeded":
             return _Reading(pod, pool)
         ports = () if pool is None else pool.ports
-        # Add the namespace if there are several: their pods can have the same names.
+        # With several namespaces, add the namespace to the name, because their pods can have equal names.
         instance = f"{metadata.name}.{self.name}" if len(self._settings.namespaces) > 1 else metadata.name
         try:
             engine = read_engine(pod, instance, self.name, ports, self._settings)

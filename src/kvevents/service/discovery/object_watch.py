@@ -42,8 +42,8 @@ STEADY_SECONDS: Final = 5.0
 """Seconds after which the end of a watch counts as normal, so that the next watch begins without a pause."""
 MAX_PAUSE_SECONDS: Final = 5.0
 """Maximum pause in seconds between two attempts to reach the server."""
-_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_IN_CLUSTER: Final = "KUBERNETES_SERVICE_HOST"
+_ACCOUNT_FOLDER: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_CLUSTER_VARIABLE: Final = "KUBERNETES_SERVICE_HOST"
 
 
 class Metadata(Struct, frozen=True, rename="camel"):
@@ -92,7 +92,7 @@ class ApiServerError(ExternalError):
 
 
 class _ExpiredError(ApiServerError):
-    """Raised if the server no longer has the changes since a version, or the further pages of a list."""
+    """Raised if the server no longer has the changes after a version, or the further pages of a list."""
 
 
 T = TypeVar("T", bound=KubernetesObject)
@@ -124,7 +124,7 @@ async def connect(kubeconfig: str | None) -> AsyncGenerator[Any, None]:
     from kubernetes_asyncio import client, config  # noqa: PLC0415
 
     configuration = client.Configuration()
-    if kubeconfig is None and _IN_CLUSTER in os.environ:
+    if kubeconfig is None and _CLUSTER_VARIABLE in os.environ:
         config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
     else:
         await config.load_kube_config(kubeconfig, client_configuration=configuration, persist_config=False)
@@ -135,12 +135,12 @@ async def connect(kubeconfig: str | None) -> AsyncGenerator[Any, None]:
 
 
 def own_namespace(kubeconfig: str | None) -> str:
-    """Return the namespace of this pod, or that of the kubeconfig's context; `default` if neither names one."""
+    """Return the namespace of this pod, or of the kubeconfig's context, or else the namespace `default`."""
     from kubernetes_asyncio import config  # noqa: PLC0415
 
     try:
-        if kubeconfig is None and _IN_CLUSTER in os.environ:
-            return (_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+        if kubeconfig is None and _CLUSTER_VARIABLE in os.environ:
+            return (_ACCOUNT_FOLDER / "namespace").read_text(encoding="utf-8").strip()
         context: Any = config.list_kube_config_contexts(kubeconfig)[1]
         return str(context["context"].get("namespace", "default"))
     except (OSError, ValueError, KeyError, config.ConfigException):
@@ -161,11 +161,11 @@ class ObjectWatch(Generic[T]):
         kubeconfig: str | None = None,
     ) -> None:
         self.objects: dict[str, T] = {}
-        """The objects by name, in their last known versions."""
+        """The newest known version of each object, by the name of the object."""
         self.fault: str | None = None
         """Why changes are not followed now, as a sentence; None if they are followed."""
         self.is_listed = False
-        """Whether the objects were listed at least once."""
+        """Whether a complete list of the objects has arrived."""
         self.namespace: Final = namespace
         self._kind = kind
         self._decoder = msgspec.json.Decoder(kind.struct)

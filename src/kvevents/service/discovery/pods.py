@@ -33,7 +33,7 @@ _HTTP_PORTS: Final = ("http", "api", "container-port", "modelserver", "vllm", "s
 """Names of the container port of an HTTP server. If a pod has no such port, its first port without a known name is used."""
 _EVENTS_PORTS: Final = ("kv-events", "kv-event", "zmq-kv")
 _REPLAY_PORTS: Final = ("kv-replay", "kv-events-replay")
-_RELAY: Final = "kvevents-relay"
+_RELAY_PREFIX: Final = "kvevents-relay"
 """Prefix of the names of relays' containers. Their ports have the names in `_EVENTS_PORTS` and `_REPLAY_PORTS`."""
 
 
@@ -160,12 +160,12 @@ class Pod(KubernetesObject, frozen=True):
     def relays(self) -> list[_Container]:
         """The containers with kvevents relays beside the engine, one for each rank."""
         containers = [*self.spec.init_containers, *self.spec.containers]
-        return [container for container in containers if container.name.startswith(_RELAY)]
+        return [container for container in containers if container.name.startswith(_RELAY_PREFIX)]
 
 
 class _PoolSpec(Struct, frozen=True, rename="camel"):
     selector: dict[str, dict[str, str]] = {}
-    """The labels that select pods, under the key `matchLabels`."""
+    """The labels that select pods, as a map under the key `matchLabels`."""
     target_ports: list[dict[str, int]] = []
     """One map for each port, with the port under the key `number`."""
 

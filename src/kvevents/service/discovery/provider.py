@@ -60,7 +60,7 @@ WILDCARDS: Final = frozenset({"*", "0.0.0.0", "[::]", "::"})  # noqa: S104 - nam
 """Hosts that mean "all interfaces of this machine", to which a client cannot connect."""
 _WILDCARD_HOST: Final = re.compile(r"((?:tcp|https?|grpc)://)(?:\*|0\.0\.0\.0|\[::\]|::)(?=[:/]|$)")
 MAX_RANKS: Final = 1_024
-"""Maximum number of data-parallel ranks of one engine. The largest known deployments have a few hundred."""
+"""Maximum number of data-parallel ranks of one engine. The largest known deployments have a few hundred ranks."""
 NO_LOAD: Final = "none"
 """Value of the setting `load` for engines whose load must not be read."""
 _TRANSPORTS: Final = ("tcp", "ipc")
@@ -96,7 +96,7 @@ def replace_wildcard_host(address: str, host: str) -> str:
     return address if wildcard is None else f"{wildcard[1]}{bracket_host(host)}{address[wildcard.end() :]}"
 
 
-def _on_host_of(address: str, endpoint: str) -> str:
+def _complete_host(address: str, endpoint: str) -> str:
     """Return an address with the host of a TCP endpoint in place of a wildcard host."""
     target = split_tcp(endpoint)
     return address if target is None else replace_wildcard_host(address, target[0])
@@ -178,7 +178,7 @@ class BaseUrl(Struct, frozen=True):
         """Return the URL of `path` below this URL."""
         return replace(self, path=self.path + path)
 
-    def redirected(self, location: str, *, other_hosts: bool = False) -> Self:
+    def follow_redirect(self, location: str, *, other_hosts: bool = False) -> Self:
         """Return the target of a redirect.
 
         Raises `EngineQueryError` for a redirect from HTTPS to HTTP. Unless `other_hosts`, it also raises for another host or
@@ -200,7 +200,7 @@ class BaseUrl(Struct, frozen=True):
 
 
 class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of an engine without its address. All engines behind one DNS name share one template."""
+    """Settings of an engine without its address. The same template applies to all engines behind one DNS name."""
 
     ranks: Annotated[int, Range(1, MAX_RANKS)] = 1
     """Number of data-parallel ranks, which have consecutive ports. A queried engine must have at least this number of ranks."""
@@ -251,7 +251,7 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "topic": self.topic or rank.topic,
             "block_size": self.block_size or rank.block_size,
             "load": load,
-            "url": rank.url if self.url is None else _on_host_of(self.url, rank.endpoint),
+            "url": rank.url if self.url is None else _complete_host(self.url, rank.endpoint),
         }
         return Registration(
             instance=instance,
@@ -265,14 +265,14 @@ class Template(EngineFields, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def replay_endpoint_of(self, index: int, endpoint: str) -> str | None:
         """Return the replay endpoint of rank `self.rank + index`, which publishes at `endpoint`."""
         replay = offset_endpoint_port(self.replay_endpoint, index)
-        return None if replay is None else _on_host_of(replay, endpoint)
+        return None if replay is None else _complete_host(replay, endpoint)
 
     def _load_of(self, index: int, endpoint: str) -> str | None:
         """Return the address from which the load of rank `self.rank + index` is read, which publishes at `endpoint`."""
         if self.load is None or self.load == NO_LOAD:
             return self.load
         load = self.load if is_load_url(self.load) else offset_endpoint_port(self.load, index) or self.load
-        return _on_host_of(load, endpoint)
+        return _complete_host(load, endpoint)
 
 
 DEFAULT_TEMPLATE: Final = Template()

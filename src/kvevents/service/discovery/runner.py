@@ -78,13 +78,13 @@ def merge_findings(findings: Iterable[tuple[str, Finding | None]], max_sources: 
                 merged.registrations[registration.key] = registration
                 merged.origins[registration.key] = name
         if ignored:
-            faults.append(_too_many(ignored, "ranks", max_sources))
+            faults.append(_limit_fault(ignored, "ranks", max_sources))
         if faults:
             merged.faults[name] = merged.faults.get(name, ()) + tuple(faults)
     return merged
 
 
-def _too_many(count: int, noun: str, limit: int) -> str:
+def _limit_fault(count: int, noun: str, limit: int) -> str:
     return f"{count} {noun} are ignored: max_sources allows {limit}"
 
 
@@ -170,7 +170,7 @@ class ProviderRunner:
         async with aclosing(branch.provider.watch()) as findings:
             async for finding in findings:
                 refused = self._adjust_children(group, branch, finding.providers)
-                faults = (_too_many(refused, "providers", self._max_sources),) if refused else ()
+                faults = (_limit_fault(refused, "providers", self._max_sources),) if refused else ()
                 branch.finding = replace(finding, faults=finding.faults + faults)
                 self._changed.set()
 

@@ -43,17 +43,17 @@ REFRESH_SECONDS: Final = 0.25
 """Pause in seconds between two refreshes, which read blocks, orphans and rejected stores of members that received events."""
 REFRESHES_PER_ROUND: Final = 8
 """Number of refreshes that together read each member at least one time. One refresh of all members would delay queries."""
-MAX_REFRESHED: Final = 64
+MAX_IDLE_REFRESHES: Final = 64
 """Maximum number of members without new events in one refresh. For more than 512 members, a round has more refreshes."""
 MAX_PEERS: Final = 64
 """Maximum number of streams of the same scope from which the initial load of a new stream is averaged."""
 LISTING_HINT: Final = "`kvevents sources` or /v1/sources lists the engines"
 DRAINING: Final = "it is drained: a client of /v1/drain has excluded it from selections"
-"""The reason why selections exclude a drained stream, which is still followed."""
+"""The reason why selections exclude a drained stream, although the service follows it."""
 
 
 Resume: TypeAlias = Callable[[Key], Checkpoint | None]
-"""Function that returns the checkpoint from which a stream resumes; None if there is no checkpoint."""
+"""Function that returns the checkpoint from which a stream resumes; None without a checkpoint."""
 
 
 class Fleet(Listener):
@@ -66,7 +66,7 @@ class Fleet(Listener):
     is_discovery_complete: bool = False
     """Whether every provider has yielded a finding, and no finding has a fault."""
     failure: str | None = None
-    """The error that ended the follower; None while the follower runs."""
+    """The error that ended the follower; None if the follower has not failed."""
     _registration_of: Callable[[str], Registration]
     """Function that returns the registration for an engine's topic; missing if engines cannot connect to the service."""
 
@@ -111,7 +111,7 @@ class Fleet(Listener):
         self._changed_members: set[Key] = set()
         """Members that received events since the previous refresh."""
         self._reported_members: set[Key] = set()
-        """Members whose `report` has changed since `_update_outdated_trust` last ran."""
+        """Members whose `report` has changed after the newest run of `_update_outdated_trust`."""
         self._pending_refresh: list[Key] = []
         """Members that the current round of refreshes has not read yet."""
         self._refresh_due = self._trust_due = 0.0
@@ -124,7 +124,7 @@ class Fleet(Listener):
     def replace_index(self, follower: Follower, index: PrefixIndex) -> Follower:
         """Answer from `index`, to which `follower` writes. Return the previous follower, which the caller must stop.
 
-        The registrations stay. The streams of both indexes must have the same names.
+        The registrations do not change. The streams of both indexes must have the same names.
         """
         former = self.follower
         for member in list(self.members.values()):
@@ -179,20 +179,20 @@ class Fleet(Listener):
         self._registration_of = registration_of
         return self.follower.submit(lambda: self.follower.subscriber.add(finder))
 
-    def _on_found(self, found: Source) -> Source | None:
+    def _on_found(self, source: Source) -> Source | None:
         """Register an engine that was found by its topic, in the follower's thread. Return None if that fails."""
         try:
-            member = self._add(self._registration_of(found.topic), TOPIC)
+            member = self._add(self._registration_of(source.topic), TOPIC)
         except (ConfigError, ServiceError) as error:
-            sentence = f"the engine with the topic {found.topic!r} is not followed: {error}"
-            if self.topic_faults.get(found.topic) != sentence:
+            sentence = f"the engine with the topic {source.topic!r} is not followed: {error}"
+            if self.topic_faults.get(source.topic) != sentence:
                 log.warning("%s", sentence)
-            self.topic_faults[found.topic] = sentence
+            self.topic_faults[source.topic] = sentence
             return None
-        self.topic_faults.pop(found.topic, None)
+        self.topic_faults.pop(source.topic, None)
         return self._prepare(member, None)
 
-    def _end_topics(self) -> None:
+    def _unregister_idle_topics(self) -> None:
         """Unregister engines whose topic has long had no connection. Retry engines in `topic_faults`."""
         for member in [member for member in list(self.members.values()) if member.origin == TOPIC and member.is_hidden]:
             if self.follower.subscriber.trust(*member.registration.key) == Trust.STALE:
@@ -489,9 +489,9 @@ class Fleet(Listener):
 
     def _refresh_some(self, now: float) -> None:
         if not self._pending_refresh:
-            self._end_topics()
+            self._unregister_idle_topics()
             self._pending_refresh = list(self.members)
-        count = min(math.ceil(len(self.members) / REFRESHES_PER_ROUND), MAX_REFRESHED)
+        count = min(math.ceil(len(self.members) / REFRESHES_PER_ROUND), MAX_IDLE_REFRESHES)
         due, self._changed_members = self._changed_members, set()
         due.update(self._pending_refresh[:count])
         due.update([key for key, member in list(self.members.items()) if member.status is None])

@@ -112,7 +112,7 @@ class Follower(threading.Thread):
 
     @property
     def rate(self) -> float:
-        """Batches per second, averaged over the last `RATE_SECONDS`."""
+        """Batches per second, averaged over the newest `RATE_SECONDS`."""
         now = int(time.monotonic())
         recent = [count for second, count in list(self._per_second) if now - RATE_SECONDS <= second < now]
         return sum(recent) / max(1, min(RATE_SECONDS, now - self._began))
@@ -156,7 +156,7 @@ class Follower(threading.Thread):
         self.sink.listener.on_applied(list(newest.values()), losses)
 
     def _run_tasks(self) -> None:
-        """Run the submitted tasks, call the listener once, and then set the results of the futures."""
+        """Run the submitted tasks, call the listener one time for all, and then set the results of the futures."""
         results: list[Callable[[], None]] = []
         failure: BaseException | None = None
         while self._tasks and failure is None:

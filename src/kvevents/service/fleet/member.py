@@ -40,7 +40,7 @@ _REGISTRATION_FIELDS: Final = ("instance", "rank", "model", "tenant", "group", "
 """Fields of `Registration` that have the same names in `SourceView`."""
 _COUNTER_FIELDS: Final = ("replayed", "lost", "compacted", "resets", "reconnects")
 """Fields of `StreamCounters` that have the same names in `SourceView`."""
-_CONNECTING: Final = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
+_CONNECTING_STATUS: Final = TrustStatus("CONNECTING", reason_codes=(Reason.CONNECTING,))
 
 
 class SourceFault(NamedTuple):
@@ -84,7 +84,7 @@ class Member(Struct, eq=False):
     lease: Lease | None = None
     """The lease of the registration; None if the registration does not expire."""
     trust: Trust = Trust.CONNECTING
-    trust_status: TrustStatus = _CONNECTING
+    trust_status: TrustStatus = _CONNECTING_STATUS
     """The trust with its reasons, as answers contain it."""
     trust_inputs: tuple[object, ...] = ()
     """The values from which the trust was derived."""
@@ -265,7 +265,7 @@ class Member(Struct, eq=False):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks at the last refresh."""
+        """Number of blocks at the newest refresh."""
         return self.info.blocks if self.info is not None else 0
 
     def view(self) -> SourceView:

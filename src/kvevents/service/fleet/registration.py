@@ -92,7 +92,7 @@ class EngineFields(GroupFields, frozen=True, kw_only=True, forbid_unknown_fields
     `http://*:8000`, means the engine's own host. A queried engine reports the address itself. With `none` no load is read."""
     drafts: tuple[int, ...] | None = None
     """KV cache groups of a draft model (EAGLE, MTP); an empty list means all groups. In these groups the engine recomputes
-    the last block of a match. None, the default, means no draft model: events do not show whether there is a draft model."""
+    the final block of a match. None, the default, means no draft model, because events do not show a draft model."""
     url: str | None = None
     """URL at which the engine takes requests, such as `http://10.0.0.7:8000`; answers return this URL. A wildcard host, as in
     `http://*:8000`, means the engine's own host. Default for a queried engine: its base URL."""

@@ -118,7 +118,7 @@ class App:
             await response.pieces.aclose()  # type: ignore[attr-defined]  # it is a generator
 
     async def _respond_with_span(self, native: _native.Request) -> AnyResponse:
-        if self._tracer is None or native.endpoint[0] in _UNTRACED:
+        if self._tracer is None or native.endpoint[0] in _UNTRACED_PATHS:
             return await self._respond(native)
         with start_span(self._tracer, native) as span:
             response = await self._respond(native, span)
@@ -236,7 +236,7 @@ MAX_PATH: Final = 256
 _OTHER_METHOD: Final = "_OTHER"
 """Name that OpenTelemetry's conventions give to all unknown methods."""
 _KNOWN_METHODS: Final = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "CONNECT", "OPTIONS", "TRACE", "PATCH"})
-_UNTRACED: Final = frozenset(path for path, routes in ROUTES.items() if any(route.tag == "probes" for route in routes.values()))
+_UNTRACED_PATHS: Final = {path for path, routes in ROUTES.items() if any(route.tag == "probes" for route in routes.values())}
 """Paths without spans: probes, scrapes and the page, which are requested every few seconds."""
 
 

@@ -56,7 +56,7 @@ class _HeldTokens(NamedTuple):
     all: int = 0
 
 
-_NOTHING: Final = _HeldTokens()
+_NO_TOKENS: Final = _HeldTokens()
 
 
 class _Prompt(NamedTuple):
@@ -266,13 +266,13 @@ class _Chooser:
         reservations.ask(self._fleet.service, "DELETE", draft)
 
         def cost(candidate: schemas.ScoredCandidate) -> tuple[float, bool]:
-            cached_tokens = 0 if self._ignores_cache else matches.get((candidate.instance, candidate.rank), _NOTHING).all
+            cached_tokens = 0 if self._ignores_cache else matches.get((candidate.instance, candidate.rank), _NO_TOKENS).all
             is_other = (candidate.instance, candidate.rank) != (first.instance, first.rank)
             return candidate.score - min(cached_tokens, length) / length * TRUST_WEIGHTS[candidate.trust.state], is_other
 
         best = min(first.considered or (), key=cost)
         worker = best.instance, best.rank
-        tokens = _dummy_tokens(max(1, length - matches.get(worker, _NOTHING).all))
+        tokens = _dummy_tokens(max(1, length - matches.get(worker, _NO_TOKENS).all))
         self._select(tokens, [worker], name, ignores_cache=True)
         of_instance = {candidate: tier for candidate, tier in matches.items() if candidate[0] == best.instance}
         return self._pending(*worker, tokens, ignores_cache=True), of_instance
@@ -324,9 +324,9 @@ def _describe_selection(
     fleet: _Fleet, prompt: _Prompt, selection: PendingSelection, matches: Mapping[Worker, _HeldTokens], **fields: Any
 ) -> messages.SelectedWorker:
     worker, size = selection.worker, fleet.block_size_of(selection.worker)
-    longest_match = _HeldTokens(*map(max, zip(*matches.values(), strict=True))) if matches else _NOTHING
+    longest_match = _HeldTokens(*map(max, zip(*matches.values(), strict=True))) if matches else _NO_TOKENS
     ignores_cache = selection.ignores_cache and prompt.tokens is not None
-    cached_tokens = 0 if ignores_cache else matches.get(worker, _NOTHING).all
+    cached_tokens = 0 if ignores_cache else matches.get(worker, _NO_TOKENS).all
     return messages.SelectedWorker(
         block_size=size,
         overlap=messages.Overlap(
@@ -394,7 +394,7 @@ def _select_named_worker(service: Service, fleet: _Fleet, body: messages.BookReq
     instance, rank = workers[0]
     uncached_tokens = body.effective_prefill_tokens
     if uncached_tokens is None and prompt.tokens is None:
-        uncached_tokens = prompt.length - fleet.match(prompt).get(workers[0], _NOTHING).all
+        uncached_tokens = prompt.length - fleet.match(prompt).get(workers[0], _NO_TOKENS).all
     if uncached_tokens is not None:
         check_tokens(service, uncached_tokens)
     counted_tokens = prompt.tokens if uncached_tokens is None else _dummy_tokens(max(1, min(uncached_tokens, prompt.length)))
@@ -469,7 +469,7 @@ def potential_loads(service: Service, request: HttpRequest) -> Response:
     potential = _collect_loads(service, fleet.scope, fleet.members)
     for worker, load in zip(fleet.members, potential, strict=True):
         if _is_waiting(body):
-            load.potential_prefill_tokens += max(0, prompt.length - matches.get(worker, _NOTHING).all)
+            load.potential_prefill_tokens += max(0, prompt.length - matches.get(worker, _NO_TOKENS).all)
         load.potential_decode_blocks += _count_blocks(prompt.length, fleet.block_size_of(worker))
     return answer(potential, request)
 
@@ -478,7 +478,7 @@ def overlap_scores(service: Service, request: HttpRequest) -> Response:
     """Return, by tier, how many blocks of a prompt each rank holds."""
     _, fleet, prompt = _read(service, request)
     matches = fleet.match(prompt)
-    workers = [_overlap_of(fleet, worker, matches.get(worker, _NOTHING)) for worker in {**fleet.members, **matches}]
+    workers = [_overlap_of(fleet, worker, matches.get(worker, _NO_TOKENS)) for worker in {**fleet.members, **matches}]
     scores = messages.OverlapScores(
         block_size=fleet.block_size,
         num_blocks=prompt.length // fleet.block_size if prompt.hashes is None else len(prompt.hashes),

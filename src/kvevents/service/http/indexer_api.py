@@ -26,8 +26,8 @@ from kvevents.service.scope_fields import LORA, MODEL, SALT, model_of, owner_of,
 from kvevents.service.service import Service
 
 HASH: Final = re.compile(r"0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,19})", re.ASCII)
-_PATTERN: Final = "^(0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,17}))$"
-Hash = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1, "pattern": _PATTERN})]
+_HASH_PATTERN: Final = "^(0x[0-9a-fA-F]{1,16}|-?(0|[1-9][0-9]{0,17}))$"
+Hash = Annotated[int | str, Meta(extra_json_schema={"minimum": -(1 << 63), "maximum": (1 << 64) - 1, "pattern": _HASH_PATTERN})]
 MAX_WARNINGS: Final = 8
 """Maximum number of ignored fields that a response names."""
 
@@ -65,7 +65,7 @@ class HashQueryRequest(IndexerRequest, kw_only=True, forbid_unknown_fields=True)
     block_hash: list[Hash] | None = None
 
 
-_HASHES: Final = ("block_hashes", "seq_hashes", "block_hash")
+_HASH_FIELDS: Final = ("block_hashes", "seq_hashes", "block_hash")
 _ONE_MODEL: Final[dict[str, Any]] = {
     "oneOf": [
         {
@@ -76,7 +76,7 @@ _ONE_MODEL: Final[dict[str, Any]] = {
     ]
 }
 _ONE_KIND: Final[dict[str, Any]] = {
-    "oneOf": [{"required": [name], "properties": {name: {"type": "array"}}} for name in _HASHES]
+    "oneOf": [{"required": [name], "properties": {name: {"type": "array"}}} for name in _HASH_FIELDS]
 }
 SCHEMA_RULES: Final[dict[type, dict[str, Any]]] = {
     RegisterRequest: {
@@ -199,7 +199,7 @@ def query_by_hash(service: Service, request: HttpRequest) -> Response:
     A hash depends on the salt, and on the LoRA if the engine's events name the LoRA.
     """
     body: HashQueryRequest = request.read()
-    queries = {name: hashes for name in _HASHES if (hashes := getattr(body, name)) is not None}
+    queries = {name: hashes for name in _HASH_FIELDS if (hashes := getattr(body, name)) is not None}
     if len(queries) != 1:
         raise ServiceError("the body needs either block_hashes or seq_hashes", "bad-shape", _fields_hint(), status=422)
     ((name, hashes),) = queries.items()
@@ -213,7 +213,7 @@ def _instance_of(body: IndexerRequest) -> str | None:
 
 
 def read_hashes(service: Service, hashes: list[int | str]) -> list[int]:
-    """Return the hashes of a query as unsigned numbers. Raises `ServiceError` for too many or too large hashes."""
+    """Return the hashes of a query as unsigned numbers. Raises `ServiceError` for too many hashes, or more than 64 bits."""
     if len(hashes) > (limit := service.settings.limits.max_hashes):
         raise TooMuchError(f"the request has {len(hashes)} hashes", "too-many-hashes", f"limits.max_hashes allows {limit}")
     return [_to_unsigned(value) for value in hashes]

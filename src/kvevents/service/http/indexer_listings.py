@@ -23,7 +23,7 @@ from kvevents.service.http.pages import add_entity_tag, cut_page, link_next, mat
 from kvevents.service.service import Service
 from kvevents.stream import trust_order
 
-_STATUS: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}
+_STATUSES: Final = {"CONNECTING": "pending", "REPLAYING": "pending", "EXACT": "active", "DEGRADED": "active", "STALE": "failed"}
 """Status in Dynamo's `/workers`, by trust state."""
 
 
@@ -45,7 +45,7 @@ def list_members(service: Service, filters: Mapping[str, str]) -> Iterator[Membe
 
 def _describe_instance(members: list[Member]) -> dict[str, Any]:
     first = members[0].registration
-    states = [_STATUS[member.trust_status.state] for member in members]
+    states = [_STATUSES[member.trust_status.state] for member in members]
     return {
         "instance_id": id_of(first.instance),
         "source": "zmq",
@@ -63,7 +63,7 @@ def _describe_listener(member: Member) -> dict[str, Any]:
     fields = {
         "endpoint": member.registration.endpoint,
         "replay_endpoint": member.registration.replay_endpoint,
-        "status": _STATUS[member.trust_status.state],
+        "status": _STATUSES[member.trust_status.state],
         "trust": member.trust_status,
         "blocks": member.blocks,
     }
@@ -101,7 +101,7 @@ def _describe_service(member: Member) -> dict[str, Any]:
         "replay_endpoint": registration.replay_endpoint or "",
         "instance_id": registration.instance,
         "dp_rank": registration.rank,
-        "status": _STATUS[member.trust_status.state],
+        "status": _STATUSES[member.trust_status.state],
         "trust": member.trust_status,
     }
 

@@ -93,7 +93,7 @@ class HttpRequest(Struct, eq=False):
     client: Client
     """Sender of the request, for the audit log."""
     item: str = ""
-    """The part of the path that stands for `{id}` in the route's path."""
+    """Text of the path in place of `{id}` in the route's path."""
     ignored_fields: tuple[str, ...] = ()
     """Unknown fields of the body that were ignored."""
     arguments: Mapping[str, str] = {}

@@ -24,7 +24,7 @@ _FILTERS: Final = ("instance", "model", "tenant", "group")
 
 
 def read_number(arguments: Mapping[str, str], name: str, default: int, maximum: int, minimum: int = 1) -> int:
-    """Return a number from the query string. Raises `RefusedError` unless it is from `minimum` to `maximum`."""
+    """Return a number from the query string. Raises `RefusedError` for a number below `minimum` or above `maximum`."""
     text = arguments.get(name)
     if text is None:
         return default

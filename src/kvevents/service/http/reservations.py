@@ -13,12 +13,12 @@ from kvevents.service.http.messages import HttpRequest, Response, answer_json
 from kvevents.service.http.pages import MAX_LISTED, read_number
 from kvevents.service.service import Service
 
-_UNCHANGED: Final = ReservationUpdate()
+_NO_CHANGES: Final = ReservationUpdate()
 
 
 def show(service: Service, request: HttpRequest) -> Response:
     """Return a reservation."""
-    return _answer(service, request, _UNCHANGED)
+    return _answer(service, request, _NO_CHANGES)
 
 
 def update(service: Service, request: HttpRequest) -> Response:
@@ -28,7 +28,7 @@ def update(service: Service, request: HttpRequest) -> Response:
 
 def finish(service: Service, request: HttpRequest) -> Response:
     """End a reservation, because its request was answered, failed or was cancelled. Return the ended reservation."""
-    return _answer(service, request, _UNCHANGED)
+    return _answer(service, request, _NO_CHANGES)
 
 
 def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) -> Response:
@@ -36,7 +36,7 @@ def _answer(service: Service, request: HttpRequest, changes: ReservationUpdate) 
     return answer_json(ask(service, method, request.item, changes), request)
 
 
-def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _UNCHANGED) -> bytes:
+def ask(service: Service, method: str, name: str, changes: ReservationUpdate = _NO_CHANGES) -> bytes:
     """Read (GET), change (POST) or end (DELETE) a reservation; return its JSON. Raises `NotFoundError` if none is open."""
     if len(name) > MAX_RESERVATION_ID or not re.fullmatch(RESERVATION_ID, name):
         sentence = f"no reservation {name[:MAX_RESERVATION_ID]!r} is open"
