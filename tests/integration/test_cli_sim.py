@@ -154,7 +154,7 @@ def test_disagreements_are_reported_as_a_failure(compare: Any, monkeypatch: pyte
             ["--max-num-batched-tokens", "1"],
             r"--max-num-batched-tokens is 1; it must be at least max_num_seqs.*",
         ),
-        (["--engines", "100000"], r"100000 engines with 1 ranks each are more than \d+ workers"),
+        (["--engines", "100000"], r"100000 engines with 1 ranks each are more than \d+ workers: set fewer engines or ranks"),
         (["--dialect", "vllm-0.9", "--host-blocks", "5"], r".*has no field for tiers.*"),
         (["--picture", "/none/a.svg"], r"cannot write /none/a.svg: expected a file in an existing folder"),
         (["--picture", "a.html"], r"cannot write a.html: expected a name that ends in .svg, .png, .pdf"),

@@ -128,7 +128,7 @@ def test_another_replica_writes_a_snapshot_of_deleted_messages_at_once(stage: St
                 stage.heals(service, 8)
         with stage.replica("later") as service:
             stage.heals(service, 8)
-            service.wait_for_log("begun with snapshot")
+            service.wait_for_log("loaded from snapshot")
         assert all(each.builder.state.first_page == 1 for each in bridge.partitions)
 
 

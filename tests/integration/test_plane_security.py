@@ -175,7 +175,7 @@ def test_replica_router_and_bridge_work_with_the_permissions_of_their_roles(logi
         assert not replica.log_lines("permission")
         with serving(*flags(login("router"), "b")) as router:
             router.exact("one", blocks=4)
-            router.wait_for_log("begun with snapshot")
+            router.wait_for_log("loaded from snapshot")
             one.store(range(100, 132))
             for service in (replica, router):
                 service.exact("one", blocks=6)

@@ -51,7 +51,7 @@ def test_a_replica_begins_with_a_snapshot_and_the_pages_before_it_are_purged(ser
             service.exact("one", blocks=6)
         with serving(*flags, "--replica-name", "b") as service:
             service.exact("one", blocks=6)
-            service.wait_for_log("begun with snapshot")
+            service.wait_for_log("loaded from snapshot")
             assert service.held(list(range(64))) == {"one": 64}
             assert first
 
@@ -68,7 +68,7 @@ def test_a_replica_skips_a_damaged_snapshot_and_uses_the_previous_one(server: Na
         name = call_jetstream(server, lambda js: delete_chunks(js, Layout("damaged", 1)))
         with serving(*flags, "60", "--replica-name", "b") as service:
             service.exact("one", blocks=4)
-            service.wait_for_log("begun with snapshot")
+            service.wait_for_log("loaded from snapshot")
             assert any(name in warning for warning in service.get("/health").json["warnings"])
 
 

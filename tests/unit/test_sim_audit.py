@@ -48,7 +48,7 @@ class EngineRecording:
         """Return the number of lookups whose results differ from a plain mirror that applies these batches event by event."""
         mirror, place, wrong_lookups = EventState(strict=False), LookupPosition(0, 0, 0), 0
         for expected in self.lookups:
-            wanted = expected.lookup_position
+            wanted = expected.position
             while place < wanted and place.seq < len(self.batches):
                 batch = self.batches[place.seq]
                 if place.event_index < len(batch) and (place.seq, place.event_index) < (wanted.seq, wanted.event_index):
@@ -98,7 +98,7 @@ def record_small_stream() -> EngineRecording:
     announced: that lookup waits for a batch of another prompt.
     """
     found = record_engine(CacheSize(3, 2), [([1] * 5, 1), ([1] * 5, 1), ([2] * 5, 1), ([1] * 5, 1)])
-    assert [(one.lookup_position, one.cached) for one in found.lookups] == [
+    assert [(one.position, one.cached) for one in found.lookups] == [
         (LookupPosition(0, 0, 0), 0),
         (LookupPosition(0, 1, 0), 4),
         (LookupPosition(0, 1, 0), 0),
@@ -150,8 +150,7 @@ def test_lookups_at_a_lost_batch_are_unproven_and_later_ones_detect_the_loss(
     last = len(stream.batches) - 1
     # Lookups between its events; and lookups after it if no later batch shows that it is lost.
     lost = [
-        (one.lookup_position.seq == number and one.lookup_position.event_index > 0)
-        or (one.lookup_position.seq > number == last)
+        (one.position.seq == number and one.position.event_index > 0) or (one.position.seq > number == last)
         for one in stream.lookups
     ]
     checked, wrong_lookups, unproven = run_audit(stream.make_audit(), deliveries)
@@ -191,7 +190,7 @@ def test_batches_of_another_incarnation_check_no_lookup() -> None:
 def test_a_lookup_is_compared_between_two_events_of_a_batch(position: int, wrong_lookups: int) -> None:
     """Of two equal prompts in one step, the second finds what the first announces; it would find nothing before that event."""
     stream = record_engine(CacheSize(20, 2), [([1] * 5, 1), ([1] * 5, 1)], side_by_side=2)
-    assert [(one.lookup_position, one.cached) for one in stream.lookups] == [
+    assert [(one.position, one.cached) for one in stream.lookups] == [
         (LookupPosition(0, 0, 0), 0),
         (LookupPosition(0, 0, 1), 4),
     ]
@@ -205,9 +204,7 @@ def test_a_lookup_one_batch_too_early_or_too_late_is_detected(shift: int) -> Non
     """The cached prefix of the small stream exists only between its first two batches."""
     stream = record_small_stream()
     hit = stream.lookups.pop(1)
-    stream.lookups = [
-        EngineLookup(hit.lookup_position._replace(seq=hit.lookup_position.seq + shift), hit.sequence, hit.tokens, hit.cached)
-    ]
+    stream.lookups = [EngineLookup(hit.position._replace(seq=hit.position.seq + shift), hit.sequence, hit.tokens, hit.cached)]
     assert run_audit(stream.make_audit(), make_deliveries(stream.batches)) == (1, 1, 0)
 
 
@@ -252,7 +249,7 @@ def test_after_a_gap_batches_count_again() -> None:
 
 def test_lookups_inside_a_gap_are_unproven() -> None:
     stream = record_engine(CacheSize(40, 2), [([number // 2] * 5, 1) for number in range(8)], side_by_side=2)
-    assert [one.lookup_position[1:] for one in stream.lookups] == [(n // 2, n % 2) for n in range(8)]
+    assert [one.position[1:] for one in stream.lookups] == [(n // 2, n % 2) for n in range(8)]
     first, _, _, last = make_deliveries(stream.batches)
     assert run_audit(stream.make_audit(), [first, (Gap(*WORKER, 1, 2), 0), last]) == (5, 0, 3)
 
@@ -286,8 +283,7 @@ def test_a_new_incarnation_without_its_first_batches_leaves_their_lookups_unprov
     stream = record_small_stream()
     audit = stream.make_audit()
     lookups = [
-        EngineLookup(one.lookup_position._replace(incarnation=1), one.sequence, one.tokens, one.cached)
-        for one in stream.lookups
+        EngineLookup(one.position._replace(incarnation=1), one.sequence, one.tokens, one.cached) for one in stream.lookups
     ]
     for one in lookups:
         audit.expect(WORKER, one)

@@ -498,7 +498,7 @@ class Bridge:
         return has_left or not self._reports_of_others(partition, key)
 
     def _check_unclaimed(self, now: float) -> None:
-        """Remove from the log all engines that no bridge has claimed for too long."""
+        """Remove from the log all engines that no bridge has claimed for the time limit."""
         if any(partition.fault or not partition.ready.is_set() for partition in self.partitions):
             self.unclaimed.clear()
             return

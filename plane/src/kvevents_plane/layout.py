@@ -212,7 +212,7 @@ async def create_partition(js: JetStreamContext, layout: Layout, partition: int,
 
 
 def _advice(error: PlaneError, layout: Layout, settings: PlaneSettings) -> str | None:
-    """Return which settings an operator can change after a server has refused to create a partition, or None if unknown."""
+    """Return which settings to change after a server refused to create a partition, or None if its error is not known."""
     if error.fault == "full":
         room = layout.partitions * settings.partition_bytes >> 20
         return (

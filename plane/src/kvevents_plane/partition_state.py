@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 _PERSISTENT_NAMES: Final = frozenset(reason.name for reason in PERSISTENT_REASONS)
 MAX_DEPARTED_STREAMS: Final = 100_000
-"""Maximum number of remembered streams that have left the log. Late records of these streams are void."""
+"""Maximum number of remembered streams that have left the log. Their late records are ignored."""
 MAX_REPORTS: Final = 64
 """Maximum number of trust reports about one stream. The report of the bridge with the oldest heartbeat is dropped first."""
 MAX_BRIDGES: Final = 1_000

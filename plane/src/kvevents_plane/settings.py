@@ -16,7 +16,7 @@ from kvevents_plane.records import MAX_HEARTBEAT_SECONDS
 
 MAX_PARTITIONS: Final = 256
 RECEIVE_QUEUE: Final = 256
-"""Default of `BridgeSettings.receive_queue`. A bridge reads about as many batches from one engine at a time."""
+"""Default of `BridgeSettings.receive_queue`. A bridge reads about this many batches from one engine at a time."""
 MAX_SECRET_BYTES: Final = 64 << 10
 """Maximum size in bytes of a file with credentials (usually a few thousand bytes) or with a seed (58 bytes)."""
 MAX_INBOX_CHARACTERS: Final = 64

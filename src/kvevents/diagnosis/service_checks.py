@@ -206,7 +206,7 @@ def _check_source_trust(source: SourceView, now: float) -> CheckResult:
 
 
 def _worst_of(findings: Sequence[CheckResult], check: str, noun: str) -> Iterator[CheckResult]:
-    """Yield the worst findings, and a finding with the number of all others."""
+    """Yield the worst findings, then one finding that says how many others there are."""
     worst_first = sorted(findings, key=lambda finding: list(Severity).index(finding.verdict), reverse=True)
     yield from worst_first[:MAX_LISTED]
     if others := worst_first[MAX_LISTED:]:

@@ -121,7 +121,7 @@ def _match_needs_kind(tree: Any, kind: str) -> bool:
 
 
 def _dialect_of_release() -> Dialect:
-    """Return the dialect of the running release or, for a build without a version, a dialect with the same form of events.
+    """Return the dialect of the running release. A build without a version gets a dialect whose events have its form.
 
     The dialect is for heartbeats and full history, so that consumers written for the release can read them. SGLang's own events
     are always sent as SGLang declares them.

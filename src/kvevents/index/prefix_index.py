@@ -44,8 +44,8 @@ class IndexLimits(Struct, frozen=True):
     max_ranks: int = 64
     """Maximum number of different ranks in the payloads of one stream. The stream of a relay can have a few ranks."""
     max_fences: int = 65_536
-    """Maximum number of removed workers whose late deliveries are rejected. Above this number, the worker that was removed
-    longest ago is forgotten."""
+    """Maximum number of removed workers that are remembered, to reject their late deliveries. Above this number, the worker
+    that was removed longest ago is forgotten."""
     max_speculated: int = 1_000_000
     """Maximum number of blocks in the overlay; above it, the oldest decisions end before they expire."""
 
@@ -131,8 +131,8 @@ class WorkerInfo(Counters, frozen=True):
     """Why matches of this worker can differ from those of the engine even if the index has all of the engine's events: a key of
     `ESTIMATES`. None if the matches cannot differ."""
     attested: bool | None
-    """Whether the worker's blocks were exactly those of the engine's own cache at the last attestation in the current
-    incarnation, or None before the first attestation. Only a publisher inside the engine sends attestations."""
+    """Whether the worker's blocks were those of the engine's own cache at the last attestation; None before the incarnation's
+    first attestation. Only a publisher inside the engine sends attestations."""
     tiers: dict[str, int]
     """Number of blocks by tier. A block counts on each tier that holds it, and once for each group of a hybrid model."""
 

@@ -78,8 +78,8 @@ class ReplayServerSettings(Settings, frozen=True, kw_only=True, forbid_unknown_f
     in_flight_poll_interval: Seconds = 0.002
     """Seconds between two checks while the server waits until all large frames were sent."""
     min_read_rate: Bytes = 128 * 1024
-    """Minimum rate in bytes per second at which a consumer must read. A reply is not abandoned while its large frames could
-    still be in flight at this rate."""
+    """Minimum rate in bytes per second at which a consumer must read. The time that large frames need at this rate is added to
+    the timeouts of a reply."""
     progress_timeout: Seconds = 30.0
     """Seconds without progress after which a reply is abandoned, in addition to the time that large frames may need at
     `min_read_rate`. A whole reply may take at most this many seconds longer than a reply at that rate."""

@@ -104,7 +104,7 @@ class RandomChoice:
     uses_index = False
 
     def __init__(self, seed: int | None = None, _: NoSettings = NoSettings()) -> None:
-        self._random = Random(seed)  # noqa: S311 - random choices spread load, and are no secret
+        self._random = Random(seed)  # noqa: S311 - random choices spread load and protect no secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - policies share a signature
         """Choose each candidate with the same probability."""
@@ -118,7 +118,7 @@ class RoundRobin:
     uses_index = False
 
     def __init__(self, seed: int | None = None, _: NoSettings = NoSettings()) -> None:
-        self._ties = Ties(Random(seed))  # noqa: S311 - random choices spread load, and are no secret
+        self._ties = Ties(Random(seed))  # noqa: S311 - random choices spread load and protect no secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:  # noqa: ARG002 - policies share a signature
         """Choose the next worker in the rotation. The rotation starts at a place that depends on the seed."""
@@ -149,7 +149,7 @@ class LeastLoaded:
 
     def __init__(self, seed: int | None = None, settings: LeastLoadedSettings = LeastLoadedSettings()) -> None:
         self.settings = settings
-        self._random = Random(seed)  # noqa: S311 - random choices spread load, and are no secret
+        self._random = Random(seed)  # noqa: S311 - random choices spread load and protect no secret
         self._ties = Ties(self._random)
         self._measure = MEASURES[settings.by]
 
@@ -197,7 +197,7 @@ class SessionAffinity:
     def __init__(self, seed: int | None = None, settings: SessionAffinitySettings = SessionAffinitySettings()) -> None:
         """`seed` only affects prompts without a session, so that all routers agree on the worker of a session."""
         self.settings = settings
-        self._ties = Ties(Random(seed))  # noqa: S311 - random choices spread load, and are no secret
+        self._ties = Ties(Random(seed))  # noqa: S311 - random choices spread load and protect no secret
 
     def choose(self, prompt: Prompt, candidates: Sequence[Candidate]) -> Choice:
         """Choose, of the workers below the limit of requests, the one whose hash with the session is the highest."""
@@ -300,7 +300,7 @@ class PrefixAware:
 
     def __init__(self, seed: int | None = None, settings: PrefixAwareSettings = PrefixAwareSettings()) -> None:
         self.settings = settings
-        self._random = Random(seed)  # noqa: S311 - random choices spread load, and are no secret
+        self._random = Random(seed)  # noqa: S311 - random choices spread load and protect no secret
         self._ties = Ties(self._random)
         tiers = dict[str, float](TIER_WEIGHTS.items()) | dict(settings.tiers)
         self._trust = dict[str, float](TRUST_WEIGHTS.items()) | dict(settings.trust)

@@ -33,7 +33,7 @@ class _WorkerLoad:
     """The load of a worker. Requests of a removed worker do not change the load of a new worker with the same name.
 
     A worker that is added while other workers have requests begins with their mean load, which is halved every `HALF_LIFE`.
-    With no load it would get every prompt until it has as many requests as the other workers, whose requests may have ended.
+    If it began with no load, it would get every prompt until it had as many requests as the others had when it was added.
     """
 
     __slots__ = ("_added_at", "_initial", "_reading", "_sent_requests", "_sent_tokens", "load")

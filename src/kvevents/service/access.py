@@ -87,7 +87,7 @@ class Token(Struct, frozen=True):
 
 
 def read_tokens(config: AccessSettings, environ: Mapping[str, str] = os.environ) -> tuple[Token, ...]:
-    """Read the tokens. The service reads them only when it starts, so a changed token needs a restart.
+    """Read the access tokens. The service reads them only when it starts, so a changed token needs a restart.
 
     Raises `ConfigError` for a token that cannot be read, has an invalid length or character, or occurs twice.
     """

@@ -215,7 +215,7 @@ class Registrations(Struct, eq=False, kw_only=True):
             raise ConflictError("this service does not follow engines itself", "replica", self.advice)
 
     async def save(self) -> None:
-        """Write the registrations to the disk. The next write contains changes that occur during a write."""
+        """Write the registrations to the disk. If one changes during the write, another write follows."""
         if self.store is None:
             return
         self._changes += 1

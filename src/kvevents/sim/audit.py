@@ -42,7 +42,7 @@ class LookupPosition(NamedTuple):
 class EngineLookup:
     """A lookup in an engine's cache, and the lookup's result."""
 
-    lookup_position: LookupPosition
+    position: LookupPosition
     sequence: Sequence
     tokens: int
     """Number of the sequence's tokens that were looked up."""
@@ -136,7 +136,7 @@ class Audit:
             self._skip_to(worker, stream, LookupPosition(incarnation, batch.seq, 0))
         self.settle(worker)
         # `list` makes a copy, because another thread can call `expect` at the same time.
-        positions = [lookup.lookup_position for lookup in list(stream.pending)]
+        positions = [lookup.position for lookup in list(stream.pending)]
         splits = sorted({position.event_index for position in positions if position[:2] == (incarnation, batch.seq)})
         if splits:
             decoded, start = batch.decode() if isinstance(batch, RawBatch) else batch, 0
@@ -156,7 +156,7 @@ class Audit:
         """Continue the stream at `position`. Lookups between the old position and `position` cannot be compared."""
         self.settle(worker)
         if position > LookupPosition(stream.incarnation, stream.next_seq, 0):
-            while stream.pending and stream.pending[0].lookup_position < position:
+            while stream.pending and stream.pending[0].position < position:
                 stream.pending.popleft()
                 self.counts.unproven += 1
         # Another thread may call `position` between these assignments. The old number with the new incarnation would be wrong.
@@ -172,7 +172,7 @@ class Audit:
     def _compare_until(self, worker: Worker, stream: _Stream, position: LookupPosition) -> None:
         """Compare the lookups up to `position`, which is the position that the index has reached."""
         counts = self.counts
-        while stream.pending and stream.pending[0].lookup_position <= position:
+        while stream.pending and stream.pending[0].position <= position:
             lookup = stream.pending.popleft()
             if not self._exact(worker):
                 counts.unproven += 1
@@ -188,7 +188,7 @@ class Audit:
             counts.disagreements += differs
             if differs and len(counts.examples) < MAX_EXAMPLES:
                 found = (lookup.tokens, lookup.cached, indexed)
-                counts.examples.append(Disagreement(*worker, *lookup.lookup_position, *found))
+                counts.examples.append(Disagreement(*worker, *lookup.position, *found))
 
 
 _encode: Final = batch_encoder()

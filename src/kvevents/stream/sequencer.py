@@ -139,7 +139,7 @@ class SnapshotParts:
 
     @property
     def is_open(self) -> bool:
-        """Whether the next part may follow."""
+        """Whether the next part of this answer is still accepted."""
         return self.last >= 0
 
     @property

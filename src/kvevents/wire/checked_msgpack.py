@@ -199,7 +199,7 @@ def declared_length(raw: memoryview) -> int:
 
 
 def array_items(raw: bytes | memoryview | msgspec.Raw, subject: str, limit: int, too_many: str) -> list[msgspec.Raw]:
-    """Return the raw elements of an array. Raise `DecodeRejectedError`; above `limit` elements its reason is `too_many`."""
+    """Return the raw elements of an array. Raise `DecodeRejectedError` with the reason `too_many` above `limit` elements."""
     view = memoryview(raw)
     _check_length(view, subject, limit, too_many)
     try:

@@ -179,7 +179,7 @@ class Replica:
         self._set_fault(build.fault)
         whole = "complete" if build.is_complete else "used without the partitions that cannot be read"
         begun = f"snapshots of {len(build.loaded_snapshots)} partitions" if build.loaded_snapshots else "the log alone"
-        log.info("the index is %s: %d streams, begun with %s", whole, len(registrations), begun)
+        log.info("the index is %s: %d streams, loaded from %s", whole, len(registrations), begun)
         if before is not None:
             await before.end()
         else:

@@ -62,7 +62,7 @@ class IndexSink:
         """Object whose methods are called; any thread may replace the object at any time."""
 
     def apply_many(self, deliveries: Sequence[Batch | RawBatch | Reset | Gap], /) -> list[ApplyResult]:
-        """Apply the deliveries in this order and return one outcome for each."""
+        """Apply the deliveries in their order and return one outcome for each."""
         self.listener.on_received({(delivery.source, delivery.rank) for delivery in deliveries})
         outcomes = self._index.apply_many(deliveries)
         for delivery, outcome in zip(deliveries, outcomes, strict=True):
